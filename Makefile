@@ -1,0 +1,74 @@
+# Everything here sets itself up: Python 3.11 to 3.13 with its venv module is all it needs.
+# `make` alone prints the targets.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+UV_VERSION := 0.13.8
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	2>/dev/null && echo $$p && break; done)
+
+# The CPU build of torch comes from a wheel folder where there is one (pip's setting for that is
+# PIP_FIND_LINKS, which uv does not read), else from PyTorch's own index.
+ifneq ($(wildcard $(addsuffix /torch-*+cpu*.whl,$(PIP_FIND_LINKS))),)
+comma := ,
+empty :=
+export UV_FIND_LINKS ?= $(subst $(empty) $(empty),$(comma),$(strip $(PIP_FIND_LINKS)))
+endif
+TORCH := $(if $(UV_FIND_LINKS),,--torch-backend cpu)
+
+# vLLM reports its use unless told not to; tests and benchmarks are no use to report.
+export VLLM_NO_USAGE_STATS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format pytest bench soak docs clean
+
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## Create .venv with everything the other targets need
+
+# Everything is brought up to date again when one of these files changes.
+$(STAMP): requirements.txt requirements-dev.txt overrides.txt pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 with venv was found." \
+		"Install one, or name it: make PYTHON=/path/to/python3"; exit 1; }
+	@echo "Setting up $(VENV); this takes a minute or two the first time"
+	@rm -f $@
+	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check uv==$(UV_VERSION)
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) --only-binary :all: \
+		--overrides overrides.txt -r requirements.txt -r requirements-dev.txt
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@
+
+demo: $(STAMP) ## Show one prompt served cold, from CPU memory, and from Redis by another process
+	@$(BIN)/python -m examples.demo $(ARGS)
+
+test: lint pytest ## Lint, then run all tests (up to 20 minutes on 2 cores)
+
+lint: $(STAMP) ## Check style (ruff) and types (mypy, strict)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+format: $(STAMP) ## Let ruff rewrite what it can
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+pytest: $(STAMP) ## Run the tests only; choose some with ARGS="-k name"
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP) ## Run the benchmarks; choose one with ARGS="name --json -"
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+soak: $(STAMP) ## Run the long tests that `make test` leaves out
+	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+docs: $(STAMP) ## Build the documentation into build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+clean: ## Remove the environment and everything that was built
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
