@@ -1,0 +1,101 @@
+"""One server's circuit breaker: stop asking a server that fails, ask again now and then.
+
+    CLOSED --failures in a row, or no connection--> OPEN --back-off over, connection made--> TRIAL
+    TRIAL --work done--> CLOSED          TRIAL --one failure--> OPEN, for twice as long
+
+Only background threads connect, so a caller never pays for finding out that a server is back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from enum import Enum
+
+
+class CircuitState(Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    TRIAL = "trial"
+
+
+class Backoff:
+    """Exponential back-off with full jitter on the upper half: delay * [0.5, 1.0)."""
+
+    def __init__(self, min_seconds: float, max_seconds: float, random: Callable[[], float]) -> None:
+        self._min = min_seconds
+        self._max = max_seconds
+        self._random = random
+        self._attempt = 0
+
+    def next_delay(self) -> float:
+        delay = min(self._max, self._min * 2.0**self._attempt)
+        self._attempt = min(self._attempt + 1, 32)
+        return delay * (0.5 + 0.5 * self._random())
+
+    def reset(self) -> None:
+        self._attempt = 0
+
+
+class CircuitBreaker:
+    """Thread-safe. ``clock`` in seconds; ``threshold`` failures in a row open it."""
+
+    def __init__(self, backoff: Backoff, clock: Callable[[], float], threshold: int = 3) -> None:
+        self._backoff = backoff
+        self._clock = clock
+        self._threshold = threshold
+        self._lock = threading.Lock()
+        self._state = CircuitState.CLOSED
+        self._failures = 0
+        self._retry_at = 0.0
+
+    @property
+    def state(self) -> CircuitState:
+        return self._state
+
+    def may_connect(self) -> bool:
+        """Whether to try a connection now. While open, one try per back-off interval."""
+        with self._lock:
+            if self._state is not CircuitState.OPEN:
+                return True
+            now = self._clock()
+            if now < self._retry_at:
+                return False
+            self._retry_at = now + self._backoff.next_delay()
+            return True
+
+    def seconds_until_retry(self) -> float | None:
+        """None while not open."""
+        with self._lock:
+            if self._state is not CircuitState.OPEN:
+                return None
+            return max(0.0, self._retry_at - self._clock())
+
+    def connected(self) -> bool:
+        """A connection was made and answered. True if the breaker had been open."""
+        with self._lock:
+            was_open = self._state is CircuitState.OPEN
+            if was_open:
+                self._state = CircuitState.TRIAL
+            return was_open
+
+    def succeeded(self) -> None:
+        """Real work was done."""
+        with self._lock:
+            self._state = CircuitState.CLOSED
+            self._failures = 0
+            self._backoff.reset()
+
+    def failed(self, *, at_once: bool = False) -> bool:
+        """Count a failure. True if it opened the breaker (so the episode is logged once)."""
+        with self._lock:
+            self._failures += 1
+            if self._state is CircuitState.OPEN:
+                return False
+            if not (
+                at_once or self._state is CircuitState.TRIAL or self._failures >= self._threshold
+            ):
+                return False
+            self._state = CircuitState.OPEN
+            self._retry_at = self._clock() + self._backoff.next_delay()
+            return True

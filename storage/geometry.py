@@ -1,0 +1,107 @@
+"""Where the KV bytes of a chunk lie: the canonical chunk form, and what travels of it.
+
+A chunk buffer holds one rank's part of ``num_tokens`` tokens, shard-major::
+
+    shard 0 (one KV head)                    shard 1          ...
+    | layer 0        | layer 1      | ...  | layer 0 | ...
+    | t0 c | t1 c |..| t0 c | t1 c |..
+
+A *shard* is one KV head over this rank's layers. A *stripe* is a run of consecutive layers of one
+shard, the unit of one stored value, so that no value grows past ``max_value_bytes``. Stripes start
+at multiples of one stripe width counted from global layer 0, so ranks of different pipeline splits
+meet on the same stripes wherever their borders allow it.
+
+"Layer" counts positions in canonical order: KV cache groups in order, layers in model order
+inside each group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """One stored value of a chunk: layers ``[layer_start, layer_end)`` of one KV head.
+
+    ``offset`` and ``num_bytes`` locate its payload ``[layers][tokens][content]`` in the chunk
+    buffer of the rank that holds it.
+    """
+
+    layer_start: int
+    layer_end: int
+    shard: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ChunkGeometry:
+    """One rank's part of a chunk. All sizes in bytes.
+
+    ``layer_widths[i]`` is the content width (K and V of one token and one KV head) of global layer
+    ``layer_start + i``; ``shards`` are the global KV head indices in buffer order.
+    """
+
+    num_tokens: int
+    layer_start: int
+    layer_widths: tuple[int, ...]
+    shards: tuple[int, ...]
+    num_shards_total: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.num_tokens <= 0 or not self.layer_widths or min(self.layer_widths) <= 0:
+            raise ValueError("a chunk needs tokens and layers of positive width")
+        if self.layer_start < 0:
+            raise ValueError("layer_start must not be negative")
+        if not self.shards or len(set(self.shards)) != len(self.shards):
+            raise ValueError("a chunk needs shards, each once")
+        if not all(0 <= shard < self.num_shards_total for shard in self.shards):
+            raise ValueError(f"shards {self.shards} are not all below {self.num_shards_total}")
+
+    @property
+    def layer_end(self) -> int:
+        return self.layer_start + len(self.layer_widths)
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each layer inside a shard, and the shard's size as the last entry."""
+        return tuple(accumulate((w * self.num_tokens for w in self.layer_widths), initial=0))
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.layer_offsets[-1]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.shard_bytes * len(self.shards)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.chunk_bytes // self.num_tokens
+
+    def stripe_width(self, max_value_bytes: int) -> int:
+        """Layers per stripe: as many as fit into ``max_value_bytes``, at least one."""
+        return max(1, max_value_bytes // (max(self.layer_widths) * self.num_tokens))
+
+    def stripes(self, max_value_bytes: int) -> tuple[Stripe, ...]:
+        """All stripes of this chunk, shard by shard, in buffer order."""
+        width = self.stripe_width(max_value_bytes)
+        cuts = [self.layer_start]
+        cuts += range((self.layer_start // width + 1) * width, self.layer_end, width)
+        cuts.append(self.layer_end)
+        return tuple(
+            Stripe(
+                layer_start=start,
+                layer_end=end,
+                shard=shard,
+                offset=index * self.shard_bytes + self.layer_offsets[start - self.layer_start],
+                num_bytes=self.layer_offsets[end - self.layer_start]
+                - self.layer_offsets[start - self.layer_start],
+            )
+            for index, shard in enumerate(self.shards)
+            for start, end in pairwise(cuts)
+        )

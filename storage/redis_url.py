@@ -1,0 +1,187 @@
+"""Where the Redis tier lives, read from a URL (no connection is made here).
+
+====================================================================  =============================
+``redis://[user[:password]@]host[:port][/db]``                        one server
+``rediss://...?ssl_ca_certs=&ssl_certfile=&ssl_keyfile=``             the same over TLS
+``unix://[user[:password]@]/path/to.sock[?db=]``                      one server, Unix socket
+``redis+sentinel://[user:password@]host[:port],host.../master[/db]``  the master Sentinel names
+``redis+cluster://[user:password@]host[:port],host...``               a cluster, from any node
+====================================================================  =============================
+
+``rediss+sentinel`` and ``rediss+cluster`` are the TLS forms. Sentinels of their own credentials
+take ``?sentinel_username=&sentinel_password=``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+
+class TopologyKind(Enum):
+    SINGLE = "single"
+    SENTINEL = "sentinel"
+    CLUSTER = "cluster"
+
+
+# URL options, named as redis-py names them. Anything else is a typo and stops the start.
+_TLS_OPTIONS = frozenset(
+    {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_password"}
+    | {"ssl_cert_reqs", "ssl_check_hostname"}
+)
+_SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
+_SECRETS = ("sentinel_username", "sentinel_password", "ssl_password")
+_DEFAULT_PORTS = {TopologyKind.SENTINEL: 26379}
+_SCHEMES = {
+    "redis": (TopologyKind.SINGLE, False),
+    "rediss": (TopologyKind.SINGLE, True),
+    "unix": (TopologyKind.SINGLE, False),
+    "redis+sentinel": (TopologyKind.SENTINEL, False),
+    "rediss+sentinel": (TopologyKind.SENTINEL, True),
+    "redis+cluster": (TopologyKind.CLUSTER, False),
+    "rediss+cluster": (TopologyKind.CLUSTER, True),
+}
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """A parsed URL. Everything secret stays out of ``repr``."""
+
+    kind: TopologyKind
+    tls: bool
+    hosts: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    master: str = ""
+    db: int = 0
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def connection_options(self) -> dict[str, Any]:
+        """Keyword arguments of a redis-py connection to a data server."""
+        options: dict[str, Any] = {k: v for k, v in self.options if k in _TLS_OPTIONS}
+        if "ssl_check_hostname" in options:
+            value = options["ssl_check_hostname"].lower()
+            options["ssl_check_hostname"] = value not in {"0", "false", "no"}
+        return options | {"db": self.db, "username": self.username, "password": self.password}
+
+    def sentinel_options(self) -> dict[str, Any]:
+        """Credentials for the sentinels themselves; they share the TLS options."""
+        own = {k.removeprefix("sentinel_"): v for k, v in self.options if k in _SENTINEL_OPTIONS}
+        return self.connection_options() | {"db": 0, "username": None, "password": None} | own
+
+    def redact(self, text: str) -> str:
+        """``text`` without the credentials that a server's or library's message may repeat."""
+        secrets = {self.username, self.password, *(dict(self.options).get(o) for o in _SECRETS)}
+        for secret in filter(None, secrets):
+            text = text.replace(secret, "***")
+        return text
+
+    def __str__(self) -> str:
+        """The address without any credential or option: fit for logs."""
+        scheme = next(s for s, kind in _SCHEMES.items() if kind == (self.kind, self.tls))
+        if self.path:
+            return f"unix://{self.path}"
+        hosts = ",".join(f"{_bracketed(host)}:{port}" for host, port in self.hosts)
+        return f"{scheme}://{hosts}" + (f"/{self.master}" if self.master else "")
+
+
+def parse_redis_url(url: str) -> RedisAddress:
+    """Raises ``ValueError``; the message never repeats the URL, which may hold a password."""
+    # A multi-host netloc is cut by hand: urlsplit reads only one host and port.
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        # Its message, like others below, may repeat a piece of a password: leave it out.
+        raise ValueError("redis_url: malformed") from None
+    if parts.scheme not in _SCHEMES:
+        raise ValueError(f"redis_url: unknown scheme; use one of {', '.join(_SCHEMES)}")
+    kind, tls = _SCHEMES[parts.scheme]
+    credentials, _, netloc = parts.netloc.rpartition("@")
+    username, _, password = credentials.partition(":")
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    path = unquote(parts.path)
+    db, master = options.pop("db", ""), ""
+    if parts.scheme == "unix":
+        if not path.strip("/"):
+            raise ValueError("redis_url: unix:// needs the path of a socket")
+    else:
+        master, db, path = _split_path(kind, path, db)
+    _check_options(kind, tls, options)
+    hosts = () if path else _parse_hosts(netloc, _DEFAULT_PORTS.get(kind, 6379))
+    if kind is TopologyKind.SINGLE and len(hosts) > 1:
+        raise ValueError("redis_url: several hosts need redis+sentinel:// or redis+cluster://")
+    return RedisAddress(
+        kind=kind,
+        tls=tls,
+        hosts=hosts,
+        path=path,
+        master=master,
+        db=_parse_db(kind, db),
+        username=unquote(username) or None,
+        password=unquote(password) or None,
+        options=tuple(sorted(options.items())),
+    )
+
+
+def _split_path(kind: TopologyKind, path: str, db: str) -> tuple[str, str, str]:
+    """``(master, db, "")`` of the path of a URL with hosts."""
+    pieces = [piece for piece in path.split("/") if piece]
+    master = ""
+    if kind is TopologyKind.SENTINEL:
+        if not pieces:
+            raise ValueError("redis_url: redis+sentinel:// needs /master-name after the hosts")
+        master = pieces.pop(0)
+    if pieces and not db:
+        db = pieces.pop(0)
+    if pieces:
+        raise ValueError("redis_url: too many parts in the path")
+    return master, db, ""
+
+
+def _parse_db(kind: TopologyKind, db: str) -> int:
+    if not db:
+        return 0
+    if not db.isdecimal():
+        raise ValueError("redis_url: the database must be a number")
+    if kind is TopologyKind.CLUSTER and int(db):
+        raise ValueError("redis_url: a cluster has database 0 only")
+    return int(db)
+
+
+def _parse_hosts(netloc: str, default_port: int) -> tuple[tuple[str, int], ...]:
+    hosts = []
+    for piece in netloc.split(","):
+        try:
+            split = urlsplit(f"//{piece}")
+            host, port = split.hostname, split.port
+        except ValueError:
+            raise ValueError("redis_url: a host or port is malformed") from None
+        if not host:
+            raise ValueError("redis_url: a host is missing")
+        hosts.append((host, default_port if port is None else port))
+    return tuple(hosts)
+
+
+def _check_options(kind: TopologyKind, tls: bool, options: Mapping[str, str]) -> None:
+    allowed: frozenset[str] = frozenset()
+    if tls:
+        allowed |= _TLS_OPTIONS
+    if kind is TopologyKind.SENTINEL:
+        allowed |= _SENTINEL_OPTIONS
+    for name in options:
+        if name not in allowed:
+            known = ", ".join(sorted(allowed | {"db"}))
+            shown = repr(name) if name.isidentifier() else ""
+            raise ValueError(f"redis_url: unknown option {shown}; here only {known} make sense")
+    for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        if name in options and not Path(options[name]).is_file():
+            raise ValueError(f"redis_url: {name} names no file")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

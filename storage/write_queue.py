@@ -1,0 +1,120 @@
+"""Chunks waiting to be written: bounded in bytes, and forgiving when full.
+
+When there is no room, the chunk deepest in its prompt goes first, the newest of them: a prefix
+without its end is still worth something, an end without its prefix is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+OnDone = Callable[[bool], None]
+
+
+@dataclass(eq=False)
+class PendingWrite:
+    """``buffer`` is the caller's until ``finish``; ``order`` is the chunk's index in its prompt."""
+
+    key: bytes
+    buffer: memoryview
+    order: int
+    callbacks: list[OnDone] = field(default_factory=list)
+    _finished: bool = False
+
+    def finish(self, stored: bool) -> None:
+        """Tell those who wait. The buffer must not be touched any more."""
+        for on_done in self.callbacks:
+            try:
+                on_done(stored)
+            except Exception:  # a caller's bug must not stop everyone's writes
+                logger.exception("on_done of a write failed")
+
+
+class WriteQueue:
+    """Thread-safe. Entries that were taken still count as bytes until they `finish`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._waiting: list[PendingWrite] = []
+        self._taken: list[PendingWrite] = []
+        self._num_bytes = 0
+        self._closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def offer(self, write: PendingWrite) -> list[PendingWrite]:
+        """Queue ``write``. Returns what found no place, for the caller to finish: ``write`` itself
+        or others. A chunk that is already here only adds its callbacks."""
+        with self._changed:
+            if self._closed:
+                return [write]
+            for other in (*self._waiting, *self._taken):
+                if other.key == write.key:
+                    other.callbacks += write.callbacks
+                    return []
+            dropped = self._make_room(write)
+            if write not in dropped:
+                self._waiting.append(write)
+                self._num_bytes += len(write.buffer)
+                self._changed.notify()
+            return dropped
+
+    def take(self, max_bytes: int, timeout: float) -> list[PendingWrite]:
+        """The oldest writes, up to ``max_bytes`` or one; empty after ``timeout`` seconds."""
+        with self._changed:
+            if not self._waiting and not self._closed:
+                self._changed.wait(timeout)
+            size, taken = 0, list[PendingWrite]()
+            while self._waiting and size < max_bytes:
+                taken.append(self._waiting.pop(0))
+                size += len(taken[-1].buffer)
+            self._taken += taken
+            return taken
+
+    def finish(self, write: PendingWrite, stored: bool) -> None:
+        """A taken write is done with, well or not: tell those who wait, then free its room."""
+        with self._changed:
+            self._taken.remove(write)  # from here on, nobody joins it any more
+        write.finish(stored)
+        with self._changed:
+            self._num_bytes -= len(write.buffer)
+            self._changed.notify_all()
+
+    def wait_empty(self, timeout: float) -> bool:
+        """Whether everything was written within ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_bytes, timeout)
+
+    def close(self) -> list[PendingWrite]:
+        """Accept no more; returns what was not yet taken."""
+        with self._changed:
+            self._closed = True
+            left, self._waiting = self._waiting, []
+            self._num_bytes -= sum(len(write.buffer) for write in left)
+            self._changed.notify_all()
+            return left
+
+    def _make_room(self, write: PendingWrite) -> list[PendingWrite]:
+        """Drop until ``write`` fits, or give up ``write`` itself and drop nothing."""
+        excess = self._num_bytes + len(write.buffer) - self._max_bytes
+        victims: list[PendingWrite] = []
+        ages = {id(write): age for age, write in enumerate(self._waiting)}
+        for victim in sorted(self._waiting, key=lambda w: (w.order, ages[id(w)]), reverse=True):
+            if excess <= 0 or victim.order <= write.order:
+                break
+            victims.append(victim)
+            excess -= len(victim.buffer)
+        if excess > 0:
+            return [write]
+        for victim in victims:
+            self._waiting.remove(victim)
+            self._num_bytes -= len(victim.buffer)
+        return victims

