@@ -1,0 +1,201 @@
+"""Commands and options. What they do lies in the modules they import."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from lmcache_connector import __version__
+from lmcache_connector.cli.report import CliError, Report
+
+app = typer.Typer(
+    name="lmcache-connector",
+    help="Check, watch and tend the KV cache of lmcache-connector.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of tables.")]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis-url",
+        help="As in the connector's configuration: a URL, env:NAME or file:PATH.",
+        envvar="LMCACHE_CONNECTOR_REDIS_URL",
+        show_envvar=True,
+    ),
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option("--config", help="Take URL, namespace and hash_key from this JSON or file."),
+]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Only this namespace; all without it.")
+]
+Urls = Annotated[
+    list[str], typer.Argument(metavar="URL...", help="Engines, such as localhost:8000.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def check(
+    config: Annotated[
+        str,
+        typer.Argument(help="The JSON of --kv-transfer-config, a file with it, or - for stdin."),
+    ],
+    json_: Json = False,
+) -> None:
+    """Try a configuration as the engine would, and every tier it names."""
+    from lmcache_connector.cli import check as command
+
+    _run(json_, lambda report: command.run(report, config))
+
+
+@app.command()
+def stats(urls: Urls, json_: Json = False) -> None:
+    """What engines have done since their start, from their /metrics."""
+    from lmcache_connector.cli import stats as command
+
+    _run(json_, lambda report: command.run(report, urls))
+
+
+@app.command()
+def top(
+    urls: Urls,
+    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 2.0,
+    count: Annotated[int, typer.Option(help="Looks; 0 goes on until Ctrl-C.", min=0)] = 0,
+    json_: Json = False,
+) -> None:
+    """Watch engines: hit rates, bandwidths, queues, as they are now."""
+    from lmcache_connector.cli import top as command
+
+    _run(json_, lambda report: command.run(report, urls, interval, count))
+
+
+@app.command()
+def ls(
+    redis_url: RedisUrl = None,
+    config: ConfigOption = None,
+    namespace: Namespace = None,
+    json_: Json = False,
+) -> None:
+    """Namespaces and models in Redis: chunks, bytes, ages."""
+    from lmcache_connector.cli import ls as command
+
+    _run(json_, lambda report: command.run(report, redis_url, config, namespace))
+
+
+@app.command()
+def inspect(
+    chunk: Annotated[str, typer.Argument(help="First hex digits of a chunk key.")],
+    redis_url: RedisUrl = None,
+    config: ConfigOption = None,
+    namespace: Namespace = None,
+    json_: Json = False,
+) -> None:
+    """One chunk in Redis: its values and what their headers say."""
+    from lmcache_connector.cli import inspect as command
+
+    _run(json_, lambda report: command.run(report, redis_url, config, namespace, chunk))
+
+
+@app.command()
+def verify(
+    redis_url: RedisUrl = None,
+    config: ConfigOption = None,
+    namespace: Namespace = None,
+    limit: Annotated[int, typer.Option(help="Most values to read; 0: all.", min=0)] = 0,
+    json_: Json = False,
+) -> None:
+    """Read values and check header and checksum of each. Exit code 1 if any is unsound."""
+    from lmcache_connector.cli import verify as command
+
+    _run(json_, lambda report: command.run(report, redis_url, config, namespace, limit))
+
+
+@app.command()
+def purge(
+    redis_url: RedisUrl = None,
+    config: ConfigOption = None,
+    namespace: Namespace = None,
+    everything: Annotated[bool, typer.Option("--all", help="All namespaces.")] = False,
+    idle: Annotated[
+        str | None, typer.Option(help="Only values unused for so long: 90s, 15m, 12h, 7d.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json_: Json = False,
+) -> None:
+    """Remove values from Redis, in small batches, freed in the background."""
+    from lmcache_connector.cli import purge as command
+
+    choice = command.Choice(namespace, everything, idle, dry_run, yes)
+    _run(json_, lambda report: command.run(report, redis_url, config, choice))
+
+
+@app.command()
+def bench(
+    redis_url: RedisUrl = None,
+    config: ConfigOption = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder of a model, for the size of its KV cache.")
+    ] = None,
+    token_bytes: Annotated[
+        int | None, typer.Option(help="KV bytes per token, instead of --model.", min=1)
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Take the prefill speed from this engine's metrics.")
+    ] = None,
+    prefill: Annotated[
+        float | None, typer.Option(help="Prefill speed in tokens per second.", min=0.001)
+    ] = None,
+    mib: Annotated[int, typer.Option(help="MiB to move each way.", min=1, max=4096)] = 64,
+    json_: Json = False,
+) -> None:
+    """Measure this host and Redis: from which prefix length on does loading beat recompute?"""
+    from lmcache_connector.cli import bench as command
+
+    options = command.Options(model, token_bytes, engine, prefill, mib)
+    _run(json_, lambda report: command.run(report, redis_url, config, options))
+
+
+def _run(as_json: bool, command: Callable[[Report], int | None]) -> None:
+    # What the tiers would log, the findings say.
+    logging.getLogger("lmcache_connector").addHandler(logging.NullHandler())
+    logging.getLogger("lmcache_connector").propagate = False
+    report = Report.to_terminal(as_json)
+    try:
+        code = command(report) or 0
+    except CliError as error:
+        if as_json:
+            report.emit(error.as_json())
+        else:
+            report.err.print(f"Error: {error}", style="red", highlight=False, markup=False)
+            if error.hint:
+                report.err.print(f"Try: {error.hint}", highlight=False, markup=False)
+        code = error.code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        code = 0  # `| head` has seen enough
+    raise typer.Exit(code)
+
+
+def main(**options: Any) -> None:
+    """The console script."""
+    sys.exit(app(**options))

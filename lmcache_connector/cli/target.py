@@ -1,0 +1,107 @@
+"""Which Redis a command is about: from ``--redis-url`` or a connector's configuration."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lmcache_connector.cli.report import UNREACHABLE, CliError
+from lmcache_connector.config import ConnectorConfig, parse_config
+from lmcache_connector.errors import ConfigError
+from lmcache_connector.storage.redis_admin import RedisAdmin, RedisAdminError
+from lmcache_connector.storage.redis_config import RedisTierConfig
+from lmcache_connector.storage.secret import resolve_secret
+
+_EXAMPLE = (
+    '{"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both", '
+    '"kv_connector_extra_config": {"cpu_gib": 8, "redis_url": "redis://localhost:6379"}}'
+)
+
+
+def read_transfer_config(text_or_path: str) -> dict[str, Any]:
+    """The object of ``--kv-transfer-config``. Raises :class:`CliError`, never repeating values."""
+    import json
+
+    text = text_or_path.strip()
+    if text == "-":
+        text = sys.stdin.read()
+    elif not text.startswith("{"):
+        text = _read_file(Path(text_or_path))
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CliError(
+            f"this is no JSON: {error.msg} at line {error.lineno}, column {error.colno}",
+            f"quote the whole of it for the shell: '{_EXAMPLE}'",
+        ) from None
+    if not isinstance(document, dict):
+        raise CliError("the configuration must be one JSON object", _EXAMPLE)
+    return document
+
+
+def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
+    """Exactly what the engine would make of it."""
+    extra = document.get("kv_connector_extra_config", {})
+    if not isinstance(extra, dict):
+        raise CliError("kv_connector_extra_config must be an object", _EXAMPLE)
+    try:
+        return parse_config(extra)
+    except ConfigError as error:
+        raise CliError(str(error), "see the README's table of settings") from None
+
+
+def tier_config(redis_url: str | None, config: str | None) -> RedisTierConfig:
+    """Raises :class:`CliError` if there is none, or it cannot be used."""
+    if config is not None:
+        found = connector_config(read_transfer_config(config)).redis_tier_config()
+        if found is None and redis_url is None:
+            raise CliError("this configuration has no redis_url", "add one, or give --redis-url")
+        if found is not None:
+            return _with_url(found, redis_url)
+    if redis_url is None:
+        raise CliError(
+            "which Redis? None was named",
+            "give --redis-url redis://HOST:6379, or --config with the engine's configuration",
+        )
+    return _with_url(RedisTierConfig(url="redis://localhost"), redis_url)
+
+
+@contextmanager
+def open_admin(config: RedisTierConfig) -> Iterator[RedisAdmin]:
+    """What goes wrong inside leaves as a :class:`CliError`."""
+    with translated(), RedisAdmin(config) as admin:
+        admin.nodes()
+        yield admin
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    try:
+        yield
+    except RedisAdminError as error:
+        raise CliError(str(error), error.hint, UNREACHABLE) from None
+
+
+def _with_url(config: RedisTierConfig, redis_url: str | None) -> RedisTierConfig:
+    if redis_url is None:
+        return config
+    try:
+        return replace(config, url=resolve_secret(redis_url, os.environ))
+    except ValueError as error:
+        raise CliError(str(error), "for example --redis-url redis://localhost:6379") from None
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        shown = path.name if path.name.replace(".", "").replace("-", "").isalnum() else "that"
+        raise CliError(
+            f"cannot read {shown}: {reason}", f"give a file, or the JSON itself: '{_EXAMPLE}'"
+        ) from None

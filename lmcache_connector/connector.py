@@ -1,0 +1,331 @@
+"""``LMCacheTieredConnector``: the facade vLLM talks to. It picks a side by role and delegates."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmcache_connector.assembly import (
+    build_scheduler,
+    make_epoch,
+    make_redis_tier,
+    probe_keys,
+)
+from lmcache_connector.config import parse_config
+from lmcache_connector.plans import Calibration, RankReport, StepPlan
+from lmcache_connector.prom_metrics import TieredPromMetrics, TieredStats
+from lmcache_connector.scheduler import SchedulerAdapter
+from lmcache_connector.scheduler_metrics import SchedulerMetrics
+from lmcache_connector.startup import banner, log_through
+from lmcache_connector.stats import Samples
+from lmcache_connector.vllm_compat import check_versions, describe_model
+from lmcache_connector.vllm_kv_events import to_vllm
+from lmcache_connector.weight_epoch import WeightEpoch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from lmcache_connector.worker import StepOutput, WorkerAdapter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PlanMetadata(KVConnectorMetadata):
+    """The scheduler side's plan of one step, on its way to the workers."""
+
+    plan: StepPlan
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """The reports of some ranks, on their way to the scheduler side."""
+
+    reports: tuple[RankReport, ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.reports + other.reports)
+
+
+@dataclass
+class CalibrationMetadata(KVConnectorHandshakeMetadata):
+    """What one rank measured at start, on its way to the scheduler side."""
+
+    calibration: Calibration
+
+
+class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
+    """GPU -> CPU -> Redis. See the README for what it does and how it is configured."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        log_through("vllm")
+        check_versions()
+        super().__init__(vllm_config, role, kv_cache_config)
+        # A chunk that cannot be loaded is recomputed. vLLM's default would fail the request; it
+        # reads this after it has built the connector.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerAdapter | None = None
+        self._epoch: WeightEpoch | None = None
+        self._scheduler_metrics: SchedulerMetrics | None = None
+        self._worker: WorkerAdapter | None = None
+        self._step_output: StepOutput | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            model = describe_model(vllm_config, kv_cache_config, self._config)
+            self._scheduler = build_scheduler(
+                self._config,
+                model,
+                loads=self._kv_transfer_config.is_kv_consumer,
+                stores=self._kv_transfer_config.is_kv_producer,
+                kv_events=self._wants_kv_events,
+            )
+            self._epoch = make_epoch(self._config, model)
+            self._scheduler_metrics = SchedulerMetrics(
+                self._scheduler.counters,
+                self._scheduler.take_lookup_seconds,
+                self._scheduler.lookup_servers,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped store is a future miss, nothing more."""
+        return False
+
+    # -- scheduler side ------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        if self._epoch is not None:
+            self._scheduler_side.follow_epoch(self._epoch.name())
+        self._scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens > 0:
+            self._scheduler_side.update_state_after_alloc(
+                request, blocks.get_block_ids(), num_external_tokens
+            )
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """``HOST`` for the CPU tier; vLLM has no word for a store that instances share."""
+        remote = min(self._scheduler_side.remote_hit_tokens(request), num_external_tokens)
+        sources = {
+            CacheHitSource.HOST: num_external_tokens - remote,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: remote,
+        }
+        return {source: count for source, count in sources.items() if count}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
+        return PlanMetadata(self._scheduler_side.build_plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, ReportMetadata):
+            self._scheduler_side.update_from_reports(meta.reports)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler_side.request_finished(request, block_ids), None
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduler_side.calibrate(
+            meta.calibration for meta in metadata.values() if isinstance(meta, CalibrationMetadata)
+        )
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return [to_vllm(event) for event in self._scheduler_side.take_kv_events()]
+
+    def reset_cache(self) -> bool:
+        if self._epoch is not None:
+            self._scheduler_side.reset_cache(self._epoch.reset())
+        return True
+
+    # -- worker side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        # Imported here: lmcache and what it brings along must not be imported before vLLM has
+        # initialised the worker.
+        from lmcache_connector.engine import EngineSettings
+        from lmcache_connector.worker import WorkerAdapter, WorkerSettings
+
+        config = self._config
+        model = describe_model(self._vllm_config, self._kv_cache_config, config)
+        settings = WorkerSettings(
+            engine=EngineSettings(
+                rank=model.rank,
+                world_size=model.world_size,
+                cpu_gib=config.cpu_gib,
+                block_size=model.block_size,
+                overrides=config.lmcache,
+                report_writes=self._wants_kv_events,
+            ),
+            geometry=model.geometries[model.rank],
+            num_kv_heads=model.num_kv_heads,
+            layer_widths=model.layer_widths,
+            self_test=config.self_test,
+            shutdown_seconds=config.shutdown_seconds,
+            probe_keys=(
+                probe_keys(config, model) if self._kv_transfer_config.is_kv_consumer else ()
+            ),
+            planes=model.packing.planes if model.packing else (),
+        )
+        tier_config = config.redis_tier_config()
+        make_tier = partial(make_redis_tier, tier_config, model) if tier_config else None
+        self._worker = WorkerAdapter(settings, kv_caches, make_tier)
+        if model.rank == 0:
+            logger.info(
+                banner(config, model.fingerprint, settings.geometry, self._worker.self_test)
+            )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(kv_connector_metadata, PlanMetadata):
+            self._worker_side.handle_preemptions(kv_connector_metadata.plan)
+
+    def get_handshake_metadata(self) -> CalibrationMetadata | None:
+        """vLLM asks once, after the caches were registered and before the first request."""
+        if self._worker is None:
+            return None
+        return CalibrationMetadata(self._worker.calibration())
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The last call before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
+            self._worker.start_forward(connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker_side.start_load(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: what a forward pass reads has arrived before it starts."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Whole chunks are stored after the forward pass, see :meth:`wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        self._worker_side.start_store(self._plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._step_output = self._worker_side.finish_step()
+        return KVConnectorTransferResults(
+            finished_sending=set(self._step_output.finished_sending),
+            finished_recving=set(self._step_output.finished_recving),
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set(self._step_output.invalid_block_ids) if self._step_output else set()
+
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        output, self._step_output = self._step_output, None
+        if output is None or output.report is None:
+            return None
+        return ReportMetadata((output.report,))
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+        if self._epoch is not None:
+            self._epoch.close()
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TieredStats | None:
+        """Asked after every step, on both sides; vLLM adds up what all of them say."""
+        samples = None
+        if self._worker is not None:
+            samples = self._worker.take_metrics()
+        elif self._scheduler_metrics is not None:
+            samples = self._scheduler_metrics.take()
+        return TieredStats.of(samples) if samples is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:
+        return TieredStats(data=data) if data is not None else TieredStats.of(Samples())
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TieredPromMetrics:
+        return TieredPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- details -------------------------------------------------------------------------------
+
+    @property
+    def _scheduler_side(self) -> SchedulerAdapter:
+        if self._scheduler is None:
+            raise RuntimeError("this connector has the worker role")
+        return self._scheduler
+
+    @property
+    def _worker_side(self) -> WorkerAdapter:
+        if self._worker is None:
+            raise RuntimeError("register_kv_caches has not been called")
+        return self._worker
+
+    @property
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlanMetadata)
+        return metadata.plan
+
+    @property
+    def _wants_kv_events(self) -> bool:
+        kv_events = self._vllm_config.kv_events_config
+        return kv_events is not None and bool(kv_events.enable_kv_cache_events)

@@ -1,0 +1,131 @@
+"""How much of a request can be loaded, and how much of that shall be.
+
+The index of the CPU tiers answers at once, Redis in its own time; :class:`ComputeOrLoad` then says
+which part of the hit is quicker to load than to compute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from lmcache_connector.chunk_index import ChunkIndex
+from lmcache_connector.compute_or_load import ComputeOrLoad
+from lmcache_connector.kv_events import KvEventLog
+from lmcache_connector.remote_lookup import RemoteLookup
+from lmcache_connector.request_state import RequestState, SchedulerSettings
+from lmcache_connector.scheduler_counters import SchedulerCounters
+
+logger = logging.getLogger(__name__)
+
+
+class HitFinder:
+    """Without ``lookup`` only the index is asked; without ``choice`` every hit is loaded."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        index: ChunkIndex,
+        lookup: RemoteLookup | None,
+        choice: ComputeOrLoad | None,
+        kv_events: KvEventLog | None,
+        counters: SchedulerCounters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._index = index
+        self.lookup = lookup
+        self._choice = choice
+        self._kv_events = kv_events
+        self._counters = counters
+        self._clock = clock
+        self._may_wait = True
+
+    def next_step(self) -> None:
+        """A new engine step may wait for Redis again, once."""
+        self._may_wait = True
+
+    def ask_remote(self, state: RequestState, first: int) -> None:
+        """Ask once per request for the chunks from ``first`` on that are not in the index."""
+        if self.lookup is None or state.lookup is not None or state.lookup_chunks:
+            return
+        keys = state.keys.keys
+        missing = tuple(i for i in range(first, len(keys)) if keys[i] not in self._index)
+        if missing:
+            state.lookup_chunks = missing
+            state.lookup = self.lookup.submit([keys[i] for i in missing])
+            self._counters.lookups += 1
+
+    def remote_answered(self, state: RequestState, num_computed_tokens: int) -> bool:
+        """Waits a moment if that is worth it. False: to be asked again."""
+        if state.lookup is None:
+            return True
+        patience = self._lookup_patience(state, num_computed_tokens)
+        wait_seconds = self._settings.lookup_wait_seconds if self._may_wait else 0.0
+        found = state.lookup.wait(min(wait_seconds, max(0.0, patience)))
+        if found is None and patience > 0:
+            self._may_wait = False  # a slow server costs a step one wait, however many requests
+            return False
+        if found is None:
+            # Not cancelled: how long it takes tells whether the next one is worth waiting for.
+            self._counters.lookups_given_up += 1
+            found = 0
+        elif self._kv_events is not None and found < len(state.lookup_chunks):
+            self._kv_events.missing(state.keys.keys[state.lookup_chunks[found]])
+        state.remote_chunks = frozenset(state.lookup_chunks[:found])
+        state.lookup = None
+        return True
+
+    def _lookup_patience(self, state: RequestState, num_computed_tokens: int) -> float:
+        """Seconds for which this request may still wait for Redis' answer."""
+        if self._choice is None or self.lookup is None:
+            return float("inf")
+        now = self._clock()
+        if state.lookup_until is None:
+            state.lookup_until = now + self._choice.lookup_seconds(
+                num_computed_tokens, state.request.num_tokens, self.lookup.last_seconds
+            )
+        return state.lookup_until - now
+
+    def load_end(self, state: RequestState, num_computed_tokens: int) -> int:
+        """The chunk where the load shall end, decided once until the request is preempted."""
+        first = num_computed_tokens // self._settings.chunk_size
+        end = self._hit_end(state, first)
+        if state.load_end is None and end > first:
+            self._decide(state, num_computed_tokens, first, end)
+        return end if state.load_end is None else min(end, state.load_end)
+
+    def _decide(self, state: RequestState, num_computed_tokens: int, first: int, end: int) -> None:
+        state.load_end, state.deadline_seconds = end, self._settings.load_deadline_seconds
+        request = state.request
+        if self._choice is None or num_computed_tokens >= request.num_tokens:
+            return
+        decision = self._choice.decide(
+            num_computed_tokens, request.num_tokens, state.keys.keys[first:end], self._is_local
+        )
+        state.load_end = first + decision.num_chunks
+        state.deadline_seconds = decision.deadline_seconds
+        reason = decision.reason.value
+        self._counters.decisions[reason] = self._counters.decisions.get(reason, 0) + 1
+        self._counters.declined_tokens += (end - state.load_end) * self._settings.chunk_size
+        logger.debug("Request %s: %s", request.request_id, decision)
+
+    def _is_local(self, key: bytes) -> bool:
+        return key in self._index
+
+    def _hit_end(self, state: RequestState, first: int) -> int:
+        keys = state.keys.keys
+        end = first
+        while end < len(keys) and (keys[end] in self._index or end in state.remote_chunks):
+            end += 1
+        return end
+
+    def count_lookup(self, state: RequestState, num_computed_tokens: int) -> None:
+        state.counted = True
+        counters, first = self._counters, num_computed_tokens // self._settings.chunk_size
+        counters.local_lookups += 1
+        counters.queried_tokens += max(0, state.request.num_tokens - num_computed_tokens)
+        hits = state.keys.keys[first : self._hit_end(state, first)]
+        num_local = sum(map(self._is_local, hits))
+        counters.local_lookup_hits += num_local > 0
+        counters.remote_lookup_hits += num_local < len(hits)

@@ -1,0 +1,185 @@
+"""What the two sides of the connector tell each other: plain frozen data, once per engine step.
+
+The scheduler side plans jobs (:class:`StepPlan`), the worker side of every rank runs them and
+reports (:class:`RankReport`). Block ids are listed per KV cache group. Job ids grow with the order
+in which jobs were planned, over loads and stores together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Block ids per KV cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Copy full chunks out of the paged cache.
+
+    ``block_ids[g]`` lists the blocks of all chunks one after the other, ``blocks per chunk`` each.
+    ``chunk_indices[i]`` is the place of chunk i in its request.
+    """
+
+    job_id: int
+    request_id: str
+    keys: tuple[bytes, ...]
+    chunk_indices: tuple[int, ...]
+    block_ids: BlockIds
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Copy consecutive chunks into the paged cache.
+
+    ``block_ids[g]`` covers the chunks from block ``skip_blocks`` of the first one on; vLLM already
+    has the blocks before. ``fetches`` says that some chunk may have to come from Redis;
+    ``after_job`` is the last planned store this load relies on (0: none).
+    """
+
+    job_id: int
+    request_id: str
+    keys: tuple[bytes, ...]
+    block_ids: BlockIds
+    skip_blocks: int
+    deadline_seconds: float
+    fetches: bool
+    after_job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A finished request whose blocks wait for these store jobs."""
+
+    request_id: str
+    job_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """What one forward pass computes of prompts: ``num_tokens`` after ``context_tokens``.
+
+    Several prompts count as one that reads as much KV. ``running_requests`` decode beside it.
+    """
+
+    num_tokens: int
+    context_tokens: int
+    running_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All jobs of one engine step.
+
+    ``cancelled_loads``: their requests were aborted. ``vacated_stores``: their blocks are about to
+    be reused (preemption). ``idle``: the step runs no forward pass. ``prefill``: the forward pass
+    is worth timing. ``probe``: Redis' speed is worth measuring again.
+    """
+
+    loads: tuple[LoadJob, ...] = ()
+    stores: tuple[StoreJob, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    cancelled_loads: tuple[int, ...] = ()
+    vacated_stores: tuple[int, ...] = ()
+    idle: bool = False
+    prefill: PrefillWork | None = None
+    probe: bool = False
+
+    def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:
+        """In the order they were planned. A load may rely on a store planned before it.
+
+        Such a store is of a finished request: its forward passes ran in earlier steps.
+        """
+        jobs: list[LoadJob | StoreJob] = [*self.loads]
+        jobs += [job for job in self.stores if job.job_id < self._last_load]
+        return sorted(jobs, key=lambda job: job.job_id)
+
+    def later_stores(self) -> list[StoreJob]:
+        """Stores that may need this step's forward pass."""
+        return [job for job in self.stores if job.job_id > self._last_load]
+
+    @property
+    def _last_load(self) -> int:
+        return self.loads[-1].job_id if self.loads else 0
+
+
+class Outcome(Enum):
+    """How a job ended."""
+
+    DONE = "done"
+    MISSING = "missing"
+    """Loads: a chunk was not there, or not sound. Stores: no memory for all chunks."""
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """``num_chunks``: leading chunks of the job that arrived. ``seconds``: time it ran.
+
+    Of this, ``fetch_seconds`` were spent on Redis, which brought ``fetched_bytes``.
+    ``fetch_failed`` says that Redis was too slow or broke, not that a chunk was missing.
+    """
+
+    job_id: int
+    outcome: Outcome
+    num_chunks: int
+    num_bytes: int
+    fetched_bytes: int
+    seconds: float
+    fetch_seconds: float = 0.0
+    fetch_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """A chunk entered or left the CPU tier of a rank."""
+
+    key: bytes
+    admitted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTime:
+    """How long a forward pass with that work took."""
+
+    work: PrefillWork
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTime:
+    """How long a tier took to bring ``num_bytes`` after a first ``latency_seconds``.
+
+    0 bytes: that is how long nothing came.
+    """
+
+    num_bytes: int
+    seconds: float
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What one rank measured at start: loads from memory, and from Redis if there is one."""
+
+    local: LinkTime | None = None
+    redis: LinkTime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank did since its last report. ``events`` are in the order they happened.
+
+    ``redis``: what a probe measured. ``written``: chunks whose values this rank's writes have put
+    into Redis, or found there; told only where KV cache events are wanted.
+    """
+
+    rank: int
+    events: tuple[CacheEvent, ...]
+    results: tuple[JobResult, ...]
+    forwards: tuple[ForwardTime, ...] = ()
+    redis: LinkTime | None = None
+    written: tuple[bytes, ...] = ()

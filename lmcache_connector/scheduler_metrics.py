@@ -1,0 +1,83 @@
+"""What the scheduler side tells ``/metrics``: its counters, as increments since it last did.
+
+Asked after every engine step. One comparison tells whether anything has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from lmcache_connector.stats import Samples
+from lmcache_connector.worker_metrics import CIRCUIT_VALUES
+
+if TYPE_CHECKING:
+    from lmcache_connector.scheduler_counters import SchedulerCounters
+
+_SCHEDULER = "scheduler"
+# (counter of the scheduler side, metric, labels)
+_COUNTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("local_lookups", "lookups", ("cpu",)),
+    ("lookups", "lookups", ("redis",)),
+    ("local_lookup_hits", "lookup_hits", ("cpu",)),
+    ("remote_lookup_hits", "lookup_hits", ("redis",)),
+    ("lookups_given_up", "lookups_given_up", ()),
+    ("queried_tokens", "queried_tokens", ()),
+    ("local_hit_tokens", "hit_tokens", ("cpu",)),
+    ("remote_hit_tokens", "hit_tokens", ("redis",)),
+    ("declined_tokens", "declined_tokens", ()),
+    ("probes", "probes", ()),
+    ("load_jobs", "load_jobs", ()),
+    ("store_jobs", "store_jobs", ()),
+    ("recomputed_tokens", "recomputed_tokens", ()),
+    ("saved_tokens", "prefill_saved_tokens", ()),
+    ("saved_seconds", "prefill_saved_seconds", ()),
+)
+_read_counts = attrgetter(*(name for name, _, _ in _COUNTS))
+
+
+class SchedulerMetrics:
+    """``read_lookups()``: seconds of the questions to Redis answered since the last call.
+    ``read_servers()``: the circuit states of the servers asked, as ``(node, state)``."""
+
+    def __init__(
+        self,
+        counters: SchedulerCounters,
+        read_lookups: Callable[[], Iterable[float]] = tuple,
+        read_servers: Callable[[], Iterable[tuple[str, str]]] = tuple,
+    ) -> None:
+        self._counters = counters
+        self._read_lookups = read_lookups
+        self._read_servers = read_servers
+        self._last: tuple[float, ...] = (0,) * len(_COUNTS)
+        self._last_decisions: dict[str, int] = {}
+        self._last_servers: tuple[tuple[str, str], ...] = ()
+
+    def take(self) -> Samples | None:
+        """What is new since the last call; ``None`` if nothing is."""
+        now: tuple[float, ...] = _read_counts(self._counters)
+        samples = Samples()
+        if now != self._last:
+            for (_, metric, labels), value, before in zip(_COUNTS, now, self._last, strict=True):
+                samples.count(metric, *labels, amount=value - before)
+            self._last = now
+            self._take_servers(samples)
+        if self._counters.decisions != self._last_decisions:
+            self._take_decisions(samples)
+        for seconds in self._read_lookups():
+            samples.observe("lookup_seconds", "redis", value=seconds)
+        return None if samples.is_empty else samples
+
+    def _take_decisions(self, samples: Samples) -> None:
+        for reason, count in self._counters.decisions.items():
+            before = self._last_decisions.get(reason, 0)
+            samples.count("decisions", reason, amount=count - before)
+        self._last_decisions = dict(self._counters.decisions)
+
+    def _take_servers(self, samples: Samples) -> None:
+        servers = tuple(self._read_servers())
+        if servers != self._last_servers:
+            for node, state in servers:
+                samples.set("circuit_state", _SCHEDULER, node, value=CIRCUIT_VALUES[state])
+            self._last_servers = servers

@@ -1,0 +1,48 @@
+"""What a start says in the log: one banner line with what is in effect."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis_config import MIB
+
+if TYPE_CHECKING:
+    from lmcache_connector.config import ConnectorConfig
+    from lmcache_connector.self_test import SelfTestResult
+
+
+def log_through(parent_name: str) -> None:
+    """Let our log lines out through the handlers of another logger (vLLM's), at its level.
+
+    vLLM sets up its own loggers only; without this everything below a warning would be lost.
+    """
+    ours, parent = logging.getLogger("lmcache_connector"), logging.getLogger(parent_name)
+    if not ours.handlers and parent.handlers:
+        ours.handlers = list(parent.handlers)
+        ours.setLevel(parent.getEffectiveLevel())
+        ours.propagate = False
+
+
+def banner(
+    config: ConnectorConfig,
+    fingerprint: str,
+    geometry: ChunkGeometry,
+    self_test: SelfTestResult | None,
+) -> str:
+    """Effective tiers, sizes, identity and the self-test's speeds, on one line. No secrets."""
+    redis = config.redis_tier_config()
+    parts = [
+        f"CPU tier {config.cpu_gib:g} GiB per rank",
+        f"Redis {redis.address}" if redis else "no Redis (redis_url is not set)",
+        f"namespace {config.namespace}",
+        f"model {fingerprint[:12]}",
+        f"chunks of {geometry.num_tokens} tokens, {geometry.chunk_bytes / MIB:.2f} MiB per rank",
+        f"compute_or_load {config.compute_or_load}",
+    ]
+    if self_test is not None:
+        store = self_test.num_bytes / self_test.store_seconds / 1e9
+        load = self_test.num_bytes / self_test.load_seconds / 1e9
+        parts.append(f"self-test passed (store {store:.1f} GB/s, load {load:.1f} GB/s)")
+    return "LMCacheTieredConnector: " + ", ".join(parts)

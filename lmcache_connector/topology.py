@@ -1,0 +1,139 @@
+"""Which KV heads and layers a rank holds, which of them it writes, and which it reads.
+
+The unit that travels is one KV head (a *shard*), so instances of any tensor-parallel size read
+each other's chunks. With 4 KV heads::
+
+    tp_size     read_shards by tp_rank                 write_shards by tp_rank
+    1           (0,1,2,3)                              (0,1,2,3)
+    2           (0,1) (2,3)                            (0,1) (2,3)
+    8           (0) (0) (1) (1) (2) (2) (3) (3)        (0) () (1) () (2) () (3) ()
+    MLA, any n  (0) on every rank                      (0) on rank 0, () elsewhere
+
+This is how vLLM places them: ``QKVParallelLinear`` gives rank ``r`` the head ``r // replicas`` when
+there are more ranks than heads, and a run of ``heads // tp_size`` heads otherwise; with MLA every
+rank holds the one latent head. World ranks count tensor-parallel ranks fastest:
+``rank = pp_rank * tp_size + tp_rank``. Context parallelism splits tokens, not heads, and is not
+described here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class TopologyError(ValueError):
+    """No such rank, or a split vLLM could not run either. One sentence that names the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTopology:
+    """One rank's part of the KV cache of a model.
+
+    ``read_shards``: global KV head indices this rank holds, in buffer order; a load fills them all.
+    ``write_shards``: those of them this rank stores; empty where another rank holds a replica and
+    stores it. ``layer_start``, ``num_layers``: this rank's layers, counted over the whole model in
+    the order of ``layer_counts``. ``num_shards_total``: KV heads of the model, 1 with MLA.
+    """
+
+    rank: int
+    world_size: int
+    read_shards: tuple[int, ...]
+    write_shards: tuple[int, ...]
+    layer_start: int
+    num_layers: int
+    num_shards_total: int
+
+    @property
+    def layer_end(self) -> int:
+        return self.layer_start + self.num_layers
+
+
+def rank_topology(
+    *,
+    tp_size: int,
+    tp_rank: int,
+    pp_rank: int,
+    layer_counts: tuple[int, ...],
+    num_kv_heads: int,
+    is_mla: bool = False,
+) -> RankTopology:
+    """The part of one rank.
+
+    ``layer_counts[i]`` is the number of layers with KV on pipeline rank ``i``; its length is the
+    pipeline-parallel size. ``num_kv_heads`` counts the whole model's and is ignored with MLA.
+    Raises :class:`TopologyError` for a rank outside its size and for an uneven or impossible split.
+    """
+    _check_sizes(tp_size, layer_counts)
+    _check_rank("tensor", tp_rank, tp_size)
+    _check_rank("pipeline", pp_rank, len(layer_counts))
+    num_shards = 1 if is_mla else num_kv_heads
+    replicas = _replicas(num_shards, tp_size)
+    read_shards = _held_shards(num_shards, tp_size, tp_rank, replicas)
+    return RankTopology(
+        rank=pp_rank * tp_size + tp_rank,
+        world_size=tp_size * len(layer_counts),
+        read_shards=read_shards,
+        write_shards=read_shards if tp_rank % replicas == 0 else (),
+        layer_start=sum(layer_counts[:pp_rank]),
+        num_layers=layer_counts[pp_rank],
+        num_shards_total=num_shards,
+    )
+
+
+def all_ranks(
+    *, tp_size: int, layer_counts: tuple[int, ...], num_kv_heads: int, is_mla: bool = False
+) -> tuple[RankTopology, ...]:
+    """Every rank of one instance, entry ``i`` being world rank ``i``. Raises as above."""
+    _check_sizes(tp_size, layer_counts)
+    return tuple(
+        rank_topology(
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            pp_rank=pp_rank,
+            layer_counts=layer_counts,
+            num_kv_heads=num_kv_heads,
+            is_mla=is_mla,
+        )
+        for pp_rank in range(len(layer_counts))
+        for tp_rank in range(tp_size)
+    )
+
+
+def _held_shards(num_shards: int, tp_size: int, tp_rank: int, replicas: int) -> tuple[int, ...]:
+    if replicas > 1:
+        return (tp_rank // replicas,)
+    per_rank = num_shards // tp_size
+    return tuple(range(tp_rank * per_rank, (tp_rank + 1) * per_rank))
+
+
+def _replicas(num_shards: int, tp_size: int) -> int:
+    """Ranks that hold the same shard."""
+    if num_shards < 1:
+        raise TopologyError(f"a model needs at least one KV head, not {num_shards}")
+    if tp_size % num_shards == 0:
+        return tp_size // num_shards
+    if tp_size > num_shards:
+        raise TopologyError(
+            f"{num_shards} KV heads cannot be replicated evenly over {tp_size} tensor ranks"
+        )
+    if num_shards % tp_size:
+        raise TopologyError(
+            f"{num_shards} KV heads cannot be split evenly over {tp_size} tensor ranks"
+        )
+    return 1
+
+
+def _check_sizes(tp_size: int, layer_counts: tuple[int, ...]) -> None:
+    if tp_size < 1:
+        raise TopologyError(f"the tensor-parallel size must be at least 1, not {tp_size}")
+    if not layer_counts:
+        raise TopologyError("there must be at least one pipeline rank")
+    if min(layer_counts) < 1:
+        raise TopologyError(
+            f"every pipeline rank needs a layer with KV, but the layer counts are {layer_counts}"
+        )
+
+
+def _check_rank(kind: str, rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise TopologyError(f"{kind}-parallel rank {rank} does not exist in a size of {size}")

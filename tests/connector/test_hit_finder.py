@@ -1,0 +1,117 @@
+"""Whether Redis is waited for: a slow answer must not put it aside for good."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache_connector.chunk_index import ChunkIndex
+from lmcache_connector.compute_or_load import ComputeOrLoad
+from lmcache_connector.cost_model import CostModel
+from lmcache_connector.hit_finder import HitFinder
+from lmcache_connector.prefix_hash import PrefixHasher
+from lmcache_connector.remote_lookup import RemoteLookup
+from lmcache_connector.request_keys import RequestIdentity, RequestKeys
+from lmcache_connector.request_state import RequestState, SchedulerSettings
+from lmcache_connector.scheduler_counters import SchedulerCounters
+
+CHUNK = 256
+PROMPT_TOKENS = 4 * CHUNK
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowLookup:
+    """Takes so many seconds of the test's time for each question in turn; holds everything."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.seconds: list[float] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        assert self.gate.wait(30.0)
+        self._clock.now += self.seconds.pop(0)
+        return len(keys)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Scene:
+    """Prefill is measured: a prompt takes 1 s, of which 0.04 s may go into waiting for Redis."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.tier = SlowLookup(self.clock)
+        self.remote = RemoteLookup(self.tier, 5.0, self.clock)
+        self.counters = SchedulerCounters()
+        settings = SchedulerSettings(
+            chunk_size=CHUNK,
+            block_sizes=(16,),
+            world_size=1,
+            loads=True,
+            stores=True,
+            lookup_wait_seconds=1.0,
+        )
+        model = CostModel(clock=self.clock, rng=random.Random(0), max_deadline_seconds=10.0)
+        for _ in range(8):
+            model.observe_prefill(PROMPT_TOKENS, 0, 1.0)
+        choice = ComputeOrLoad(model, CHUNK, 1 << 20, self.clock)
+        self.finder = HitFinder(
+            settings, ChunkIndex(1), self.remote, choice, None, self.counters, self.clock
+        )
+
+    def request(self, seed: int) -> RequestState:
+        """A new request whose question is on its way."""
+        rng = random.Random(seed)
+        keys = RequestKeys(PrefixHasher({}, CHUNK), RequestIdentity())
+        keys.extend([rng.randrange(100) for _ in range(PROMPT_TOKENS)])
+        state = RequestState(SimpleNamespace(num_tokens=PROMPT_TOKENS), keys)
+        self.finder.next_step()
+        self.finder.ask_remote(state, 0)
+        return state
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.tier.gate.set()
+    scene.remote.close()
+
+
+def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: Scene) -> None:
+    scene.tier.seconds = [0.5, 0.5, 0.0, 0.0]
+    slow = scene.request(1)
+    assert slow.lookup is not None
+    assert slow.lookup.wait(4.0) == 4
+
+    scene.tier.gate.clear()
+    scene.remote.submit([])  # still on its way when the next request is scheduled
+    hasty = scene.request(2)
+    pending = hasty.lookup
+    assert pending is not None
+    assert scene.finder.remote_answered(hasty, 0)
+    assert (hasty.remote_chunks, scene.counters.lookups_given_up) == (frozenset(), 1)
+
+    scene.tier.gate.set()
+    assert pending.wait(4.0) == 4  # nobody waits for it, but it says that Redis is quick
+    patient = scene.request(3)
+    assert patient.lookup is not None
+    assert patient.lookup.wait(4.0) == 4
+    assert scene.finder.remote_answered(patient, 0)
+    assert patient.remote_chunks == frozenset(range(4))
+    assert scene.remote.last_seconds == 0.0
+    assert scene.counters.lookups_given_up == 1
