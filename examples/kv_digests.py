@@ -1,0 +1,127 @@
+"""Digests of KV bytes that compare across block sizes, memory layouts and splits over ranks.
+
+Every rank digests what it holds, per run of tokens, KV head and layer, in the order tokens and
+elements have by their meaning. Nothing here relies on the connector's own idea of a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+Layers = tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class RankDigests:
+    """``runs[tokens][run][head]`` digests every layer of this rank, for runs of ``tokens`` tokens.
+
+    ``pipeline_rank`` orders ranks by their layers.
+    """
+
+    pipeline_rank: int
+    runs: dict[int, list[dict[int, Layers]]]
+
+
+def digest_on_rank(
+    worker: Any, block_ids: Sequence[int], num_tokens: int, run_tokens: Sequence[int]
+) -> RankDigests:
+    """Runs in a worker process of vLLM: the KV of the first ``num_tokens`` tokens in blocks."""
+    layers = [_logical(cache, block_ids) for cache in worker.model_runner.kv_caches]
+    parallel = worker.vllm_config.parallel_config
+    tp_size = parallel.tensor_parallel_size
+    num_heads = _num_kv_heads(worker.vllm_config)
+    first_head = worker.rank % tp_size * num_heads // tp_size
+    runs = {}
+    for tokens in run_tokens:
+        borders = range(0, num_tokens // tokens * tokens, tokens)
+        runs[tokens] = [
+            {
+                first_head + head: tuple(
+                    blake3(layer[head, start : start + tokens].tobytes()).digest()
+                    for layer in layers
+                )
+                for head in range(layers[0].shape[0])
+            }
+            for start in borders
+        ]
+    return RankDigests(worker.rank // tp_size, runs)
+
+
+def shard_digests(ranks: Iterable[RankDigests], tokens: int) -> tuple[tuple[str, ...], ...]:
+    """Per run of ``tokens`` tokens and KV head of the model, one digest over all layers.
+
+    Raises ``ValueError`` if ranks that hold the same head hold other bytes.
+    """
+    ordered = sorted(ranks, key=lambda rank: rank.pipeline_rank)
+    digests = []
+    for run in range(len(ordered[0].runs[tokens])):
+        heads: dict[int, dict[int, Layers]] = {}
+        for rank in ordered:
+            for head, layers in rank.runs[tokens][run].items():
+                known = heads.setdefault(head, {}).setdefault(rank.pipeline_rank, layers)
+                if known != layers:
+                    raise ValueError(f"ranks hold different bytes of KV head {head}")
+        digests.append(
+            tuple(
+                blake3(b"".join(b"".join(part) for part in heads[head].values())).hexdigest()
+                for head in sorted(heads)
+            )
+        )
+    return tuple(digests)
+
+
+def block_digests(ranks: Iterable[RankDigests], tokens: int) -> tuple[str, ...]:
+    """One digest per block of ``tokens`` tokens, over all heads and layers."""
+    return tuple(
+        blake3("".join(heads).encode()).hexdigest() for heads in shard_digests(ranks, tokens)
+    )
+
+
+def _num_kv_heads(vllm_config: Any) -> int:
+    model = vllm_config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def _logical(cache: Any, block_ids: Sequence[int]) -> Any:
+    """One layer's blocks as a uint8 array [KV heads, tokens, K and V of a token]."""
+    import torch
+    from vllm.platforms import current_platform
+
+    blocks = cache[list(block_ids)].contiguous().cpu()
+    num_blocks, heads, tokens, content = blocks.shape
+    if current_platform.is_cpu():
+        order = _cpu_order(blocks.dtype, tokens, content // 2)
+        blocks = blocks.view(num_blocks, heads, tokens * content)[:, :, order]
+        blocks = blocks.view(num_blocks, heads, tokens, content)
+    flat = blocks.transpose(0, 1).reshape(heads, num_blocks * tokens, content)
+    return flat.contiguous().view(torch.uint8).numpy()
+
+
+def _cpu_order(dtype: Any, tokens: int, head_size: int) -> Any:
+    """Where in a block vLLM's CPU attention puts each element of [tokens][K, then V].
+
+    Found by storing the numbers 0, 1, 2, ... the way the attention does.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    numbers = torch.arange(2 * tokens * head_size).view(tokens, 1, 2 * head_size)
+    key, value = numbers.to(integer).view(dtype).chunk(2, dim=2)
+    block = torch.zeros(1, 1, 2 * tokens, head_size, dtype=dtype)
+    ops.cpu_attn_reshape_and_cache(
+        key.contiguous(),
+        value.contiguous(),
+        *block.chunk(2, dim=2),
+        torch.arange(tokens),
+        _get_attn_isa(dtype, tokens, head_size, "auto"),
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype="auto",
+    )
+    return block.flatten().view(integer).long().argsort()

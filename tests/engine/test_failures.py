@@ -1,0 +1,273 @@
+"""Whatever Redis does, requests are answered, and what is loaded is right or not loaded."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from examples.instance import VllmInstance
+from examples.probe import EngineProbe, Served
+from tests.engine.conftest import BLOCK_SIZE, kv_transfer, random_prompt
+from tests.engine.test_tiers import check_integrity, wait_for_keys
+from tests.servers import Server, free_port
+
+Start = Callable[..., VllmInstance]
+NUM_TOKENS = 2100
+FULL = 2048
+
+
+@pytest.fixture(scope="module")
+def written(start: Start, valkey: Server) -> dict[int, Served]:
+    """Cold runs by seed, stored in Redis by an instance that has left since."""
+    with start(kv_transfer(redis_url=valkey.url)) as writer:
+        cold = {seed: writer.serve(random_prompt(seed, NUM_TOKENS)) for seed in range(8)}
+    wait_for_keys(valkey, 8 * FULL // 256 * 4)
+    return cold
+
+
+@pytest.fixture(scope="module")
+def reader(start: Start, valkey: Server, written: dict[int, Served]) -> Iterator[VllmInstance]:
+    with start(kv_transfer(redis_url=valkey.url, cpu_gib=0.1)) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+def keys_of(valkey: Server) -> list[bytes]:
+    with valkey.client() as client:
+        return sorted(client.keys("lmc:*"))
+
+
+def failed_loads(instance: VllmInstance) -> int:
+    return sum(instance.counters()["failed_loads"].values())
+
+
+def serve_and_compare(reader: VllmInstance, cold: Served, seed: int) -> Served:
+    """The blocks that came from the cache are right, and so is the answer."""
+    hit = reader.serve(random_prompt(seed, NUM_TOKENS))
+    assert len(hit.token_ids) == 2
+    assert hit.token_ids[0] == cold.token_ids[0]
+    return hit
+
+
+def test_an_untouched_prompt_is_found(reader: VllmInstance, written: dict[int, Served]) -> None:
+    hit = serve_and_compare(reader, written[0], 0)
+    assert hit.external_hit_tokens == FULL
+    assert hit.block_digests[: FULL // BLOCK_SIZE] == written[0].block_digests[: FULL // BLOCK_SIZE]
+
+
+@pytest.mark.parametrize(
+    "damage", ["flip", "truncate", "lengthen", "swap", "garbage", "wrong type"]
+)
+def test_damaged_values_are_recomputed(
+    reader: VllmInstance, valkey: Server, written: dict[int, Served], damage: str
+) -> None:
+    """Every stored value is damaged: whatever is planned as a hit fails, and is computed."""
+    seed = 1
+    before = failed_loads(reader)
+    kept = {}
+    with valkey.client() as client:
+        keys = keys_of(valkey)
+        kept = {key: client.get(key) for key in keys}
+        rng = random.Random(damage)
+        for key, other in zip(keys, [*keys[1:], keys[0]], strict=True):
+            damage_value(client, key, kept[key], kept[other], damage, rng)
+    try:
+        reader.call(forget_everything)
+        hit = serve_and_compare(reader, written[seed], seed)
+        assert failed_loads(reader) == before + 1
+        assert hit.block_digests[0] == written[seed].block_digests[0]
+    finally:
+        with valkey.client() as client:
+            for key, value in kept.items():
+                client.delete(key)
+                client.set(key, value)
+
+
+def damage_value(client, key, value, other, damage, rng) -> None:  # type: ignore[no-untyped-def]
+    if damage == "wrong type":
+        client.delete(key)
+        client.rpush(key, b"x")
+        return
+    position = rng.randrange(len(value))
+    damaged = {
+        "flip": value[:position] + bytes([value[position] ^ 1]) + value[position + 1 :],
+        "truncate": value[:position],
+        "lengthen": value + b"x",
+        "swap": other,
+        "garbage": rng.randbytes(len(value)),
+    }[damage]
+    client.set(key, damaged)
+
+
+def forget_everything(probe: EngineProbe) -> None:
+    """Drop vLLM's prefix cache and the CPU tier, and let the scheduler side know."""
+    forget_unseen(probe)
+    probe.serve([1] * 10)  # any step brings the news
+    assert len(probe.connector._scheduler.index) == 0
+
+
+def forget_unseen(probe: EngineProbe) -> None:
+    """Drop vLLM's prefix cache, and the CPU tier behind the scheduler's back."""
+    probe.reset_prefix_cache()
+    worker_of(probe)._engine.forget_all()
+
+
+def worker_of(probe: EngineProbe):  # type: ignore[no-untyped-def]
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker
+
+
+def test_chunks_evicted_from_the_cpu_tier_unseen_are_recomputed(
+    reader: VllmInstance, written: dict[int, Served]
+) -> None:
+    seed = 2
+    serve_and_compare(reader, written[seed], seed)
+    reader.call(forget_unseen)
+    before = failed_loads(reader)
+    serve_and_compare(reader, written[seed], seed)
+    assert failed_loads(reader) == before + 1
+    reader.call(forget_everything)
+    hit = serve_and_compare(reader, written[seed], seed)  # and from Redis, once that is known
+    assert failed_loads(reader) == before + 1
+    assert hit.external_hit_tokens == FULL
+    assert (
+        hit.block_digests[: FULL // BLOCK_SIZE] == written[seed].block_digests[: FULL // BLOCK_SIZE]
+    )
+
+
+def test_values_that_vanish_after_the_lookup_are_recomputed(
+    reader: VllmInstance, valkey: Server, written: dict[int, Served]
+) -> None:
+    before = failed_loads(reader)
+    tokens = reader.call(serve_while_keys_vanish, random_prompt(3, NUM_TOKENS), valkey.port)
+    assert tokens[0] == written[3].token_ids[0]
+    assert failed_loads(reader) == before + 1
+
+
+def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) -> tuple[int, ...]:
+    """Delete everything between the scheduler's lookup and the load."""
+    import redis
+
+    probe.reset_prefix_cache()
+    hits = probe.connector._scheduler._hits
+    answered = hits.remote_answered
+
+    def vanish(state, num_computed_tokens):  # type: ignore[no-untyped-def]
+        done = answered(state, num_computed_tokens)
+        if done and state.remote_chunks:
+            redis.Redis(port=port).flushall()
+        return done
+
+    hits.remote_answered = vanish
+    try:
+        return probe.serve(prompt).token_ids
+    finally:
+        hits.remote_answered = answered
+
+
+def test_redis_that_stops_and_comes_back(start: Start, valkey: Server) -> None:
+    transfer = kv_transfer(redis_url=valkey.url, redis_timeout_seconds=0.5)
+    with start(transfer) as instance:
+        prompt = random_prompt(50, 1300)
+        cold = instance.serve(prompt)
+        valkey.kill()
+        try:
+            for seed in range(51, 54):
+                assert len(instance.serve(random_prompt(seed, 1300)).token_ids) == 2
+            instance.reset_prefix_cache()
+            hit = instance.serve(prompt)  # the CPU tier goes on
+            assert hit.external_hit_tokens == 1280
+            assert hit.block_digests[:10] == cold.block_digests[:10]
+        finally:
+            valkey.start()
+        instance.call(check_integrity)
+
+
+def test_a_server_that_stalls_costs_no_more_than_the_deadline(start: Start, valkey: Server) -> None:
+    transfer = kv_transfer(redis_url=valkey.url)
+    with start(transfer) as writer:
+        cold = writer.serve(random_prompt(60, 1300))
+    wait_for_keys(valkey, 1)
+    transfer = kv_transfer(redis_url=valkey.url, load_deadline_seconds=1.0)
+    with start(transfer) as instance:
+        instance.serve(random_prompt(61, 300))
+        assert valkey.process is not None
+        tokens = instance.call(serve_while_stalled, random_prompt(60, 1300), valkey.process.pid)
+        assert tokens[0] == cold.token_ids[0]
+        assert failed_loads(instance) == 1
+        instance.call(check_integrity)
+
+
+def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tuple[int, ...]:
+    """The server stops answering after the lookup, until the request has its answer."""
+    import os
+    import signal
+
+    hits = probe.connector._scheduler._hits
+    answered = hits.remote_answered
+
+    def stall(state, num_computed_tokens):  # type: ignore[no-untyped-def]
+        done = answered(state, num_computed_tokens)
+        if done and state.remote_chunks:
+            os.kill(pid, signal.SIGSTOP)
+        return done
+
+    hits.remote_answered = stall
+    try:
+        return probe.serve(prompt).token_ids
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        hits.remote_answered = answered
+
+
+def test_no_redis_at_start(start: Start) -> None:
+    """The engine starts, serves, uses its CPU tier and stops in bounded time."""
+    transfer = kv_transfer(redis_url=f"redis://127.0.0.1:{free_port()}", shutdown_seconds=1)
+    with start(transfer) as instance:
+        prompt = random_prompt(70, 800)
+        cold = instance.serve(prompt)
+        instance.reset_prefix_cache()
+        hit = instance.serve(prompt)
+        assert hit.external_hit_tokens == 768
+        assert hit.block_digests[:6] == cold.block_digests[:6]
+        stopped_in = instance.call(seconds_to_shut_down)
+    assert stopped_in < 20
+
+
+def seconds_to_shut_down(probe: EngineProbe) -> float:
+    started = time.monotonic()
+    probe.shutdown()
+    return time.monotonic() - started
+
+
+def test_a_copy_that_raises_fails_its_job_alone(start: Start) -> None:
+    with start(kv_transfer()) as instance:
+        prompt = random_prompt(80, 1100)
+        cold = instance.serve(prompt)
+        instance.reset_prefix_cache()
+        tokens = instance.call(serve_with_broken_copies, prompt)
+        assert tokens[0] == cold.token_ids[0]
+        assert failed_loads(instance) == 1
+        instance.reset_prefix_cache()
+        hit = instance.serve(prompt)
+        assert hit.external_hit_tokens == 1024
+        assert hit.block_digests[:8] == cold.block_digests[:8]
+        instance.call(check_integrity)
+
+
+def serve_with_broken_copies(probe: EngineProbe, prompt: list[int]) -> tuple[int, ...]:
+    copier = worker_of(probe)._engine._engine.gpu_connector._copier
+    kept = copier.copy
+
+    def broken(*args: object) -> int:
+        raise RuntimeError("this copy fails, as the test wants")
+
+    copier.copy = broken
+    try:
+        return probe.serve(prompt).token_ids
+    finally:
+        copier.copy = kept

@@ -1,0 +1,173 @@
+"""What makes KV unique, on real engines: salts, LoRA adapters, embeddings, pictures, pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from examples.instance import VllmInstance
+from examples.probe import EngineProbe
+from tests.engine.asks import Ask, Round, ask_again, ask_all
+from tests.engine.conftest import BLOCK_SIZE, kv_transfer, random_prompt
+from tests.engine.test_tiers import check_integrity
+from tests.engine.tiny_variants import IMAGE_TOKENS, build_adapter, build_seeing_model
+
+Start = Callable[..., VllmInstance]
+NUM_TOKENS = 700
+FULL = 512
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [build_adapter(folder / str(seed), seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def engine(start: Start) -> Iterator[VllmInstance]:
+    """Every request needs a salt here."""
+    with start(
+        kv_transfer(require_cache_salt=True),
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=2,
+        max_cpu_loras=2,
+        enable_prompt_embeds=True,
+    ) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+def assert_same_kv(hit: Round, cold: Round, num_tokens: int) -> None:
+    """All of it was loaded, and it is what was computed."""
+    assert hit.loaded_tokens == num_tokens
+    (loaded,), (computed,) = hit.answers, cold.answers
+    blocks = num_tokens // BLOCK_SIZE
+    assert loaded.blocks[:blocks] == computed.blocks[:blocks] != ()
+    assert loaded.token_ids[0][0] == computed.token_ids[0][0]
+
+
+def test_tenants_are_isolated(engine: VllmInstance) -> None:
+    ask = Ask(random_prompt(1, NUM_TOKENS), salt="one")
+    cold, hit = engine.call(ask_again, ask)
+    assert_same_kv(hit, cold, FULL)
+    other = replace(ask, salt="two")
+    for first in engine.call(ask_again, other):
+        assert first.answers[0].blocks == cold.answers[0].blocks  # the same KV, computed ...
+    assert first.loaded_tokens == FULL  # ... and stored again, for the other tenant
+    engine.reset_prefix_cache()
+    assert engine.call(ask_all, [replace(ask, salt="three")]).loaded_tokens == 0
+
+
+def test_where_salts_are_required_unsalted_requests_leave_nothing(engine: VllmInstance) -> None:
+    ask = Ask(random_prompt(2, NUM_TOKENS))
+    before = engine.counters()
+    for served in engine.call(ask_again, ask):
+        assert served.loaded_tokens == 0
+    after = engine.counters()
+    assert after["store_jobs"] == before["store_jobs"]
+    assert after["lookups"] == before["lookups"]
+
+
+def test_adapters_are_known_by_their_weights(engine: VllmInstance, adapters: list[Path]) -> None:
+    one, two = map(str, adapters)
+    plain = Ask(random_prompt(3, NUM_TOKENS), salt="s")
+    asks = {
+        "plain": plain,
+        "one": replace(plain, lora=("one", 1, one)),
+        "two": replace(plain, lora=("two", 2, two)),
+    }
+    cold = {name: engine.call(ask_all, [ask]) for name, ask in asks.items()}
+    assert [served.loaded_tokens for served in cold.values()] == [0, 0, 0]
+    assert len({served.answers[0].blocks for served in cold.values()}) == 3
+    engine.reset_prefix_cache()
+    for name, ask in asks.items():
+        assert_same_kv(engine.call(ask_all, [ask]), cold[name], FULL)
+    engine.reset_prefix_cache()
+    renamed = replace(plain, lora=("one, said otherwise", 3, one))
+    assert_same_kv(engine.call(ask_all, [renamed]), cold["one"], FULL)
+    engine.reset_prefix_cache()
+    namesake = replace(plain, lora=("one", 4, two))
+    assert_same_kv(engine.call(ask_all, [namesake]), cold["two"], FULL)
+
+
+def test_an_adapter_overwritten_under_a_running_engine_is_left_alone(
+    engine: VllmInstance, tmp_path: Path
+) -> None:
+    path = build_adapter(tmp_path / "a", 10)
+    ask = Ask(random_prompt(4, NUM_TOKENS), salt="s", lora=("mine", 10, str(path)))
+    cold, hit = engine.call(ask_again, ask)
+    assert_same_kv(hit, cold, FULL)
+    build_adapter(path, 11)
+    engine.reset_prefix_cache()
+    before = engine.counters()["store_jobs"]
+    # vLLM still computes with the weights it has read: stored under the new files' name, this KV
+    # would be wrong for whoever reads them.
+    still = engine.call(ask_all, [ask])
+    assert still.loaded_tokens == 0
+    assert still.answers[0].blocks == cold.answers[0].blocks
+    assert engine.counters()["store_jobs"] == before
+    engine.reset_prefix_cache()
+    new = replace(ask, lora=("mine", 11, str(path)))
+    changed = engine.call(ask_all, [new])
+    assert changed.loaded_tokens == 0
+    assert changed.answers[0].blocks[0] != cold.answers[0].blocks[0]
+
+
+def test_prompt_embeddings(engine: VllmInstance) -> None:
+    ask = Ask([0] * NUM_TOKENS, salt="s", embeds=1)
+    cold, hit = engine.call(ask_again, ask)
+    assert_same_kv(hit, cold, FULL)
+    engine.reset_prefix_cache()
+    other = engine.call(ask_all, [replace(ask, embeds=2)])
+    assert other.loaded_tokens == 0
+    assert other.answers[0].blocks[0] != cold.answers[0].blocks[0]
+    # Where embeddings stand, the ids that vLLM shows are zeros.
+    engine.reset_prefix_cache()
+    assert engine.call(ask_all, [replace(ask, embeds=None)]).loaded_tokens == 0
+
+
+def test_pictures(start: Start, tmp_path: Path) -> None:
+    """A chunk that ends inside a picture belongs to it; so does everything after it."""
+    with start(folder=build_seeing_model(tmp_path / "model"), max_model_len=2048) as seeing:
+        words = random_prompt(5, 300)
+        ask = Ask([max(3, token) for token in words], image=1)
+        cold, hit = seeing.call(ask_again, ask)
+        assert len(cold.answers[0].blocks) == (IMAGE_TOKENS + 300) // BLOCK_SIZE
+        assert_same_kv(hit, cold, FULL)
+        seeing.reset_prefix_cache()
+        other = seeing.call(ask_all, [replace(ask, image=2)])
+        assert other.loaded_tokens == 0
+        assert other.answers[0].blocks[0] != cold.answers[0].blocks[0]
+        seeing.reset_prefix_cache()
+        words = [token % 2000 + 4 for token in ask.tokens]
+        same_picture = seeing.call(ask_all, [replace(ask, tokens=words)])
+        assert same_picture.loaded_tokens == 256  # the chunk that holds nothing else
+        assert same_picture.answers[0].blocks[:2] == cold.answers[0].blocks[:2]
+        seeing.call(check_integrity)
+
+
+def embed(probe: EngineProbe, tokens: list[int]) -> list[float]:
+    from vllm import PoolingParams
+
+    request_id = f"embed-{next(probe._ids)}"
+    probe.engine.add_request(request_id, {"prompt_token_ids": tokens}, PoolingParams(task="embed"))
+    vectors: list[list[float]] = []
+    while probe.engine.has_unfinished_requests():
+        vectors += [out.outputs.data.tolist() for out in probe.engine.step() if out.finished]
+    probe.drain()
+    return vectors[0]
+
+
+def test_pooling_requests_pass_by(start: Start) -> None:
+    with start(runner="pooling", convert="embed") as pooling:
+        tokens = random_prompt(6, NUM_TOKENS)
+        first = pooling.call(embed, tokens)
+        pooling.reset_prefix_cache()
+        assert pooling.call(embed, tokens) == pytest.approx(first, abs=1e-2)
+        counters = pooling.counters()
+        assert counters["store_jobs"] == counters["load_jobs"] == counters["lookups"] == 0
+        pooling.call(check_integrity)

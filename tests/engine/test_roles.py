@@ -1,0 +1,50 @@
+"""What ``kv_role`` says, and the other ways to choose the connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from examples.instance import VllmInstance
+from tests.engine.conftest import kv_transfer, random_prompt
+from tests.engine.test_sharing import chunk_keys
+from tests.engine.test_tiers import check_integrity, wait_for_keys
+from tests.servers import Server
+
+Start = Callable[..., VllmInstance]
+
+
+def test_a_producer_stores_and_a_consumer_loads(start: Start, valkey: Server) -> None:
+    prompt = random_prompt(1, 1300)
+    with start(kv_transfer("kv_producer", redis_url=valkey.unix_url)) as producer:
+        cold = producer.serve(prompt)
+        producer.reset_prefix_cache()
+        assert producer.serve(prompt).external_hit_tokens == 0
+        producer.call(check_integrity)
+    wait_for_keys(valkey, 20)
+    # Also chosen by module path, and with a configuration of its own.
+    transfer = kv_transfer("kv_consumer", redis_url=valkey.unix_url)
+    transfer["kv_connector_module_path"] = "lmcache_connector"
+    with start(transfer) as consumer:
+        hit = consumer.serve(prompt)
+        assert hit.external_hit_tokens == 1280
+        assert hit.block_digests[:10] == cold.block_digests[:10]
+        consumer.serve(random_prompt(2, 1300))
+        assert consumer.counters()["store_jobs"] == 0
+        consumer.call(check_integrity)
+        keys = consumer.call(chunk_keys, random_prompt(2, 1300))
+    with valkey.client() as client:
+        assert len(keys) == 5
+        assert not [name for key in keys for name in client.scan_iter(f"lmc:*{key.hex()}*")]
+
+
+@pytest.mark.soak  # three engines, for what the tests of the keys show without one
+def test_namespaces_and_secrets_keep_instances_apart(start: Start, valkey: Server) -> None:
+    prompt = random_prompt(3, 800)
+    with start(kv_transfer(redis_url=valkey.url, hash_key="0123456789abcdef-one")) as one:
+        one.serve(prompt)
+    with start(kv_transfer(redis_url=valkey.url, hash_key="0123456789abcdef-two")) as two:
+        assert two.serve(prompt).external_hit_tokens == 0
+    with start(kv_transfer(redis_url=valkey.url, hash_key="0123456789abcdef-one")) as three:
+        assert three.serve(prompt).external_hit_tokens == 768

@@ -1,0 +1,188 @@
+"""``vllm serve``: scheduler and workers in processes of their own, requests over HTTP.
+
+What the metrics and the command line say is held against what was sent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_connector.cli.app import app
+from lmcache_connector.cli.bench import model_token_bytes
+from lmcache_connector.metric_table import METRICS, Kind
+from tests.dashboard import ROOT, used_metrics
+from tests.engine.api_server import ApiServer, running_api
+from tests.engine.conftest import CHUNK_SIZE, kv_transfer, random_prompt
+from tests.servers import Server
+
+# Room for about 50 chunks: the others push a prompt out of memory, and it comes from Redis.
+CPU_GIB = 0.05
+PROMPT_TOKENS, FULL_CHUNKS = 1500, 5
+HIT_TOKENS = FULL_CHUNKS * CHUNK_SIZE
+
+
+@pytest.fixture(scope="module")
+def api(
+    model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ApiServer]:
+    # Every hit is loaded: how fast this machine happens to compute must not decide a test.
+    transfer = kv_transfer(redis_url=valkey.url, cpu_gib=CPU_GIB, compute_or_load="always")
+    with running_api(model, transfer, tmp_path_factory.mktemp("serve") / "log") as api:
+        yield api
+
+
+def cli(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return document
+
+
+def stats(api: ApiServer) -> dict[str, Any]:
+    (engine,) = cli("stats", api.address)["engines"]
+    return dict(engine)
+
+
+def test_a_prompt_is_served_from_the_cpu_tier(api: ApiServer) -> None:
+    prompt = random_prompt(1, PROMPT_TOKENS)
+    cold = json.loads(api.complete(prompt))["choices"][0]["text"]
+    assert api.metric("vllm:external_prefix_cache_hits_total") == 0
+    hit = json.loads(api.complete_afresh(prompt))["choices"][0]["text"]
+    assert api.metric("vllm:external_prefix_cache_hits_total") == HIT_TOKENS
+    assert hit == cold
+
+
+def test_the_metrics_say_what_was_sent(api: ApiServer, model: Path, valkey: Server) -> None:
+    chunk_bytes = model_token_bytes(model) * CHUNK_SIZE
+    first = random_prompt(1, PROMPT_TOKENS)
+    before = stats(api)
+    for seed in range(2, 13):
+        api.complete_afresh(random_prompt(seed, PROMPT_TOKENS))
+    # Its last writes too are in Redis before it is asked for again.
+    num_stored = 12 * FULL_CHUNKS
+    num_bytes = 2 * num_stored * chunk_bytes  # both tiers
+    api.settle(lambda: api.metric("vllm:lmcache_stored_bytes_total") >= num_bytes)
+    evicted = stats(api)
+    assert evicted["evicted_chunks"] >= FULL_CHUNKS
+    assert evicted["cpu_used_bytes"] <= evicted["cpu_capacity_bytes"] == int(CPU_GIB * 2**30)
+    api.complete_afresh(first)
+    api.settle(lambda: stats(api)["load"]["redis"]["jobs"] == 1)
+    after = stats(api)
+
+    assert before["hit_tokens"] == {"cpu": HIT_TOKENS, "redis": 0}
+    assert after["hit_tokens"] == {"cpu": HIT_TOKENS, "redis": HIT_TOKENS}
+    assert after["queried_tokens"] == api.metric("vllm:external_prefix_cache_queries_total")
+    assert after["lookup_hits"] == {"cpu": 1, "redis": 1}
+    assert after["loaded_bytes"]["redis"] == FULL_CHUNKS * chunk_bytes
+    assert after["loaded_bytes"]["cpu"] == 2 * FULL_CHUNKS * chunk_bytes
+    assert after["stored_bytes"]["cpu"] == num_stored * chunk_bytes
+    assert after["load"]["redis"]["bytes_per_second"] > 0
+    assert after["prefill_saved_tokens"] == 2 * HIT_TOKENS
+    assert after["prefill_saved_seconds"] > 0
+    assert after["decisions"] == {"always": 2}
+    assert after["redis_chunks"] == {"hit": FULL_CHUNKS}
+    assert after["failed_loads"] == after["dropped_writes"] == after["failed_stores"] == {}
+    assert after["recomputed_tokens"] == after["write_queue_bytes"] == after["queued_jobs"] == 0
+    assert after["circuits"] == {f"127.0.0.1:{valkey.port}": "closed"}
+
+
+def test_vllm_is_told_which_tier_supplied_a_hit(api: ApiServer) -> None:
+    found = dict(
+        re.findall(
+            r'^vllm:prompt_tokens_cached_by_source_total\{.*source="(\w+)"\} (\S+)$',
+            api.metrics(),
+            re.MULTILINE,
+        )
+    )
+    hits = stats(api)["hit_tokens"]
+    assert float(found["host"]) == hits["cpu"]
+    assert float(found["external_unspecified"]) == hits["redis"]
+    assert sum(hits.values()) == api.metric("vllm:external_prefix_cache_hits_total")
+
+
+def test_ls_and_verify_see_what_the_engine_stored(api: ApiServer, valkey: Server) -> None:
+    written = stats(api)["written_chunks"]["written"]
+    (group,) = cli("ls", "--redis-url", valkey.url)["groups"]
+    assert group["chunks"] == written
+    assert group["namespace"] == "default"
+    assert group["chunk_tokens"] == CHUNK_SIZE
+    verified = cli("verify", "--redis-url", valkey.url)
+    assert verified["values"] == {"sound": group["values"]}
+
+
+def test_top_watches_hits_as_they_happen(api: ApiServer) -> None:
+    prompt = random_prompt(1, PROMPT_TOKENS)
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.is_set():
+            api.complete_afresh(prompt)
+
+    api.complete_afresh(prompt)  # into memory
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        (seen,) = cli("top", api.address, "--interval", "3", "--count", "1")["engines"]
+    finally:
+        stop.set()
+        sender.join()
+    assert seen["hit_rate"] == pytest.approx(HIT_TOKENS / PROMPT_TOKENS)
+    assert seen["cpu_loaded_bytes_per_second"] > 0
+    assert seen["redis_loaded_bytes_per_second"] == 0
+
+
+def test_the_chat_example_finds_its_document_and_its_earlier_turns_again(api: ApiServer) -> None:
+    words = 1000
+    command = [sys.executable, str(ROOT / "examples" / "chat.py"), f"http://{api.address}"]
+    options = ("--words", str(words), "--users", "2", "--turns", "3", "--forget")
+    done = subprocess.run(
+        [*command, *options], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    turns = re.findall(
+        r"^turn (\d) user (\d): .* (\d+) prompt tokens: 0 GPU, (\d+) CPU tier, (\d+) Redis, ",
+        done.stdout,
+        re.MULTILINE,
+    )
+    hits = {(int(t), int(u)): int(cpu) + int(redis) for t, u, _, cpu, redis in turns}
+    lengths = {(int(t), int(u)): int(length) for t, u, length, _, _ in turns}
+    assert hits.keys() == {(turn, user) for turn in (1, 2, 3) for user in (1, 2)}
+    document = words // CHUNK_SIZE * CHUNK_SIZE
+    assert hits[1, 1] == 0
+    assert hits[1, 2] == document
+    for turn in (2, 3):
+        for user in (1, 2):
+            # All full chunks of the turn before.
+            assert hits[turn, user] >= lengths[turn - 1, user] // CHUNK_SIZE * CHUNK_SIZE
+
+
+def test_every_metric_of_the_table_is_exposed(api: ApiServer) -> None:
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", api.metrics(), re.MULTILINE))
+    for metric in METRICS.values():
+        suffix = "_total" if metric.kind is Kind.COUNTER else ""
+        assert types[metric.full_name + suffix] == metric.kind.value
+
+
+def test_the_dashboard_and_the_alerts_ask_for_what_a_real_engine_exposes(api: ApiServer) -> None:
+    """After the traffic of the tests above: only what must not happen has no sample."""
+    samples = set(re.findall(r"^(vllm:\w+)\{", api.metrics(), re.MULTILINE))
+    types = set(re.findall(r"^# TYPE (\S+)", api.metrics(), re.MULTILINE))
+    troubles = {"failed_loads", "failed_stores", "dropped_writes"}
+    quiet = {f"vllm:lmcache_{name}_total" for name in troubles}
+    assert used_metrics() - samples <= quiet <= types
+
+
+def test_the_log_line_is_one_line_for_people(api: ApiServer) -> None:
+    lines = re.findall(r"KV Transfer metrics: (.*)", api.log)
+    assert any(re.search(r"hit tokens=\d+ of \d+ \(CPU \d+, Redis \d+\)", line) for line in lines)
+    assert any("loaded from CPU=" in line and "CPU tier=" in line for line in lines)

@@ -1,0 +1,396 @@
+"""Instances of other tensor-parallel sizes and block sizes read each other's chunks, byte for byte.
+
+Digests are per KV head over all layers, in the order tokens have by their meaning, so they compare
+across block sizes and ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.instance import VllmInstance
+from examples.probe import EngineProbe, Served
+from tests.engine.conftest import CHUNK_SIZE, kv_transfer, random_prompt
+from tests.engine.test_tiers import check_integrity
+from tests.servers import Server
+
+Start = Callable[..., VllmInstance]
+
+NUM_HEADS = 4
+NUM_TOKENS = 1500
+NUM_CHUNKS = NUM_TOKENS // CHUNK_SIZE
+HIT = NUM_CHUNKS * CHUNK_SIZE
+
+seeds = itertools.count(1000)
+
+
+@pytest.fixture(scope="module")
+def transfer(valkey: Server) -> dict[str, Any]:
+    return kv_transfer(redis_url=valkey.url, compute_or_load="always", lookup_deadline_seconds=10.0)
+
+
+@pytest.fixture(scope="module")
+def one(start: Start, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
+    """One rank, blocks of 128 tokens."""
+    with start(transfer) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+@pytest.fixture(scope="module")
+def two(start: Start, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
+    """Two tensor-parallel ranks, blocks of 128 tokens."""
+    with start(transfer, tensor_parallel_size=2) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    return random_prompt(next(seeds), NUM_TOKENS)
+
+
+def chunk_tags(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
+    """What the names of all values of each chunk of a prompt begin with."""
+    return [b"lmc:{default:%s}" % key.hex().encode() for key in chunk_keys(probe, prompt)]
+
+
+def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
+    from lmcache_connector.request_keys import RequestIdentity, RequestKeys
+
+    adapter = probe.connector._scheduler
+    keys = RequestKeys(adapter._hasher, RequestIdentity(weight_epoch=adapter._epoch))
+    keys.extend(prompt)
+    return list(keys.keys)
+
+
+def values_of(valkey: Server, tag: bytes) -> list[bytes]:
+    """Names of the stored values of one chunk, by KV head."""
+    with valkey.client() as client:
+        names = client.keys(tag.replace(b"{", b"?").replace(b"}", b"?") + b":*")
+    return sorted((n for n in names if b":claim:" not in n), key=lambda n: n.rsplit(b":", 1)[1])
+
+
+def serve_cold(
+    instance: VllmInstance, valkey: Server, prompt: list[int], num_values: int = NUM_HEADS
+) -> Served:
+    """Compute a prompt, and wait until all its chunks are in Redis, in so many values each."""
+    cold = instance.serve(prompt)
+    assert cold.external_hit_tokens == 0
+    tags = instance.call(chunk_tags, prompt)
+    assert len(tags) == NUM_CHUNKS
+    for _ in range(500):
+        if all(len(values_of(valkey, tag)) == num_values for tag in tags):
+            return cold
+        threading.Event().wait(0.02)
+    raise AssertionError("the writes did not arrive")
+
+
+def assert_same_bytes(hit: Served, cold: Served) -> None:
+    assert hit.external_hit_tokens == HIT
+    assert len(hit.shard_digests) == NUM_CHUNKS
+    assert {len(heads) for heads in hit.shard_digests} == {NUM_HEADS}
+    assert hit.shard_digests == cold.shard_digests
+    assert len(set(itertools.chain(*hit.shard_digests))) == NUM_CHUNKS * NUM_HEADS
+
+
+def assert_from_either(hit: Served, first: Served, second: Served) -> None:
+    """Every KV head of every chunk is what one of two computations stored: both are right, and
+    what a rank still has is not stored again."""
+    for found, *stored in zip(
+        hit.shard_digests, first.shard_digests, second.shard_digests, strict=True
+    ):
+        assert all(f in s for f, *s in zip(found, *stored, strict=True))
+
+
+def failed_loads(instance: VllmInstance) -> int:
+    return sum(instance.counters()["failed_loads"].values())
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("one", "two"), ("two", "one")])
+def test_another_tensor_parallel_size_reads_it(
+    request: pytest.FixtureRequest, valkey: Server, prompt: list[int], writer: str, reader: str
+) -> None:
+    cold = serve_cold(request.getfixturevalue(writer), valkey, prompt)
+    instance: VllmInstance = request.getfixturevalue(reader)
+    before = instance.counters()["remote_load_bytes"]
+    assert_same_bytes(instance.serve(prompt), cold)
+    loaded = instance.counters()["remote_load_bytes"] - before
+    assert loaded == HIT * 4 * 4 * 2 * 64 * 2  # layers, heads, K and V, elements, bytes
+
+
+def test_two_ranks_read_their_own_cpu_tiers(
+    two: VllmInstance, valkey: Server, prompt: list[int]
+) -> None:
+    cold = serve_cold(two, valkey, prompt)
+    with valkey.client() as client:
+        client.flushall()
+    two.reset_prefix_cache()
+    assert_same_bytes(two.serve(prompt), cold)
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_other_block_sizes_read_and_write_the_same_chunks(
+    start: Start, transfer: dict[str, Any], valkey: Server, one: VllmInstance,
+    two: VllmInstance, block_size: int,
+) -> None:  # fmt: skip
+    prompts = [random_prompt(next(seeds), NUM_TOKENS) for _ in range(3)]
+    from_one, from_two = serve_cold(one, valkey, prompts[0]), serve_cold(two, valkey, prompts[1])
+    with start(transfer, block_size=block_size) as other:
+        assert_same_bytes(other.serve(prompts[0]), from_one)
+        assert_same_bytes(other.serve(prompts[1]), from_two)
+        cold = serve_cold(other, valkey, prompts[2])
+        assert len(cold.block_digests) == NUM_TOKENS // block_size
+        other.call(check_integrity)
+    for reader in (one, two):
+        assert_same_bytes(reader.serve(prompts[2]), cold)
+
+
+def give_buffers(worker: Any) -> None:
+    """What a pipeline rank receives with: vLLM's CPU worker makes it in a warm-up that it skips."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens,
+            dtype=runner.model_config.dtype,
+            device=runner.device,
+        )
+
+
+def prepare_pipeline(probe: EngineProbe) -> None:
+    probe.on_ranks(give_buffers)
+
+
+def empty_cpu_tiers(probe: EngineProbe, prompt: list[int]) -> None:
+    probe.reset_prefix_cache()
+    for rank in range(2):
+        probe.on_ranks(forget_on_rank, rank, chunk_keys(probe, prompt), False)
+
+
+def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
+    start: Start, transfer: dict[str, Any], valkey: Server, one: VllmInstance, prompt: list[int]
+) -> None:
+    """Two layers each: a head of this model is one value of four layers to an instance without."""
+    with start(transfer, pipeline_parallel_size=2) as pipeline:
+        pipeline.call(prepare_pipeline)
+        cold = serve_cold(pipeline, valkey, prompt, num_values=2 * NUM_HEADS)
+        pipeline.reset_prefix_cache()
+        assert_same_bytes(pipeline.serve(prompt), cold)
+        pipeline.call(empty_cpu_tiers, prompt)
+        before = pipeline.counters()["remote_load_bytes"]
+        pipeline.serve(random_prompt(next(seeds), 10))  # any step brings the news
+        assert_same_bytes(pipeline.serve(prompt), cold)
+        assert pipeline.counters()["remote_load_bytes"] > before
+        assert failed_loads(pipeline) == 0
+        pipeline.call(check_integrity)
+    before = failed_loads(one)
+    assert one.serve(prompt).external_hit_tokens == 0
+    assert failed_loads(one) == before
+
+
+# -- several ranks are one -------------------------------------------------------------------------
+
+
+def delete_heads(valkey: Server, tag: bytes, heads: range) -> None:
+    names = values_of(valkey, tag)
+    assert len(names) == NUM_HEADS
+    with valkey.client() as client:
+        client.delete(*(names[head] for head in heads))
+
+
+def test_a_chunk_of_which_one_rank_lacks_its_part_is_no_hit(
+    one: VllmInstance, two: VllmInstance, valkey: Server, prompt: list[int]
+) -> None:
+    cold = serve_cold(one, valkey, prompt)
+    tags = one.call(chunk_tags, prompt)
+    delete_heads(valkey, tags[3], range(2, 4))  # those of rank 1
+    hit = two.serve(prompt)
+    assert hit.external_hit_tokens == 3 * CHUNK_SIZE
+    assert hit.shard_digests[:3] == cold.shard_digests[:3]
+    assert failed_loads(two) == 0
+
+
+def delete_after_lookup(
+    probe: EngineProbe, prompt: list[int], port: int, names: list[bytes]
+) -> Served:
+    """Values vanish between the scheduler's look-up and the load."""
+    import redis
+
+    adapter = probe.connector._scheduler
+    update = adapter.update_state_after_alloc
+
+    def vanish(*args: Any) -> None:
+        redis.Redis(port=port).delete(*names)
+        update(*args)
+
+    adapter.update_state_after_alloc = vanish
+    try:
+        return probe.serve(prompt)
+    finally:
+        adapter.update_state_after_alloc = update
+
+
+def test_a_load_that_fails_on_one_rank_is_recomputed_on_all(
+    one: VllmInstance, two: VllmInstance, valkey: Server, prompt: list[int]
+) -> None:
+    cold = serve_cold(one, valkey, prompt)
+    tags = one.call(chunk_tags, prompt)
+    before = two.counters()
+    gone = values_of(valkey, tags[2])[2:]  # those of rank 1
+    served = two.call(delete_after_lookup, prompt, valkey.port, gone)
+    after = two.counters()
+    assert served.external_hit_tokens == HIT  # planned
+    assert served.token_ids[0] == cold.token_ids[0]
+    assert served.shard_digests[:2] == cold.shard_digests[:2]
+    assert failed_loads(two) == sum(before["failed_loads"].values()) + 1
+    assert after["recomputed_tokens"] - before["recomputed_tokens"] == 3 * CHUNK_SIZE
+    # What was computed instead is stored where it was missing, and is a hit.
+    two.reset_prefix_cache()
+    again = two.serve(prompt)
+    assert again.external_hit_tokens == HIT
+    assert failed_loads(two) == sum(before["failed_loads"].values()) + 1
+    assert_from_either(again, cold, served)
+    assert again.shard_digests[2][2:] == served.shard_digests[2][2:]
+
+
+def forget_on_rank(worker: Any, rank: int, keys: list[bytes], silently: bool) -> int:
+    """Drop chunks from one rank's CPU tier; returns how many it holds then."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine = get_kv_transfer_group()._worker._engine
+    if worker.rank == rank:
+        reported = engine._events
+        if silently:
+            engine._cpu.batched_msg_sender = type(reported)()
+        for key in keys:
+            engine.forget(key)
+        engine._cpu.batched_msg_sender = reported
+    return int(engine.num_chunks)
+
+
+def evict(probe: EngineProbe, prompt: list[int], chunk: int, silently: bool) -> list[int]:
+    keys = chunk_keys(probe, prompt)[chunk : chunk + 1]
+    probe.reset_prefix_cache()
+    return probe.on_ranks(forget_on_rank, 1, keys, silently)
+
+
+def only_in_the_cpu_tiers(two: VllmInstance, valkey: Server, prompt: list[int]) -> Served:
+    cold = serve_cold(two, valkey, prompt)
+    with valkey.client() as client:
+        client.flushall()
+    return cold
+
+
+def test_an_eviction_on_one_rank_behind_the_schedulers_back_is_recomputed(
+    two: VllmInstance, valkey: Server, prompt: list[int]
+) -> None:
+    cold = only_in_the_cpu_tiers(two, valkey, prompt)
+    left = two.call(evict, prompt, 1, True)
+    assert left[1] == left[0] - 1
+    before = failed_loads(two)
+    served = two.serve(prompt)
+    assert served.external_hit_tokens == HIT  # planned
+    assert failed_loads(two) == before + 1
+    assert served.token_ids[0] == cold.token_ids[0]
+    assert served.shard_digests[0] == cold.shard_digests[0]
+    two.reset_prefix_cache()
+    again = two.serve(prompt)  # stored anew on the rank that lacked it
+    assert again.external_hit_tokens == HIT
+    assert failed_loads(two) == before + 1
+    assert_from_either(again, cold, served)
+    assert again.shard_digests[1][2:] == served.shard_digests[1][2:]
+
+
+def test_an_eviction_on_one_rank_is_seen_before_the_next_plan(
+    two: VllmInstance, valkey: Server, prompt: list[int]
+) -> None:
+    cold = only_in_the_cpu_tiers(two, valkey, prompt)
+    left = two.call(evict, prompt, 2, False)
+    assert left[1] == left[0] - 1
+    two.serve(random_prompt(next(seeds), 10))  # any step brings the news
+    before = failed_loads(two)
+    hit = two.serve(prompt)
+    assert hit.external_hit_tokens == 2 * CHUNK_SIZE
+    assert hit.shard_digests[:2] == cold.shard_digests[:2]
+    assert failed_loads(two) == before
+
+
+def abort_after(probe: EngineProbe, prompt: list[int], steps: int) -> None:
+    request_id = probe.add(prompt, max_tokens=50)
+    for _ in range(steps):
+        probe.engine.step()
+    probe.engine.abort_request([request_id])
+    probe.drain()
+    check_integrity(probe)
+
+
+def test_two_ranks_let_go_of_every_block(
+    two: VllmInstance, valkey: Server, prompt: list[int]
+) -> None:
+    """A request ends while stores and loads of both ranks run: completions add up."""
+    cold = serve_cold(two, valkey, prompt)
+    for steps in (1, 2, 3):
+        two.reset_prefix_cache()
+        two.call(abort_after, prompt, steps)
+    two.reset_prefix_cache()
+    assert_same_bytes(two.serve(prompt), cold)
+
+
+# -- weight updates --------------------------------------------------------------------------------
+
+
+def other_weights(model: Path, folder: Path) -> Path:
+    """A copy of a model with every weight changed a little."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    weights = folder / "model.safetensors"
+    save_file({n: t * 1.25 for n, t in load_file(weights).items()}, weights, {"format": "pt"})
+    return folder
+
+
+def update_weights(probe: EngineProbe, path: str) -> None:
+    """As a trainer does: new weights, and everything computed before forgotten."""
+    probe.drain()
+    probe.core.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    assert probe.engine.reset_prefix_cache(reset_connector=True)
+
+
+def epoch_number(probe: EngineProbe) -> int:
+    return int(probe.connector._epoch._fleet.number())
+
+
+def test_a_weight_update_holds_for_the_fleet_and_mixes_nothing(
+    one: VllmInstance, two: VllmInstance, valkey: Server, prompt: list[int], model: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    cold = serve_cold(one, valkey, prompt)
+    old_tags = one.call(chunk_tags, prompt)
+    two.call(update_weights, str(other_weights(model, tmp_path / "other")))
+    for _ in range(500):
+        if one.call(epoch_number) == 1:
+            break
+        threading.Event().wait(0.02)
+    # No key was deleted, and none of them is a hit any more, here or there.
+    assert all(len(values_of(valkey, tag)) == NUM_HEADS for tag in old_tags)
+    one.reset_prefix_cache()
+    again = serve_cold(one, valkey, prompt)
+    assert again.shard_digests == cold.shard_digests
+    new = serve_cold(two, valkey, prompt)
+    assert not set(itertools.chain(*new.shard_digests)) & set(itertools.chain(*cold.shard_digests))
+    # Each goes on with its own.
+    for instance, own in ((one, again), (two, new)):
+        instance.reset_prefix_cache()
+        assert_same_bytes(instance.serve(prompt), own)

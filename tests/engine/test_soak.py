@@ -1,0 +1,63 @@
+"""Hours of trouble in minutes: everything is too small, and nothing may go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from examples.instance import VllmInstance
+from tests.engine.conftest import kv_transfer
+from tests.engine.soak import Tally, run_storm
+from tests.engine.test_tiers import check_integrity
+from tests.servers import Server, running_server, valkey_binary
+
+Start = Callable[..., VllmInstance]
+MIB = 1 << 20
+_FLAT_BYTES = 100 * MIB
+
+
+@pytest.fixture
+def small_valkey() -> Iterator[Server]:
+    """Room for some 40 chunks."""
+    settings = {"maxmemory": "48mb", "maxmemory-policy": "allkeys-lru"}
+    with running_server(valkey_binary() or "valkey-server", settings) as server:
+        yield server
+
+
+def storm(start: Start, server: Server, num_requests: int, seconds: float) -> Tally:
+    """With room for 16 chunks in memory and 28 blocks in vLLM's cache."""
+    transfer = kv_transfer(
+        redis_url=server.unix_url, cpu_gib=16 * MIB / 2**30, compute_or_load="always"
+    )
+    sizes = {"kv_cache_memory_bytes": 14 * MIB, "max_model_len": 2048, "max_num_seqs": 8}
+    with start(transfer, **sizes, max_num_batched_tokens=512) as instance:
+        tally: Tally = instance.call(run_storm, num_requests, seconds, seed=1)
+        instance.call(check_integrity)
+    print(f"\n{tally}")
+    return tally
+
+
+def assert_flawless(tally: Tally) -> None:
+    assert tally.mismatches == 0
+    assert tally.far_blocks == 0
+    assert tally.failed_requests == 0
+    assert tally.checked_blocks > 0
+    assert tally.preemptions > 0
+    assert tally.evictions > 0
+    assert tally.counters["local_hit_tokens"] > 0
+    assert tally.counters["remote_hit_tokens"] > 0
+    assert tally.rss_bytes[-1] < tally.rss_bytes[0] + _FLAT_BYTES
+
+
+@pytest.mark.timeout(900)
+def test_a_short_storm(start: Start, small_valkey: Server) -> None:
+    assert_flawless(storm(start, small_valkey, num_requests=80, seconds=0))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_long_storm(start: Start, small_valkey: Server) -> None:
+    tally = storm(start, small_valkey, num_requests=200, seconds=450)
+    assert_flawless(tally)
+    assert tally.requests >= 200

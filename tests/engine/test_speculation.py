@@ -1,0 +1,100 @@
+"""Speculative decoding and structured output: what is loaded changes neither how many drafts are
+accepted nor what the grammar allows, and only accepted tokens are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from examples.instance import VllmInstance
+from examples.probe import EngineProbe
+from tests.engine.asks import Ask, Round, ask_all, far_blocks, kv_at_first_token
+from tests.engine.conftest import BLOCK_SIZE, kv_transfer, random_prompt
+from tests.engine.test_tiers import check_integrity
+
+Start = Callable[..., VllmInstance]
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(start: Start) -> Iterator[VllmInstance]:
+    with start(kv_transfer(), speculative_config=NGRAM) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+def ask_counting_drafts(probe: EngineProbe, asks: list[Ask]) -> tuple[Round, int, int]:
+    """Also: how many tokens were drafted, and how many of them accepted."""
+    before = _draft_counts(probe)
+    served = ask_all(probe, asks)
+    drafted, accepted = (b - a for a, b in zip(before, _draft_counts(probe), strict=True))
+    return served, drafted, accepted
+
+
+def _draft_counts(probe: EngineProbe) -> tuple[int, int]:
+    values: dict[str, Any] = {m.name: getattr(m, "value", 0) for m in probe._llm.get_metrics()}
+    return (
+        int(values["vllm:spec_decode_num_draft_tokens"]),
+        int(values["vllm:spec_decode_num_accepted_tokens"]),
+    )
+
+
+def test_hits_do_not_lower_acceptance(engine: VllmInstance) -> None:
+    asks = [Ask(random_prompt(seed, 700), max_tokens=60) for seed in range(3)]
+    cold = [engine.call(ask_counting_drafts, [ask]) for ask in asks]
+    engine.reset_prefix_cache()
+    hits = [engine.call(ask_counting_drafts, [ask]) for ask in asks]
+    assert [served.loaded_tokens for served, _, _ in cold] == [0, 0, 0]
+    assert [served.loaded_tokens for served, _, _ in hits] == [512, 512, 512]
+    for (computed, _, _), (loaded, _, _) in zip(cold, hits, strict=True):
+        assert loaded.answers[0].blocks[:4] == computed.answers[0].blocks[:4] != ()
+    drafted, accepted = (sum(counts[i] for counts in cold) for i in (1, 2))
+    assert drafted > 0
+    assert accepted > 0
+    rate = sum(counts[2] for counts in hits) / sum(counts[1] for counts in hits)
+    print(f"accepted: {accepted / drafted:.3f} computed, {rate:.3f} loaded")
+    assert rate >= 0.95 * accepted / drafted
+
+
+def test_a_stop_in_the_middle_of_accepted_drafts(engine: VllmInstance) -> None:
+    """What lies in blocks beyond the stop is not stored under anybody's key."""
+    for max_tokens in (63, 64, 65, 66, 67):
+        prompt = random_prompt(100 + max_tokens, 450)
+        answer = engine.call(ask_all, [Ask(prompt, max_tokens=max_tokens)]).answers[0].token_ids[0]
+        assert len(answer) == max_tokens
+        # What came after the stop is not what the next turn says there.
+        next_turn = [*prompt, *answer, *random_prompt(200 + max_tokens, 200)]
+        engine.reset_prefix_cache()
+        served, loaded = engine.call(kv_at_first_token, Ask(next_turn))
+        # The last token of an answer is never computed.
+        assert loaded == (450 + max_tokens - 1) // 256 * 256
+        fresh = {"skip_reading_prefix_cache": True}
+        computed, nothing = engine.call(kv_at_first_token, Ask(next_turn, sampling=fresh))
+        assert nothing == 0
+        assert far_blocks(served, computed) == []
+
+
+def test_structured_output(engine: VllmInstance) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    choices = ["w3w5w7w9", "w4w6w8w6"]
+    structured = StructuredOutputsParams(choice=choices)
+    ask = Ask(
+        random_prompt(30, 700),
+        max_tokens=10,
+        sampling={"structured_outputs": structured, "ignore_eos": False},
+    )
+    cold = engine.call(ask_all, [ask])
+    engine.reset_prefix_cache()
+    hit = engine.call(ask_all, [ask])
+    assert (cold.loaded_tokens, hit.loaded_tokens) == (0, 512)
+    assert hit.answers[0].blocks[: 512 // BLOCK_SIZE] == cold.answers[0].blocks[:4] != ()
+    assert cold.answers[0].texts[0].replace(" ", "") in choices
+    assert hit.answers[0].texts == cold.answers[0].texts
