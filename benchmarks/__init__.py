@@ -1,0 +1,1 @@
+"""Benchmarks of the connector: ``python -m benchmarks NAME --json PATH|-``."""

@@ -1,0 +1,199 @@
+"""What the benchmarks run inside a vLLM instance's process: requests with exact times.
+
+All are top-level functions for :meth:`examples.instance.VllmInstance.call`.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from examples.probe import EngineProbe
+
+_MAX_STEPS = 200_000
+_WRITE_SECONDS = 30.0
+_PROBE_SECONDS = 15.0
+
+
+def random_prompt(seed: int, num_tokens: int) -> list[int]:
+    """Token ids of the tiny model's vocabulary, the same for the same seed."""
+    return random.Random(seed).choices(range(2, 2000), k=num_tokens)
+
+
+def ttft_seconds(probe: EngineProbe, prompt: Sequence[int]) -> float:
+    """Serve one request for one token, from its arrival to that token; then come to rest."""
+    started = time.perf_counter()
+    probe.add(prompt, max_tokens=1)
+    for _ in range(_MAX_STEPS):
+        if any(output.outputs[0].token_ids for output in probe.engine.step()):
+            taken = time.perf_counter() - started
+            probe.drain()
+            return taken
+    raise RuntimeError("no token came")
+
+
+def decode_tokens_per_second(
+    probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> float:
+    """Throughput of requests that decode together, from the last first token to the end."""
+    for prompt in prompts:
+        probe.add(prompt, max_tokens)
+    _step_until(probe, lambda lengths: len(lengths) == len(prompts))
+    before = sum(_running_lengths(probe).values())
+    started = time.perf_counter()
+    while probe.engine.has_unfinished_requests():
+        probe.engine.step()
+    taken = time.perf_counter() - started
+    probe.drain()
+    return (len(prompts) * max_tokens - before) / taken
+
+
+def come_to_rest(probe: EngineProbe) -> None:
+    """Empty vLLM's prefix cache, and wait until nothing is left to write to Redis."""
+    probe.reset_prefix_cache()
+    if probe.connector is None:
+        return
+    tier = worker_of(probe)._engine._redis_tier
+    if tier is not None:
+        tier.flush(_WRITE_SECONDS)
+
+
+def empty_cpu_tier(probe: EngineProbe) -> None:
+    """Empty vLLM's prefix cache and the CPU tier; the scheduler side hears of it in a step."""
+    probe.reset_prefix_cache()
+    worker_of(probe)._engine.forget_all()
+    ttft_seconds(probe, [2, 3, 4])
+
+
+def probe_link(probe: EngineProbe) -> None:
+    """Have Redis measured now, as happens by itself within a minute of traffic."""
+    choice = probe.connector._scheduler._choice
+    link = worker_of(probe)._probe
+    choice.probe_now()
+    until = time.perf_counter() + _PROBE_SECONDS
+    while time.perf_counter() < until:
+        ttft_seconds(probe, [2, 3, 4])
+        if not link.is_busy:
+            break
+        time.sleep(0.01)
+    ttft_seconds(probe, [2, 3, 4])  # its report comes with a step
+
+
+def cached_tokens_loaded(probe: EngineProbe) -> int:
+    """Tokens the connector has planned to load so far."""
+    return probe.external_hit_tokens()
+
+
+def worker_of(probe: EngineProbe) -> Any:
+    """The worker side of the connector in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker
+
+
+def _running_lengths(probe: EngineProbe) -> dict[str, int]:
+    return {r.request_id: r.num_output_tokens for r in probe.scheduler.running}
+
+
+def _step_until(probe: EngineProbe, done: Callable[[dict[str, int]], bool]) -> None:
+    for _ in range(_MAX_STEPS):
+        probe.engine.step()
+        lengths = {r: n for r, n in _running_lengths(probe).items() if n > 0}
+        if done(lengths):
+            return
+    raise RuntimeError("the requests do not decode")
+
+
+# -- the scheduler side alone --------------------------------------------------------------------
+
+
+def lookup_microseconds(probe: EngineProbe, num_tokens: int, repeats: int) -> float:
+    """Median of one whole look-up: hash a prompt, find it in the index, plan its load.
+
+    Everything the scheduler thread does for the connector until the plan is built. The index holds
+    all chunks of the prompt.
+    """
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport
+
+    adapter = probe.connector._scheduler
+    tokens = random_prompt(1, num_tokens)
+    seconds = []
+    for repeat in range(repeats + 1):
+        request = _request(f"lookup-{repeat}", tokens)
+        if repeat == 0:  # make all chunks known
+            adapter.on_new_request(request)
+            keys = adapter._states[request.request_id].keys.keys
+            events = tuple(CacheEvent(key, admitted=True) for key in keys)
+            adapter.update_from_reports([RankReport(0, events, ())])
+            adapter.request_finished(request, ((),))
+            continue
+        size = probe.scheduler.block_size
+        block_ids = (list(range(-(-num_tokens // size))),)
+        empty = SchedulerOutput.make_empty()
+        started = time.perf_counter()
+        adapter.on_new_request(request)
+        found, _ = adapter.get_num_new_matched_tokens(request, 0)
+        adapter.update_state_after_alloc(request, block_ids, found)
+        plan = adapter.build_plan(empty)
+        seconds.append(time.perf_counter() - started)
+        assert found == num_tokens // adapter._settings.chunk_size * adapter._settings.chunk_size
+        (job,) = plan.loads
+        done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+        adapter.update_from_reports([RankReport(0, (), (done,))])
+        adapter.request_finished(request, block_ids)
+        adapter.build_plan(empty)
+    forget = tuple(CacheEvent(key, admitted=False) for key in keys)
+    adapter.update_from_reports([RankReport(0, forget, ())])
+    return statistics.median(seconds) * 1e6
+
+
+def decode_step_microseconds(
+    probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> float:
+    """Median over decode steps: scheduler thread time in the connector, per running request."""
+    connector, spent = probe.connector, [0.0]
+    names = ("build_connector_meta", "update_connector_output", "get_num_new_matched_tokens")
+    for name in names:
+        setattr(connector, name, _timed(getattr(connector, name), spent))
+    for prompt in prompts:
+        probe.add(prompt, max_tokens)
+    _step_until(probe, lambda lengths: len(lengths) == len(prompts))
+    per_request = []
+    try:
+        while len(probe.scheduler.running) == len(prompts):
+            spent[0] = 0.0
+            probe.engine.step()
+            per_request.append(spent[0] / len(prompts))
+    finally:
+        for name in names:
+            delattr(connector, name)
+    probe.drain()
+    return statistics.median(per_request) * 1e6
+
+
+def _timed(function: Any, spent: list[float]) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            spent[0] += time.perf_counter() - started
+
+    return timed
+
+
+def _request(request_id: str, tokens: Sequence[int]) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(tokens),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+    )

@@ -1,0 +1,205 @@
+"""Never slower than recompute: time to first token over a link of any speed, to a real Valkey.
+
+Prompts that another instance has stored are served by an instance behind a throttling proxy, and by
+vLLM without a connector, in turn. vLLM's prefix cache and the CPU tier are emptied before each, so
+that everything loaded comes over the link. ``ttft_vs_recompute`` is the median over the rounds of
+a setting, once the instance has measured the link; ``first_ttft_vs_recompute`` is the first request
+after the link changed, which the instance cannot know yet.
+
+The proxy is one Python process on the same machine: above a few hundred MB/s it is what limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks.served import (
+    cached_tokens_loaded,
+    come_to_rest,
+    empty_cpu_tier,
+    probe_link,
+    random_prompt,
+    ttft_seconds,
+)
+from examples.instance import InstanceError, VllmInstance
+from examples.tiny_model import DEMO_SHAPE, build_tiny_model
+from tests.servers import running_server, valkey_binary
+from tests.slow_proxy import SlowLink, proxy_process
+
+MB_PER_S = (1, 3, 10, 30, 100, 300, 1000)
+LATENCIES_MS = (0, 20, 200)
+PLOT = Path(__file__).parent / "results" / "slowlink.png"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One kind of link; no bandwidth: it has fallen silent."""
+
+    mb_per_s: float | None
+    latency_ms: float
+
+    def apply(self, link: SlowLink) -> None:
+        if self.mb_per_s is None:
+            link.set(stalled=True)
+        else:
+            link.set(self.mb_per_s * 1e6, self.latency_ms / 1000)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of one setting; medians."""
+
+    mb_per_s: float | None
+    latency_ms: float
+    ttft_vs_recompute: float
+    first_ttft_vs_recompute: float
+    ttft_s: float
+    recompute_s: float
+    loaded_tokens: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5, help="per setting, for the median")
+    parser.add_argument("--tokens", type=int, default=6000, help="length of a prompt")
+    parser.add_argument("--mb-per-s", type=float, nargs="*", default=MB_PER_S, metavar="MB/s")
+    parser.add_argument("--latency-ms", type=float, nargs="*", default=LATENCIES_MS, metavar="ms")
+    parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
+
+
+def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """``errors``: requests that got no token."""
+    settings = [Setting(speed, ms) for ms in args.latency_ms for speed in args.mb_per_s[::-1]]
+    settings.append(Setting(None, 0.0))
+    prompts = [random_prompt(seed, args.tokens) for seed in range(args.rounds)]
+    results: list[Measured] = []
+    errors = 0
+    with _engines(prompts) as (link, alone, ours):
+        for setting in progress.track(settings, description="links"):
+            try:
+                results.append(_measure(setting, link, alone, ours, prompts))
+            except InstanceError:
+                errors += 1
+                break
+    _plot(results, args.plot)
+    ratios = [result.ttft_vs_recompute for result in results]
+    return {
+        "prompt_tokens": args.tokens,
+        "rounds": args.rounds,
+        "worst_ttft_vs_recompute": max(ratios),
+        "best_ttft_vs_recompute": min(ratios),
+        "worst_first_ttft_vs_recompute": max(r.first_ttft_vs_recompute for r in results),
+        "errors": errors,
+        "settings": [asdict(result) for result in results],
+    }
+
+
+@contextlib.contextmanager
+def _engines(
+    prompts: Sequence[Sequence[int]],
+) -> Iterator[tuple[SlowLink, VllmInstance, VllmInstance]]:
+    """The link, vLLM alone, and vLLM with a connector behind the link. Valkey has all prompts."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = build_tiny_model(folder / "model", DEMO_SHAPE)
+        valkey = stack.enter_context(running_server(valkey_binary() or "valkey-server"))
+        link = SlowLink()
+        port = stack.enter_context(proxy_process(valkey.port, link))
+
+        def start(name: str, port: int | None) -> VllmInstance:
+            log = folder / f"{name}.log"
+            batch = max(8192, len(prompts[0]))
+            transfer = _transfer(port) if port is not None else None
+            return VllmInstance(model, transfer, log, max_num_batched_tokens=batch)
+
+        with start("writer", valkey.port) as writer:
+            for prompt in prompts:
+                writer.call(ttft_seconds, prompt)
+                writer.call(come_to_rest)
+        alone = stack.enter_context(start("alone", None))
+        ours = stack.enter_context(start("ours", port))
+        for seed in range(2):  # compilation, first touches, first figures
+            for engine in (alone, ours):
+                engine.call(ttft_seconds, random_prompt(10_000 + seed, len(prompts[0])))
+        yield link, alone, ours
+
+
+def _transfer(port: int) -> dict[str, Any]:
+    extra = {"cpu_gib": 1.0, "redis_url": f"redis://127.0.0.1:{port}"}
+    return {
+        "kv_connector": "LMCacheTieredConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _measure(
+    setting: Setting,
+    link: SlowLink,
+    alone: VllmInstance,
+    ours: VllmInstance,
+    prompts: Sequence[Sequence[int]],
+) -> Measured:
+    setting.apply(link)
+    ours.call(empty_cpu_tier)
+    first = ours.call(ttft_seconds, prompts[0])
+    ours.call(probe_link)
+    theirs, taken, loaded = [], [], []
+    for turn, prompt in enumerate(prompts):
+        engines = (alone, ours) if turn % 2 else (ours, alone)
+        for engine in engines:
+            if engine is alone:
+                engine.call(come_to_rest)
+                theirs.append(engine.call(ttft_seconds, prompt))
+            else:
+                engine.call(empty_cpu_tier)
+                before = engine.call(cached_tokens_loaded)
+                taken.append(engine.call(ttft_seconds, prompt))
+                loaded.append(engine.call(cached_tokens_loaded) - before)
+    ratios = [a / b for a, b in zip(taken, theirs, strict=True)]
+    return Measured(
+        mb_per_s=setting.mb_per_s,
+        latency_ms=setting.latency_ms,
+        ttft_vs_recompute=round(statistics.median(ratios), 4),
+        first_ttft_vs_recompute=round(first / statistics.median(theirs), 4),
+        ttft_s=round(statistics.median(taken), 4),
+        recompute_s=round(statistics.median(theirs), 4),
+        loaded_tokens=int(statistics.median(loaded)),
+    )
+
+
+def _plot(results: Sequence[Measured], target: Path) -> None:
+    """Time to first token over bandwidth, one line per latency, and recompute."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    recompute = statistics.median(result.recompute_s for result in results)
+    axes.axhline(recompute, color="black", linestyle="--", label="recompute")
+    for latency in sorted({result.latency_ms for result in results}):
+        points = sorted(
+            (r.mb_per_s, r.ttft_s)
+            for r in results
+            if r.latency_ms == latency and r.mb_per_s is not None
+        )
+        speeds, seconds = zip(*points, strict=True) if points else ((), ())
+        axes.plot(speeds, seconds, marker="o", label=f"{latency:g} ms round trip")
+    for result in results:
+        if result.mb_per_s is None:
+            axes.axhline(result.ttft_s, color="tab:red", linestyle=":", label="silent server")
+    axes.set(xscale="log", xlabel="bandwidth, MB/s", ylabel="time to first token, s")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
