@@ -14,10 +14,6 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
-# Read by vLLM when it is imported: the engine shall run in this process.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
 from examples.kv_digests import block_digests, digest_on_rank, shard_digests
 
 DIGEST_TOKENS = 256
@@ -67,6 +63,11 @@ class EngineProbe:
     def __init__(
         self, model: str, kv_transfer: dict[str, Any] | None = None, **engine_args: Any
     ) -> None:
+        # Not on import: programs that only name this class must not run their engines so.
+        os.environ.setdefault(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+        )  # the engine is in this process
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
