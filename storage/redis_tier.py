@@ -3,7 +3,7 @@
 Threads, all started by the constructor and ended by `RedisTier.close`:
 
 - ``num_connections`` readers share out every load (`redis_reader`);
-- as many writers drain the write queue (`redis_writer`).
+- as many writers, but one core in two at most, drain the write queue (`redis_writer`).
 
 Nothing here raises for a server's sake: whatever a server does, or does not do, is a miss or a
 failed write, counted by reason, and logged once per episode.
@@ -12,6 +12,7 @@ failed write, counted by reason, and logged once per episode.
 from __future__ import annotations
 
 import logging
+import os
 import random as random_module
 import threading
 import time
@@ -144,7 +145,7 @@ class RedisTier:
                 self._pause,
                 self._spoiled.discard,
             )
-            for i in range(config.num_connections)
+            for i in range(_num_writers(config.num_connections))
         ]
         self._threads: list[threading.Thread] = [*readers, *self._writers]
         for thread in self._threads:
@@ -297,6 +298,13 @@ class RedisTier:
                 return None
             nodes.append(node)
         return nodes
+
+
+def _num_writers(num_connections: int) -> int:
+    """A writer mostly computes and copies. On two cores a second one only takes the core on which
+    the engine, or a server on this machine, could run."""
+    num_cores = os.cpu_count() or 1
+    return max(1, min(num_connections, num_cores // 2))
 
 
 def _read_plan(config: RedisTierConfig, geometry: ChunkGeometry, sealer: Sealer) -> ReadPlan:
