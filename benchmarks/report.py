@@ -122,6 +122,8 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
+        return str(int(value))
     if isinstance(value, list):
         return ", ".join(map(_cell, value))
     return str(value).replace("|", "\\|").replace("\n", " ")

@@ -35,6 +35,20 @@ def ttft_seconds(probe: EngineProbe, prompt: Sequence[int]) -> float:
     raise RuntimeError("no token came")
 
 
+def ttft_and_cached(probe: EngineProbe, prompt: Sequence[int]) -> tuple[float, int]:
+    """Like :func:`ttft_seconds`; and how many tokens of the prompt vLLM did not have to compute,
+    whatever connector had them."""
+    started = time.perf_counter()
+    probe.add(prompt, max_tokens=1)
+    for _ in range(_MAX_STEPS):
+        for output in probe.engine.step():
+            if output.outputs[0].token_ids:
+                taken = time.perf_counter() - started
+                probe.drain()
+                return taken, output.num_cached_tokens or 0
+    raise RuntimeError("no token came")
+
+
 def decode_tokens_per_second(
     probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
@@ -54,7 +68,7 @@ def decode_tokens_per_second(
 def come_to_rest(probe: EngineProbe) -> None:
     """Empty vLLM's prefix cache, and wait until nothing is left to write to Redis."""
     probe.reset_prefix_cache()
-    if probe.connector is None:
+    if not hasattr(probe.connector, "_scheduler_side"):  # none, or not ours
         return
     tier = worker_of(probe)._engine._redis_tier
     if tier is not None:

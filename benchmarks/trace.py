@@ -1,0 +1,288 @@
+"""Realistic load against a served API: with the connector, without, and with LMCache's own.
+
+Servers of one model live side by side: vLLM alone, with this connector (a small CPU tier and a
+Valkey), and with ``LMCacheMPConnector`` and its server, which gets as much memory as our tiers use
+together. The traces of :mod:`benchmarks.workloads` are replayed by vLLM's own client against one
+after the other, each with fresh tokens, so that every replay begins cold. vLLM's paged cache is far
+smaller than what a trace works on. Arrival rates are multiples of what vLLM alone can do cold,
+measured first: below that, and above.
+
+A replay is ``won`` or tied where no figure is worse than vLLM alone's by more than ``TIE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks.api_servers import CachedTokens, cached_tokens, replay, serving, wait_ready
+from benchmarks.peers import PeerError, lmcache_server, reason
+from benchmarks.workloads import (
+    PIECE_TOKENS,
+    WORKLOADS,
+    Ask,
+    repeated_tokens,
+    trace_lines,
+    working_set_tokens,
+)
+from examples.tiny_model import DEMO_SHAPE, build_tiny_model
+from tests.engine.api_server import ApiServer
+from tests.servers import running_server, valkey_binary
+
+LOADS = (0.7, 2.0)
+PAGED_CACHE_MIB, CPU_TIER_GIB, PEER_GIB = 64, 0.15, 3.0
+TIE = 1.05
+_NONE, _OURS, _MP = "vllm", "ours", "lmcache_mp"
+_AT_ONCE = 1000.0  # requests a second
+_PIECES_PER_REPLAY = 100_000
+_FIGURES = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "requests_per_s")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = tuple(WORKLOADS)
+    parser.add_argument("--workloads", nargs="*", choices=names, default=names)
+    parser.add_argument(
+        "--loads", type=float, nargs="*", default=LOADS, help="times vLLM's own cold capacity"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="leave LMCache's own out")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One trace on one system. Latencies in ms; the parts of all prompt tokens add up to 1."""
+
+    workload: str
+    load: float
+    system: str
+    ttft_p50_ms: float
+    ttft_p90_ms: float
+    ttft_p99_ms: float
+    requests_per_s: float
+    failed: int
+    from_gpu: float
+    from_cpu: float
+    from_redis_or_server: float
+
+    def over(self, other: Replay, figure: str) -> float:
+        """How many times as long, or as slow, as another: below 1 is better, whatever figure."""
+        mine, theirs = getattr(self, figure), getattr(other, figure)
+        return float(theirs / mine if figure == "requests_per_s" else mine / theirs)
+
+
+def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    unavailable: dict[str, str] = {}
+    replays: list[Replay] = []
+    rates: dict[str, float] = {}
+    with _Bench(progress, unavailable, not args.no_peers) as bench:
+        task = progress.add_task("replays", total=len(args.workloads) * (1 + len(args.loads)))
+        for workload in args.workloads:
+            progress.update(task, description=f"{workload}: what vLLM alone can do")
+            rates[workload] = bench.cold_capacity(workload)
+            progress.advance(task)
+            for load in args.loads:
+                progress.update(task, description=f"{workload} at {load:g} times that")
+                replays += bench.replay_on_all(workload, load, load * rates[workload])
+                progress.advance(task)
+    return {
+        **headline(replays, _NONE, "vs_none"),
+        **headline(replays, _MP, "vs_lmcache_mp"),
+        "unavailable": unavailable,
+        "paged_cache_tokens": (PAGED_CACHE_MIB << 20) // DEMO_SHAPE.kv_bytes_per_token,
+        "cpu_tier_tokens": int(CPU_TIER_GIB * 2**30) // DEMO_SHAPE.kv_bytes_per_token,
+        "workloads": [_workload_fields(name, rates[name]) for name in args.workloads],
+        "replays": [vars(replay) for replay in replays],
+    }
+
+
+def headline(replays: Sequence[Replay], other: str, suffix: str) -> dict[str, Any]:
+    """Ours over the other system: the worst and best of each figure, and what was not won."""
+    found = {(one.workload, one.load, one.system): one for one in replays}
+    fields: dict[str, Any] = {}
+    pairs = [
+        (one, found[one.workload, one.load, other])
+        for one in replays
+        if one.system == _OURS and (one.workload, one.load, other) in found
+    ]
+    if not pairs:
+        return {}
+    for figure in _FIGURES:
+        ratios = [one.over(theirs, figure) for one, theirs in pairs]
+        name = "slowness" if figure == "requests_per_s" else figure.removesuffix("_ms")
+        fields[f"{name}_{suffix}_worst"] = round(max(ratios), 3)
+        fields[f"{name}_{suffix}_best"] = round(min(ratios), 3)
+    fields[f"not_won_{suffix}"] = [
+        f"{one.workload} at {one.load:g}: {figure} {ratio:.2f}"
+        for one, theirs in pairs
+        for figure in _FIGURES
+        if (ratio := one.over(theirs, figure)) > TIE
+    ]
+    return fields
+
+
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Time to first token, median and 90th percentile, of every replay."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    cells = list(dict.fromkeys((r["workload"], r["load"]) for r in result["replays"]))
+    systems = list(dict.fromkeys(r["system"] for r in result["replays"]))
+    found = {(r["workload"], r["load"], r["system"]): r for r in result["replays"]}
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    width = 0.8 / len(systems)
+    for axes, quantile in zip(panels, ("p50", "p90"), strict=True):
+        for number, system in enumerate(systems):
+            heights = [
+                found.get((*cell, system), {}).get(f"ttft_{quantile}_ms", 0) for cell in cells
+            ]
+            places = [place + number * width for place in range(len(cells))]
+            axes.bar(places, heights, width, label=system)
+        names = [f"{workload}\n{load:g} times" for workload, load in cells]
+        axes.set_xticks([place + 0.4 - width / 2 for place in range(len(cells))], names)
+        axes.tick_params(axis="x", labelsize="small")
+        axes.set(yscale="log", title=f"time to first token, {quantile}, ms")
+    panels[0].legend()
+    figure.savefig(target, dpi=90, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _workload_fields(name: str, cold_per_second: float) -> dict[str, Any]:
+    asks = WORKLOADS[name](random.Random(0), 0)
+    return {
+        "workload": name,
+        "requests": len(asks),
+        "prompt_tokens": sum(ask.num_tokens for ask in asks),
+        "working_set_tokens": working_set_tokens(asks),
+        "repeated": round(repeated_tokens(asks) / sum(ask.num_tokens for ask in asks), 3),
+        "cold_capacity_requests_per_s": round(cold_per_second, 2),
+    }
+
+
+class _Bench(contextlib.ExitStack):
+    """All servers. ``unavailable`` is told why a peer is not among them."""
+
+    def __init__(self, progress: Progress, unavailable: dict[str, str], peers: bool) -> None:
+        super().__init__()
+        self._servers: dict[str, ApiServer] = {}
+        self._unavailable = unavailable
+        self._peers = peers
+        self._seeds = count(1)
+        self._task = progress.add_task("starting servers", total=3)
+        self._progress = progress
+
+    def __enter__(self) -> _Bench:
+        super().__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _start(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="lmcache-connector-trace-")
+        self._folder = Path(self.enter_context(folder))
+        self._model = build_tiny_model(self._folder / "model", DEMO_SHAPE)
+        valkey = self.enter_context(running_server(valkey_binary() or "valkey-server"))
+        extra = {"cpu_gib": CPU_TIER_GIB, "redis_url": valkey.url}
+        self._serve(_NONE, None)
+        self._serve(
+            _OURS,
+            {
+                "kv_connector": "LMCacheTieredConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            },
+        )
+        if self._peers:
+            try:
+                log = self._folder / "lmcache-server.log"
+                self._serve(_MP, self.enter_context(lmcache_server(log, PEER_GIB)))
+            except PeerError as error:
+                self._unavailable[_MP] = reason(error)
+        for name in list(self._servers):  # they start side by side
+            self._await(name)
+        self._progress.remove_task(self._task)
+
+    def _await(self, name: str) -> None:
+        try:
+            wait_ready(self._servers[name])
+        except PeerError as error:
+            if name in (_NONE, _OURS):
+                raise
+            self._unavailable[name] = reason(error)
+            del self._servers[name]
+            return
+        self._replay(self._servers[name], self._fresh("prefixes")[:4], _AT_ONCE)  # warm up
+        self._progress.advance(self._task)
+
+    def _serve(self, name: str, transfer: dict[str, Any] | None) -> None:
+        log = self._folder / f"{name}.log"
+        options = ("--kv-cache-memory-bytes", str(PAGED_CACHE_MIB << 20), "--max-model-len", "6144")
+        self._servers[name] = self.enter_context(serving(self._model, transfer, log, *options))
+
+    def cold_capacity(self, workload: str) -> float:
+        """Requests a second of vLLM alone when it can reuse nothing."""
+        fresh = [asks[0] for asks in (self._fresh(workload) for _ in range(6))]
+        result = self._replay(self._servers[_NONE], fresh, _AT_ONCE)
+        return float(result["request_throughput"])
+
+    def replay_on_all(self, workload: str, load: float, per_second: float) -> list[Replay]:
+        """The same trace on every server, in turn; who goes first changes."""
+        asks, seed = self._fresh(workload), next(self._seeds)
+        names = sorted(self._servers, reverse=seed % 2 == 0)
+        found = []
+        for name in names:
+            server = self._servers[name]
+            before = cached_tokens(server)
+            try:
+                result = self._replay(server, asks, per_second, seed)
+            except (OSError, ValueError) as error:
+                if name in (_NONE, _OURS):
+                    raise
+                self._unavailable[f"{name}, {workload}"] = reason(error)
+                continue
+            cached = cached_tokens(server).since(before)
+            found.append(_fields(workload, load, name, result, cached))
+        return found
+
+    def _fresh(self, workload: str) -> list[Ask]:
+        """The workload with tokens that no server has seen."""
+        return WORKLOADS[workload](random.Random(0), next(self._seeds) * _PIECES_PER_REPLAY)
+
+    def _replay(
+        self, server: ApiServer, asks: Sequence[Ask], per_second: float, seed: int = 0
+    ) -> dict[str, Any]:
+        trace = self._folder / "trace.jsonl"
+        lines = trace_lines(random.Random(seed), asks, per_second)
+        trace.write_text(lines, encoding="utf-8")
+        return replay(server, self._model, trace, PIECE_TOKENS)
+
+
+def _fields(
+    workload: str, load: float, system: str, result: dict[str, Any], cached: CachedTokens
+) -> Replay:
+    total = max(1, cached.prompt)
+    return Replay(
+        workload=workload,
+        load=load,
+        system=system,
+        ttft_p50_ms=round(result["p50_ttft_ms"], 1),
+        ttft_p90_ms=round(result["p90_ttft_ms"], 1),
+        ttft_p99_ms=round(result["p99_ttft_ms"], 1),
+        requests_per_s=round(result["request_throughput"], 3),
+        failed=result["failed"],
+        from_gpu=round(cached.device / total, 3),
+        from_cpu=round(cached.host / total, 3),
+        from_redis_or_server=round(cached.external / total, 3),
+    )
