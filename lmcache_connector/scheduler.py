@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,37 +23,28 @@ from lmcache_connector.compute_or_load import ComputeOrLoad
 from lmcache_connector.hit_finder import HitFinder
 from lmcache_connector.kv_events import KvEvent, KvEventLog, Tier
 from lmcache_connector.plans import (
-    BlockIds,
     Calibration,
     Hold,
     JobResult,
     LoadJob,
     Outcome,
-    PrefillWork,
     RankReport,
     StepPlan,
     StoreJob,
 )
-from lmcache_connector.prefill_speed import MIN_PREFILL_TOKENS
+from lmcache_connector.prefill_work import prefill_work
 from lmcache_connector.prefix_hash import PrefixHasher
 from lmcache_connector.remote_lookup import RemoteLookup
 from lmcache_connector.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.request_state import RequestState, SchedulerSettings
+from lmcache_connector.running_jobs import RunningJob, RunningJobs
 from lmcache_connector.scheduler_counters import SchedulerCounters
+from lmcache_connector.store_planner import StorePlanner
 from lmcache_connector.vllm_kv_events import describe_chunk
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-
-@dataclass(slots=True)
-class _RunningJob:
-    state: RequestState
-    job: LoadJob | StoreJob
-    ranks_left: int
-    num_chunks: int  # least over the ranks heard so far
-    results: list[JobResult] = field(default_factory=list)
 
 
 class SchedulerAdapter:
@@ -82,8 +72,8 @@ class SchedulerAdapter:
         self._kv_events = kv_events
         self._index = ChunkIndex(settings.world_size)
         self._states: dict[str, RequestState] = {}
-        self._jobs: dict[int, _RunningJob] = {}
-        self._last_job_id = 0
+        self._jobs = RunningJobs(settings.world_size)
+        self._store_planner = StorePlanner(settings, self._index, self._jobs.new_id)
         self._epoch = ""
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
@@ -137,7 +127,7 @@ class SchedulerAdapter:
         keys = tuple(state.keys.keys[i] for i in chunks)
         fetched_keys = tuple(key for key in keys if key not in self._index)
         job = LoadJob(
-            job_id=self._next_job_id(),
+            job_id=self._jobs.new_id(),
             request_id=request.request_id,
             keys=keys,
             block_ids=tuple(
@@ -184,7 +174,7 @@ class SchedulerAdapter:
             cancelled_loads=tuple(self._cancelled_loads),
             vacated_stores=vacated,
             idle=scheduler_output.total_num_scheduled_tokens == 0,
-            prefill=self._prefill_work(scheduler_output),
+            prefill=prefill_work(scheduler_output, self._states),
             probe=self._wants_probe(len(scheduler_output.num_scheduled_tokens)),
         )
         self._loads, self._stores, self._holds, self._cancelled_loads = [], [], [], []
@@ -262,7 +252,7 @@ class SchedulerAdapter:
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
         assert not self._states, f"requests left: {list(self._states)}"
-        assert not self._jobs, f"jobs left: {list(self._jobs)}"
+        assert len(self._jobs) == 0, f"{len(self._jobs)} jobs left"
         assert self._index.num_planned == 0, "planned chunks left"
 
     @property
@@ -313,8 +303,7 @@ class SchedulerAdapter:
             if state is None:
                 continue
             computed = state.request.num_computed_tokens + num_scheduled
-            next_end = (state.next_store_chunk + 1) * self._settings.chunk_size
-            if computed >= next_end and state.request.num_tokens >= next_end:
+            if self._store_planner.is_due(state, computed):
                 self._plan_store(state, computed, partial(block_state.get_block_ids, request_id))
 
     def _plan_store(
@@ -323,38 +312,11 @@ class SchedulerAdapter:
         num_computed_tokens: int,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
-        """Store the full chunks among the first ``num_computed_tokens`` that no tier has.
-
-        Only known token ids count: with asynchronous scheduling or speculation the number of
-        computed tokens runs ahead of them.
-        """
-        if not state.may_store:
-            return
-        request = state.request
-        known = request.num_tokens
-        if not self._settings.store_generated:
-            known = min(known, request.num_prompt_tokens)
-        end = min(num_computed_tokens, known) // self._settings.chunk_size
-        if end <= state.next_store_chunk:
-            return
-        state.keys.extend(request.all_token_ids)
-        keys = state.keys.keys
-        chunks = tuple(i for i in range(state.next_store_chunk, end) if keys[i] not in self._index)
-        state.next_store_chunk = end
-        if not chunks:
-            return
-        job = StoreJob(
-            job_id=self._next_job_id(),
-            request_id=request.request_id,
-            keys=tuple(keys[i] for i in chunks),
-            chunk_indices=chunks,
-            block_ids=self._blocks_of(resolve_block_ids(), chunks),
-        )
-        state.store_jobs.add(job.job_id)
-        self._describe(state, chunks)
-        self._index.plan(job.keys, job.job_id)
-        self._start(state, job)
-        self._stores.append(job)
+        job = self._store_planner.plan(state, num_computed_tokens, resolve_block_ids)
+        if job is not None:
+            self._describe(state, job.chunk_indices)
+            self._start(state, job)
+            self._stores.append(job)
 
     def _describe(self, state: RequestState, chunks: Iterable[int]) -> None:
         """Before a job for these chunks: what routers will want to know of them."""
@@ -365,15 +327,6 @@ class SchedulerAdapter:
             self._kv_events.describe(
                 keys[i], partial(describe_chunk, state.request, i, keys, *sizes)
             )
-
-    def _blocks_of(self, block_ids: Sequence[Sequence[int]], chunks: tuple[int, ...]) -> BlockIds:
-        groups = []
-        for ids, size in zip(block_ids, self._settings.block_sizes, strict=True):
-            per_chunk = self._settings.chunk_size // size
-            groups.append(
-                tuple(b for i in chunks for b in ids[i * per_chunk : (i + 1) * per_chunk])
-            )
-        return tuple(groups)
 
     def _vacate(self, preempted: Iterable[str]) -> tuple[int, ...]:
         """Store jobs that read blocks vLLM has taken back."""
@@ -389,28 +342,6 @@ class SchedulerAdapter:
 
     # -- figures -------------------------------------------------------------------------------
 
-    def _prefill_work(self, scheduler_output: SchedulerOutput) -> PrefillWork | None:
-        """What this step computes of prompts; ``None`` if that is nothing to learn from."""
-        scheduled = scheduler_output.num_scheduled_tokens
-        if scheduler_output.total_num_scheduled_tokens < len(scheduled) + MIN_PREFILL_TOKENS:
-            return None
-        num_tokens, num_reads, num_prompts = 0, 0.0, 0
-        for request_id, count in scheduled.items():
-            if count == 1:
-                continue
-            state = self._states.get(request_id)
-            if state is None:
-                return None  # a request that bypasses the cache
-            context = state.request.num_computed_tokens
-            if context < state.request.num_tokens - 1:  # else it is speculation
-                num_tokens += count
-                num_reads += count * (context + count / 2)
-                num_prompts += 1
-        if num_tokens < MIN_PREFILL_TOKENS:
-            return None
-        context = max(0, round(num_reads / num_tokens - num_tokens / 2))
-        return PrefillWork(num_tokens, context, len(scheduled) - num_prompts)
-
     def _wants_probe(self, num_requests: int) -> bool:
         if self._choice is None:
             return False
@@ -421,36 +352,28 @@ class SchedulerAdapter:
 
     # -- jobs, in detail -----------------------------------------------------------------------
 
-    def _next_job_id(self) -> int:
-        self._last_job_id += 1
-        return self._last_job_id
-
     def _start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
-        self._jobs[job.job_id] = _RunningJob(
-            state, job, self._settings.world_size, num_chunks=len(job.keys)
-        )
+        self._jobs.start(state, job)
         if isinstance(job, LoadJob):
             self.counters.load_jobs += 1
         else:
             self.counters.store_jobs += 1
 
     def _finish_rank(self, rank: int, result: JobResult) -> None:
-        running = self._jobs[result.job_id]
-        running.ranks_left -= 1
-        running.num_chunks = min(running.num_chunks, result.num_chunks)
+        running, ended = self._jobs.report(result)
         if isinstance(running.job, LoadJob):
             self._count_load(running.job, result)
             if result.outcome is Outcome.MISSING:
-                # Whatever the events said, or no request would ever store this chunk again.
-                missing = running.job.keys[result.num_chunks]
-                self._index.drop(rank, missing)
-                if self._kv_events is not None:
-                    self._kv_events.gone(Tier.CPU, rank, missing)
-                    self._kv_events.gone(Tier.REDIS, rank, missing)
-        running.results.append(result)
-        if running.ranks_left == 0:
-            del self._jobs[result.job_id]
+                self._learn_missing(rank, running.job.keys[result.num_chunks])
+        if ended:
             self._finish(running)
+
+    def _learn_missing(self, rank: int, key: bytes) -> None:
+        """Whatever the events said, or no request would ever store this chunk again."""
+        self._index.drop(rank, key)
+        if self._kv_events is not None:
+            self._kv_events.gone(Tier.CPU, rank, key)
+            self._kv_events.gone(Tier.REDIS, rank, key)
 
     def _count_load(self, job: LoadJob, result: JobResult) -> None:
         counters = self.counters
@@ -464,7 +387,7 @@ class SchedulerAdapter:
             counters.local_load_bytes += result.num_bytes
             counters.local_load_seconds += result.seconds
 
-    def _finish(self, running: _RunningJob) -> None:
+    def _finish(self, running: RunningJob) -> None:
         state, job = running.state, running.job
         if isinstance(job, LoadJob):
             if self._choice is not None:

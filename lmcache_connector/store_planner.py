@@ -1,0 +1,71 @@
+"""Which chunks of a request a store job shall take, and from which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lmcache_connector.chunk_index import ChunkIndex
+from lmcache_connector.plans import BlockIds, StoreJob
+from lmcache_connector.request_state import RequestState, SchedulerSettings
+
+
+class StorePlanner:
+    """Each full chunk is planned once, as soon as it is computed, unless some tier has it."""
+
+    def __init__(
+        self, settings: SchedulerSettings, index: ChunkIndex, new_job_id: Callable[[], int]
+    ) -> None:
+        self._settings = settings
+        self._index = index
+        self._new_job_id = new_job_id
+
+    def is_due(self, state: RequestState, num_computed_tokens: int) -> bool:
+        """Cheap: asked for every request in every step."""
+        next_end = (state.next_store_chunk + 1) * self._settings.chunk_size
+        return num_computed_tokens >= next_end and state.request.num_tokens >= next_end
+
+    def plan(
+        self,
+        state: RequestState,
+        num_computed_tokens: int,
+        resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+    ) -> StoreJob | None:
+        """Store the full chunks among the first ``num_computed_tokens`` that no tier has.
+
+        Only known token ids count: with asynchronous scheduling or speculation the number of
+        computed tokens runs ahead of them.
+        """
+        if not state.may_store:
+            return None
+        request = state.request
+        known = request.num_tokens
+        if not self._settings.store_generated:
+            known = min(known, request.num_prompt_tokens)
+        end = min(num_computed_tokens, known) // self._settings.chunk_size
+        if end <= state.next_store_chunk:
+            return None
+        state.keys.extend(request.all_token_ids)
+        keys = state.keys.keys
+        chunks = tuple(i for i in range(state.next_store_chunk, end) if keys[i] not in self._index)
+        state.next_store_chunk = end
+        if not chunks:
+            return None
+        job = StoreJob(
+            job_id=self._new_job_id(),
+            request_id=request.request_id,
+            keys=tuple(keys[i] for i in chunks),
+            chunk_indices=chunks,
+            block_ids=self._blocks_of(resolve_block_ids(), chunks),
+        )
+        state.store_jobs.add(job.job_id)
+        self._index.plan(job.keys, job.job_id)
+        return job
+
+    def _blocks_of(self, block_ids: Sequence[Sequence[int]], chunks: tuple[int, ...]) -> BlockIds:
+        groups = []
+        for ids, size in zip(block_ids, self._settings.block_sizes, strict=True):
+            per_chunk = self._settings.chunk_size // size
+            groups.append(
+                tuple(b for i in chunks for b in ids[i * per_chunk : (i + 1) * per_chunk])
+            )
+        return tuple(groups)
