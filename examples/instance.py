@@ -65,6 +65,12 @@ class VllmInstance:
             self._process.kill()
             self._process.join()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs the engine."""
+        assert self._process.pid is not None, "it has not been started"
+        return self._process.pid
+
     def serve(self, prompt: Sequence[int], max_tokens: int = 2, **sampling: Any) -> Served:
         served: Served = self.call(EngineProbe.serve, list(prompt), max_tokens, **sampling)
         return served

@@ -1,31 +1,35 @@
 """A KV-cache offload and sharing connector for vLLM, backed by LMCache.
 
-Switched on with ``--kv-transfer-config '{"kv_connector": "LMCacheTieredConnector", ...}'``.
+Switched on with ``--kv-transfer-config '{"kv_connector": "LMCacheTieredConnector", ...}'``; for
+disaggregated prefill there is ``LMCacheP2PConnector``.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 __version__ = "0.1.0"
 
+_CONNECTORS = {
+    "LMCacheTieredConnector": "lmcache_connector.connector",
+    "LMCacheP2PConnector": "lmcache_connector.p2p.connector",
+}
+
 
 def register() -> None:
-    """Entry point of ``vllm.general_plugins``: makes the connector known by name."""
+    """Entry point of ``vllm.general_plugins``: makes the connectors known by name."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    try:
-        KVConnectorFactory.get_connector_class_by_name("LMCacheTieredConnector")
-    except ValueError:
-        KVConnectorFactory.register_connector(
-            "LMCacheTieredConnector", "lmcache_connector.connector", "LMCacheTieredConnector"
-        )
+    for name, module in _CONNECTORS.items():
+        try:
+            KVConnectorFactory.get_connector_class_by_name(name)
+        except ValueError:
+            KVConnectorFactory.register_connector(name, module, name)
 
 
 def __getattr__(name: str) -> Any:
     """For ``kv_connector_module_path: lmcache_connector``; vLLM is imported only when asked."""
-    if name == "LMCacheTieredConnector":
-        from lmcache_connector.connector import LMCacheTieredConnector
-
-        return LMCacheTieredConnector
+    if name in _CONNECTORS:
+        return getattr(importlib.import_module(_CONNECTORS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ ALLOWED = {
         f"{OWN}/config.py",
         f"{OWN}/connector.py",
         f"{OWN}/cpu_packing.py",  # inside functions
-        f"{OWN}/p2p*.py",
+        f"{OWN}/p2p/connector.py",
         f"{OWN}/prom_metrics.py",  # in vLLM's front end
         f"{OWN}/scheduler.py",
         f"{OWN}/vllm_compat.py",
@@ -36,16 +36,22 @@ ALLOWED = {
     "torch": (
         f"{OWN}/connector.py",
         f"{OWN}/copy_*.py",
+        f"{OWN}/cpu_amx.py",
         f"{OWN}/cpu_packing.py",
         f"{OWN}/engine.py",
         f"{OWN}/lmcache_parts.py",
         f"{OWN}/forward_timer.py",
         f"{OWN}/kv_layout.py",
+        f"{OWN}/p2p/arena.py",
+        f"{OWN}/p2p/connector.py",
+        f"{OWN}/p2p/process_group.py",
+        f"{OWN}/p2p/worker.py",
         f"{OWN}/request_identity.py",  # prompt embeddings, inside a function
         f"{OWN}/self_test.py",
         f"{OWN}/worker.py",
         "storage/lmcache_plugin.py",
     ),
+    "zmq": (f"{OWN}/p2p/control.py", f"{OWN}/p2p/worker.py"),
     "numba": (f"{OWN}/copy_*.py",),
     "llvmlite": (f"{OWN}/copy_*.py",),
     "triton": (f"{OWN}/copy_triton.py",),

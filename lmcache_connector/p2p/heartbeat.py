@@ -1,0 +1,80 @@
+"""Tells a router, again and again, that this instance is there and what it does."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 2.0
+SIGNATURE_HEADER = "X-LMCache-Signature"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """``role`` as vLLM's ``kv_role``; ``http`` is the API, ``kv`` the control plane, HOST:PORT."""
+
+    role: str
+    http: str
+    kv: str
+    engine_id: str
+
+
+def sign(body: bytes, secret: bytes) -> str:
+    """What a router that knows the secret expects in ``SIGNATURE_HEADER``."""
+    return hmac.digest(secret, body, "sha256").hex()
+
+
+class Heartbeat:
+    """A thread that posts the registration to ``router/register``, and once more when it ends.
+
+    A router that cannot be reached is tried again; the log says so once per episode.
+    """
+
+    def __init__(
+        self, registration: Registration, router: str, seconds: float, secret: bytes
+    ) -> None:
+        self._registration = registration
+        self._url = f"{router}/register"
+        self._seconds = seconds
+        self._secret = secret
+        self._stopping = threading.Event()
+        self._is_silent = False
+        self._thread = threading.Thread(target=self._work, name="lmc-p2p-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say good-bye, bounded by a few seconds."""
+        self._stopping.set()
+        self._thread.join(2 * _ANSWER_SECONDS)
+
+    def _work(self) -> None:
+        while True:
+            leaves = self._stopping.is_set()
+            self._post(leaves)
+            if leaves:
+                return
+            self._stopping.wait(self._seconds)
+
+    def _post(self, leaves: bool) -> None:
+        # The time keeps an old registration from being sent once more by somebody else.
+        fields = {**asdict(self._registration), "leaves": leaves, "time": time.time()}
+        body = json.dumps(fields).encode()
+        headers = {"Content-Type": "application/json"}
+        if self._secret:
+            headers[SIGNATURE_HEADER] = sign(body, self._secret)
+        request = urllib.request.Request(self._url, body, headers)
+        try:
+            urllib.request.urlopen(request, timeout=_ANSWER_SECONDS).close()
+            self._is_silent = False
+        except (OSError, ValueError) as error:
+            if not self._is_silent:
+                logger.warning("The router at %s cannot be reached: %s", self._url, error)
+            self._is_silent = True

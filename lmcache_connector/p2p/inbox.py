@@ -1,0 +1,446 @@
+"""The consumer's memory: KV that arrives, and the requests that wait for it.
+
+The two meet here, whichever comes first. An :class:`Incoming` has memory in the same form as the
+producer's (``[head][layer][block]``, this rank's heads and layers) and a map of what has arrived. A
+:class:`Waiting` is a request whose blocks are allocated. It is over when everything it needs is
+there, or when something ends it (the producer's word, a lost connection, its deadline, an abort);
+then what has arrived without a gap is used, and the rest is recomputed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_connector.p2p import messages
+from lmcache_connector.p2p.arena import Arena, Region
+from lmcache_connector.p2p.control import Peer
+from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.frame import Frame
+from lmcache_connector.p2p.hello import Overlap, overlap, ranks_of
+from lmcache_connector.p2p.messages import Message, Offer
+from lmcache_connector.p2p.plans import Load
+from lmcache_connector.p2p.runs import run_of
+from lmcache_connector.p2p.transport import Landing
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.topology import RankTopology
+
+_MAX_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class InboxSettings:
+    """``part``: this rank's geometry for one block; ``max_blocks``: of the longest prompt."""
+
+    own: RankTopology
+    block_geometry: ChunkGeometry
+    max_blocks: int
+    lease_seconds: float
+
+    @property
+    def block_size(self) -> int:
+        return self.block_geometry.num_tokens
+
+    def geometry(self, num_blocks: int) -> ChunkGeometry:
+        one = self.block_geometry
+        return replace(one, num_tokens=num_blocks * one.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What the producer says of a run of bytes."""
+
+    run: slice
+    first_block: int
+    last_block: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    number: int
+    part: Overlap
+
+
+@dataclass(eq=False)
+class Incoming:
+    """Guarded by the inbox's lock. ``received``: bool ``[heads, layers, blocks]``."""
+
+    offer: Offer
+    geometry: ChunkGeometry
+    region: Region
+    received: npt.NDArray[np.bool_]
+    expires_at: float
+    tickets: dict[bytes, _Ticket] = field(default_factory=dict)  # by session
+    checks: dict[tuple[int, int, int], Check] = field(default_factory=dict)
+    first_byte_at: float | None = None
+    last_byte_at: float = 0.0
+    num_bytes: int = 0
+    pins: int = 0
+    dropped: bool = False
+    freed: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.received.shape[2])
+
+    def num_usable(self, first_block: int) -> int:
+        """Blocks from ``first_block`` on that are there in all layers and heads."""
+        there = np.asarray(self.received[:, :, first_block:].all(axis=(0, 1)))
+        return len(there) if there.all() else int(there.argmin())
+
+    def part_of(self, part: Overlap) -> npt.NDArray[np.bool_]:
+        """The view of ``received`` that one producer rank fills."""
+        first = self.geometry.shards.index(part.heads[0])
+        start = self.geometry.layer_start
+        layers = slice(part.first_layer - start, part.last_layer - start)
+        return self.received[first : first + len(part.heads), layers]
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request that waits. ``end``: why it waits no longer; empty while it does."""
+
+    load: Load
+    since: float
+    end: str = ""
+    cancelled: bool = False
+    taken: bool = False
+
+    @property
+    def deadline(self) -> float:
+        return self.since + self.load.deadline_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request that is over, for the loader. ``incoming`` is pinned if there is one."""
+
+    waiting: Waiting
+    incoming: Incoming | None
+    num_blocks: int
+    checks: Sequence[Check] = ()
+
+
+class Inbox:
+    """A :class:`~lmcache_connector.p2p.transport.Sink`, and the control server's answers to offers.
+
+    ``changed``: something arrived, ended, or began to be waited for.
+    """
+
+    def __init__(self, settings: InboxSettings, arena: Arena, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._arena = arena
+        self._clock = clock
+        self.changed = threading.Condition()
+        self._incoming: dict[str, Incoming] = {}
+        self._waiting: dict[str, Waiting] = {}
+        self._latecomers: list[Waiting] = []
+        """Requests for a hand-over that another one has."""
+        self._settled: OrderedDict[str, None] = OrderedDict()
+        self._tickets: dict[int, tuple[bytes, Incoming]] = {}
+        self._last_ticket = 0
+        self._stopping = False
+
+    # -- the engine's step thread --------------------------------------------------------------
+
+    def expect(self, load: Load) -> Waiting:
+        """The request's blocks are allocated: from now on it waits."""
+        with self.changed:
+            self._expire()
+            waiting = Waiting(load, self._clock())
+            former = self._waiting.get(load.transfer_id)
+            if former is not None or load.transfer_id in self._settled:
+                waiting.end = "another request has taken this hand-over"
+                waiting.cancelled = True
+                self._latecomers.append(waiting)
+            else:
+                self._waiting[load.transfer_id] = waiting
+                incoming = self._incoming.get(load.transfer_id)
+                if incoming is not None and incoming.offer.digest != load.digest:
+                    waiting.end = "the producer computed another prompt"
+                    self._drop(incoming)
+            self.changed.notify_all()
+            return waiting
+
+    def is_over(self, waiting: Waiting) -> bool:
+        """Whether nothing more needs to come."""
+        with self.changed:
+            return bool(waiting.end) or self._is_complete(waiting)
+
+    def awaits(self, transfer_id: str) -> bool:
+        """Whether a request waits for it."""
+        with self.changed:
+            return transfer_id in self._waiting
+
+    def last_progress(self, waiting: Waiting) -> float:
+        """When something came for it last, or it began to wait."""
+        with self.changed:
+            incoming = self._incoming.get(waiting.load.transfer_id)
+            return max(waiting.since, incoming.last_byte_at if incoming is not None else 0.0)
+
+    def cancel(self, request_id: str) -> None:
+        """The request was aborted."""
+        with self.changed:
+            for waiting in self._waiting.values():
+                if waiting.load.request_id == request_id and not waiting.end:
+                    waiting.end, waiting.cancelled = "the request was aborted", True
+            self.changed.notify_all()
+
+    def discard(self, transfer_id: str) -> None:
+        """Nobody will come for it."""
+        with self.changed:
+            self._settle(transfer_id)
+            incoming = self._incoming.get(transfer_id)
+            if incoming is not None and transfer_id not in self._waiting:
+                self._drop(incoming)
+
+    def end_overdue(self) -> None:
+        """Called once per step: deadlines, and hand-overs nobody came for."""
+        with self.changed:
+            self._expire()
+            now = self._clock()
+            for waiting in self._waiting.values():
+                if not waiting.end and now >= waiting.deadline:
+                    waiting.end = f"it did not come within {waiting.load.deadline_seconds:g} s"
+                    self.changed.notify_all()
+
+    @property
+    def num_waiting(self) -> int:
+        with self.changed:
+            return len(self._waiting) + len(self._latecomers)
+
+    # -- the loader's thread -------------------------------------------------------------------
+
+    def next_arrived(self) -> Arrived | None:
+        """Waits for a request that is over. ``None``: the loader shall end."""
+        with self.changed:
+            while True:
+                for waiting in (*self._waiting.values(), *self._latecomers):
+                    if not waiting.taken and (waiting.end or self._is_complete(waiting)):
+                        return self._take(waiting)
+                if self._stopping:
+                    return None
+                self.changed.wait()
+
+    def loaded(self, arrived: Arrived) -> None:
+        """The loader is done with the memory."""
+        with self.changed:
+            transfer_id = arrived.waiting.load.transfer_id
+            if arrived.incoming is not None:
+                arrived.incoming.pins -= 1
+            if self._waiting.get(transfer_id) is arrived.waiting:
+                del self._waiting[transfer_id]
+                self._settle(transfer_id)
+                if (incoming := self._incoming.get(transfer_id)) is not None:
+                    self._drop(incoming)
+            else:
+                self._latecomers.remove(arrived.waiting)
+            self.changed.notify_all()
+
+    # -- what others say -----------------------------------------------------------------------
+
+    def fail(self, transfer_id: str, reason: str) -> None:
+        """The producer will not deliver it."""
+        with self.changed:
+            waiting = self._waiting.get(transfer_id)
+            if waiting is not None and not waiting.end and not self._is_complete(waiting):
+                waiting.end = reason
+            incoming = self._incoming.get(transfer_id)
+            if incoming is not None and waiting is None:
+                self._drop(incoming)
+            self.changed.notify_all()
+
+    def offered(self, peer: Peer, offer: Offer) -> Message:
+        """The control server's answer to an offer. Raises nothing; sizes are checked here."""
+        with self.changed:
+            self._expire()
+            if offer.transfer_id in self._settled or self._stopping:
+                return messages.Settled()
+            waiting = self._waiting.get(offer.transfer_id)
+            if waiting is not None and waiting.end:
+                return messages.Settled()
+            if waiting is not None and waiting.load.digest != offer.digest:
+                waiting.end = "the producer computed another prompt"
+                self.changed.notify_all()
+                return messages.Refused("I wait for another prompt under this name")
+            incoming = self._incoming.get(offer.transfer_id)
+            if incoming is None:
+                made = self._make(offer, peer)
+                if not isinstance(made, Incoming):
+                    return made
+                incoming = made
+            elif incoming.offer != offer:
+                return messages.Refused("this name is another prompt's")
+            return self._give_ticket(incoming, peer)
+
+    # -- the transport's threads ---------------------------------------------------------------
+
+    def land(self, session: bytes, frame: Frame) -> Landing | None:
+        with self.changed:
+            owner, incoming = self._tickets.get(frame.ticket, (b"", None))
+            if incoming is None or owner != session or incoming.dropped:
+                return None
+            last = frame.first_block + frame.num_blocks
+            heads = range(frame.first_head, frame.first_head + frame.num_heads)
+            try:
+                runs = [
+                    run_of(
+                        incoming.geometry,
+                        incoming.num_blocks,
+                        frame.layer,
+                        head,
+                        frame.first_block,
+                        last,
+                    )
+                    for head in heads
+                ]
+            except ValueError as error:
+                raise PeerError(f"a frame of something else: {error}") from error
+            if any(run.stop - run.start != frame.head_bytes for run in runs):
+                raise PeerError("a frame whose size is not that of its blocks")
+            incoming.pins += 1
+            if incoming.first_byte_at is None:
+                incoming.first_byte_at = self._clock()
+            views = [incoming.region.view[run] for run in runs]
+            return Landing(views, (incoming, frame, runs))
+
+    def landed(self, landing: Landing, *, complete: bool) -> None:
+        incoming, frame, runs = _token(landing)
+        with self.changed:
+            incoming.pins -= 1
+            # A ticket may have been taken back meanwhile, when its transfer began anew.
+            if complete and frame.ticket in self._tickets:
+                self._mark(incoming, frame, runs)
+            if incoming.dropped:
+                self._free(incoming)
+
+    def lost(self, session: bytes, reason: str) -> None:
+        with self.changed:
+            for incoming in list(self._incoming.values()):
+                ticket = incoming.tickets.get(session)
+                if ticket is None or incoming.part_of(ticket.part).all():
+                    continue
+                transfer_id = incoming.offer.transfer_id
+                waiting = self._waiting.get(transfer_id)
+                if waiting is None:
+                    self._drop(incoming)
+                elif not waiting.end and not self._is_complete(waiting):
+                    waiting.end = f"the producer was lost: {reason}"
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self._stopping = True
+            for waiting in self._waiting.values():
+                waiting.end = waiting.end or "the consumer is shutting down"
+            self.changed.notify_all()
+
+    # -- details, under the lock ---------------------------------------------------------------
+
+    def _make(self, offer: Offer, peer: Peer) -> Incoming | Message:
+        settings = self._settings
+        num_blocks = -(-offer.num_tokens // settings.block_size)
+        if not 0 < num_blocks <= settings.max_blocks:
+            return messages.Refused(
+                f"a prompt of {offer.num_tokens} tokens does not fit into this instance"
+            )
+        geometry = settings.geometry(num_blocks)
+        if geometry.chunk_bytes > self._arena.capacity_bytes:
+            return messages.Refused(f"{geometry.chunk_bytes} bytes do not fit into kv_buffer_size")
+        region = self._arena.take(geometry.chunk_bytes)
+        if region is None:
+            return messages.Busy()
+        shape = (len(geometry.shards), len(geometry.layer_widths), num_blocks)
+        expires_at = self._clock() + settings.lease_seconds
+        incoming = Incoming(offer, geometry, region, np.zeros(shape, np.bool_), expires_at)
+        self._incoming[offer.transfer_id] = incoming
+        return incoming
+
+    def _give_ticket(self, incoming: Incoming, peer: Peer) -> Message:
+        """A second offer of the same rank begins its part anew: its request was preempted."""
+        try:
+            part = overlap(ranks_of(peer.card)[peer.card.rank], self._settings.own)
+        except PeerError as error:
+            return messages.Refused(str(error))
+        if part is None:
+            return messages.Settled()
+        former = incoming.tickets.pop(peer.session, None)
+        if former is not None:
+            self._tickets.pop(former.number, None)
+            incoming.part_of(part)[:] = False
+            incoming.checks = {
+                key: check
+                for key, check in incoming.checks.items()
+                if key[0] not in part.layers() or key[1] not in part.heads
+            }
+        self._last_ticket += 1
+        incoming.tickets[peer.session] = _Ticket(self._last_ticket, part)
+        self._tickets[self._last_ticket] = (peer.session, incoming)
+        return messages.Accepted(self._last_ticket)
+
+    def _mark(self, incoming: Incoming, frame: Frame, runs: list[slice]) -> None:
+        place = incoming.geometry.shards.index(frame.first_head)
+        layer = frame.layer - incoming.geometry.layer_start
+        last = frame.first_block + frame.num_blocks
+        incoming.received[place : place + frame.num_heads, layer, frame.first_block : last] = True
+        for index, checksum in enumerate(frame.checksums):
+            key = (frame.layer, frame.first_head + index, frame.first_block)
+            incoming.checks[key] = Check(runs[index], frame.first_block, last, checksum)
+        incoming.num_bytes += frame.num_bytes
+        incoming.last_byte_at = self._clock()
+        waiting = self._waiting.get(incoming.offer.transfer_id)
+        if waiting is not None and self._is_complete(waiting):
+            self.changed.notify_all()
+
+    def _is_complete(self, waiting: Waiting) -> bool:
+        incoming = self._incoming.get(waiting.load.transfer_id)
+        if incoming is None or waiting.cancelled:
+            return False
+        needed = min(waiting.load.first_block, incoming.num_blocks)
+        return bool(incoming.received[:, :, needed:].all())
+
+    def _take(self, waiting: Waiting) -> Arrived:
+        waiting.taken = True
+        waiting.end = waiting.end or "complete"
+        incoming = self._incoming.get(waiting.load.transfer_id)
+        if incoming is None or waiting.cancelled or incoming.offer.digest != waiting.load.digest:
+            return Arrived(waiting, None, 0)
+        incoming.pins += 1
+        num_blocks = incoming.num_usable(waiting.load.first_block)
+        return Arrived(waiting, incoming, num_blocks, tuple(incoming.checks.values()))
+
+    def _drop(self, incoming: Incoming) -> None:
+        """Take no more bytes for it, and free its memory as soon as nobody touches it."""
+        incoming.dropped = True
+        if self._incoming.get(incoming.offer.transfer_id) is incoming:
+            del self._incoming[incoming.offer.transfer_id]
+        for ticket in incoming.tickets.values():
+            self._tickets.pop(ticket.number, None)
+        self._free(incoming)
+
+    def _free(self, incoming: Incoming) -> None:
+        if incoming.pins == 0 and not incoming.freed:
+            incoming.freed = True
+            self._arena.give(incoming.region)
+
+    def _settle(self, transfer_id: str) -> None:
+        self._settled[transfer_id] = None
+        while len(self._settled) > _MAX_REMEMBERED:
+            self._settled.popitem(last=False)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for transfer_id, incoming in list(self._incoming.items()):
+            if now >= incoming.expires_at and transfer_id not in self._waiting:
+                self._drop(incoming)
+
+
+def _token(landing: Landing) -> tuple[Incoming, Frame, list[slice]]:
+    return cast(tuple[Incoming, Frame, list[slice]], landing.token)

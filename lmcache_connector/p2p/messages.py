@@ -1,0 +1,227 @@
+"""The control plane's vocabulary, and how it is packed: version first, then msgpack.
+
+::
+
+    packet  =  magic 4s | version u16 | sequence u64 | tag 32s | body (msgpack, one message)
+
+All versions keep this head, so a peer of another version is recognised and told so in words.
+``sequence`` grows with every message of a session; ``tag`` authenticates the packet once a session
+has a key (see :mod:`handshake`), and is zero before.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from lmcache_connector.p2p.errors import PeerError
+
+VERSION = 1
+MAX_PACKET_BYTES = 1 << 20
+TAG_BYTES = 32
+NONCE_BYTES = 32
+
+_MAGIC = b"LMP2"
+_HEAD = struct.Struct(f"<4sHQ{TAG_BYTES}s")
+
+_Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Tag = Annotated[bytes, Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
+_Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Name = Annotated[str, Meta(min_length=1, max_length=512)]
+_Words = Annotated[str, Meta(max_length=1024)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Size = Annotated[int, Meta(ge=1, lt=1 << 16)]
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Card(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a rank introduces itself. ``model``: digests of what makes its KV its own, by name.
+
+    ``host`` and ``port`` are those of the instance (rank 0); ``transports`` maps the transports
+    this rank can receive by to their ports.
+    """
+
+    engine_id: _Name
+    host: _Name
+    port: _Port
+    rank: _Count
+    model: Annotated[dict[_Name, _Name], Meta(max_length=64)]
+    block_size: _Count
+    tp_size: _Size
+    layer_counts: Annotated[tuple[_Size, ...], Meta(min_length=1, max_length=256)]
+    num_kv_heads: _Size
+    is_mla: bool
+    transports: Annotated[dict[_Name, _Port], Meta(max_length=8)]
+
+
+class Hello(_Message, frozen=True):
+    """First message of a client."""
+
+    nonce: _Nonce
+    card: Card
+
+
+class Welcome(_Message, frozen=True):
+    """The server introduces itself and proves that it knows the secret."""
+
+    nonce: _Nonce
+    card: Card
+    proof: _Tag
+
+
+class Prove(_Message, frozen=True):
+    """The client proves the same."""
+
+    proof: _Tag
+
+
+class Admitted(_Message, frozen=True):
+    """From here on every packet carries a tag. ``session`` names it on the data plane."""
+
+    session: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Refused(_Message, frozen=True):
+    """No, and why. Also the answer to what cannot be understood."""
+
+    reason: _Words
+
+
+class Offer(_Message, frozen=True):
+    """Producer to consumer: KV of a prompt is coming. ``digest`` names the prompt."""
+
+    transfer_id: _Name
+    digest: _Digest
+    num_tokens: _Count
+
+
+class Accepted(_Message, frozen=True):
+    """There is room; frames carry this ticket."""
+
+    ticket: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class Busy(_Message, frozen=True):
+    """No room now, come again: back-pressure."""
+
+
+class Settled(_Message, frozen=True):
+    """The consumer does not need it any more."""
+
+
+class Want(_Message, frozen=True):
+    """Consumer to producer: I wait for this, and need its blocks from ``first_block`` on."""
+
+    transfer_id: _Name
+    digest: _Digest
+    first_block: _Count
+
+
+class Coming(_Message, frozen=True):
+    """It is here or being computed, and on its way to who asked."""
+
+
+class Sent(_Message, frozen=True):
+    """All of it has left here already."""
+
+
+class Unknown(_Message, frozen=True):
+    """Never heard of it."""
+
+
+class Gone(_Message, frozen=True):
+    """It will not come."""
+
+    reason: _Words
+
+
+class Forget(_Message, frozen=True):
+    """Either way: this transfer is over, free its memory."""
+
+    transfer_id: _Name
+    reason: _Words
+
+
+class Done(_Message, frozen=True):
+    """Understood."""
+
+
+Message = (
+    Hello
+    | Welcome
+    | Prove
+    | Admitted
+    | Refused
+    | Offer
+    | Accepted
+    | Busy
+    | Settled
+    | Want
+    | Coming
+    | Sent
+    | Unknown
+    | Gone
+    | Forget
+    | Done
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A packet taken apart. ``signed``: the bytes its tag covers."""
+
+    sequence: int
+    tag: bytes
+    body: bytes
+
+    @property
+    def signed(self) -> bytes:
+        return self.sequence.to_bytes(8, "little") + self.body
+
+
+class ProtocolError(PeerError):
+    """Not a message of this protocol."""
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def encode_card(card: Card) -> bytes:
+    return _encoder.encode(card)
+
+
+def pack(sequence: int, body: bytes, tag: bytes = bytes(TAG_BYTES)) -> bytes:
+    return _HEAD.pack(_MAGIC, VERSION, sequence, tag) + body
+
+
+def unpack(data: bytes) -> Packet:
+    """Raises :class:`ProtocolError`, in words a peer may be told."""
+    if not _HEAD.size <= len(data) <= MAX_PACKET_BYTES:
+        raise ProtocolError(f"a packet of {len(data)} bytes is not one of this protocol")
+    magic, version, sequence, tag = _HEAD.unpack_from(data)
+    if magic != _MAGIC:
+        raise ProtocolError("these bytes are not of this protocol")
+    if version != VERSION:
+        raise ProtocolError(f"you speak version {version} of the protocol, I speak {VERSION}")
+    return Packet(sequence, tag, data[_HEAD.size :])
+
+
+def decode(body: bytes) -> Message:
+    """Raises :class:`ProtocolError`."""
+    try:
+        message: Message = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a message cannot be read: {str(error)[:200]}") from error
+    return message

@@ -1,0 +1,122 @@
+"""What the scheduler side and the worker sides of one engine tell each other, once per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmcache_connector.p2p.address import PeerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A hand-over begins at the producer.
+
+    ``digest`` names the prompt with everything that makes its KV its own. ``target``: who gets it
+    pushed; ``None``: it waits until somebody wants it.
+    """
+
+    transfer_id: str
+    digest: bytes
+    num_tokens: int
+    target: PeerAddress | None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Blocks of a prompt that this step completes, layer by layer.
+
+    ``block_ids[i]`` holds block ``first_block + i`` of the prompt. ``is_last``: no more follow.
+    """
+
+    transfer_id: str
+    first_block: int
+    block_ids: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A finished request whose blocks wait until its saves have been copied."""
+
+    request_id: str
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A hand-over that will not be finished. ``reason`` is told to the consumer."""
+
+    transfer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fill blocks ``first_block`` and on of a prompt from a hand-over.
+
+    ``block_ids[i]`` takes block ``first_block + i``. ``source``: the producer's rank 0.
+    """
+
+    request_id: str
+    transfer_id: str
+    digest: bytes
+    num_tokens: int
+    source: PeerAddress
+    first_block: int
+    block_ids: tuple[int, ...]
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The consumer does not need a hand-over; its producer may forget it."""
+
+    transfer_id: str
+    source: PeerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """``announced``: transfers whose requests wait to be computed. ``vacated``: transfers whose
+    blocks vLLM takes back before this step (preemption).
+    ``cancelled_loads``: by request. ``idle``: no forward pass runs. ``waits_for_room``: a prompt
+    is not begun because the buffers are full."""
+
+    announced: tuple[str, ...] = ()
+    starts: tuple[Start, ...] = ()
+    saves: tuple[Save, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    drops: tuple[Drop, ...] = ()
+    vacated: tuple[str, ...] = ()
+    loads: tuple[Load, ...] = ()
+    cancelled_loads: tuple[str, ...] = ()
+    releases: tuple[Release, ...] = ()
+    idle: bool = False
+    waits_for_room: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """``num_blocks`` of the load's blocks arrived, from its first on. ``reason``: why not all.
+
+    ``seconds`` since vLLM asked. ``wire_bytes`` came within ``wire_seconds``, perhaps before that.
+    """
+
+    request_id: str
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    wire_bytes: int = 0
+    wire_seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """``released``: transfers whose memory is free again. ``unsent``: those among them that
+    reached nobody, or not whole, with the reason."""
+
+    rank: int
+    loads: tuple[LoadResult, ...] = ()
+    released: tuple[str, ...] = ()
+    unsent: tuple[tuple[str, str], ...] = ()
