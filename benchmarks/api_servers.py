@@ -27,12 +27,18 @@ _EXCEPTION = re.compile(r"\b\w+(Error|Exception)\b: ")
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """Prompt tokens so far, and where those came from that were not computed."""
+    """Prompt tokens so far, and where those came from that were not computed.
+
+    ``declined``: what this connector had, and left to compute as the quicker way. ``dropped``:
+    chunks it did not write to Redis.
+    """
 
     prompt: int
     device: int
     host: int
     external: int
+    declined: int
+    dropped: int
 
     def since(self, earlier: CachedTokens) -> CachedTokens:
         return CachedTokens(
@@ -40,6 +46,8 @@ class CachedTokens:
             self.device - earlier.device,
             self.host - earlier.host,
             self.external - earlier.external,
+            self.declined - earlier.declined,
+            self.dropped - earlier.dropped,
         )
 
 
@@ -86,8 +94,14 @@ def cached_tokens(server: ApiServer) -> CachedTokens:
         )
 
     lines = server.metrics().splitlines()
-    prompt = server.metric("vllm:prompt_tokens_total")
-    return CachedTokens(int(prompt), of("device"), of("host"), of("external_unspecified"))
+    return CachedTokens(
+        prompt=int(server.metric("vllm:prompt_tokens_total")),
+        device=of("device"),
+        host=of("host"),
+        external=of("external_unspecified"),
+        declined=int(server.metric("vllm:lmcache_declined_tokens_total")),
+        dropped=int(server.metric("vllm:lmcache_dropped_writes_total")),
+    )
 
 
 def replay(server: ApiServer, model: Path, trace: Path, piece_tokens: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ _VARIANTS: dict[str, dict[str, list[str]]] = {
         "valkey-tcp": ["--server", "valkey"],
         "valkey-unix": ["--server", "valkey", "--unix", "--no-lmcache"],
     },
+    "ttft": {"tiny": ["--models", "tiny"], "large": ["--models", "large", "--rounds", "6"]},
 }
 
 

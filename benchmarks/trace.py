@@ -58,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """One trace on one system. Latencies in ms; the parts of all prompt tokens add up to 1."""
+    """One trace on one system. Latencies in ms; where prompt tokens came from as parts of all.
+
+    ``declined``: the part that ours had and left to compute; ``dropped_writes``: its chunks that
+    did not get to Redis.
+    """
 
     workload: str
     load: float
@@ -71,6 +75,8 @@ class Replay:
     from_gpu: float
     from_cpu: float
     from_redis_or_server: float
+    declined: float = 0.0
+    dropped_writes: int = 0
 
     def over(self, other: Replay, figure: str) -> float:
         """How many times as long, or as slow, as another: below 1 is better, whatever figure."""
@@ -285,4 +291,6 @@ def _fields(
         from_gpu=round(cached.device / total, 3),
         from_cpu=round(cached.host / total, 3),
         from_redis_or_server=round(cached.external / total, 3),
+        declined=round(cached.declined / total, 3),
+        dropped_writes=cached.dropped,
     )
