@@ -22,6 +22,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.harness import BENCHMARKS, emit
+from tests.servers import redis_binary
 
 ROOT = Path(__file__).parent.parent
 _MAX_SECONDS = 1200.0
@@ -35,6 +36,7 @@ _VARIANTS: dict[str, dict[str, list[str]]] = {
         for block_size in ("128", "16")
     },
     "redis": {
+        **({"redis-tcp": ["--server", "redis"]} if redis_binary() else {}),
         "valkey-tcp": ["--server", "valkey"],
         "valkey-unix": ["--server", "valkey", "--unix", "--no-lmcache"],
     },

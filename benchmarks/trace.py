@@ -142,9 +142,9 @@ def draw(result: dict[str, Any], target: Path) -> None:
     from matplotlib import pyplot
 
     cells = list(dict.fromkeys((r["workload"], r["load"]) for r in result["replays"]))
-    systems = list(dict.fromkeys(r["system"] for r in result["replays"]))
+    systems = sorted({r["system"] for r in result["replays"]}, reverse=True)
     found = {(r["workload"], r["load"], r["system"]): r for r in result["replays"]}
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4), sharey=True)
     width = 0.8 / len(systems)
     for axes, quantile in zip(panels, ("p50", "p90"), strict=True):
         for number, system in enumerate(systems):
@@ -157,7 +157,7 @@ def draw(result: dict[str, Any], target: Path) -> None:
         axes.set_xticks([place + 0.4 - width / 2 for place in range(len(cells))], names)
         axes.tick_params(axis="x", labelsize="small")
         axes.set(yscale="log", title=f"time to first token, {quantile}, ms")
-    panels[0].legend()
+    panels[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(target, dpi=90, bbox_inches="tight")
     pyplot.close(figure)
 
@@ -183,6 +183,7 @@ class _Bench(contextlib.ExitStack):
         self._unavailable = unavailable
         self._peers = peers
         self._seeds = count(1)
+        self._turns = count()
         self._task = progress.add_task("starting servers", total=3)
         self._progress = progress
 
@@ -246,9 +247,10 @@ class _Bench(contextlib.ExitStack):
     def replay_on_all(self, workload: str, load: float, per_second: float) -> list[Replay]:
         """The same trace on every server, in turn; who goes first changes."""
         asks, seed = self._fresh(workload), next(self._seeds)
-        names = sorted(self._servers, reverse=seed % 2 == 0)
+        names = list(self._servers)
+        first = next(self._turns) % len(names)
         found = []
-        for name in names:
+        for name in names[first:] + names[:first]:
             server = self._servers[name]
             before = cached_tokens(server)
             try:
