@@ -48,6 +48,7 @@ def build_scheduler(
             loads=loads,
             stores=stores,
             store_generated=config.store_generated,
+            redis_only_reused=config.redis_admission == "reused",
             load_deadline_seconds=config.load_deadline_seconds,
             lookup_wait_seconds=config.lookup_wait_seconds,
         ),

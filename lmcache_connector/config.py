@@ -39,6 +39,8 @@ class ConnectorConfig(BaseModel):
     """Secret that keys chunk keys and values. May be ``env:NAME`` or ``file:PATH``."""
     store_generated: bool = True
     """Store generated tokens too, for the next turn of a conversation."""
+    redis_admission: Literal["all", "reused"] = "all"
+    """Write every chunk to Redis, or those that a second request of this instance has wanted."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     """Lifetime of values in Redis; none leaves it to the server's eviction."""
     redis_ttl_refresh: bool = False

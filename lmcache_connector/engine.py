@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,8 @@ class LMCacheEngineAdapter:
     def store(self, job: StoreJob, fence: Fence | None, cancelled: threading.Event) -> Transfer:
         """Copy the chunks the CPU tier lacks out of the paged cache; blocks the calling thread.
 
-        Chunks it has are passed over. Raises what the copy raises.
+        Chunks it has are passed over, unless they are to go on to Redis. Raises what the copy
+        raises.
         """
         held = {key for key in job.keys if self._holds(key)}
         self._events.confirm(held)
@@ -126,11 +127,28 @@ class LMCacheEngineAdapter:
         )
         if transfer.keys:
             tokens = PlannedTokens(transfer.keys, self._geometry.num_tokens)
-            with self._store_context(job.chunk_indices[missing[0]]), suppress(TransferCancelled):
+            with self._store_context(job, missing[0]), suppress(TransferCancelled):
                 self._engine.store(tokens=tokens, transfer=transfer)
             self._touch(transfer.keys)
             self._drain_statistics()
+        if job.redis_keys:
+            self._share(job, held)
         return transfer
+
+    def _share(self, job: StoreJob, held: Collection[bytes]) -> None:
+        """Queue chunks that were in the CPU tier before the job for Redis."""
+        if self._plugin is None:
+            return
+        for i, key in enumerate(job.keys):
+            if key not in held:
+                continue
+            engine_key = self._database.engine_key(key)
+            memory = self._cpu.get_blocking(engine_key)  # with a reference, unless just evicted
+            if memory is None:
+                continue
+            with self._store_context(job, i):
+                self._plugin.batched_submit_put_task([engine_key], [memory])
+            memory.ref_count_down()
 
     def load(
         self, job: LoadJob, fence: Fence | None, cancelled: threading.Event, deadline: float
@@ -193,12 +211,14 @@ class LMCacheEngineAdapter:
             self._redis_tier.close(seconds)
         self._engine.close()
 
-    def _store_context(self, first_chunk: int) -> AbstractContextManager[None]:
+    def _store_context(self, job: StoreJob, first: int) -> AbstractContextManager[None]:
         """Tells the Redis tier where in its prompt a chunk stands: late ones are dropped first."""
         if self._plugin is None:
             return nullcontext()
         on_done = self._write_ended if self._report_writes else None
-        context: AbstractContextManager[None] = self._plugin.store_context(first_chunk, on_done)
+        context: AbstractContextManager[None] = self._plugin.store_context(
+            job.chunk_indices[first], on_done, job.redis_keys
+        )
         return context
 
     def _write_ended(self, key: bytes, stored: bool) -> None:

@@ -19,7 +19,8 @@ class StoreJob:
     """Copy full chunks out of the paged cache.
 
     ``block_ids[g]`` lists the blocks of all chunks one after the other, ``blocks per chunk`` each.
-    ``chunk_indices[i]`` is the place of chunk i in its request.
+    ``chunk_indices[i]`` is the place of chunk i in its request. ``redis_keys``: the chunks that
+    shall go on to Redis, copied by this job or not; ``None`` means those it copies.
     """
 
     job_id: int
@@ -27,6 +28,7 @@ class StoreJob:
     keys: tuple[bytes, ...]
     chunk_indices: tuple[int, ...]
     block_ids: BlockIds
+    redis_keys: frozenset[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ class SchedulerSettings:
     loads: bool  # kv_role consumer or both
     stores: bool  # kv_role producer or both
     store_generated: bool = True
+    redis_only_reused: bool = False
     load_deadline_seconds: float = 10.0
     lookup_wait_seconds: float = 0.001
 
@@ -31,6 +32,7 @@ class RequestState:
     request: Any
     keys: RequestKeys
     next_store_chunk: int = 0
+    sighted_chunks: int = 0  # counted once, however often they are planned
     lookup: PendingLookup | None = None
     lookup_until: float | None = None  # set when the request first waits for it
     lookup_chunks: tuple[int, ...] = ()

@@ -7,10 +7,15 @@ from collections.abc import Callable, Sequence
 from lmcache_connector.chunk_index import ChunkIndex
 from lmcache_connector.plans import BlockIds, StoreJob
 from lmcache_connector.request_state import RequestState, SchedulerSettings
+from lmcache_connector.sightings import Sightings
 
 
 class StorePlanner:
-    """Each full chunk is planned once, as soon as it is computed, unless some tier has it."""
+    """Each full chunk is planned once, as soon as it is computed, unless some tier has it.
+
+    With ``redis_only_reused`` a chunk goes to the CPU tier alone at first, and on to Redis with the
+    next request that has it in its prompt.
+    """
 
     def __init__(
         self, settings: SchedulerSettings, index: ChunkIndex, new_job_id: Callable[[], int]
@@ -18,6 +23,7 @@ class StorePlanner:
         self._settings = settings
         self._index = index
         self._new_job_id = new_job_id
+        self._sightings = Sightings()
 
     def is_due(self, state: RequestState, num_computed_tokens: int) -> bool:
         """Cheap: asked for every request in every step."""
@@ -46,7 +52,12 @@ class StorePlanner:
             return None
         state.keys.extend(request.all_token_ids)
         keys = state.keys.keys
-        chunks = tuple(i for i in range(state.next_store_chunk, end) if keys[i] not in self._index)
+        reused = self._reused(state, end)
+        chunks = tuple(
+            i
+            for i in range(state.next_store_chunk, end)
+            if keys[i] not in self._index or (reused is not None and keys[i] in reused)
+        )
         state.next_store_chunk = end
         if not chunks:
             return None
@@ -56,10 +67,19 @@ class StorePlanner:
             keys=tuple(keys[i] for i in chunks),
             chunk_indices=chunks,
             block_ids=self._blocks_of(resolve_block_ids(), chunks),
+            redis_keys=reused,
         )
         state.store_jobs.add(job.job_id)
         self._index.plan(job.keys, job.job_id)
         return job
+
+    def _reused(self, state: RequestState, end: int) -> frozenset[bytes] | None:
+        """Chunks that this request is the second to want; ``None`` where all go to Redis."""
+        if not self._settings.redis_only_reused:
+            return None
+        new = state.keys.keys[state.sighted_chunks : end]
+        state.sighted_chunks = max(state.sighted_chunks, end)
+        return frozenset(key for key in new if self._sightings.is_second(key))
 
     def _blocks_of(self, block_ids: Sequence[Sequence[int]], chunks: tuple[int, ...]) -> BlockIds:
         groups = []

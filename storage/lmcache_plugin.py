@@ -9,7 +9,7 @@ releases.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,15 @@ class LoadContext:
     fetched_bytes: int = 0
     fetch_seconds: float = 0.0
     cut_off: bool = False
+
+
+@dataclass(frozen=True)
+class StoreContext:
+    """See `RedisStoragePlugin.store_context`."""
+
+    first_chunk: int = 0
+    on_done: Callable[[bytes, bool], None] | None = None
+    wanted: Collection[bytes] | None = None
 
 
 class RedisStoragePlugin(StoragePluginInterface):
@@ -73,15 +82,19 @@ class RedisStoragePlugin(StoragePluginInterface):
 
     @contextmanager
     def store_context(
-        self, first_chunk: int, on_done: Callable[[bytes, bool], None] | None = None
+        self,
+        first_chunk: int,
+        on_done: Callable[[bytes, bool], None] | None = None,
+        wanted: Collection[bytes] | None = None,
     ) -> Iterator[None]:
         """The stores this thread makes inside begin at chunk ``first_chunk`` of their prompt;
-        ``on_done(key, stored)`` hears of each chunk once, from any thread."""
-        self._per_thread.store = (first_chunk, on_done)
+        ``on_done(key, stored)`` hears of each chunk once, from any thread. Chunks not ``wanted``
+        are passed over; ``None`` wants all."""
+        self._per_thread.store = StoreContext(first_chunk, on_done, wanted)
         try:
             yield
         finally:
-            self._per_thread.store = (0, None)
+            self._per_thread.store = StoreContext()
 
     # What the engine asks before it loads. The scheduler has looked already and only a load can
     # tell, so the answer costs nothing and may prove wrong: a missing chunk is then a short load.
@@ -125,10 +138,13 @@ class RedisStoragePlugin(StoragePluginInterface):
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
         """Queue the chunks for writing; never blocks."""
-        first, on_done = getattr(self._per_thread, "store", (0, None))
-        for order, (key, memory) in enumerate(zip(keys, objs, strict=True), start=first):
+        context: StoreContext = getattr(self._per_thread, "store", StoreContext())
+        pairs = zip(keys, objs, strict=True)
+        for order, (key, memory) in enumerate(pairs, start=context.first_chunk):
+            if context.wanted is not None and chunk_key(key) not in context.wanted:
+                continue
             memory.ref_count_up()
-            finished = _StoreEnd(key, memory, on_done, on_complete_callback)
+            finished = _StoreEnd(key, memory, context.on_done, on_complete_callback)
             self._tier.put(chunk_key(key), chunk_bytes(memory), finished, order)
 
     # Redis evicts for itself, and what is in it belongs to all instances.

@@ -69,6 +69,7 @@ class Shape:
     tier_chunks: int = 12
     redis: bool = False
     role: str = "kv_both"
+    admission: str = "all"
 
 
 class SteppedLookup(RemoteLookup):
@@ -348,6 +349,7 @@ def _build_scheduler(model: Path, shape: Shape) -> Scheduler:
             kv_connector_extra_config={
                 "chunk_size": shape.chunk_size,
                 "compute_or_load": "always",
+                "redis_admission": shape.admission,
             },
         ),
     )

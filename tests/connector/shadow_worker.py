@@ -223,7 +223,8 @@ class ShadowRank:
             if self.chance.random() < self.faults.no_memory:
                 return JobResult(job.job_id, Outcome.MISSING, i, 0, 0, 0.0)
             self._admit(key, self.book.cells[key])
-            self.remote[key] = self.book.cells[key]
+            if job.redis_keys is None or key in job.redis_keys:
+                self.remote[key] = self.book.cells[key]
             self.num_stored_chunks += 1
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
 

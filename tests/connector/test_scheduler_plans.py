@@ -24,6 +24,7 @@ SHAPES = {
     "no prefix caching": Shape(prefix_caching=False, redis=True),
     "three blocks a chunk": Shape(chunk_size=3 * BLOCK_SIZE, depth=2, redis=True, num_blocks=26),
     "one block a chunk": Shape(chunk_size=BLOCK_SIZE, num_blocks=16),
+    "what is reused": Shape(redis=True, admission="reused", depth=2),
     "consumer": Shape(role="kv_consumer", redis=True),
     "producer": Shape(role="kv_producer"),
 }
@@ -193,6 +194,33 @@ def test_what_the_index_wrongly_thinks_is_there_is_stored_again(model: Path) -> 
         engine.add(tokens, max_tokens=1)
         engine.run_until_idle()
     assert engine.ranks[0].num_loaded_chunks > 0
+    engine.check_whole()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_only_what_a_second_request_wants_goes_to_redis(model: Path, prefix_caching: bool) -> None:
+    shape = Shape(redis=True, admission="reused", prefix_caching=prefix_caching, num_blocks=40)
+    engine = ShadowEngine(model, shape, 0, Faults(slow=0.0))
+    (rank,) = engine.ranks
+    shared = prompt(1, 2 * CHUNK)
+    num_written = []
+    for own in (2, 3, 4):
+        engine.add(shared + prompt(own, CHUNK + 1), max_tokens=1)
+        engine.run_until_idle()
+        num_written.append(len(rank.remote))
+    assert num_written == [0, 2, 2]
+    assert len(rank.tier) == 5
+    engine.check_whole()
+
+
+def test_a_preempted_request_is_no_second_request(model: Path) -> None:
+    engine = ShadowEngine(model, Shape(redis=True, admission="reused"), 0, Faults(slow=0.0))
+    engine.add(prompt(1, 2 * CHUNK), max_tokens=2 * CHUNK)
+    engine.step()
+    engine.step()
+    engine.reset(preempt=True)
+    engine.run_until_idle()
+    assert not engine.ranks[0].remote
     engine.check_whole()
 
 

@@ -129,6 +129,22 @@ def reader(written: list[torch.Tensor], port: int) -> Iterator[Instance]:
     instance.worker.shutdown()
 
 
+def test_of_chunks_in_memory_those_named_go_on_to_redis(port: int, valkey: Server) -> None:
+    with valkey.client() as client:
+        client.flushall()
+        instance = make_instance(port)
+        chunks, blocks = tuple(range(4)), (tuple(range(8)),)
+        for job_id, wanted in enumerate([frozenset[bytes](), frozenset(KEYS[1:3])], start=1):
+            job = StoreJob(job_id, "r", KEYS[:4], chunks, blocks, wanted)
+            instance.run(StepPlan(stores=(job,)))
+            assert instance.wait_for(job_id).outcome is Outcome.DONE
+            if not wanted:
+                assert client.dbsize() == 0
+        instance.worker.shutdown()  # writes what is queued
+        written = {key for key in KEYS for _ in client.scan_iter(f"lmc:*{key.hex()}*")}
+    assert written == set(KEYS[1:3])
+
+
 def test_settings_of_the_whole_process_stay_as_they_were(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
