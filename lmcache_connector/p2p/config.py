@@ -51,7 +51,7 @@ class P2PConfig(BaseModel):
     load_deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Longest time a request waits for its KV before the rest is recomputed."""
     unknown_grace_seconds: Annotated[float, Field(ge=0, le=600)] = 1.0
-    """How long a producer may say that it does not know a hand-over, or has sent all of it."""
+    """How long a producer may not know a hand-over, or have sent it, without a byte arriving."""
     buffer_wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """Longest time a prompt waits for buffer space before it is served without a hand-over."""
     stall_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.frame import HEAD_BYTES, Frame, unpack_head
@@ -33,16 +34,16 @@ _WELCOME = b"\x06"
 _HANDSHAKE_SECONDS = 2.0
 _POLL_MILLISECONDS = 100
 _MAX_LINKS = 1024
-_SCRATCH_BYTES = 1 << 20
+PIECE_BYTES = 16 << 20
+"""Paths that cannot take any length at once cut each head's payload after so many bytes."""
 _FOREVER_SECONDS = 1e9
 
 
 class TcpTransport:
     """``stall_seconds``: how long a connection may go without a byte while it owes some."""
 
-    name = "tcp"
-
     def __init__(self, stall_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = "tcp"
         self._stall_seconds = stall_seconds
         self._clock = clock
         self._stopping = threading.Event()
@@ -58,7 +59,7 @@ class TcpTransport:
         except OSError as error:
             raise PeerError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         self._acceptor = threading.Thread(
-            target=self._accept, args=(self._listener, sink, key_of), name="lmc-p2p-accept"
+            target=self._accept, args=(self._listener, host, sink, key_of), name="lmc-p2p-accept"
         )
         self._acceptor.daemon = True
         self._acceptor.start()
@@ -82,7 +83,12 @@ class TcpTransport:
         except WireError as error:
             wire.close()
             raise PeerError(f"{host}:{port} let no data connection in: {error}") from error
-        return TcpOutlet(wire, self._clock)
+        try:
+            path = self._link_sender(wire, host)
+        except PeerError:
+            wire.close()
+            raise
+        return TcpOutlet(wire, path, self._clock)
 
     def close(self, seconds: float) -> None:
         self._stopping.set()
@@ -96,9 +102,17 @@ class TcpTransport:
             if thread is not None:
                 thread.join(max(0.0, end - self._clock()))
 
+    # -- how payloads cross, once a connection is let in ---------------------------------------
+
+    def _link_sender(self, wire: Wire, host: str) -> PayloadPath:
+        return _WirePath(wire, self._clock)
+
+    def _link_receiver(self, wire: Wire, host: str) -> PayloadPath:
+        return _WirePath(wire, self._clock)
+
     # -- the acceptor's thread -----------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket, sink: Sink, key_of: KeyOf) -> None:
+    def _accept(self, listener: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
         with listener:
             while not self._stopping.is_set():
                 if not _readable(listener):
@@ -108,11 +122,11 @@ class TcpTransport:
                 except OSError as error:
                     logger.debug("A data connection was not accepted: %s", error)
                     continue
-                self._start(sock, sink, key_of)
+                self._start(sock, host, sink, key_of)
 
-    def _start(self, sock: socket.socket, sink: Sink, key_of: KeyOf) -> None:
+    def _start(self, sock: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
         thread = threading.Thread(
-            target=self._serve, args=(sock, sink, key_of), name="lmc-p2p-receive", daemon=True
+            target=self._serve, args=(sock, host, sink, key_of), name="lmc-p2p-receive", daemon=True
         )
         with self._lock:
             if len(self._links) >= _MAX_LINKS:
@@ -123,20 +137,24 @@ class TcpTransport:
 
     # -- one thread per connection -------------------------------------------------------------
 
-    def _serve(self, sock: socket.socket, sink: Sink, key_of: KeyOf) -> None:
+    def _serve(self, sock: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire = Wire(sock, self._clock, self._stall_seconds)
         session: bytes | None = None
+        path: PayloadPath | None = None
         reason = "the connection ended"
         try:
             session = self._let_in(wire, key_of)
-            self._receive(sock, wire, session, sink)
+            path = self._link_receiver(wire, host)
+            self._receive(sock, wire, path, session, sink)
         except WireError as error:
             reason = str(error)
         except PeerError as error:
             reason = str(error)
             logger.warning("A data connection was cut: %s", error)
         finally:
+            if path is not None:
+                path.close()
             wire.close()
             with self._lock:
                 self._links.pop(sock, None)
@@ -158,7 +176,9 @@ class TcpTransport:
         wire.send([_WELCOME], deadline)
         return bytes(name)
 
-    def _receive(self, sock: socket.socket, wire: Wire, session: bytes, sink: Sink) -> None:
+    def _receive(
+        self, sock: socket.socket, wire: Wire, path: PayloadPath, session: bytes, sink: Sink
+    ) -> None:
         head = bytearray(HEAD_BYTES)
         while not self._stopping.is_set():
             if not _readable(sock):
@@ -167,16 +187,18 @@ class TcpTransport:
             frame_head = unpack_head(bytes(head))
             tail = bytearray(frame_head.tail_bytes)
             wire.receive([memoryview(tail)], self._patience())
-            self._receive_payload(wire, session, sink, frame_head.with_tail(bytes(tail)))
+            self._receive_payload(path, session, sink, frame_head.with_tail(bytes(tail)))
 
-    def _receive_payload(self, wire: Wire, session: bytes, sink: Sink, frame: Frame) -> None:
+    def _receive_payload(self, path: PayloadPath, session: bytes, sink: Sink, frame: Frame) -> None:
         landing = sink.land(session, frame)
         if landing is None:
-            for views in _scratch(frame.num_bytes):
-                wire.receive(views, self._patience())
+            # Piece by piece and head by head, as a process group sends it.
+            for _ in range(frame.num_heads):
+                for views in _scratch(frame.head_bytes):
+                    path.receive(views, self._patience())
             return
         with _given_back(sink, landing):
-            wire.receive(landing.views, self._patience())
+            path.receive(landing.views, self._patience())
 
     def _patience(self) -> Deadline:
         """As long as bytes keep coming; the wire itself knows what a stall is."""
@@ -188,19 +210,53 @@ class TcpTransport:
 class TcpOutlet:
     """See :class:`~lmcache_connector.p2p.transport.Outlet`."""
 
-    def __init__(self, wire: Wire, clock: Callable[[], float]) -> None:
+    def __init__(self, wire: Wire, path: PayloadPath, clock: Callable[[], float]) -> None:
         self._wire = wire
+        self._path = path
         self._clock = clock
 
     def send(self, frame: Frame, views: Sequence[memoryview]) -> None:
         forever = Deadline(self._clock() + _FOREVER_SECONDS, self._clock)
         try:
-            self._wire.send([frame.pack(), *views], forever)
+            if isinstance(self._path, _WirePath):  # head and payload in one call
+                self._wire.send([frame.pack(), *views], forever)
+            else:
+                self._wire.send([frame.pack()], forever)
+                self._path.send(views)
         except WireError as error:
             raise PeerError(f"the data connection broke: {error}") from error
 
     def close(self) -> None:
+        self._path.close()
         self._wire.close()
+
+
+class PayloadPath(Protocol):
+    """Carries the payload of frames on one connection, one side of it. Raises ``PeerError`` or
+    ``WireError``; then the connection is of no more use."""
+
+    def send(self, views: Sequence[memoryview]) -> None: ...
+
+    def receive(self, views: Sequence[memoryview], patience: Deadline) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _WirePath:
+    """Payload behind its head, on the same connection."""
+
+    def __init__(self, wire: Wire, clock: Callable[[], float]) -> None:
+        self._wire = wire
+        self._clock = clock
+
+    def send(self, views: Sequence[memoryview]) -> None:
+        self._wire.send(views, Deadline(self._clock() + _FOREVER_SECONDS, self._clock))
+
+    def receive(self, views: Sequence[memoryview], patience: Deadline) -> None:
+        self._wire.receive(views, patience)
+
+    def close(self) -> None:
+        """The wire is closed by whoever has it."""
 
 
 @contextlib.contextmanager
@@ -214,7 +270,7 @@ def _given_back(sink: Sink, landing: Landing) -> Iterator[None]:
 
 
 def _scratch(num_bytes: int) -> Iterator[list[memoryview]]:
-    scratch = memoryview(bytearray(min(num_bytes, _SCRATCH_BYTES)))
+    scratch = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
     while num_bytes > 0:
         yield [scratch[:num_bytes]]
         num_bytes -= len(scratch)

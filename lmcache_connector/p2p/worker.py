@@ -274,6 +274,12 @@ def _transports(
 ) -> dict[str, Transport]:
     """By name, the preferred one first."""
     transports: dict[str, Transport] = {}
-    if config.transport in ("auto", "tcp"):
+    if config.transport != "tcp" and device.type == "cuda":
+        from lmcache_connector.p2p.process_group import ProcessGroupTransport
+
+        transports["nccl"] = ProcessGroupTransport("nccl", device, config.stall_seconds, clock)
+    if config.transport == "nccl" and not transports:
+        raise PeerError(f"NCCL needs a GPU, and the KV cache is on {device}")
+    if config.transport != "nccl":
         transports["tcp"] = TcpTransport(config.stall_seconds, clock)
     return transports

@@ -96,8 +96,8 @@ def test_many_at_once(engines: Engines) -> None:
     waiting.join()
     assert sum(len(p) for p in prompts) == served[0].served.external_hit_tokens
     for name, prompt, answer in zip(names, prompts, served, strict=True):
-        again = prefill.call(ask, Ask(f"again-{name[-6:]}", prompt, 1))
-        assert answer.served.block_digests == again.served.block_digests
+        again = prefill.call(ask, Ask(f"again-{name[-6:]}", prompt))
+        assert () != answer.served.block_digests == again.served.block_digests
     rest(engines)
 
 

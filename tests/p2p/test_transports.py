@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.frame import HEAD_BYTES, Frame, FrameError, unpack_head
+from lmcache_connector.p2p.process_group import ProcessGroupTransport
 from lmcache_connector.p2p.tcp_transport import TcpTransport
 from lmcache_connector.p2p.transport import Landing, Outlet, Session, Transport
 
@@ -68,12 +70,19 @@ def key_of(session: bytes) -> bytes | None:
     return SESSION.key if session == SESSION.name else None
 
 
-@pytest.fixture(params=["tcp"])
+@pytest.fixture(params=["tcp", "gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Transport]]:
+    """Gloo runs the code that NCCL runs, without a GPU."""
+    if request.param == "nccl" and not torch.cuda.is_available():
+        pytest.skip("runs on a machine with a CUDA GPU")
     made: list[Transport] = []
 
     def make() -> Transport:
-        made.append(TcpTransport(stall_seconds=0.5))
+        if request.param == "tcp":
+            made.append(TcpTransport(stall_seconds=0.5))
+        else:
+            device = torch.device("cuda" if request.param == "nccl" else "cpu")
+            made.append(ProcessGroupTransport(request.param, device, 2.0, time.monotonic))
         return made[-1]
 
     yield make
@@ -116,13 +125,13 @@ class TestContract:
         sink = Collector()
         port = make().listen("127.0.0.1", 0, sink, key_of)
         outlet = make().connect("127.0.0.1", port, SESSION, 5.0)
-        outlet.send(frame_of([b"x"], 666), [memoryview(b"x")])
-        sink.wait(lambda: bool(sink.losses))
         with pytest.raises(PeerError):
             self._send_for_ever(outlet)
+        sink.wait(lambda: bool(sink.losses))
         outlet.close()
 
     def _send_for_ever(self, outlet: Outlet) -> None:
+        outlet.send(frame_of([b"x"], 666), [memoryview(b"x")])
         for _ in range(1000):
             outlet.send(frame_of([bytes(1 << 20)]), [memoryview(bytes(1 << 20))])
 
