@@ -40,6 +40,7 @@ BENCHMARKS = {
     "copy": "KV blocks between a paged cache and chunks, against one long memcpy",
     "growth": "how costs grow with prompts, cached chunks, requests and instances",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
+    "p2p": "KV from a prefill to a decode engine, against a plain socket and recompute",
     "slowlink": "time to first token over slow and silent links, against recompute",
     "trace": "realistic load on a served API, with the connector, without, and with LMCache's own",
     "ttft": "time to first token cold and from each tier, against vLLM alone and LMCache's own",

@@ -1,0 +1,125 @@
+"""Which prefill and decode instances there are: those that said so, not long ago."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+_PLACE = re.compile(r"[A-Za-z0-9.\-\[\]:]{1,260}:[0-9]{1,5}\Z")
+_MAX_INSTANCES = 1024
+_MAX_AGE_SECONDS = 30.0
+
+
+class RegistrationError(ValueError):
+    """Not a registration, or not a genuine one."""
+
+
+class Role(Enum):
+    PREFILL = "kv_producer"
+    DECODE = "kv_consumer"
+    BOTH = "kv_both"
+
+    def plays(self, part: Role) -> bool:
+        return self in (part, Role.BOTH)
+
+
+@dataclass
+class Instance:
+    """``http``: its API; ``kv``: its control plane, both HOST:PORT. ``running``: our requests."""
+
+    role: Role
+    http: str
+    kv: str
+    engine_id: str
+    seen_at: float
+    running: int = 0
+    shunned_until: float = field(default=0.0)
+
+
+class Registry:
+    """Instances vanish ``missed`` heartbeats after the last one.
+
+    With a ``secret`` registrations must carry its signature, see
+    :mod:`lmcache_connector.p2p.heartbeat`. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        heartbeat_seconds: float,
+        missed: int = 3,
+        secret: bytes = b"",
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._patience = heartbeat_seconds * missed
+        self._secret = secret
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._instances: dict[str, Instance] = {}
+
+    def register(self, body: bytes, signature: str = "") -> None:
+        """One heartbeat, as it was posted. Raises :class:`RegistrationError`."""
+        if self._secret:
+            expected = hmac.digest(self._secret, body, "sha256").hex()
+            if not hmac.compare_digest(expected.encode(), signature.encode()):
+                raise RegistrationError("the signature is not that of the shared secret")
+        fields = _fields(body)
+        if self._secret and abs(self._wall_clock() - fields["time"]) > _MAX_AGE_SECONDS:
+            raise RegistrationError("the registration is old, or a clock is wrong")
+        if fields["leaves"]:
+            self._instances.pop(fields["http"], None)
+            return
+        known = self._instances.get(fields["http"])
+        if known is not None and known.engine_id == fields["engine_id"]:
+            known.seen_at = self._clock()
+            return
+        if len(self._instances) >= _MAX_INSTANCES:
+            raise RegistrationError("there are too many instances")
+        self._instances[fields["http"]] = Instance(
+            Role(fields["role"]), fields["http"], fields["kv"], fields["engine_id"], self._clock()
+        )
+
+    def alive(self, part: Role | None = None) -> list[Instance]:
+        """Those heard of lately that play this part."""
+        now = self._clock()
+        self._instances = {
+            name: instance
+            for name, instance in self._instances.items()
+            if now - instance.seen_at <= self._patience
+        }
+        return [i for i in self._instances.values() if part is None or i.role.plays(part)]
+
+    def pick(self, part: Role, besides: frozenset[str] = frozenset()) -> Instance | None:
+        """The least busy one; who just failed comes last, who is in ``besides`` not at all."""
+        now = self._clock()
+        candidates = [i for i in self.alive(part) if i.http not in besides]
+        return min(candidates, key=lambda i: (i.shunned_until > now, i.running), default=None)
+
+    def shun(self, instance: Instance) -> None:
+        """It did not answer: prefer others for a while."""
+        instance.shunned_until = self._clock() + self._patience
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RegistrationError("not JSON") from error
+    kinds = {"role": str, "http": str, "kv": str, "engine_id": str, "leaves": bool, "time": float}
+    if not isinstance(fields, dict) or fields.keys() != kinds.keys():
+        raise RegistrationError(f"a registration has the fields {', '.join(kinds)}")
+    for name, kind in kinds.items():
+        if not isinstance(fields[name], kind):
+            raise RegistrationError(f"{name} is not a {kind.__name__}")
+    if fields["role"] not in {role.value for role in Role}:
+        raise RegistrationError("role is not one of vLLM's kv_role")
+    for name in ("http", "kv"):
+        if not _PLACE.match(fields[name]):
+            raise RegistrationError(f"{name} is not HOST:PORT")
+    return fields
