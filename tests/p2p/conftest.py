@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -81,11 +81,8 @@ def running(
         log = folder / f"{transfer['kv_role']}-{index}.log"
         instances.append(VllmInstance(model, transfer, log, **settings))
     with ExitStack() as stack:
-        threads = [threading.Thread(target=stack.enter_context, args=(i,)) for i in instances]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(instances)) as pool:
+            list(pool.map(stack.enter_context, instances))
         yield instances
 
 
