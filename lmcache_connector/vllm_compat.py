@@ -135,7 +135,7 @@ def describe_model(
 
 def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     for what, remedy in _problems(vllm_config, kv_cache_config):
-        raise UnsupportedError(f"LMCacheTieredConnector does not support {what}: {remedy}.")
+        raise UnsupportedError(f"lmcache-connector does not support {what}: {remedy}.")
 
 
 def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[tuple[str, str]]:
@@ -209,7 +209,7 @@ def _packing(vllm_config: VllmConfig, chunk_size: int, specs: list[Any]) -> Pack
         return Packing(f"latents in blocks of {spec.block_size}", ())
     if len({(each.head_size, each.dtype) for each in specs}) > 1:
         raise UnsupportedError(
-            "LMCacheTieredConnector does not support layers of different head sizes on CPU yet: "
+            "lmcache-connector does not support layers of different head sizes on CPU yet: "
             "start without --kv-transfer-config."
         )
     attention = CpuAttention(
@@ -247,7 +247,7 @@ def _widths_of(rank: RankTopology, world_size: int, widths: dict[str, int]) -> t
         return tuple(widths.values())
     if len(set(widths.values())) > 1 or world_size == 1:
         raise UnsupportedError(
-            "LMCacheTieredConnector does not support layers of different shapes, or layers without "
+            "lmcache-connector does not support layers of different shapes, or layers without "
             "a KV cache of their own, in this model: start without --kv-transfer-config."
         )
     return (next(iter(widths.values())),) * rank.num_layers

@@ -53,5 +53,5 @@ def test_a_model_with_several_kv_cache_groups(start: Start, tmp_path: Path) -> N
 def test_speculation_with_a_draft_model(start: Start, model: Path) -> None:
     draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
     message = refusal(start(speculative_config=draft))
-    assert "LMCacheTieredConnector does not support speculative decoding with" in message
+    assert "lmcache-connector does not support speculative decoding with" in message
     assert "use the ngram method or none" in message
