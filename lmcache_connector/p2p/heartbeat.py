@@ -1,4 +1,8 @@
-"""Tells a router, again and again, that this instance is there and what it does."""
+"""Tells a router, again and again, that this instance is there and what it does.
+
+The engine is up before its API is, and may outlive it: while ``/health`` does not answer, nothing
+is told, and the router forgets the instance.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def sign(body: bytes, secret: bytes) -> str:
 
 
 class Heartbeat:
-    """A thread that posts the registration to ``router/register``, and once more when it ends.
+    """A thread that posts the registration to ``router/register``, and a good-bye when it ends.
 
     A router that cannot be reached is tried again; the log says so once per episode.
     """
@@ -57,13 +61,22 @@ class Heartbeat:
 
     def _work(self) -> None:
         while True:
-            leaves = self._stopping.is_set()
-            self._post(leaves)
-            if leaves:
+            if self._stopping.is_set():
+                self._post(leaves=True)
                 return
+            if self._is_serving():
+                self._post(leaves=False)
             self._stopping.wait(self._seconds)
 
-    def _post(self, leaves: bool) -> None:
+    def _is_serving(self) -> bool:
+        url = f"http://{self._registration.http}/health"
+        try:
+            urllib.request.urlopen(url, timeout=_ANSWER_SECONDS).close()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _post(self, *, leaves: bool) -> None:
         # The time keeps an old registration from being sent once more by somebody else.
         fields = {**asdict(self._registration), "leaves": leaves, "time": time.time()}
         body = json.dumps(fields).encode()

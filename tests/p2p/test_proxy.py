@@ -226,8 +226,18 @@ class TestProxy:
         async def test(
             stack: AsyncExitStack, registry: Registry, address: str, _: aiohttp.ClientSession
         ) -> None:
-            mine = Registration("kv_consumer", "127.0.0.1:8200", "127.0.0.1:14589", "e")
+            api, serving = web.Application(), False
+
+            async def health(_: web.Request) -> web.Response:
+                return web.Response(status=200 if serving else 503)
+
+            api.router.add_get("/health", health)
+            http = await serve(stack, api)
+            mine = Registration("kv_consumer", http, "127.0.0.1:14589", "e")
             heartbeat = Heartbeat(mine, f"http://{address}", 0.05, b"")
+            await asyncio.sleep(0.3)
+            assert registry.alive() == []  # the engine is there, its API is not
+            serving = True
             while not registry.alive(Role.DECODE):
                 await asyncio.sleep(0.01)
             await asyncio.to_thread(heartbeat.close)
