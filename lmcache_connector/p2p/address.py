@@ -75,14 +75,24 @@ def parse_request_id(request_id: str) -> RequestRoute | None:
             "the request id is not of the form "
             "___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UNIQUE"
         )
-    transfer_id = found.group(0)
-    if len(transfer_id) > MAX_TRANSFER_ID_BYTES:
-        raise AddressError(f"the request id is longer than {MAX_TRANSFER_ID_BYTES} bytes")
+    transfer_id = checked_transfer_id(found.group(0))
     prefill_host, prefill_port, decode_host, decode_port, _ = found.groups()
     return RequestRoute(
         prefill=PeerAddress(prefill_host.strip("[]"), int(prefill_port)),
         decode=PeerAddress(decode_host.strip("[]"), int(decode_port)),
         transfer_id=transfer_id,
+    )
+
+
+def checked_transfer_id(name: object) -> str:
+    """The name itself. Raises :class:`AddressError` for one that cannot go over the wire."""
+    try:
+        if isinstance(name, str) and 0 < len(name.encode()) <= MAX_TRANSFER_ID_BYTES:
+            return name
+    except UnicodeEncodeError:
+        pass
+    raise AddressError(
+        f"a request id must be a string of 1 to {MAX_TRANSFER_ID_BYTES} bytes to name a hand-over"
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_connector.p2p.address import PeerAddress, parse_request_id
+from lmcache_connector.p2p.address import PeerAddress, checked_transfer_id, parse_request_id
 from lmcache_connector.p2p.errors import AddressError
 from lmcache_connector.p2p.transfer_params import RemoteDecode, RemotePrefill, parse_params
 
@@ -62,7 +62,7 @@ class Router:
         if isinstance(said, RemotePrefill) and self.consumes:
             return Consume(said.transfer_id, said.source)
         if isinstance(said, RemoteDecode) and self.produces:
-            return Produce(request_id, said.target, answers=True)
+            return Produce(checked_transfer_id(request_id), said.target, answers=True)
         return None
 
     def _by_id(self, request_id: str) -> Produce | Consume | None:

@@ -301,9 +301,9 @@ class SchedulerSide:
 
     def _digest(self, request: Request) -> bytes | None:
         identity = self._identify(request, f"reset {self._num_resets}")
-        if identity is None:
-            return None
         tokens = request.all_token_ids[: request.num_prompt_tokens]
+        if identity is None or not tokens:
+            return None
         hasher = PrefixHasher(self._model_root, len(tokens))
         extras = identity.extras(0, len(tokens)) if identity.has_extras else b""
         (digest,) = hasher.extend(hasher.root_key(identity.root()), tokens, [extras])

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_connector.p2p.address import MAX_TRANSFER_ID_BYTES, PeerAddress
+from lmcache_connector.p2p.address import PeerAddress, checked_transfer_id
 from lmcache_connector.p2p.errors import AddressError
 
 
@@ -45,11 +45,7 @@ def parse_params(params: Mapping[str, Any] | None) -> RemotePrefill | RemoteDeco
     if not isinstance(params, Mapping):
         raise AddressError("kv_transfer_params is not an object")
     if _flag(params, "do_remote_prefill"):
-        transfer_id = params.get("remote_request_id")
-        if not isinstance(transfer_id, str) or not (
-            0 < len(transfer_id.encode()) <= MAX_TRANSFER_ID_BYTES
-        ):
-            raise AddressError("remote_request_id is missing, not a string, or too long")
+        transfer_id = checked_transfer_id(params.get("remote_request_id"))
         source = _address(params)
         if source is None:
             raise AddressError("do_remote_prefill without remote_host and remote_port")

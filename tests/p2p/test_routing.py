@@ -73,6 +73,12 @@ def test_nixls_words_for_prefill() -> None:
         {"do_remote_prefill": True, "remote_request_id": "x"},
         {"do_remote_prefill": True, "remote_request_id": "x", "remote_host": "h"},
         {"do_remote_prefill": True, "remote_request_id": 5, "remote_host": "h", "remote_port": 1},
+        {
+            "do_remote_prefill": True,
+            "remote_request_id": "\ud800",
+            "remote_host": "h",
+            "remote_port": 1,
+        },
         {"do_remote_prefill": "yes"},
         {"do_remote_decode": 1},
         {"do_remote_decode": True, "remote_host": ["h"], "remote_port": 1},
@@ -86,6 +92,12 @@ def test_nixls_words_for_prefill() -> None:
 def test_malformed_parameters_are_refused(params: Any) -> None:
     with pytest.raises(AddressError):
         parse_params(params)
+
+
+def test_a_name_that_cannot_travel_is_refused() -> None:
+    for name in ("", "x" * 513, "\udcff"):
+        with pytest.raises(AddressError):
+            router("producer").part_in(name, {"do_remote_decode": True})
 
 
 def test_a_request_cannot_send_us_anywhere() -> None:
