@@ -40,7 +40,11 @@ _VARIANTS: dict[str, dict[str, list[str]]] = {
         "valkey-tcp": ["--server", "valkey"],
         "valkey-unix": ["--server", "valkey", "--unix", "--no-lmcache"],
     },
-    "ttft": {"tiny": ["--models", "tiny"], "large": ["--models", "large", "--rounds", "6"]},
+    "ttft": {
+        "tiny": ["--models", "tiny"],
+        "tiny-chunks-of-128": ["--models", "tiny", "--chunk-size", "128", "--no-peers"],
+        "large": ["--models", "large", "--rounds", "6"],
+    },
 }
 
 
