@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_connector.copy_kv_blocks import Copier, make_copier
+from lmcache_connector.cpu_amx import ask_for_amx
 from lmcache_connector.engine import EngineSettings, LMCacheEngineAdapter
 from lmcache_connector.forward_timer import ForwardTimer
 from lmcache_connector.job_board import JobBoard, RunningJob
@@ -92,6 +93,8 @@ class WorkerAdapter:
         self._clock = clock
         paged = _describe(settings, kv_caches)
         device = next(iter(kv_caches.values())).device
+        if device.type == "cpu":
+            ask_for_amx()  # the first forward pass may follow a hit of the whole prompt
         self._copier: Copier = make_copier(device)
         self._timer = ForwardTimer(device, clock)
         tier = self._tier = make_redis_tier() if make_redis_tier else None

@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.servers import free_port
 
 _START_SECONDS = 180
 _SETTLE_SECONDS = 30.0
+_RANK_HEADER = "X-data-parallel-rank"
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ApiServer:
@@ -46,10 +49,11 @@ class ApiServer:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def complete(self, prompt: list[int]) -> str:
+    def complete(self, prompt: list[int], data_parallel_rank: int | None = None) -> str:
         return self.post(
             "/v1/completions",
             {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0},
+            {} if data_parallel_rank is None else {_RANK_HEADER: str(data_parallel_rank)},
         )
 
     def complete_afresh(self, prompt: list[int]) -> str:
@@ -64,11 +68,11 @@ class ApiServer:
             assert time.monotonic() < until, "vLLM does not empty its prefix cache"
             time.sleep(0.05)
 
-    def post(self, path: str, body: object = None) -> str:
+    def post(self, path: str, body: object = None, headers: Mapping[str, str] = _NO_HEADERS) -> str:
         request = urllib.request.Request(
             self._base + path,
             data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **headers},
         )
         with urllib.request.urlopen(request, timeout=120) as response:
             return str(response.read().decode())
