@@ -60,6 +60,7 @@ def both(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield Engines([(prefill, ports[0])], [(decode, ports[1])], count())
 
 
+@pytest.mark.soak  # two more engine starts
 def test_with_the_tiered_connector(both: Engines) -> None:
     """What was handed over is in the decode engine's tiers, and comes back from them."""
     prefill, decode = both.prefill[0][0], both.decode[0][0]
