@@ -100,9 +100,9 @@ def test_other_tensor_parallel_sizes(
     transfers = [kv_transfer("kv_producer", ports[0]), kv_transfer("kv_consumer", ports[1])]
     with running(tiny_model, tmp_path, transfers, tensor_parallel_size=list(sizes)) as pair:
         engines = Engines([(pair[0], ports[0])], [(pair[1], ports[1])], count())
-        for hand_over in (engines.hand_over, engines.hand_over_by_params):
-            for seed, num_tokens in ((1, 300), (2, 3000)):
-                cold, served = hand_over(prompt_of(num_tokens, seed + num_tokens))
+        for way, hand_over in enumerate((engines.hand_over, engines.hand_over_by_params)):
+            for num_tokens in (300, 3000):  # which neither engine has seen
+                cold, served = hand_over(prompt_of(num_tokens, 10 * num_tokens + way))
                 assert served.served.external_hit_tokens == num_tokens
                 assert () != served.served.shard_digests == cold.served.shard_digests
 
