@@ -1,7 +1,7 @@
 """A TCP proxy on loopback that does to a connection what networks and dying servers do.
 
-One fault is armed at a time. It strikes the next connection that carries data in its direction,
-``offset`` bytes after it was armed, and is then spent (unless it is ``sticky``).
+One fault is armed at a time. It strikes the first connection that carries more than ``offset``
+bytes in its direction after it was armed, and is then spent (unless it is ``sticky``).
 """
 
 from __future__ import annotations
@@ -110,13 +110,14 @@ class FaultProxy:
         passed = 0
         try:
             while data := source.recv(1 << 16):
-                if fault is None:
-                    fault, passed = self._take(direction), 0
-                if fault is not None and passed + len(data) > fault.offset:
+                if (armed := self._armed) is not fault:
+                    fault, passed = armed, 0
+                if fault is not None and fault.direction is direction:
                     at = fault.offset - passed
-                    target.sendall(data[:at])
-                    data = self._strike(fault, data[at:], target)
-                    fault = None
+                    if at < len(data) and self._take(fault):
+                        target.sendall(data[:at])
+                        data = self._strike(fault, data[at:], target)
+                        fault = None
                 passed += len(data)
                 target.sendall(data)
         except OSError:
@@ -128,14 +129,14 @@ class FaultProxy:
                     self._open.discard(sock)
                 sock.close()
 
-    def _take(self, direction: Direction) -> Fault | None:
+    def _take(self, fault: Fault) -> bool:
+        """Whether the caller is the one to strike: another connection may have been faster."""
         with self._lock:
-            fault = self._armed
-            if fault is None or fault.direction is not direction:
-                return None
+            if self._armed is not fault:
+                return False
             if not fault.sticky:
                 self._armed = None
-            return fault
+            return True
 
     def _strike(self, fault: Fault, data: bytes, target: socket.socket) -> bytes:
         """What is forwarded in place of ``data``; ``OSError`` cuts the connection."""
