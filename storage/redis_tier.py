@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from redis import Connection
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from .chunk_codec import Sealer
 from .circuit_breaker import Backoff, CircuitBreaker
@@ -323,8 +323,10 @@ def _warn_of_noeviction(connection: Connection) -> None:
     connection.send_command("INFO", "memory")
     try:
         info = connection.read_response()
-    except RedisError:
+    except ResponseError:
         return  # not allowed to ask, so nothing to say
+    if not isinstance(info, bytes):
+        raise RedisError("an unexpected answer to INFO")
     facts = dict(line.split(b":", 1) for line in info.split(b"\r\n") if b":" in line)
     if facts.get(b"maxmemory") == b"0" and facts.get(b"maxmemory_policy") == b"noeviction":
         logger.warning(

@@ -12,6 +12,7 @@ from typing import Any, NewType, Protocol
 
 from redis import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as LostError
 from redis.exceptions import RedisClusterException, RedisError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
@@ -21,9 +22,11 @@ from .redis_url import TopologyKind
 
 Node = NewType("Node", str)
 
+# How redis-py fails on a reply that it cannot make sense of.
+_PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
 # What connecting can fail with. redis-py's own errors cover refusals and time-outs; the handshake
 # may also meet a broken socket, an unknown host or a certificate it does not trust (all OSError).
-CONNECT_ERRORS = (RedisError, RedisClusterException, OSError)
+CONNECT_ERRORS = (RedisError, RedisClusterException, OSError, *_PARSE_ERRORS)
 
 
 class Topology(Protocol):
@@ -161,7 +164,11 @@ def make_topology(config: RedisTierConfig, clock: Callable[[], float]) -> Topolo
 
 
 def take_socket(connection: Connection) -> socket.socket:
-    """The connected socket, now the caller's: redis-py lets go of it."""
-    sock: socket.socket = connection._sock
+    """The connected socket, now the caller's: redis-py lets go of it.
+
+    Raises redis-py's ``ConnectionError`` where it has hung up already."""
+    sock: socket.socket | None = connection._sock
+    if sock is None:
+        raise LostError("the connection was lost")
     connection._sock = None
     return sock

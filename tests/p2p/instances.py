@@ -31,7 +31,7 @@ NUM_LAYERS = 3
 NUM_HEADS = 4
 LAYERS = [f"layer.{i}" for i in range(NUM_LAYERS)]
 DIGEST = bytes(range(32))
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 
 
 @cache

@@ -105,6 +105,17 @@ def test_a_fault_in_a_write_never_leaves_a_chunk_that_counts(
         wait_until(lambda: all(put_all(tier, [0, 1])), "the tier did not recover")
 
 
+@pytest.mark.parametrize("kind", Kind)
+def test_a_fault_while_connecting_costs_one_connection(proxy: FaultProxy, kind: Kind) -> None:
+    """From the handshake to the question about the memory, which is answered at length."""
+    for offset in (0, 3, 20, 60, 200, 900):
+        proxy.arm(Fault(kind, offset))
+        with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
+            wait_until(lambda: all(put_all(tier, range(2))), "not writable")
+            wait_until(lambda: all(checked_get(tier, range(2))), "not readable")
+    assert proxy.num_struck
+
+
 def test_a_stalled_server_is_left_alone_after_a_while(proxy: FaultProxy) -> None:
     with open_tier(proxy.url, num_connections=1, backoff_min_seconds=30.0,
                    backoff_max_seconds=30.0, read_timeout_seconds=1.0) as tier:  # fmt: skip
