@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -26,48 +20,29 @@ from lmcache_connector.assembly import (
     probe_keys,
 )
 from lmcache_connector.config import parse_config
-from lmcache_connector.plans import Calibration, RankReport, StepPlan
+from lmcache_connector.facade import ConnectorFacade
+from lmcache_connector.plans import Calibration
 from lmcache_connector.prom_metrics import TieredPromMetrics, TieredStats
 from lmcache_connector.scheduler import SchedulerAdapter
 from lmcache_connector.scheduler_metrics import SchedulerMetrics
-from lmcache_connector.startup import banner, log_through
+from lmcache_connector.startup import banner
 from lmcache_connector.stats import Samples
-from lmcache_connector.vllm_compat import check_versions, describe_model
+from lmcache_connector.vllm_compat import describe_model
 from lmcache_connector.vllm_kv_events import to_vllm
 from lmcache_connector.weight_epoch import WeightEpoch
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_connector.worker import StepOutput, WorkerAdapter
+    from lmcache_connector.worker import WorkerAdapter  # noqa: F401 - named in a string
+
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class PlanMetadata(KVConnectorMetadata):
-    """The scheduler side's plan of one step, on its way to the workers."""
-
-    plan: StepPlan
-
-
-@dataclass
-class ReportMetadata(KVConnectorWorkerMetadata):
-    """The reports of some ranks, on their way to the scheduler side."""
-
-    reports: tuple[RankReport, ...]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, ReportMetadata)
-        return ReportMetadata(self.reports + other.reports)
 
 
 @dataclass
@@ -77,24 +52,16 @@ class CalibrationMetadata(KVConnectorHandshakeMetadata):
     calibration: Calibration
 
 
-class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
+class LMCacheTieredConnector(ConnectorFacade[SchedulerAdapter, "WorkerAdapter"]):
     """GPU -> CPU -> Redis. See the README for what it does and how it is configured."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        log_through("vllm")
-        check_versions()
         super().__init__(vllm_config, role, kv_cache_config)
-        # A chunk that cannot be loaded is recomputed. vLLM's default would fail the request; it
-        # reads this after it has built the connector.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._scheduler: SchedulerAdapter | None = None
         self._epoch: WeightEpoch | None = None
         self._scheduler_metrics: SchedulerMetrics | None = None
-        self._worker: WorkerAdapter | None = None
-        self._step_output: StepOutput | None = None
         if role is KVConnectorRole.SCHEDULER:
             model = describe_model(vllm_config, kv_cache_config, self._config)
             self._scheduler = build_scheduler(
@@ -121,12 +88,7 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         if self._epoch is not None:
             self._scheduler_side.follow_epoch(self._epoch.name())
-        self._scheduler_side.on_new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+        super().on_new_request(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -146,19 +108,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             CacheHitSource.EXTERNAL_UNSPECIFIED: remote,
         }
         return {source: count for source, count in sources.items() if count}
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
-        return PlanMetadata(self._scheduler_side.build_plan(scheduler_output))
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, ReportMetadata):
-            self._scheduler_side.update_from_reports(meta.reports)
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -217,64 +166,14 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
                 banner(config, model.fingerprint, settings.geometry, self._worker.self_test)
             )
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(kv_connector_metadata, PlanMetadata):
-            self._worker_side.handle_preemptions(kv_connector_metadata.plan)
-
     def get_handshake_metadata(self) -> CalibrationMetadata | None:
         """vLLM asks once, after the caches were registered and before the first request."""
         if self._worker is None:
             return None
         return CalibrationMetadata(self._worker.calibration())
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The last call before the forward pass."""
-        super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
-            self._worker.start_forward(connector_metadata.plan)
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker_side.start_load(self._plan)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: what a forward pass reads has arrived before it starts."""
-
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        **kwargs: Any,
-    ) -> None:
-        """Whole chunks are stored after the forward pass, see :meth:`wait_for_save`."""
-
-    def wait_for_save(self) -> None:
-        self._worker_side.start_store(self._plan)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        self._step_output = self._worker_side.finish_step()
-        return KVConnectorTransferResults(
-            finished_sending=set(self._step_output.finished_sending),
-            finished_recving=set(self._step_output.finished_recving),
-        )
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self._step_output.invalid_block_ids) if self._step_output else set()
-
-    def build_connector_worker_meta(self) -> ReportMetadata | None:
-        output, self._step_output = self._step_output, None
-        if output is None or output.report is None:
-            return None
-        return ReportMetadata((output.report,))
-
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
+        super().shutdown()
         if self._scheduler is not None:
             self._scheduler.shutdown()
         if self._epoch is not None:
@@ -306,24 +205,6 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return TieredPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- details -------------------------------------------------------------------------------
-
-    @property
-    def _scheduler_side(self) -> SchedulerAdapter:
-        if self._scheduler is None:
-            raise RuntimeError("this connector has the worker role")
-        return self._scheduler
-
-    @property
-    def _worker_side(self) -> WorkerAdapter:
-        if self._worker is None:
-            raise RuntimeError("register_kv_caches has not been called")
-        return self._worker
-
-    @property
-    def _plan(self) -> StepPlan:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PlanMetadata)
-        return metadata.plan
 
     @property
     def _wants_kv_events(self) -> bool:

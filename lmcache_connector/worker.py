@@ -38,6 +38,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.self_test import SelfTestResult, run_self_test
 from lmcache_connector.stats import Samples
+from lmcache_connector.step_output import StepOutput
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker_metrics import RankFigures, WorkerMetrics
 
@@ -67,16 +68,6 @@ class WorkerSettings:
     fetch_lanes: int = 2
     probe_keys: tuple[bytes, ...] = ()
     planes: tuple[Plane, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one engine step tells vLLM."""
-
-    finished_sending: frozenset[str] = frozenset()
-    finished_recving: frozenset[str] = frozenset()
-    invalid_block_ids: frozenset[int] = frozenset()
-    report: RankReport | None = None
 
 
 class WorkerAdapter:
@@ -137,11 +128,9 @@ class WorkerAdapter:
             self._board.settle(plan.vacated_stores, _VACATE_SECONDS)
 
     def start_forward(self, plan: StepPlan) -> None:
-        """Right before the forward pass."""
         self._timer.start(plan.prefill)
 
-    def start_load(self, plan: StepPlan) -> None:
-        """vLLM calls this after it has submitted the forward pass; no load is for this pass."""
+    def start_loads(self, plan: StepPlan) -> None:
         self._timer.stop()
         self._idle = plan.idle
         if plan.probe and self._probe is not None:
@@ -153,8 +142,7 @@ class WorkerAdapter:
         if plan.cancelled_loads:
             self._board.cancel(plan.cancelled_loads)
 
-    def start_store(self, plan: StepPlan) -> None:
-        """After the forward pass was submitted."""
+    def end_forward(self, plan: StepPlan) -> None:
         stores = plan.later_stores()
         if stores:
             fence = self._copier.fence()
@@ -162,7 +150,7 @@ class WorkerAdapter:
                 self._board.submit(job, fence)
         self._holds += plan.holds
 
-    def finish_step(self) -> StepOutput:
+    def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
         if self._idle:
             self._board.wait_for_result(_IDLE_WAIT_SECONDS)

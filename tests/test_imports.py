@@ -21,6 +21,7 @@ ALLOWED = {
         f"{OWN}/config.py",
         f"{OWN}/connector.py",
         f"{OWN}/cpu_packing.py",  # inside functions
+        f"{OWN}/facade.py",
         f"{OWN}/p2p/connector.py",
         f"{OWN}/prom_metrics.py",  # in vLLM's front end
         f"{OWN}/scheduler.py",
@@ -34,7 +35,6 @@ ALLOWED = {
     "rich": (f"{OWN}/cli/*.py",),
     "prometheus_client": (f"{OWN}/cli/*.py",),
     "torch": (
-        f"{OWN}/connector.py",
         f"{OWN}/copy_*.py",
         f"{OWN}/cpu_amx.py",
         f"{OWN}/cpu_packing.py",
@@ -43,7 +43,6 @@ ALLOWED = {
         f"{OWN}/forward_timer.py",
         f"{OWN}/kv_layout.py",
         f"{OWN}/p2p/arena.py",
-        f"{OWN}/p2p/connector.py",
         f"{OWN}/p2p/process_group.py",
         f"{OWN}/p2p/worker.py",
         f"{OWN}/request_identity.py",  # prompt embeddings, inside a function

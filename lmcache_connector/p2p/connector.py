@@ -3,65 +3,35 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from lmcache_connector.facade import ConnectorFacade
 from lmcache_connector.p2p.assembly import describe, make_heartbeat, make_scheduler, make_worker
 from lmcache_connector.p2p.config import parse_p2p_config
 from lmcache_connector.p2p.heartbeat import Heartbeat
-from lmcache_connector.p2p.plans import RankReport, StepPlan
 from lmcache_connector.p2p.scheduler_side import SchedulerSide
-from lmcache_connector.startup import log_through
-from lmcache_connector.vllm_compat import check_versions
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
-    from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_connector.p2p.worker import P2PWorker, StepOutput
+    from lmcache_connector.p2p.worker import P2PWorker  # noqa: F401 - named in a string
+
 
 logger = logging.getLogger(__name__)
 
 _SERVED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
-@dataclass
-class PlanMetadata(KVConnectorMetadata):
-    """The scheduler side's plan of one step, on its way to the workers."""
-
-    plan: StepPlan
-
-
-@dataclass
-class ReportMetadata(KVConnectorWorkerMetadata):
-    """The reports of some ranks, on their way to the scheduler side."""
-
-    reports: tuple[RankReport, ...]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, ReportMetadata)
-        return ReportMetadata(self.reports + other.reports)
-
-
-class LMCacheP2PConnector(KVConnectorBase_V1, SupportsHMA):
+class LMCacheP2PConnector(ConnectorFacade[SchedulerSide, "P2PWorker"]):
     """Hands the KV of prompts from prefill to decode instances. See docs/disaggregated.md."""
 
     _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -69,17 +39,9 @@ class LMCacheP2PConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        log_through("vllm")
-        check_versions()
         super().__init__(vllm_config, role, kv_cache_config)
-        # KV that does not come is recomputed. vLLM's default would fail the request; it reads this
-        # after it has built the connector.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._config = parse_p2p_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: P2PWorker | None = None
         self._heartbeat: Heartbeat | None = None
-        self._step_output: StepOutput | None = None
         if role is KVConnectorRole.SCHEDULER:
             instance = describe(vllm_config, kv_cache_config, self._config)
             self._scheduler = make_scheduler(instance, self._config)
@@ -91,14 +53,6 @@ class LMCacheP2PConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler side ------------------------------------------------------------------------
 
-    def on_new_request(self, request: Request) -> None:
-        self._scheduler_side.on_new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
-
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -106,25 +60,11 @@ class LMCacheP2PConnector(KVConnectorBase_V1, SupportsHMA):
             request, lambda: blocks.get_block_ids()[0], num_external_tokens
         )
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
-        return PlanMetadata(self._scheduler_side.build_plan(scheduler_output))
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, ReportMetadata):
-            self._scheduler_side.update_from_reports(meta.reports)
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler_side.request_finished(
-            request, block_ids[0], is_served=request.status in _SERVED
-        )
+        is_served = request.status in _SERVED
+        return self._scheduler_side.request_finished(request, block_ids[0], is_served=is_served)
 
     def reset_cache(self) -> bool:
         self._scheduler_side.reset_cache()
@@ -147,22 +87,6 @@ class LMCacheP2PConnector(KVConnectorBase_V1, SupportsHMA):
                 "peers share a secret" if self._config.secret else "no secret is set",
             )
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(kv_connector_metadata, PlanMetadata):
-            self._worker_side.handle_preemptions(kv_connector_metadata.plan)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The last call before the forward pass."""
-        super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
-            self._worker.start_forward(connector_metadata.plan)
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker_side.start_loads(self._plan)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: what a forward pass reads has arrived before it starts."""
-
     def save_kv_layer(
         self,
         layer_name: str,
@@ -173,53 +97,8 @@ class LMCacheP2PConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.save_layer(layer_name)
 
-    def wait_for_save(self) -> None:
-        self._worker_side.finish_saves(self._plan)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        self._step_output = self._worker_side.finish_step()
-        return KVConnectorTransferResults(
-            finished_sending=set(self._step_output.finished_sending),
-            finished_recving=set(self._step_output.finished_recving),
-        )
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self._step_output.invalid_block_ids) if self._step_output else set()
-
-    def build_connector_worker_meta(self) -> ReportMetadata | None:
-        output, self._step_output = self._step_output, None
-        if output is None or output.report is None:
-            return None
-        return ReportMetadata((output.report,))
-
     def shutdown(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
-
-    # -- details -------------------------------------------------------------------------------
-
-    @property
-    def _scheduler_side(self) -> SchedulerSide:
-        if self._scheduler is None:
-            raise RuntimeError("this connector has the worker role")
-        return self._scheduler
-
-    @property
-    def _worker_side(self) -> P2PWorker:
-        if self._worker is None:
-            raise RuntimeError("register_kv_caches has not been called")
-        return self._worker
-
-    @property
-    def _plan(self) -> StepPlan:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PlanMetadata)
-        return metadata.plan
+        super().shutdown()

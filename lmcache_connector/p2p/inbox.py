@@ -186,11 +186,11 @@ class Inbox:
             return max(waiting.since, incoming.last_byte_at if incoming is not None else 0.0)
 
     def cancel(self, request_id: str) -> None:
-        """The request was aborted."""
+        """The request was aborted, or the cache was reset."""
         with self.changed:
             for waiting in self._waiting.values():
                 if waiting.load.request_id == request_id and not waiting.end:
-                    waiting.end, waiting.cancelled = "the request was aborted", True
+                    waiting.end, waiting.cancelled = "the load was cancelled", True
             self.changed.notify_all()
 
     def discard(self, transfer_id: str) -> None:

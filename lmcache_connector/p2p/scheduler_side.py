@@ -255,6 +255,8 @@ class SchedulerSide:
             if not consuming.over:
                 consuming.over = True
                 self._releases.append(Release(consuming.part.transfer_id, consuming.part.source))
+            elif consuming.ranks_left:
+                self._cancelled_loads.append(consuming.request.request_id)
 
     # -- plans and reports ---------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from lmcache_connector.p2p.plans import RankReport, StepPlan
 from lmcache_connector.p2p.producer import Producer, ProducerSettings
 from lmcache_connector.p2p.tcp_transport import TcpTransport
 from lmcache_connector.p2p.transport import Transport
+from lmcache_connector.step_output import StepOutput
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.topology import RankTopology
 
@@ -52,16 +53,6 @@ class WorkerSettings:
     max_blocks: int
     produces: bool
     consumes: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one engine step tells vLLM."""
-
-    finished_sending: frozenset[str] = frozenset()
-    finished_recving: frozenset[str] = frozenset()
-    invalid_block_ids: frozenset[int] = frozenset()
-    report: RankReport | None = None
 
 
 class P2PWorker:
@@ -148,11 +139,11 @@ class P2PWorker:
         if self._producer is not None:
             self._producer.save_layer(layer_name)
 
-    def finish_saves(self, plan: StepPlan) -> None:
+    def end_forward(self, plan: StepPlan) -> None:
         if self._producer is not None:
             self._producer.finish_saves(plan)
 
-    def finish_step(self) -> StepOutput:
+    def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended. On an idle step, wait a moment for something to end: spinning would
         keep the interpreter lock from the threads it waits for."""
         if self._idle:

@@ -34,7 +34,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
+from lmcache_connector.connector import LMCacheTieredConnector
+from lmcache_connector.facade import PlanMetadata, ReportMetadata
 from lmcache_connector.plans import LoadJob, StepPlan, StoreJob
 from lmcache_connector.remote_lookup import RemoteLookup
 from lmcache_connector.scheduler import SchedulerAdapter

@@ -6,7 +6,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
-from lmcache_connector.connector import LMCacheTieredConnector, ReportMetadata
+from lmcache_connector.connector import LMCacheTieredConnector
+from lmcache_connector.facade import ReportMetadata
 from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport
 
 

@@ -66,8 +66,8 @@ class Instance:
     def run(self, plan: StepPlan) -> None:
         self.worker.handle_preemptions(plan)
         self.worker.start_forward(plan)
-        self.worker.start_load(plan)
-        self.worker.start_store(plan)
+        self.worker.start_loads(plan)
+        self.worker.end_forward(plan)
         self.collect()
 
     def collect(self) -> None:
@@ -265,7 +265,7 @@ def test_the_probe_measures_and_notices_silence(
 
 
 def probed(instance: Instance) -> LinkTime:
-    instance.worker.start_load(StepPlan(probe=True, idle=True))
+    instance.worker.start_loads(StepPlan(probe=True, idle=True))
     for _ in range(20_000):
         report = instance.worker.finish_step().report
         if report is not None and report.redis is not None:

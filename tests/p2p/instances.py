@@ -17,9 +17,10 @@ from lmcache_connector.copy_kv_blocks import Copier, make_copier
 from lmcache_connector.p2p.address import PeerAddress
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.messages import Card
-from lmcache_connector.p2p.plans import Load, LoadResult, Save, Start, StepPlan
+from lmcache_connector.p2p.plans import Load, LoadResult, RankReport, Save, Start, StepPlan
 from lmcache_connector.p2p.transport import Transport
-from lmcache_connector.p2p.worker import P2PWorker, StepOutput, WorkerSettings
+from lmcache_connector.p2p.worker import P2PWorker, WorkerSettings
+from lmcache_connector.step_output import StepOutput
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.topology import RankTopology, all_ranks
 from tests.servers import free_port
@@ -82,7 +83,7 @@ class FakeInstance:
 
     def step(
         self, plan: StepPlan, forward: Callable[[int], None] = lambda layer: None
-    ) -> list[StepOutput]:
+    ) -> list[StepOutput[RankReport]]:
         """``forward(layer)`` computes one layer on all ranks."""
         workers = [rank.worker for rank in self.ranks]
         for worker in workers:
@@ -94,13 +95,13 @@ class FakeInstance:
                 worker.save_layer(LAYERS[layer])
         for worker in workers:
             worker.start_loads(plan)
-            worker.finish_saves(plan)
+            worker.end_forward(plan)
         outputs = [worker.finish_step() for worker in workers]
         for output in outputs:
             self._note(output)
         return outputs
 
-    def _note(self, output: StepOutput) -> None:
+    def _note(self, output: StepOutput[RankReport]) -> None:
         self.invalid |= output.invalid_block_ids
         self.sent += output.finished_sending
         if output.report is not None:

@@ -250,6 +250,15 @@ class TestConsumer:
         assert begin(side, bad) == (0, False)
         assert side.counters.malformed == 1
 
+    def test_a_reset_cancels_loads_on_the_way(self) -> None:
+        """What they bring was computed before it."""
+        side, request = make("consumer"), wants("r", 50)
+        begin(side, request)
+        side.update_state_after_alloc(request, lambda: [1, 2, 3, 4], 50)
+        assert step(side, {}, {}).cancelled_loads == ()
+        side.reset_cache()
+        assert step(side, {}, {}).cancelled_loads == ("r",)
+
     def test_a_reset_on_one_side_only_separates_them(self) -> None:
         side, request = make("consumer"), wants("r", 50)
         side.reset_cache()
