@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import re
 import secrets
 import socket
 import subprocess
@@ -26,11 +25,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from examples.serve import get, hit_tokens
 from examples.tiny_model import build_tiny_model
 
 _START_SECONDS = 300
 _STOP_SECONDS = 30
-_HIT_METRIC = "vllm:external_prefix_cache_hits_total"
 
 
 def main() -> None:
@@ -55,11 +54,11 @@ def main() -> None:
         console.print("Starting a prefill and a decode instance ...")
         wait_for_both(proxy, folder)
         console.print(f"Both are registered with the proxy at http://127.0.0.1:{proxy}")
-        before = hit_tokens(decode)
+        before = hit_tokens(f"http://127.0.0.1:{decode}")
         started = time.perf_counter()
         answer = chat(proxy, args.words)
         seconds = time.perf_counter() - started
-        handed_over = hit_tokens(decode) - before
+        handed_over = hit_tokens(f"http://127.0.0.1:{decode}") - before
         console.print(f"Answer after {seconds:.2f} s: {answer[:200]!r}")
         console.print(f"The prefill instance handed over {handed_over} tokens of KV")
         if not handed_over:
@@ -149,20 +148,6 @@ def chat(proxy: int, num_words: int) -> str:
             if data and data != "[DONE]":
                 pieces.append(json.loads(data)["choices"][0]["delta"].get("content") or "")
     return "".join(pieces)
-
-
-def hit_tokens(port: int) -> int:
-    """Prompt tokens that an instance got from elsewhere, from vLLM's own metrics."""
-    found = re.findall(
-        rf"^{_HIT_METRIC}\{{.*\}} (\S+)$", get(f"http://127.0.0.1:{port}/metrics"), re.MULTILINE
-    )
-    return int(sum(map(float, found)))
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
-        text: str = response.read().decode()
-        return text
 
 
 def free_port() -> int:
