@@ -189,6 +189,11 @@ class LMCacheEngineAdapter:
         for engine_key in list(self._cpu.hot_cache):
             self._cpu.remove(engine_key)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_events` or `take_written` would return something."""
+        return bool(self._written or self._events.has_news)
+
     def take_events(self) -> tuple[CacheEvent, ...]:
         """Admissions and evictions of the CPU tier since the last call, in order."""
         return self._events.take()

@@ -112,6 +112,7 @@ class ConnectorFacade(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, Worke
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
+        self._plan: Any = None
         self._step_output: StepOutput[Any] | None = None
 
     # -- scheduler side ------------------------------------------------------------------------
@@ -148,7 +149,8 @@ class ConnectorFacade(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, Worke
         """The last call before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
-            self._worker.start_forward(connector_metadata.plan)
+            self._plan = connector_metadata.plan
+            self._worker.start_forward(self._plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker_side.start_loads(self._plan)
@@ -206,9 +208,3 @@ class ConnectorFacade(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, Worke
         if self._worker is None:
             raise RuntimeError("register_kv_caches has not been called")
         return self._worker
-
-    @property
-    def _plan(self) -> Any:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PlanMetadata)
-        return metadata.plan

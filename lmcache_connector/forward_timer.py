@@ -52,6 +52,11 @@ class ForwardTimer:
         else:
             self._done.append(ForwardTime(work, self._clock() - self._started))
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a timed pass is through, or on its way."""
+        return bool(self._done or self._queued)
+
     def take(self) -> tuple[ForwardTime, ...]:
         """Those that are through since the last call. Never waits."""
         while self._queued and self._queued[0].behind.query():

@@ -137,6 +137,11 @@ class JobBoard:
             return job_id in self._open
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a job is open, or its result not taken. Takes no lock."""
+        return bool(self._open or self._done)
+
+    @property
     def num_open(self) -> int:
         with self._lock:
             return len(self._open)

@@ -61,6 +61,10 @@ class LinkProbe:
         with self._changed:
             return self._wanted
 
+    @property
+    def has_news(self) -> bool:
+        return self._result is not None
+
     def take(self) -> LinkTime | None:
         """What was measured since the last call."""
         with self._changed:

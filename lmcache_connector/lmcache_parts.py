@@ -182,6 +182,10 @@ class EventSink:
     def close(self) -> None:
         """Nothing to stop: there is no thread."""
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self._events)
+
     def take(self) -> tuple[CacheEvent, ...]:
         taken = []
         while self._events:

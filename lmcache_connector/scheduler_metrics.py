@@ -5,7 +5,7 @@ Asked after every engine step. One comparison tells whether anything has changed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ class SchedulerMetrics:
     def __init__(
         self,
         counters: SchedulerCounters,
-        read_lookups: Callable[[], Iterable[float]] = tuple,
+        read_lookups: Callable[[], Sequence[float]] = tuple,
         read_servers: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
         self._counters = counters
@@ -57,17 +57,21 @@ class SchedulerMetrics:
     def take(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""
         now: tuple[float, ...] = _read_counts(self._counters)
+        lookups = self._read_lookups()
+        if now == self._last and not lookups and self._counters.decisions == self._last_decisions:
+            return None
         samples = Samples()
-        if now != self._last:
-            for (_, metric, labels), value, before in zip(_COUNTS, now, self._last, strict=True):
-                samples.count(metric, *labels, amount=value - before)
-            self._last = now
-            self._take_servers(samples)
-        if self._counters.decisions != self._last_decisions:
-            self._take_decisions(samples)
-        for seconds in self._read_lookups():
+        self._take_counts(samples, now)
+        self._take_decisions(samples)
+        self._take_servers(samples)
+        for seconds in lookups:
             samples.observe("lookup_seconds", "redis", value=seconds)
-        return None if samples.is_empty else samples
+        return samples
+
+    def _take_counts(self, samples: Samples, now: tuple[float, ...]) -> None:
+        for (_, metric, labels), value, before in zip(_COUNTS, now, self._last, strict=True):
+            samples.count(metric, *labels, amount=value - before)
+        self._last = now
 
     def _take_decisions(self, samples: Samples) -> None:
         for reason, count in self._counters.decisions.items():

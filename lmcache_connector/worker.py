@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 0.005
 _VACATE_SECONDS = 0.02
 _FIRST_PROBE_SECONDS = 2.0
+_NO_NEWS: StepOutput[RankReport] = StepOutput()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,8 @@ class WorkerAdapter:
         """Collect what ended; on an idle step, wait a moment for something to end."""
         if self._idle:
             self._board.wait_for_result(_IDLE_WAIT_SECONDS)
+        if not self._has_news():
+            return _NO_NEWS
         # Before the results are taken: a released request's last result must go with it, there may
         # be no next step.
         released = frozenset(self._released())
@@ -219,6 +222,17 @@ class WorkerAdapter:
         return Outcome.DEADLINE if self._clock() >= running.deadline else Outcome.MISSING
 
     # -- details -------------------------------------------------------------------------------
+
+    def _has_news(self) -> bool:
+        """Nearly every decode step ends here. It touches as little as it can: a forward pass has
+        driven all of it out of the processor's caches."""
+        return bool(
+            self._holds
+            or self._board.is_busy
+            or self._engine.has_news
+            or self._timer.has_news
+            or (self._probe is not None and self._probe.has_news)
+        )
 
     @property
     def _blocks_per_chunk(self) -> int:
