@@ -18,6 +18,9 @@ from lmcache_connector.scheduler_counters import SchedulerCounters
 
 logger = logging.getLogger(__name__)
 
+# For an answer from Redis while nothing runs: an idle step would take no less.
+_IDLE_WAIT_SECONDS = 0.005
+
 
 class HitFinder:
     """Without ``lookup`` only the index is asked; without ``choice`` every hit is loaded."""
@@ -56,13 +59,15 @@ class HitFinder:
             state.lookup = self.lookup.submit([keys[i] for i in missing])
             self._counters.lookups += 1
 
-    def remote_answered(self, state: RequestState, num_computed_tokens: int) -> bool:
-        """Waits a moment if that is worth it. False: to be asked again."""
+    def remote_answered(
+        self, state: RequestState, num_computed_tokens: int, *, is_idle: bool
+    ) -> bool:
+        """Waits a moment if that is worth it, longer where it holds up nobody (``is_idle``: no
+        request runs). False: to be asked again."""
         if state.lookup is None:
             return True
         patience = self._lookup_patience(state, num_computed_tokens)
-        wait_seconds = self._settings.lookup_wait_seconds if self._may_wait else 0.0
-        found = state.lookup.wait(min(wait_seconds, max(0.0, patience)))
+        found = state.lookup.wait(min(self._wait_seconds(is_idle), max(0.0, patience)))
         if found is None and patience > 0:
             self._may_wait = False  # a slow server costs a step one wait, however many requests
             return False
@@ -75,6 +80,10 @@ class HitFinder:
         state.remote_chunks = frozenset(state.lookup_chunks[:found])
         state.lookup = None
         return True
+
+    def _wait_seconds(self, is_idle: bool) -> float:
+        wait_seconds = self._settings.lookup_wait_seconds if self._may_wait else 0.0
+        return max(wait_seconds, _IDLE_WAIT_SECONDS) if is_idle and wait_seconds else wait_seconds
 
     def _lookup_patience(self, state: RequestState, num_computed_tokens: int) -> float:
         """Seconds for which this request may still wait for Redis' answer."""

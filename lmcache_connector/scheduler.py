@@ -75,6 +75,8 @@ class SchedulerAdapter:
         self._jobs = RunningJobs(settings.world_size)
         self._store_planner = StorePlanner(settings, self._index, self._jobs.new_id)
         self._epoch = ""
+        # Requests in the last plan that have not finished since.
+        self._scheduled: set[str] = set()
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
         self._holds: list[Hold] = []
@@ -103,7 +105,7 @@ class SchedulerAdapter:
             return 0, False
         first = num_computed_tokens // self._settings.chunk_size
         self._hits.ask_remote(state, first)
-        if not self._hits.remote_answered(state, num_computed_tokens):
+        if not self._hits.remote_answered(state, num_computed_tokens, is_idle=not self._scheduled):
             return None, False
         if not state.counted:
             self._hits.count_lookup(state, num_computed_tokens)
@@ -178,11 +180,13 @@ class SchedulerAdapter:
             probe=self._wants_probe(len(scheduler_output.num_scheduled_tokens)),
         )
         self._loads, self._stores, self._holds, self._cancelled_loads = [], [], [], []
+        self._scheduled = set(scheduler_output.num_scheduled_tokens)
         self._hits.next_step()
         return plan
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:
         """True: store jobs still read the blocks, and the worker side will say when they end."""
+        self._scheduled.discard(request.request_id)
         state = self._states.get(request.request_id)
         if state is None or state.finished:
             return False

@@ -52,7 +52,7 @@ class SlowLookup:
 class Scene:
     """Prefill is measured: a prompt takes 1 s, of which 0.04 s may go into waiting for Redis."""
 
-    def __init__(self) -> None:
+    def __init__(self, lookup_wait_seconds: float = 1.0) -> None:
         self.clock = Clock()
         self.tier = SlowLookup(self.clock)
         self.remote = RemoteLookup(self.tier, 5.0, self.clock)
@@ -63,7 +63,7 @@ class Scene:
             world_size=1,
             loads=True,
             stores=True,
-            lookup_wait_seconds=1.0,
+            lookup_wait_seconds=lookup_wait_seconds,
         )
         model = CostModel(clock=self.clock, rng=random.Random(0), max_deadline_seconds=10.0)
         for _ in range(8):
@@ -103,7 +103,7 @@ def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: S
     hasty = scene.request(2)
     pending = hasty.lookup
     assert pending is not None
-    assert scene.finder.remote_answered(hasty, 0)
+    assert scene.finder.remote_answered(hasty, 0, is_idle=False)
     assert (hasty.remote_chunks, scene.counters.lookups_given_up) == (frozenset(), 1)
 
     scene.tier.gate.set()
@@ -111,7 +111,35 @@ def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: S
     patient = scene.request(3)
     assert patient.lookup is not None
     assert patient.lookup.wait(4.0) == 4
-    assert scene.finder.remote_answered(patient, 0)
+    assert scene.finder.remote_answered(patient, 0, is_idle=False)
     assert patient.remote_chunks == frozenset(range(4))
     assert scene.remote.last_seconds == 0.0
     assert scene.counters.lookups_given_up == 1
+
+
+class Unanswered:
+    """A question without an answer yet, that notes for how long it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_idle", "waits"),
+    [(0.001, False, [0.001, 0.0]), (0.001, True, [0.005, 0.0]), (0.0, True, [0.0, 0.0])],
+)
+def test_a_step_waits_once_and_longer_where_it_holds_up_nobody(
+    setting: float, is_idle: bool, waits: list[float]
+) -> None:
+    scene = Scene(lookup_wait_seconds=setting)
+    scene.tier.seconds = [0.0]
+    state = scene.request(1)
+    question = Unanswered()
+    state.lookup = question  # type: ignore[assignment]
+    for _ in waits:
+        assert not scene.finder.remote_answered(state, 0, is_idle=is_idle)
+    assert question.waits == waits
+    scene.remote.close()

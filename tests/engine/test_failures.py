@@ -156,8 +156,8 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
     hits = probe.connector._scheduler._hits
     answered = hits.remote_answered
 
-    def vanish(state, num_computed_tokens):  # type: ignore[no-untyped-def]
-        done = answered(state, num_computed_tokens)
+    def vanish(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
+        done = answered(state, num_computed_tokens, is_idle=is_idle)
         if done and state.remote_chunks:
             redis.Redis(port=port).flushall()
         return done
@@ -210,8 +210,8 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
     hits = probe.connector._scheduler._hits
     answered = hits.remote_answered
 
-    def stall(state, num_computed_tokens):  # type: ignore[no-untyped-def]
-        done = answered(state, num_computed_tokens)
+    def stall(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
+        done = answered(state, num_computed_tokens, is_idle=is_idle)
         if done and state.remote_chunks:
             os.kill(pid, signal.SIGSTOP)
         return done
