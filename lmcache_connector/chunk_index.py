@@ -25,7 +25,12 @@ class ChunkIndex:
         return len(self._holders)
 
     def __contains__(self, key: bytes) -> bool:
-        return self._holders.get(key) == self._all_ranks or key in self._planned
+        return self.has_each((key,))[0]
+
+    def has_each(self, keys: Iterable[bytes]) -> list[bool]:
+        """``key in self`` for each key, in one pass: long prompts have hundreds."""
+        holders, planned, all_ranks = self._holders, self._planned, self._all_ranks
+        return [holders.get(key) == all_ranks or key in planned for key in keys]
 
     def planned_job(self, key: bytes) -> int:
         """The store job a load of this chunk must wait for, 0 if it is already there."""

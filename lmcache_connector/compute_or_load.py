@@ -84,10 +84,10 @@ class ComputeOrLoad:
         context_tokens: int,
         prompt_tokens: int,
         keys: Sequence[bytes],
-        is_local: Callable[[bytes], bool],
+        are_local: Iterable[bool],
     ) -> LoadDecision:
         """Decide one request, once. ``keys``: its hit chunks, from the one being computed on."""
-        sources = tuple(Source.LOCAL if is_local(key) else Source.REDIS for key in keys)
+        sources = tuple(Source.LOCAL if is_local else Source.REDIS for is_local in are_local)
         queued = dict(self._queued_bytes)
         # What others fetch already is waited for, and copied from memory then.
         shared = sum(key in self._fetching for key in keys) if self._fetching else 0

@@ -53,7 +53,8 @@ class HitFinder:
         if self.lookup is None or state.lookup is not None or state.lookup_chunks:
             return
         keys = state.keys.keys
-        missing = tuple(i for i in range(first, len(keys)) if keys[i] not in self._index)
+        found = self._index.has_each(keys[first:])
+        missing = tuple(i for i, is_local in enumerate(found, first) if not is_local)
         if missing:
             state.lookup_chunks = missing
             state.lookup = self.lookup.submit([keys[i] for i in missing])
@@ -109,8 +110,9 @@ class HitFinder:
         request = state.request
         if self._choice is None or num_computed_tokens >= request.num_tokens:
             return
+        keys = state.keys.keys[first:end]
         decision = self._choice.decide(
-            num_computed_tokens, request.num_tokens, state.keys.keys[first:end], self._is_local
+            num_computed_tokens, request.num_tokens, keys, self._index.has_each(keys)
         )
         state.load_end = first + decision.num_chunks
         state.deadline_seconds = decision.deadline_seconds
@@ -119,13 +121,11 @@ class HitFinder:
         self._counters.declined_tokens += (end - state.load_end) * self._settings.chunk_size
         logger.debug("Request %s: %s", request.request_id, decision)
 
-    def _is_local(self, key: bytes) -> bool:
-        return key in self._index
-
     def _hit_end(self, state: RequestState, first: int) -> int:
-        keys = state.keys.keys
         end = first
-        while end < len(keys) and (keys[end] in self._index or end in state.remote_chunks):
+        for is_local in self._index.has_each(state.keys.keys[first:]):
+            if not is_local and end not in state.remote_chunks:
+                break
             end += 1
         return end
 
@@ -134,7 +134,6 @@ class HitFinder:
         counters, first = self._counters, num_computed_tokens // self._settings.chunk_size
         counters.local_lookups += 1
         counters.queried_tokens += max(0, state.request.num_tokens - num_computed_tokens)
-        hits = state.keys.keys[first : self._hit_end(state, first)]
-        num_local = sum(map(self._is_local, hits))
-        counters.local_lookup_hits += num_local > 0
-        counters.remote_lookup_hits += num_local < len(hits)
+        hits = self._index.has_each(state.keys.keys[first : self._hit_end(state, first)])
+        counters.local_lookup_hits += any(hits)
+        counters.remote_lookup_hits += not all(hits)

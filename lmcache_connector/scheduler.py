@@ -127,7 +127,8 @@ class SchedulerAdapter:
         end = start + num_external_tokens
         chunks = range(start // chunk_size, -(-end // chunk_size))
         keys = tuple(state.keys.keys[i] for i in chunks)
-        fetched_keys = tuple(key for key in keys if key not in self._index)
+        are_local = self._index.has_each(keys)
+        fetched_keys = tuple(key for key, local in zip(keys, are_local, strict=True) if not local)
         job = LoadJob(
             job_id=self._jobs.new_id(),
             request_id=request.request_id,
@@ -139,7 +140,7 @@ class SchedulerAdapter:
             skip_blocks=(start % chunk_size) // self._settings.block_sizes[0],
             deadline_seconds=state.deadline_seconds,
             fetches=bool(fetched_keys),
-            after_job=max(self._index.planned_job(key) for key in keys),
+            after_job=max(map(self._index.planned_job, keys)),
         )
         state.load_job = job
         self._describe(state, chunks)

@@ -69,7 +69,7 @@ def load_job(job_id: int, keys: list[bytes]) -> LoadJob:
 
 def decide(choice: ComputeOrLoad, keys: list[bytes], num_local: int = 0) -> int:
     local = set(keys[:num_local])
-    return choice.decide(0, PROMPT + 100, keys, local.__contains__).num_chunks
+    return choice.decide(0, PROMPT + 100, keys, map(local.__contains__, keys)).num_chunks
 
 
 def fetched(job_id: int, num_bytes: int, seconds: float, failed: bool = False) -> JobResult:
@@ -113,7 +113,7 @@ def test_a_slow_load_teaches_what_redis_is_worth(choice: ComputeOrLoad) -> None:
 def test_a_load_that_was_cut_off_stalls_redis_until_a_probe_arrives(choice: ComputeOrLoad) -> None:
     choice.load_planned(load_job(1, KEYS), tuple(KEYS))
     choice.load_ended(1, [fetched(1, 0, 0.2, failed=True)])
-    decision = choice.decide(0, PROMPT, KEYS, lambda key: False)
+    decision = choice.decide(0, PROMPT, KEYS, [False] * len(KEYS))
     assert (decision.num_chunks, decision.reason) == (0, Reason.SOURCE_STALLED)
     choice.observe_reports([probed(1 << 23, 0.01)])
     assert decide(choice, KEYS) == 32
