@@ -14,7 +14,7 @@ from examples.tiny_model import ModelShape, build_tiny_model
 from tests.servers import Server, running_server, valkey_binary
 
 BLOCK_SIZE = 128
-CHUNK_SIZE = 256
+CHUNK_SIZE = 2 * BLOCK_SIZE  # so that a hit can begin inside a chunk
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,6 +42,7 @@ def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
         "kv_role": role,
         "kv_connector_extra_config": {
             "cpu_gib": 0.5,
+            "chunk_size": CHUNK_SIZE,
             "compute_or_load": "always",
             **extra,
         },
