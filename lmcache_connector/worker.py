@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 0.005
 _VACATE_SECONDS = 0.02
 _FIRST_PROBE_SECONDS = 2.0
+# After a forward pass on CPU: writes wait that long for the next one.
+_HOLD_SECONDS = 0.01
 _NO_NEWS: StepOutput[RankReport] = StepOutput()
 
 
@@ -90,6 +92,8 @@ class WorkerAdapter:
         self._copier: Copier = make_copier(device)
         self._timer = ForwardTimer(device, clock)
         tier = self._tier = make_redis_tier() if make_redis_tier else None
+        # Where the cores that would write compute the model.
+        self._held_tier = tier if device.type == "cpu" else None
         self._engine = LMCacheEngineAdapter(
             settings.engine, settings.geometry, paged, self._copier, tier
         )
@@ -129,6 +133,8 @@ class WorkerAdapter:
             self._board.settle(plan.vacated_stores, _VACATE_SECONDS)
 
     def start_forward(self, plan: StepPlan) -> None:
+        if self._held_tier is not None and not plan.idle:
+            self._held_tier.hold_writes(float("inf"))
         self._timer.start(plan.prefill)
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -153,6 +159,8 @@ class WorkerAdapter:
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
+        if self._held_tier is not None:
+            self._held_tier.hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._board.wait_for_result(_IDLE_WAIT_SECONDS)
         if not self._has_news():

@@ -113,7 +113,7 @@ class RedisTier:
         )
         self._read_plan = _read_plan(config, geometry, sealer)
         self._loads = LoadQueue()
-        self._queue = WriteQueue(config.write_queue_bytes)
+        self._queue = WriteQueue(config.write_queue_bytes, clock)
         readers = [
             Reader(
                 f"lmc-redis-read-{i}",
@@ -228,6 +228,11 @@ class RedisTier:
             self._counters.add("chunks_dropped")
             victim.finish(False)
         return write not in dropped
+
+    def hold_writes(self, until: float) -> None:
+        """Leave the machine's cores alone until then, a reading of the clock, as far as that can
+        wait: see `WriteQueue.hold`."""
+        self._queue.hold(until)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is left to write. Whether that came within ``timeout`` seconds."""

@@ -2,18 +2,26 @@
 
 When there is no room, the chunk deepest in its prompt goes first, the newest of them: a prefix
 without its end is still worth something, an end without its prefix is not.
+
+On a machine whose cores compute the model, a writer takes time from a forward pass. So the queue
+can be told to hold back for as long as one runs; never for long, and not when it fills up.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
 OnDone = Callable[[bool], None]
+
+MAX_HOLD_SECONDS = 1.0
+# How late a writer may notice that it need not hold back any more.
+_HOLD_SLICE_SECONDS = 0.02
 
 
 @dataclass(eq=False)
@@ -24,7 +32,7 @@ class PendingWrite:
     buffer: memoryview
     order: int
     callbacks: list[OnDone] = field(default_factory=list)
-    _finished: bool = False
+    queued_at: float = 0.0
 
     def finish(self, stored: bool) -> None:
         """Tell those who wait. The buffer must not be touched any more."""
@@ -38,8 +46,10 @@ class PendingWrite:
 class WriteQueue:
     """Thread-safe. Entries that were taken still count as bytes until they `finish`."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
+        self._clock = clock
+        self._hold_until = float("-inf")
         self._changed = threading.Condition()
         self._waiting: list[PendingWrite] = []
         self._taken: list[PendingWrite] = []
@@ -62,16 +72,28 @@ class WriteQueue:
                     return []
             dropped = self._make_room(write)
             if write not in dropped:
+                write.queued_at = self._clock()
                 self._waiting.append(write)
                 self._num_bytes += len(write.buffer)
                 self._changed.notify()
             return dropped
+
+    def hold(self, until: float) -> None:
+        """Hand out nothing before ``until``, a reading of the clock, but what has waited for
+        ``MAX_HOLD_SECONDS``, or takes up half the room. Costs nothing to say again."""
+        self._hold_until = until
 
     def take(self, max_bytes: int, timeout: float) -> list[PendingWrite]:
         """The oldest writes, up to ``max_bytes`` or one; empty after ``timeout`` seconds."""
         with self._changed:
             if not self._waiting and not self._closed:
                 self._changed.wait(timeout)
+            end = self._clock() + timeout
+            while (held := self._held_seconds()) > 0.0:
+                left = end - self._clock()
+                if left <= 0.0:
+                    return []
+                self._changed.wait(min(held, left, _HOLD_SLICE_SECONDS))
             size, taken = 0, list[PendingWrite]()
             while self._waiting and size < max_bytes:
                 taken.append(self._waiting.pop(0))
@@ -101,6 +123,12 @@ class WriteQueue:
             self._num_bytes -= sum(len(write.buffer) for write in left)
             self._changed.notify_all()
             return left
+
+    def _held_seconds(self) -> float:
+        if not self._waiting or self._closed or 2 * self._num_bytes > self._max_bytes:
+            return 0.0
+        until = min(self._hold_until, self._waiting[0].queued_at + MAX_HOLD_SECONDS)
+        return until - self._clock()
 
     def _make_room(self, write: PendingWrite) -> list[PendingWrite]:
         """Drop until ``write`` fits, or give up ``write`` itself and drop nothing."""
