@@ -280,7 +280,7 @@ def _exists_ms(bench: Bench, rounds: int) -> float:
             seconds.append(time.perf_counter() - start)
         if found != len(keys):
             raise RuntimeError(f"{found} of {len(keys)} chunks found")
-    lookup.close(1.0)
+    lookup.close()
     return statistics.median(seconds) * 1e3
 
 

@@ -1,17 +1,14 @@
 """Which chunks of a prompt are in Redis: for the scheduler, which reads none of them.
 
-One thread asks, so that no caller ever waits for a connection: a question is one multi-key
-``EXISTS`` per chunk, all sent at once, one round trip per server.
+A question is one multi-key ``EXISTS`` per chunk, all sent at once, one round trip per server.
 """
 
 from __future__ import annotations
 
-import queue
 import random as random_module
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .counters import Counters
 from .deadline import Deadline, never
@@ -22,8 +19,6 @@ from .redis_links import Links, Servers, UnavailableError
 from .redis_topology import Node, make_topology
 from .resp import command, first_line, is_redirection
 from .wire import Wire, WireError
-
-_IDLE_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -37,17 +32,9 @@ class RedisLookupStats:
     servers: tuple[tuple[str, str], ...]
 
 
-@dataclass(eq=False)
-class _Question:
-    keys: Sequence[bytes]
-    deadline: Deadline
-    answer: int = 0
-    done: threading.Event = field(default_factory=threading.Event)
-
-
 class RedisLookup:
     """``geometries``: one per rank of the model; a chunk is there only if all values of all ranks
-    are. Thread-safe."""
+    are. Not thread-safe, but for `stats`: one thread owns it."""
 
     def __init__(
         self,
@@ -64,10 +51,7 @@ class RedisLookup:
         )
         self._counters = Counters()
         self._servers = Servers(config, make_topology(config, clock), clock, random)
-        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lmc-redis-lookup", daemon=True)
-        self._thread.start()
+        self._links = Links(self._servers, config.read_timeout_seconds)
 
     def __repr__(self) -> str:
         return f"RedisLookup({self._config.address}, namespace={self._config.namespace!r})"
@@ -76,23 +60,27 @@ class RedisLookup:
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> int:
         """How many leading chunks are wholly in Redis; 0 on any trouble or past ``deadline`` (a
-        reading of the clock, seconds). Blocks until then at most."""
-        limit = Deadline(deadline, self._clock, cancelled)
-        if not keys or self._closed.is_set():
+        reading of the clock, seconds). Blocks until then at most, but for a connection that has to
+        be made first: see `tend`."""
+        if not keys:
             return 0
-        question = _Question(keys, limit)
-        self._questions.put(question)
-        while not question.done.wait(min(0.05, limit.remaining())):
-            if limit.remaining() <= 0.0:
-                self._counters.add("failures")
-                return 0
-        return question.answer
+        self._links.refresh()
+        self._counters.add("questions")
+        counts = self._ask(keys, Deadline(deadline, self._clock, cancelled))
+        if counts is None:
+            self._counters.add("failures")
+            return 0
+        wanted = len(self._suffixes)
+        found = next((i for i, count in enumerate(counts) if count != wanted), len(counts))
+        self._counters.add("chunks_found", found)
+        return found
 
-    def close(self, timeout: float = 1.0) -> None:
-        """End the thread; one that hangs in a name look-up is left behind, a daemon."""
-        self._closed.set()
-        self._questions.put(None)
-        self._thread.join(timeout)
+    def tend(self) -> None:
+        """Connect ahead of need."""
+        self._links.tend()
+
+    def close(self) -> None:
+        self._links.close()
         self._servers.topology.close()
 
     def stats(self) -> RedisLookupStats:
@@ -104,38 +92,9 @@ class RedisLookup:
             servers=self._servers.states(),
         )
 
-    def _run(self) -> None:
-        links = Links(self._servers, self._config.read_timeout_seconds)
-        links.tend()
-        while not self._closed.is_set():
-            try:
-                question = self._questions.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                links.tend()
-                continue
-            links.refresh()
-            if question is not None:
-                self._answer(question, links)
-        links.close()
-
-    def _answer(self, question: _Question, links: Links) -> None:
-        if question.deadline.remaining() <= 0.0:
-            return
-        self._counters.add("questions")
-        counts = self._ask(question, links)
-        if counts is None:
-            self._counters.add("failures")
-        else:
-            wanted = len(self._suffixes)
-            question.answer = next(
-                (i for i, count in enumerate(counts) if count != wanted), len(counts)
-            )
-            self._counters.add("chunks_found", question.answer)
-        question.done.set()
-
-    def _ask(self, question: _Question, links: Links) -> list[int] | None:
+    def _ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[int] | None:
         """How many values of each chunk exist, None on any trouble."""
-        tags = [chunk_tag(self._config.namespace, key) for key in question.keys]
+        tags = [chunk_tag(self._config.namespace, key) for key in keys]
         by_node: dict[Node, list[int]] = {}
         for index, tag in enumerate(tags):
             node = self._servers.topology.node_of(tag)
@@ -146,20 +105,25 @@ class RedisLookup:
         asked: list[tuple[Node, Wire]] = []
         try:
             for node, indices in by_node.items():
-                asked.append((node, links.get(node)))
-                question_bytes = b"".join(self._command(tags[i]) for i in indices)
-                asked[-1][1].send([question_bytes], question.deadline)
+                asked.append((node, self._links.get(node)))
+                question = b"".join(self._command(tags[i]) for i in indices)
+                asked[-1][1].send([question], deadline)
             for node, wire in asked:
                 for index in by_node[node]:
-                    counts[index] = _number(wire.receive_line(question.deadline))
-                links.succeeded(node)
+                    counts[index] = _number(wire.receive_line(deadline))
+                self._links.succeeded(node)
         except UnavailableError:
-            _drop_all(links, asked, "another server is unavailable", blame=False)
+            self._drop_all(asked, "another server is unavailable", blame=False)
             return None
         except WireError as error:
-            _drop_all(links, asked, str(error), blame=error.is_servers_fault)
+            self._drop_all(asked, str(error), blame=error.is_servers_fault)
             return None
         return counts
+
+    def _drop_all(self, asked: Sequence[tuple[Node, Wire]], detail: str, *, blame: bool) -> None:
+        """Answers may still be on the way on any of them."""
+        for node, _ in asked:
+            self._links.drop(node, detail, blame=blame)
 
     def _command(self, tag: bytes) -> bytes:
         return command(b"EXISTS", *(tag + suffix for suffix in self._suffixes))
@@ -174,11 +138,3 @@ def _number(line: bytes) -> int:
     if line[:1] == b":" and line[1:].isdigit():
         return int(line[1:])
     raise WireError("bad_reply", first_line(line), is_servers_fault=not is_redirection(line))
-
-
-def _drop_all(
-    links: Links, asked: Sequence[tuple[Node, Wire]], detail: str, *, blame: bool
-) -> None:
-    """Answers may still be on the way on any of them."""
-    for node, _ in asked:
-        links.drop(node, detail, blame=blame)

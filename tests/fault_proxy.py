@@ -100,8 +100,9 @@ class FaultProxy:
                 continue
             with self._lock:
                 self._open |= {client, server}
-            for sock in (client, server):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError):  # it may be reset already
+                for sock in (client, server):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._spawn(self._forward, client, server, Direction.REQUEST)
             self._spawn(self._forward, server, client, Direction.REPLY)
 
@@ -120,8 +121,8 @@ class FaultProxy:
                         fault = None
                 passed += len(data)
                 target.sendall(data)
-        except OSError:
-            pass  # one side is gone, the other follows
+        except (OSError, ValueError):
+            pass  # one side is gone (a closed socket has no descriptor), the other follows
         finally:
             for sock in (source, target):
                 _cut(sock)

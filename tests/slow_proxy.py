@@ -81,11 +81,11 @@ class SlowProxy:
             try:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._target_port))
+                for sock in (client, server):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             except OSError:
                 continue
-            for sock in (client, server):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._open.add(sock)
+            self._open |= {client, server}
             self._forward(client, server, lanes[0])
             self._forward(server, client, lanes[1])
 

@@ -45,6 +45,9 @@ class SlowLookup:
         self._clock.now += self.seconds.pop(0)
         return len(keys)
 
+    def tend(self) -> None:
+        """Nothing to connect."""
+
     def close(self) -> None:
         """Nothing to close."""
 

@@ -65,7 +65,7 @@ def plain(model: Path) -> str:
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"block_size": 32},
-        {"block_size": 256},
+        {"block_size": 64},
         {"dtype": "bfloat16"},  # what auto means here
         {"kv_cache_dtype": "auto"},
         {"seed": 7},

@@ -38,6 +38,9 @@ class GatedLookup:
             raise self.error
         return len(keys) - 1
 
+    def tend(self) -> None:
+        """Nothing to connect."""
+
     def close(self) -> None:
         self.closed = True
 
