@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.kv_events import BlocksRemoved, BlocksStored, KvEventLog
 from tests.connector.shadow_engine import ShadowEngine, Shape
 from tests.connector.shadow_worker import BLOCK_SIZE, VOCABULARY, Faults
 
@@ -182,6 +183,47 @@ def test_a_load_under_way_during_a_reset_is_cancelled_and_recomputed(model: Path
     assert engine.adapter.counters.failed_loads == {"cancelled": 1}
     engine.check_answer(request_id)
     engine.check_whole()
+
+
+def test_one_that_bypasses_since_a_reset_keeps_what_it_stores_to_itself(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says any more what makes its KV unique, say because its adapter is gone."""
+    engine = ShadowEngine(model, Shape(prefix_caching=False), 0, Faults(slow=0.0))
+    tokens = prompt(1, 2 * CHUNK)
+    engine.add(tokens, max_tokens=1)  # waits still: what it computes, it computes after the reset
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.adapter, "_identify", lambda request, epoch: None)
+        engine.adapter.reset_cache("after")
+    engine.run_until_idle()
+    assert engine.adapter.counters.store_jobs == 1
+    again = engine.add(tokens, max_tokens=1)
+    engine.run_until_idle()
+    assert engine.adapter.counters.load_jobs == 0
+    assert engine.adapter.counters.store_jobs == 2
+    engine.check_answer(again)
+    engine.check_whole()
+
+
+def test_another_instances_reset_takes_back_what_routers_were_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    # Else vLLM's scheduler takes them with every step, for the routers.
+    monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
+    engine.adapter._kv_events = engine.adapter._hits._kv_events = KvEventLog(world_size=1)
+    engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
+    engine.run_until_idle()
+    stored = engine.adapter.take_kv_events()
+    assert len(stored) == 2
+    engine.adapter.follow_epoch("next")
+    removed = engine.adapter.take_kv_events()
+    assert {event.hashes for event in removed if isinstance(event, BlocksRemoved)} == {
+        event.blocks.hashes for event in stored if isinstance(event, BlocksStored)
+    }
+    assert removed
+    engine.adapter.follow_epoch("next")
+    assert engine.adapter.take_kv_events() == []
 
 
 def test_what_the_index_wrongly_thinks_is_there_is_stored_again(model: Path) -> None:
