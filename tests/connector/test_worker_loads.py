@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -272,3 +273,20 @@ def probed(instance: Instance) -> LinkTime:
             return report.redis
         threading.Event().wait(0.001)
     raise AssertionError("the probe does not answer")
+
+
+def test_writes_wait_while_the_same_cores_compute(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = make_instance(port)
+    tier = instance.worker._tier
+    assert tier is not None
+    told: list[float] = []
+    monkeypatch.setattr(tier, "hold_writes", told.append)
+    instance.run(StepPlan())
+    forever, soon = told
+    assert forever == float("inf")
+    assert soon < time.monotonic() + 1.0
+    instance.run(StepPlan(idle=True))  # no forward pass
+    assert told[2:] == [pytest.approx(soon, abs=LONG)]
+    instance.worker.shutdown()
