@@ -1,8 +1,5 @@
 """Copies between blocks in host memory: one pass without the GIL per job.
 
-Large jobs are written with streaming stores, as a long memcpy is: an ordinary store first reads
-the line it overwrites, which costs short runs a third of the memory bandwidth.
-
 One thread copies. It reaches the speed of one long memcpy, and a second one would take the core
 from a thread of vLLM.
 """
@@ -14,7 +11,9 @@ from typing import Any, Literal
 
 import torch
 
+from lmcache_connector.copy_ordered import copy_ordered
 from lmcache_connector.copy_plan import Move, check_devices, plan_copy
+from lmcache_connector.copy_run import compile_copy_run
 from lmcache_connector.kv_layout import BlockSpace
 
 HOST = torch.device("cpu")
@@ -23,16 +22,14 @@ STREAM_MIN_JOB_BYTES = 4 << 20
 
 Measured on an AMD EPYC (family 26) with cold memory: even at 2 MiB, streaming ahead from 4 MiB.
 """
-LINE_BYTES = 64
-STREAM_BYTES = 4 * LINE_BYTES
-"""Streaming stores are issued for this many bytes at a time."""
 
 
 class CpuCopier:
     """Copies on the calling thread. Safe to use from several threads at once.
 
     Making one compiles the kernel, in one to two seconds. numba must not be loaded earlier than
-    that: vLLM's CPU worker does not start once it is.
+    that: vLLM's CPU worker does not start once it is. The kernel for elements in another order,
+    which few caches need, is compiled by the first copy that does.
     """
 
     def __init__(self, stream_min_job_bytes: int = STREAM_MIN_JOB_BYTES) -> None:
@@ -56,7 +53,10 @@ class CpuCopier:
         plan = plan_copy(src, dst, src_block_ids, dst_block_ids)
         rows = (plan.src.anchor, plan.src.index, plan.dst.anchor, plan.dst.index)
         stream = plan.num_bytes >= self._stream_min_job_bytes
-        self._kernel(plan.moves, *rows, plan.groups, stream)
+        if plan.order is None:
+            self._kernel(plan.moves, *rows, plan.groups, stream)
+        else:
+            copy_ordered(plan, plan.order, stream)
         return plan.num_bytes
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ def _compile() -> Callable[..., None]:
     """The kernel that runs a whole plan. Addresses are integers; the plan has checked them."""
     import numba  # here, not above: see CpuCopier
 
-    copy_run, finish = _copy_run()
+    copy_run, finish = compile_copy_run()
 
     @numba.njit("void(int64, int64, int64[::1], int64, boolean)", nogil=True)
     def copy_row(dst: Any, src: Any, move: Any, run: Any, stream: Any) -> None:
@@ -117,65 +117,3 @@ def _compile() -> Callable[..., None]:
 
     kernel: Callable[..., None] = copy_rows
     return kernel
-
-
-def _copy_run() -> tuple[Any, Any]:
-    """``copy_run(dst, src, num_bytes, stream)``, and ``finish()`` to be called after the last."""
-    import numba
-    from numba import types
-
-    memcpy: Any = types.ExternalFunction(
-        "memcpy", types.voidptr(types.intp, types.intp, types.uintp)
-    )
-    stream_lines, finish = _intrinsics()
-
-    @numba.njit("void(int64, int64, int64, boolean)", nogil=True)
-    def copy_run(dst: Any, src: Any, num_bytes: Any, stream: Any) -> None:
-        done = 0
-        if stream and num_bytes >= 2 * STREAM_BYTES:
-            done = -dst % LINE_BYTES  # streaming stores need whole, aligned lines
-            memcpy(dst, src, done)
-            while done + STREAM_BYTES <= num_bytes:
-                stream_lines(dst + done, src + done)
-                done += STREAM_BYTES
-        if done < num_bytes:
-            memcpy(dst + done, src + done, num_bytes - done)
-
-    return copy_run, finish
-
-
-def _intrinsics() -> tuple[Any, Any]:
-    """Two pieces of LLVM IR numba has no words for.
-
-    ``stream_lines(dst, src)`` copies STREAM_BYTES with non-temporal stores; ``dst`` is aligned to
-    LINE_BYTES. ``finish()`` orders them before whatever tells other threads of the copy.
-    """
-    from llvmlite import ir
-    from numba import types
-    from numba.extending import intrinsic
-
-    word = ir.IntType(64)
-    line = ir.VectorType(ir.IntType(8), LINE_BYTES)
-    offsets = [ir.Constant(word, at) for at in range(0, STREAM_BYTES, LINE_BYTES)]
-
-    def emit_lines(_context: Any, builder: Any, _signature: Any, args: Any) -> None:
-        dst, src = ([builder.add(base, at) for at in offsets] for base in args)
-        pointer = line.as_pointer()
-        lines = [builder.load(builder.inttoptr(at, pointer), align=1) for at in src]
-        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        for at, value in zip(dst, lines, strict=True):
-            store = builder.store(value, builder.inttoptr(at, pointer), align=LINE_BYTES)
-            store.set_metadata("nontemporal", hint)
-
-    def emit_fence(_context: Any, builder: Any, _signature: Any, _args: Any) -> None:
-        builder.fence("seq_cst")
-
-    @intrinsic
-    def stream_lines(_typing: Any, dst: Any, src: Any) -> Any:
-        return types.void(types.int64, types.int64), emit_lines
-
-    @intrinsic
-    def finish(_typing: Any) -> Any:
-        return types.void(), emit_fence
-
-    return stream_lines, finish
