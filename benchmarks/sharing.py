@@ -57,6 +57,7 @@ CASES = (
     Case(Shape(2), Shape(1)),
     Case(Shape(2), Shape(2)),
     Case(Shape(block_size=16), Shape(block_size=128)),
+    Case(Shape(block_size=128), Shape(block_size=16)),
     Case(Shape(block_size=128), Shape(block_size=32)),
     Case(Shape(block_size=16), Shape(2, block_size=128)),
 )
