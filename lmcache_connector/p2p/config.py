@@ -19,6 +19,7 @@ from lmcache_connector.p2p.errors import AddressError
 from lmcache_connector.storage.secret import resolve_secret
 
 _MIN_SECRET_BYTES = 16
+_VLLM_OWN = ("kv_port", "kv_role", "engine_id", "kv_load_failure_policy")
 
 
 class P2PConfig(BaseModel):
@@ -126,6 +127,8 @@ def _odd_combinations(config: P2PConfig) -> list[str]:
 
 
 def _unknown_key(key: str, valid: list[str]) -> str:
+    if key in _VLLM_OWN:
+        return f"{key!r} is vLLM's own: put it beside 'kv_connector'"
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"
     return f"{key!r} is not a key: {hint}"

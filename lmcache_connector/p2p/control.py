@@ -61,6 +61,22 @@ class _Session:
     key: SessionKey
 
 
+def bound_socket(
+    context: zmq.Context[zmq.Socket[bytes]], host: str, port: int
+) -> zmq.Socket[bytes]:
+    """What a server listens on. Raises ``PeerError`` if the port is taken."""
+    server = context.socket(zmq.ROUTER)
+    server.setsockopt(zmq.LINGER, 0)
+    server.setsockopt(zmq.MAXMSGSIZE, messages.MAX_PACKET_BYTES)
+    server.setsockopt(zmq.IPV6, ":" in host)
+    try:
+        server.bind(f"tcp://{PeerAddress(host, port)}")
+    except zmq.ZMQError as error:
+        server.close()
+        raise PeerError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return server
+
+
 class ControlServer:
     """Listens on ``host:port`` at once. Raises ``PeerError`` if the port is taken."""
 
@@ -84,15 +100,7 @@ class ControlServer:
         self._admitted: dict[bytes, Peer] = {}  # by session name
         self._stopping = threading.Event()
         self._num_rejected = 0
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_PACKET_BYTES)
-        self._socket.setsockopt(zmq.IPV6, ":" in host)
-        try:
-            self._socket.bind(f"tcp://{PeerAddress(host, port)}")
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise PeerError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        self._socket = bound_socket(context, host, port)
         self._thread = threading.Thread(target=self._serve, name="lmc-p2p-control", daemon=True)
         self._thread.start()
 

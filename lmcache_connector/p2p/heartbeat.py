@@ -7,6 +7,7 @@ is told, and the router forgets the instance.
 from __future__ import annotations
 
 import hmac
+import http.client
 import json
 import logging
 import threading
@@ -46,7 +47,7 @@ class Heartbeat:
         self, registration: Registration, router: str, seconds: float, secret: bytes
     ) -> None:
         self._registration = registration
-        self._url = f"{router}/register"
+        self._router = router
         self._seconds = seconds
         self._secret = secret
         self._stopping = threading.Event()
@@ -69,25 +70,35 @@ class Heartbeat:
             self._stopping.wait(self._seconds)
 
     def _is_serving(self) -> bool:
-        url = f"http://{self._registration.http}/health"
         try:
-            urllib.request.urlopen(url, timeout=_ANSWER_SECONDS).close()
+            _open(urllib.request.Request(f"http://{self._registration.http}/health"))
         except (OSError, ValueError):
             return False
         return True
 
     def _post(self, *, leaves: bool) -> None:
-        # The time keeps an old registration from being sent once more by somebody else.
-        fields = {**asdict(self._registration), "leaves": leaves, "time": time.time()}
-        body = json.dumps(fields).encode()
-        headers = {"Content-Type": "application/json"}
-        if self._secret:
-            headers[SIGNATURE_HEADER] = sign(body, self._secret)
-        request = urllib.request.Request(self._url, body, headers)
         try:
-            urllib.request.urlopen(request, timeout=_ANSWER_SECONDS).close()
+            tell(self._router, self._registration, self._secret, leaves=leaves)
             self._is_silent = False
         except (OSError, ValueError) as error:
             if not self._is_silent:
-                logger.warning("The router at %s cannot be reached: %s", self._url, error)
+                logger.warning("The router at %s cannot be reached: %s", self._router, error)
             self._is_silent = True
+
+
+def tell(router: str, registration: Registration, secret: bytes, *, leaves: bool) -> None:
+    """Register, or say good-bye. Raises ``OSError`` or ``ValueError``; a refusal: ``HTTPError``."""
+    # The time keeps an old registration from being sent once more by somebody else.
+    fields = {**asdict(registration), "leaves": leaves, "time": time.time()}
+    body = json.dumps(fields).encode()
+    headers = {"Content-Type": "application/json"}
+    if secret:
+        headers[SIGNATURE_HEADER] = sign(body, secret)
+    _open(urllib.request.Request(f"{router}/register", body, headers))
+
+
+def _open(request: urllib.request.Request) -> None:
+    try:
+        urllib.request.urlopen(request, timeout=_ANSWER_SECONDS).close()
+    except http.client.HTTPException as error:  # neither of the others
+        raise OSError(f"it does not speak HTTP: {str(error)[:80]}") from error

@@ -39,6 +39,15 @@ PIECE_BYTES = 16 << 20
 _FOREVER_SECONDS = 1e9
 
 
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Raises ``PeerError`` if the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise PeerError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
 class TcpTransport:
     """``stall_seconds``: how long a connection may go without a byte while it owes some."""
 
@@ -53,11 +62,7 @@ class TcpTransport:
         self._acceptor: threading.Thread | None = None
 
     def listen(self, host: str, port: int, sink: Sink, key_of: KeyOf) -> int:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, port), family=family)
-        except OSError as error:
-            raise PeerError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        self._listener = listening_socket(host, port)
         self._acceptor = threading.Thread(
             target=self._accept, args=(self._listener, host, sink, key_of), name="lmc-p2p-accept"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.cli.check import available_memory
+from lmcache_connector.cli.check_host import available_memory
 from tests.cli.conftest import Outcome
 from tests.servers import Server, running_server, valkey_binary
 

@@ -1,0 +1,43 @@
+"""What ``check`` found, one line each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_connector.cli.report import FOUND_WRONG, Report, duration
+
+_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``verdict``: ``ok``, ``warning`` or ``error``. ``hint``: how to mend it. ``code``: what an
+    error makes of the exit code."""
+
+    name: str
+    verdict: str
+    detail: str
+    hint: str = ""
+    seconds: float | None = None
+    code: int = FOUND_WRONG
+
+    @property
+    def exit_code(self) -> int:
+        return self.code if self.verdict == "error" else 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "verdict": self.verdict,
+            "detail": self.detail,
+            "hint": self.hint,
+            "seconds": self.seconds,
+        }
+
+    def show(self, report: Report) -> None:
+        took = f" ({duration(self.seconds)})" if self.seconds is not None else ""
+        report.out.print(_MARKS[self.verdict] + " " * (9 - len(self.verdict)), end="")
+        report.out.print(f"{self.name}: {self.detail}{took}", markup=False, highlight=False)
+        if self.hint:
+            report.out.print(f"         -> {self.hint}", markup=False, highlight=False)
