@@ -21,8 +21,9 @@ from lmcache_connector.assembly import (
 )
 from lmcache_connector.config import parse_config
 from lmcache_connector.facade import ConnectorFacade
+from lmcache_connector.metric_table import METRICS
 from lmcache_connector.plans import Calibration
-from lmcache_connector.prom_metrics import TieredPromMetrics, TieredStats
+from lmcache_connector.prom_metrics import TieredStats
 from lmcache_connector.scheduler import SchedulerAdapter
 from lmcache_connector.scheduler_metrics import SchedulerMetrics
 from lmcache_connector.startup import banner
@@ -54,6 +55,9 @@ class CalibrationMetadata(KVConnectorHandshakeMetadata):
 
 class LMCacheTieredConnector(ConnectorFacade[SchedulerAdapter, "WorkerAdapter"]):
     """GPU -> CPU -> Redis. See the README for what it does and how it is configured."""
+
+    _metrics = METRICS
+    _stats_type = TieredStats
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -181,28 +185,10 @@ class LMCacheTieredConnector(ConnectorFacade[SchedulerAdapter, "WorkerAdapter"])
 
     # -- figures -------------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> TieredStats | None:
-        """Asked after every step, on both sides; vLLM adds up what all of them say."""
-        samples = None
+    def _take_samples(self) -> Samples | None:
         if self._worker is not None:
-            samples = self._worker.take_metrics()
-        elif self._scheduler_metrics is not None:
-            samples = self._scheduler_metrics.take()
-        return TieredStats.of(samples) if samples is not None else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:
-        return TieredStats(data=data) if data is not None else TieredStats.of(Samples())
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> TieredPromMetrics:
-        return TieredPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+            return self._worker.take_metrics()
+        return self._scheduler_metrics.take() if self._scheduler_metrics is not None else None
 
     # -- details -------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ come back with the step's output. A connector adds which sides there are and wha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -18,7 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from lmcache_connector.metric_table import Metric
+from lmcache_connector.prom_metrics import ConnectorStats, TablePromMetrics
 from lmcache_connector.startup import log_through
+from lmcache_connector.stats import Samples
 from lmcache_connector.step_output import StepOutput
 from lmcache_connector.vllm_compat import check_versions
 
@@ -99,7 +103,10 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 class ConnectorFacade(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
     """A subclass sets ``_scheduler`` when it is built for that role, and ``_worker`` in
-    ``register_kv_caches``."""
+    ``register_kv_caches``. ``_metrics`` is its table, ``_stats_type`` how its log line reads."""
+
+    _metrics: ClassVar[Mapping[str, Metric]]
+    _stats_type: ClassVar[type[ConnectorStats]]
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -194,6 +201,33 @@ class ConnectorFacade(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, Worke
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """Asked after every step, on both sides; vLLM adds up what all of them say."""
+        samples = self._take_samples()
+        return self._stats_type.of(samples) if samples is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return cls._stats_type(data=data) if data is not None else cls._stats_type.of(Samples())
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TablePromMetrics:
+        return TablePromMetrics(
+            cls._metrics, vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+
+    def _take_samples(self) -> Samples | None:
+        """What is new on this side since the last call; ``None`` if nothing is."""
+        raise NotImplementedError
 
     # -- details -------------------------------------------------------------------------------
 

@@ -22,6 +22,10 @@ SECONDS_BUCKETS = (
 BANDWIDTH_BUCKETS = (1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1e11)
 
 
+Known = tuple[tuple[str, ...], ...]
+_TIERS: Known = (("cpu",), ("redis",))
+
+
 class Kind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -30,12 +34,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``buckets``: upper bounds, of a histogram."""
+    """``known``: label values known beforehand, so that a rate has a first value to start from.
+    ``buckets``: upper bounds, of a histogram."""
 
     name: str
     kind: Kind
     labels: tuple[str, ...]
     documentation: str
+    known: Known
     buckets: tuple[float, ...] = ()
 
     @property
@@ -44,81 +50,103 @@ class Metric:
         return PREFIX + self.name
 
 
-def _counter(name: str, labels: tuple[str, ...], documentation: str) -> Metric:
-    return Metric(name, Kind.COUNTER, labels, documentation)
+def counter(
+    name: str, labels: tuple[str, ...], documentation: str, known: Known | None = None
+) -> Metric:
+    return Metric(name, Kind.COUNTER, labels, documentation, _known(labels, known))
 
 
-def _gauge(name: str, labels: tuple[str, ...], documentation: str) -> Metric:
-    return Metric(name, Kind.GAUGE, labels, documentation)
+def gauge(name: str, labels: tuple[str, ...], documentation: str) -> Metric:
+    return Metric(name, Kind.GAUGE, labels, documentation, _known(labels, None))
 
 
-def _histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, ("tier",), documentation, buckets)
+def histogram(
+    name: str, labels: tuple[str, ...], documentation: str, buckets: tuple[float, ...]
+) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, labels, documentation, _known(labels, None), buckets)
 
 
-def _table(metrics: Iterable[Metric]) -> dict[str, Metric]:
+def _known(labels: tuple[str, ...], given: Known | None) -> Known:
+    if given is not None or not labels:
+        return given or ((),)
+    return _TIERS if labels == ("tier",) else ()
+
+
+def table(metrics: Iterable[Metric]) -> dict[str, Metric]:
     return {metric.name: metric for metric in metrics}
 
 
-METRICS = _table(
+METRICS = table(
     [
-        _counter("lookups", ("tier",), "Requests for which a tier was asked what it holds."),
-        _counter("lookup_hits", ("tier",), "Requests of which a tier had at least one chunk."),
-        _counter(
+        counter("lookups", ("tier",), "Requests for which a tier was asked what it holds."),
+        counter("lookup_hits", ("tier",), "Requests of which a tier had at least one chunk."),
+        counter(
             "lookups_given_up", (), "Requests that did not wait for Redis to say what it holds."
         ),
-        _counter("queried_tokens", (), "Prompt tokens looked up that vLLM itself did not have."),
-        _counter("hit_tokens", ("tier",), "Tokens planned to be loaded from a tier."),
-        _counter("declined_tokens", (), "Hit tokens left to compute because that is quicker."),
-        _counter("decisions", ("reason",), "Compute-or-load decisions on hits, by reason."),
-        _counter("probes", (), "Measurements of Redis' speed without a request."),
-        _counter("load_jobs", (), "Loads planned."),
-        _counter("store_jobs", (), "Stores planned."),
-        _counter("failed_loads", ("reason",), "Loads that did not bring all, over all ranks."),
-        _counter("failed_stores", ("reason",), "Stores that did not keep all, over all ranks."),
-        _counter("recomputed_tokens", (), "Tokens whose load failed, computed after all."),
-        _counter("prefill_saved_tokens", (), "Prompt tokens loaded instead of computed."),
-        _counter(
+        counter("queried_tokens", (), "Prompt tokens looked up that vLLM itself did not have."),
+        counter("hit_tokens", ("tier",), "Tokens planned to be loaded from a tier."),
+        counter("declined_tokens", (), "Hit tokens left to compute because that is quicker."),
+        counter("decisions", ("reason",), "Compute-or-load decisions on hits, by reason."),
+        counter("probes", (), "Measurements of Redis' speed without a request."),
+        counter("load_jobs", (), "Loads planned."),
+        counter("store_jobs", (), "Stores planned."),
+        counter("failed_loads", ("reason",), "Loads that did not bring all, over all ranks."),
+        counter("failed_stores", ("reason",), "Stores that did not keep all, over all ranks."),
+        counter("recomputed_tokens", (), "Tokens whose load failed, computed after all."),
+        counter("prefill_saved_tokens", (), "Prompt tokens loaded instead of computed."),
+        counter(
             "prefill_saved_seconds",
             (),
             "Estimated compute time of those tokens; load time is not taken off.",
         ),
-        _counter("loaded_bytes", ("tier",), "cpu: copied to KV caches. redis: fetched."),
-        _counter("stored_bytes", ("tier",), "cpu: copied from KV caches. redis: written."),
-        _counter("evicted_chunks", ("tier",), "Chunks that left the CPU tier."),
-        _counter(
+        counter("loaded_bytes", ("tier",), "cpu: copied to KV caches. redis: fetched."),
+        counter("stored_bytes", ("tier",), "cpu: copied from KV caches. redis: written."),
+        counter("evicted_chunks", ("tier",), "Chunks that left the CPU tier.", (("cpu",),)),
+        counter(
             "written_chunks",
             ("result",),
             "Ends of writes to Redis: written, already_there, claimed_elsewhere.",
         ),
-        _counter(
+        counter(
             "dropped_writes",
             ("reason",),
             "Chunks not written to Redis: queue_full (or writes paused), failed.",
         ),
-        _counter(
+        counter(
             "redis_chunks",
             ("result",),
             "Chunks asked of Redis by loads: hit, or why not (missing, deadline, bad_checksum...).",
         ),
-        _histogram("lookup_seconds", "Time until a tier said what it holds.", SECONDS_BUCKETS),
-        _histogram("load_seconds", "Time of a load job in a tier, per rank.", SECONDS_BUCKETS),
-        _histogram("store_seconds", "Time of a store job or burst, per rank.", SECONDS_BUCKETS),
-        _histogram(
-            "load_bytes_per_second", "Bandwidth of a load job in a tier.", BANDWIDTH_BUCKETS
+        histogram(
+            "lookup_seconds", ("tier",), "Time until a tier said what it holds.", SECONDS_BUCKETS
         ),
-        _histogram(
-            "store_bytes_per_second", "Bandwidth of a store job or burst.", BANDWIDTH_BUCKETS
+        histogram(
+            "load_seconds", ("tier",), "Time of a load job in a tier, per rank.", SECONDS_BUCKETS
         ),
-        _gauge("queued_jobs", ("rank",), "Load and store jobs not yet ended."),
-        _gauge("write_queue_bytes", ("rank",), "Bytes waiting to be written to Redis."),
-        _gauge("cpu_used_bytes", ("rank",), "Bytes of chunks in the CPU tier."),
-        _gauge("cpu_capacity_bytes", ("rank",), "Size of the CPU tier."),
-        _gauge(
+        histogram(
+            "store_seconds", ("tier",), "Time of a store job or burst, per rank.", SECONDS_BUCKETS
+        ),
+        histogram(
+            "load_bytes_per_second",
+            ("tier",),
+            "Bandwidth of a load job in a tier.",
+            BANDWIDTH_BUCKETS,
+        ),
+        histogram(
+            "store_bytes_per_second",
+            ("tier",),
+            "Bandwidth of a store job or burst.",
+            BANDWIDTH_BUCKETS,
+        ),
+        gauge("queued_jobs", ("rank",), "Load and store jobs not yet ended."),
+        gauge("write_queue_bytes", ("rank",), "Bytes waiting to be written to Redis."),
+        gauge("cpu_used_bytes", ("rank",), "Bytes of chunks in the CPU tier."),
+        gauge("cpu_capacity_bytes", ("rank",), "Size of the CPU tier."),
+        gauge(
             "circuit_state",
             ("rank", "node"),
             "Circuit breaker of a server: 0 closed (in use), 1 on trial, 2 open (left alone).",
         ),
-        _gauge("writes_paused", ("rank",), "1 while Redis refuses writes."),
+        gauge("writes_paused", ("rank",), "1 while Redis refuses writes."),
     ]
 )

@@ -6,16 +6,16 @@ values. Nothing here touches the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from lmcache_connector.metric_table import METRICS, Kind, Metric
+from lmcache_connector.metric_table import Kind, Metric
 from lmcache_connector.stats import Samples, log_fields, sample_key, split_key
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class TieredStats(KVConnectorStats):
-    """``data`` is a :class:`Samples`, as plain data."""
+class ConnectorStats(KVConnectorStats):
+    """``data`` is a :class:`Samples`, as plain data. A subclass says how the log line reads."""
 
     @classmethod
-    def of(cls, samples: Samples) -> TieredStats:
+    def of(cls, samples: Samples) -> Self:
         return cls(data=samples.to_data())
 
     @property
@@ -37,37 +37,43 @@ class TieredStats(KVConnectorStats):
     def reset(self) -> None:
         self.data = Samples().to_data()
 
-    def aggregate(self, other: KVConnectorStats) -> TieredStats:
+    def aggregate(self, other: KVConnectorStats) -> Self:
         """Another rank's or interval's are added to these."""
         total = self.samples
         total.merge(Samples.from_data(other.data))
         self.data = total.to_data()
         return self
 
-    def reduce(self) -> dict[str, Any]:
-        """For the periodic log line."""
-        return dict(log_fields(self.samples))
-
     def is_empty(self) -> bool:
         return self.samples.is_empty
 
 
-class TieredPromMetrics(KVConnectorPromMetrics):
-    """Registers every metric of the table, once per process; unlabelled ones start at zero."""
+@dataclass
+class TieredStats(ConnectorStats):
+    """Of the tiers."""
+
+    def reduce(self) -> dict[str, Any]:
+        """For the periodic log line."""
+        return dict(log_fields(self.samples))
+
+
+class TablePromMetrics(KVConnectorPromMetrics):
+    """Registers every metric of a table, once per process; known label values start at zero."""
 
     def __init__(
         self,
+        table: Mapping[str, Metric],
         vllm_config: VllmConfig,
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = {name: self._register(metric) for name, metric in METRICS.items()}
+        self._metrics = {name: self._register(metric) for name, metric in table.items()}
         self._children: dict[tuple[int, str], Any] = {}
         for engine_index in per_engine_labelvalues:
-            for metric in METRICS.values():
-                for labels in _known_labels(metric):
+            for metric in table.values():
+                for labels in metric.known:
                     self._child(engine_index, sample_key(metric.name, *labels))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -100,12 +106,3 @@ class TieredPromMetrics(KVConnectorPromMetrics):
             child = self._metrics[name].labels(*values)
             self._children[engine_index, key] = child
         return child
-
-
-def _known_labels(metric: Metric) -> list[tuple[str, ...]]:
-    """Label values known beforehand, so that a rate has a first value to start from."""
-    if not metric.labels:
-        return [()]
-    if metric.labels == ("tier",):
-        return [("cpu",)] if metric.name == "evicted_chunks" else [("cpu",), ("redis",)]
-    return []

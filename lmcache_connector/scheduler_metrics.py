@@ -6,9 +6,9 @@ Asked after every engine step. One comparison tells whether anything has changed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from lmcache_connector.count_increments import CountIncrements
 from lmcache_connector.stats import Samples
 from lmcache_connector.worker_metrics import CIRCUIT_VALUES
 
@@ -34,7 +34,7 @@ _COUNTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("saved_tokens", "prefill_saved_tokens", ()),
     ("saved_seconds", "prefill_saved_seconds", ()),
 )
-_read_counts = attrgetter(*(name for name, _, _ in _COUNTS))
+_COUNTS_BY_LABEL = (("decisions", "decisions"),)
 
 
 class SchedulerMetrics:
@@ -47,37 +47,19 @@ class SchedulerMetrics:
         read_lookups: Callable[[], Sequence[float]] = tuple,
         read_servers: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
-        self._counters = counters
+        self._increments = CountIncrements(counters, _COUNTS, _COUNTS_BY_LABEL)
         self._read_lookups = read_lookups
         self._read_servers = read_servers
-        self._last: tuple[float, ...] = (0,) * len(_COUNTS)
-        self._last_decisions: dict[str, int] = {}
         self._last_servers: tuple[tuple[str, str], ...] = ()
 
     def take(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""
-        now: tuple[float, ...] = _read_counts(self._counters)
-        lookups = self._read_lookups()
-        if now == self._last and not lookups and self._counters.decisions == self._last_decisions:
-            return None
         samples = Samples()
-        self._take_counts(samples, now)
-        self._take_decisions(samples)
-        self._take_servers(samples)
-        for seconds in lookups:
+        if self._increments.take_into(samples):
+            self._take_servers(samples)
+        for seconds in self._read_lookups():
             samples.observe("lookup_seconds", "redis", value=seconds)
-        return samples
-
-    def _take_counts(self, samples: Samples, now: tuple[float, ...]) -> None:
-        for (_, metric, labels), value, before in zip(_COUNTS, now, self._last, strict=True):
-            samples.count(metric, *labels, amount=value - before)
-        self._last = now
-
-    def _take_decisions(self, samples: Samples) -> None:
-        for reason, count in self._counters.decisions.items():
-            before = self._last_decisions.get(reason, 0)
-            samples.count("decisions", reason, amount=count - before)
-        self._last_decisions = dict(self._counters.decisions)
+        return None if samples.is_empty else samples
 
     def _take_servers(self, samples: Samples) -> None:
         servers = tuple(self._read_servers())

@@ -56,6 +56,10 @@ class Samples:
         """Sum of a counter over all label values, or those whose first one is ``label``."""
         return sum(v for _, labels, v in _select(self.counters, name) if _fits(labels, label))
 
+    def by_label(self, name: str) -> dict[str, float]:
+        """A counter by its first label; empty without one."""
+        return {labels[0]: v for _, labels, v in _select(self.counters, name) if labels}
+
     def gauge_total(self, name: str) -> float:
         return sum(value for _, _, value in _select(self.gauges, name))
 
@@ -116,7 +120,7 @@ def log_fields(samples: Samples) -> dict[str, str]:
     for verb, tier, title in _TRAFFIC:
         num_bytes = samples.total(_BYTES[verb], tier)
         if num_bytes:
-            fields[title] = _traffic(num_bytes, sum(samples.observed(f"{verb}_seconds", tier)))
+            fields[title] = traffic(num_bytes, sum(samples.observed(f"{verb}_seconds", tier)))
     for title, name in _TROUBLES:
         if amount := samples.total(name):
             fields[title] = f"{amount:.0f}"
@@ -146,6 +150,7 @@ _TROUBLES = (
 )
 
 
-def _traffic(num_bytes: float, seconds: float) -> str:
+def traffic(num_bytes: float, seconds: float) -> str:
+    """``32 MiB at 1.7 GB/s``."""
     text = f"{num_bytes / 2**20:.3g} MiB"
     return f"{text} at {num_bytes / seconds / 1e9:.2g} GB/s" if seconds > 0 else text

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from lmcache_connector.metric_table import METRICS, Kind
+from lmcache_connector.p2p.metric_table import METRICS as P2P_METRICS
 from tests.dashboard import ROOT, dashboard, queries, used_metrics
 
 FOLDER = ROOT / "examples" / "observability"
@@ -31,10 +32,13 @@ VLLM = {
 }
 
 
+ALL = [*METRICS.values(), *P2P_METRICS.values()]
+
+
 def exposed() -> dict[str, set[str]]:
     """Sample names of the table and the labels each has."""
     names: dict[str, set[str]] = {}
-    for metric in METRICS.values():
+    for metric in ALL:
         labels = {*metric.labels, "model_name", "engine", "instance"}
         if metric.kind is Kind.COUNTER:
             names[f"{metric.full_name}_total"] = labels
@@ -125,13 +129,13 @@ def test_the_documented_metrics_are_the_table() -> None:
             ", ".join(f"`{label}`" for label in metric.labels),
             metric.documentation,
         )
-        for metric in METRICS.values()
+        for metric in ALL
     ]
     assert [(name, kind, labels.strip(), text) for name, kind, labels, text in documented] == table
 
 
 def test_the_documentation_names_only_metrics_that_exist() -> None:
-    bare = {metric.full_name for metric in METRICS.values()} | exposed().keys()
+    bare = {metric.full_name for metric in ALL} | exposed().keys()
     for page in (ROOT / "docs").glob("*.md"):
         for name in re.findall(r"vllm:lmcache_\w+", page.read_text()):
             assert name in bare, f"{page.name}: {name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -13,7 +14,11 @@ from lmcache_connector.facade import ConnectorFacade
 from lmcache_connector.p2p.assembly import describe, make_heartbeat, make_scheduler, make_worker
 from lmcache_connector.p2p.config import parse_p2p_config
 from lmcache_connector.p2p.heartbeat import Heartbeat
+from lmcache_connector.p2p.metric_table import METRICS
+from lmcache_connector.p2p.metrics import P2PMetrics, log_fields
 from lmcache_connector.p2p.scheduler_side import SchedulerSide
+from lmcache_connector.prom_metrics import ConnectorStats
+from lmcache_connector.stats import Samples
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +36,21 @@ logger = logging.getLogger(__name__)
 _SERVED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
+@dataclass
+class P2PStats(ConnectorStats):
+    """Of hand-overs."""
+
+    def reduce(self) -> dict[str, Any]:
+        """For the periodic log line."""
+        return dict(log_fields(self.samples))
+
+
 class LMCacheP2PConnector(ConnectorFacade[SchedulerSide, "P2PWorker"]):
     """Hands the KV of prompts from prefill to decode instances. See docs/disaggregated.md."""
 
     _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+    _metrics = METRICS
+    _stats_type = P2PStats
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -42,9 +58,11 @@ class LMCacheP2PConnector(ConnectorFacade[SchedulerSide, "P2PWorker"]):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = parse_p2p_config(self._kv_transfer_config.kv_connector_extra_config)
         self._heartbeat: Heartbeat | None = None
+        self._scheduler_metrics: P2PMetrics | None = None
         if role is KVConnectorRole.SCHEDULER:
             instance = describe(vllm_config, kv_cache_config, self._config)
             self._scheduler = make_scheduler(instance, self._config)
+            self._scheduler_metrics = P2PMetrics(self._scheduler)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -102,3 +120,9 @@ class LMCacheP2PConnector(ConnectorFacade[SchedulerSide, "P2PWorker"]):
             self._heartbeat.close()
             self._heartbeat = None
         super().shutdown()
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def _take_samples(self) -> Samples | None:
+        """Of the scheduler side: the ranks' reports have told it all."""
+        return self._scheduler_metrics.take() if self._scheduler_metrics is not None else None

@@ -26,6 +26,7 @@ from lmcache_connector.p2p.plans import (
     Start,
     StepPlan,
 )
+from lmcache_connector.p2p.reasons import reason_word
 from lmcache_connector.p2p.routing import Consume, Produce, Router
 from lmcache_connector.p2p.transfer_params import offer_params
 from lmcache_connector.prefix_hash import PrefixHasher
@@ -57,7 +58,8 @@ class SchedulerSettings:
 
 @dataclass(slots=True)
 class P2PCounters:
-    """Totals since the start. ``wire_*``: of hand-overs received, over all ranks."""
+    """Totals since the start. ``wire_*``: of hand-overs received, over all ranks. ``failed_loads``
+    and ``unsent`` by :func:`reason_word`."""
 
     remote_hit_tokens: int = 0
     local_hit_tokens: int = 0
@@ -125,6 +127,8 @@ class SchedulerSide:
         self._producing: dict[str, _Producing] = {}
         self._consuming: dict[str, _Consuming] = {}
         self._reservations: dict[str, _Reservation] = {}
+        self._reserved_bytes = 0
+        self._load_seconds: list[float] = []
         self._num_resets = 0
         self._waits_for_room = False
         self._announced: list[str] = []
@@ -222,7 +226,7 @@ class SchedulerSide:
             return False, None
         transfer_id = producing.part.transfer_id
         if not producing.started:
-            self._reservations.pop(transfer_id, None)
+            self._unreserve(transfer_id)
             self._drops.append(Drop(transfer_id, "its request was aborted"))
             return False, None
         self._holds.append(Hold(request.request_id, transfer_id))
@@ -288,7 +292,7 @@ class SchedulerSide:
             for transfer_id in report.released:
                 self._release(transfer_id)
             for _, reason in report.unsent:
-                self.counters.unsent[reason] = self.counters.unsent.get(reason, 0) + 1
+                _count(self.counters.unsent, reason)
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
@@ -297,7 +301,17 @@ class SchedulerSide:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(reservation.num_bytes for reservation in self._reservations.values())
+        """Promised to prompts, on the rank that holds most."""
+        return self._reserved_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._settings.buffer_bytes
+
+    def take_load_seconds(self) -> list[float]:
+        """Of the loads that ended since the last call, on each rank."""
+        taken, self._load_seconds = self._load_seconds, []
+        return taken
 
     # -- details -------------------------------------------------------------------------------
 
@@ -323,7 +337,9 @@ class SchedulerSide:
         num_bytes = self._num_blocks(state.request) * self._settings.block_bytes
         if self.reserved_bytes + num_bytes <= self._settings.buffer_bytes:
             state.reserved = True
+            self._unreserve(transfer_id)  # of another request by this name
             self._reservations[transfer_id] = _Reservation(num_bytes, self._settings.num_writers)
+            self._reserved_bytes += num_bytes
             return True
         now = self._clock()
         state.asked_at = now if state.asked_at is None else state.asked_at
@@ -346,7 +362,12 @@ class SchedulerSide:
         if reservation is not None:
             reservation.ranks_left -= 1
             if reservation.ranks_left == 0:
-                del self._reservations[transfer_id]
+                self._unreserve(transfer_id)
+
+    def _unreserve(self, transfer_id: str) -> None:
+        reservation = self._reservations.pop(transfer_id, None)
+        if reservation is not None:
+            self._reserved_bytes -= reservation.num_bytes
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> tuple[list[Start], list[Save]]:
         starts, saves = [], []
@@ -390,8 +411,9 @@ class SchedulerSide:
         counters.wire_bytes += result.wire_bytes
         counters.wire_seconds += result.wire_seconds
         counters.load_seconds += result.seconds
+        self._load_seconds.append(result.seconds)
         if result.reason:
-            counters.failed_loads[result.reason] = counters.failed_loads.get(result.reason, 0) + 1
+            _count(counters.failed_loads, result.reason)
             logger.warning(
                 "Of the KV of request %s, %d blocks arrived, the rest is recomputed: %s",
                 result.request_id,
@@ -409,3 +431,8 @@ class SchedulerSide:
             arrived = min(wanted, state.num_blocks * size)
             counters.remote_hit_tokens += arrived
             counters.recomputed_tokens += wanted - arrived
+
+
+def _count(totals: dict[str, int], reason: str) -> None:
+    word = reason_word(reason)
+    totals[word] = totals.get(word, 0) + 1

@@ -18,7 +18,8 @@ from lmcache_connector import __version__
 from lmcache_connector.cli.bench import Link, crossover_tokens
 from lmcache_connector.cli.engine_metrics import interpolate
 from lmcache_connector.cli.top import sparkline
-from lmcache_connector.prom_metrics import TieredPromMetrics
+from lmcache_connector.metric_table import METRICS
+from lmcache_connector.prom_metrics import TablePromMetrics
 from lmcache_connector.stats import Samples
 from tests.cli.conftest import Outcome
 from tests.servers import free_port
@@ -36,7 +37,7 @@ class Engine:
         }
         config: Any = SimpleNamespace(kv_transfer_config=None)
         labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
-        self._prom = TieredPromMetrics(config, types, ["model_name", "engine"], labels)
+        self._prom = TablePromMetrics(METRICS, config, types, ["model_name", "engine"], labels)
         self.url = ""
 
     def happened(self, engine: int, fill: Callable[[Samples], None]) -> None:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from lmcache_connector.metric_table import METRICS, Kind
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
-from lmcache_connector.prom_metrics import TieredPromMetrics, TieredStats
+from lmcache_connector.prom_metrics import TablePromMetrics, TieredStats
 from lmcache_connector.scheduler_counters import SchedulerCounters
 from lmcache_connector.scheduler_metrics import SchedulerMetrics
 from lmcache_connector.stats import Samples, log_fields
@@ -164,11 +164,11 @@ def test_every_counter_of_the_scheduler_side_is_told() -> None:
         assert list(taken.counters.values()) == [1], name
 
 
-def prom_metrics(registry: CollectorRegistry, engines: int) -> TieredPromMetrics:
+def prom_metrics(registry: CollectorRegistry, engines: int) -> TablePromMetrics:
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     config: Any = SimpleNamespace(kv_transfer_config=None)
     values: dict[int, list[object]] = {i: ["m", str(i)] for i in range(engines)}
-    return TieredPromMetrics(config, types, ["model_name", "engine"], values)
+    return TablePromMetrics(METRICS, config, types, ["model_name", "engine"], values)
 
 
 def test_each_engine_and_rank_reaches_prometheus_as_itself() -> None:

@@ -1,0 +1,79 @@
+"""What an engine tells ``/metrics`` of its hand-overs: all from the scheduler side, which hears of
+every rank. Asked after every step; a step without news costs a few comparisons.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmcache_connector.count_increments import CountIncrements
+from lmcache_connector.stats import Samples, traffic
+
+if TYPE_CHECKING:
+    from lmcache_connector.p2p.scheduler_side import SchedulerSide
+
+_COUNTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("handovers", "p2p_handovers", ()),
+    ("declined", "p2p_declined_handovers", ()),
+    ("loads", "p2p_loads", ()),
+    ("remote_hit_tokens", "p2p_hit_tokens", ()),
+    ("recomputed_tokens", "p2p_recomputed_tokens", ()),
+    ("malformed", "p2p_malformed_requests", ()),
+    ("wire_bytes", "p2p_received_bytes", ()),
+    ("wire_seconds", "p2p_receive_seconds", ()),
+)
+_COUNTS_BY_REASON = (("failed_loads", "p2p_failed_loads"), ("unsent", "p2p_unsent_handovers"))
+
+
+class P2PMetrics:
+    def __init__(self, side: SchedulerSide) -> None:
+        self._side = side
+        self._increments = CountIncrements(side.counters, _COUNTS, _COUNTS_BY_REASON)
+        self._last_reserved: int | None = None
+
+    def take(self) -> Samples | None:
+        """What is new since the last call; ``None`` if nothing is."""
+        samples = Samples()
+        self._increments.take_into(samples)
+        for seconds in self._side.take_load_seconds():
+            samples.observe("p2p_load_seconds", value=seconds)
+        reserved = self._side.reserved_bytes
+        if reserved != self._last_reserved:
+            self._last_reserved = reserved
+            samples.set("p2p_reserved_bytes", value=reserved)
+            samples.set("p2p_capacity_bytes", value=self._side.capacity_bytes)
+        return None if samples.is_empty else samples
+
+
+def log_fields(samples: Samples) -> dict[str, str]:
+    """The periodic log line: the hand-overs of this interval, for a person to read."""
+    fields: dict[str, str] = {}
+    if offered := samples.total("p2p_handovers"):
+        fields["handed over"] = f"{offered:.0f} prompts" if offered != 1 else "1 prompt"
+    if loads := samples.total("p2p_loads"):
+        tokens = samples.total("p2p_hit_tokens")
+        fields["taken over"] = f"{tokens:.0f} tokens by {loads:.0f} loads"
+    if num_bytes := samples.total("p2p_received_bytes"):
+        fields["received"] = traffic(num_bytes, samples.total("p2p_receive_seconds"))
+    for title, name in _TROUBLES:
+        if amount := samples.total(name):
+            fields[title] = f"{amount:.0f}" + _why(samples, name)
+    if reserved := samples.gauge_total("p2p_reserved_bytes"):
+        capacity = samples.gauge_total("p2p_capacity_bytes")
+        fields["buffer"] = f"{reserved / capacity:.0%} of {capacity / 2**30:.3g} GiB"
+    return fields
+
+
+_TROUBLES = (
+    ("tokens recomputed", "p2p_recomputed_tokens"),
+    ("failed loads", "p2p_failed_loads"),
+    ("not sent", "p2p_unsent_handovers"),
+    ("declined", "p2p_declined_handovers"),
+    ("malformed requests", "p2p_malformed_requests"),
+)
+
+
+def _why(samples: Samples, name: str) -> str:
+    """`` (deadline 2, lost 1)``; nothing for a metric without reasons."""
+    reasons = samples.by_label(name)
+    return f" ({', '.join(f'{why} {n:.0f}' for why, n in reasons.items())})" if reasons else ""
