@@ -71,6 +71,11 @@ class VllmInstance:
         assert self._process.pid is not None, "it has not been started"
         return self._process.pid
 
+    @property
+    def log(self) -> str:
+        """All that it has printed."""
+        return self._log.read_text(errors="replace")
+
     def serve(self, prompt: Sequence[int], max_tokens: int = 2, **sampling: Any) -> Served:
         served: Served = self.call(EngineProbe.serve, list(prompt), max_tokens, **sampling)
         return served

@@ -88,6 +88,30 @@ def counters(probe: EngineProbe) -> dict[str, Any]:
     return asdict(probe.connector._scheduler.counters)
 
 
+def metrics(probe: EngineProbe) -> dict[str, float]:
+    """Hand-overs as vLLM's own logger has them for Prometheus, by name and reason, in short."""
+    from prometheus_client import REGISTRY
+
+    prefix = "vllm:lmcache_p2p_"
+    return {
+        " ".join((sample.name.removeprefix(prefix), *_reason(sample.labels))): sample.value
+        for family in REGISTRY.collect()
+        if family.name.startswith(prefix)
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+def _reason(labels: dict[str, str]) -> tuple[str, ...]:
+    assert labels["engine"] == "0"
+    return (labels["reason"],) if "reason" in labels else ()
+
+
+def log_stats(probe: EngineProbe) -> None:
+    """What vLLM does every ten seconds."""
+    probe.engine.do_log_stats()
+
+
 def at_rest(probe: EngineProbe) -> dict[str, int]:
     """Raises unless nothing is left over; returns bytes still reserved for hand-overs."""
     probe.drain()

@@ -5,15 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from examples.instance import VllmInstance
 from examples.probe import EngineProbe
+from lmcache_connector.cli.bench import model_token_bytes
 from tests.p2p.conftest import Engines
-from tests.p2p.handover import Answer, Ask, add, ask, ask_all, at_rest, counters
+from tests.p2p.handover import (
+    Answer,
+    Ask,
+    add,
+    ask,
+    ask_all,
+    at_rest,
+    counters,
+    log_stats,
+    metrics,
+)
 
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:
@@ -198,6 +213,47 @@ def test_nobody_at_the_address_costs_a_recompute(engines: Engines) -> None:
     assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
     assert time.monotonic() - started < 5
     rest(engines)
+
+
+def test_prometheus_is_told_what_was_sent(engines: Engines, tiny_model: Path) -> None:
+    """Through vLLM's own loggers: two hand-overs, one that nobody has, one request in error."""
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    both = prefill, decode
+    before = [instance.call(metrics) for instance in both]
+    check(*engines.hand_over(prompt_of(1700, 65)), 1700)
+    check(*engines.hand_over_by_params(prompt_of(600, 66)), 600)
+    unreachable = _elsewhere("127.0.0.1") | {"remote_request_id": "never asked for before"}
+    decode.call(ask, Ask("gone-2", prompt_of(500, 67), params=unreachable))
+    decode.call(ask, Ask("bad-5", prompt_of(200, 68), params=_elsewhere("10.9.8.7")))
+    after = [instance.call(metrics) for instance in both]
+    sent, received = (
+        {name: now[name] - then[name] for name in now if now[name] != then[name]}
+        for then, now in zip(before, after, strict=True)
+    )
+    assert sent.pop("handovers_total") == 2
+    assert sent.keys() <= {"reserved_bytes"}
+    assert received.pop("load_seconds_sum") > 0
+    assert received.pop("receive_seconds_total") > 0
+    num_blocks = -(-1700 // 128) + -(-600 // 128)
+    assert received == {
+        "loads_total": 3,
+        "load_seconds_count": 3,
+        "hit_tokens_total": 2300,
+        "recomputed_tokens_total": 500,
+        "failed_loads_total unreachable": 1,
+        "malformed_requests_total": 1,
+        "received_bytes_total": num_blocks * 128 * model_token_bytes(tiny_model),
+    }
+    for instance, told in zip(both, after, strict=True):
+        totals = instance.call(counters)
+        assert told["handovers_total"] == totals["handovers"]
+        assert told["hit_tokens_total"] == totals["remote_hit_tokens"]
+        assert told["load_seconds_sum"] == pytest.approx(totals["load_seconds"])
+        assert told["capacity_bytes"] == 2 << 30
+        assert told["reserved_bytes"] == instance.call(at_rest)["reserved_bytes"]
+        instance.call(log_stats)
+    assert re.search(r"KV Transfer metrics: .*handed over=\d+ prompt", prefill.log)
+    assert re.search(r"KV Transfer metrics: .*taken over=\d+ tokens by \d+ loads, ", decode.log)
 
 
 def _prefill_in_background(engines: Engines, request: Ask) -> threading.Thread:
