@@ -49,10 +49,10 @@ def log_fields(samples: Samples) -> dict[str, str]:
     """The periodic log line: the hand-overs of this interval, for a person to read."""
     fields: dict[str, str] = {}
     if offered := samples.total("p2p_handovers"):
-        fields["handed over"] = f"{offered:.0f} prompts" if offered != 1 else "1 prompt"
+        fields["handed over"] = _some(offered, "prompt")
     if loads := samples.total("p2p_loads"):
         tokens = samples.total("p2p_hit_tokens")
-        fields["taken over"] = f"{tokens:.0f} tokens by {loads:.0f} loads"
+        fields["taken over"] = f"{_some(tokens, 'token')} by {_some(loads, 'load')}"
     if num_bytes := samples.total("p2p_received_bytes"):
         fields["received"] = traffic(num_bytes, samples.total("p2p_receive_seconds"))
     for title, name in _TROUBLES:
@@ -71,6 +71,10 @@ _TROUBLES = (
     ("declined", "p2p_declined_handovers"),
     ("malformed requests", "p2p_malformed_requests"),
 )
+
+
+def _some(count: float, noun: str) -> str:
+    return f"{count:.0f} {noun}{'' if count == 1 else 's'}"
 
 
 def _why(samples: Samples, name: str) -> str:

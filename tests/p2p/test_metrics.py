@@ -202,7 +202,7 @@ class TestPrometheus:
     def test_the_log_line_reads_as_one_line(self) -> None:
         interval = Samples()
         interval.count("p2p_handovers", amount=2)
-        interval.count("p2p_loads", amount=3)
+        interval.count("p2p_loads")
         interval.count("p2p_hit_tokens", amount=4096)
         interval.count("p2p_received_bytes", amount=32 << 20)
         interval.count("p2p_receive_seconds", amount=0.02)
@@ -214,7 +214,7 @@ class TestPrometheus:
         stats = LMCacheP2PConnector.build_kv_connector_stats(interval.to_data())
         line = ", ".join(f"{k}={v}" for k, v in stats.reduce().items())
         assert line == (
-            "handed over=2 prompts, taken over=4096 tokens by 3 loads, "
+            "handed over=2 prompts, taken over=4096 tokens by 1 load, "
             "received=32 MiB at 1.7 GB/s, tokens recomputed=100, "
             "failed loads=3 (deadline 2, lost 1), buffer=25% of 2 GiB"
         )
