@@ -9,9 +9,14 @@ from lmcache_connector.plans import BlockIds, StoreJob
 from lmcache_connector.request_state import RequestState, SchedulerSettings
 from lmcache_connector.sightings import Sightings
 
+GENERATED_RUN_CHUNKS = 4
+"""Chunks with generated tokens are stored so many at a time: what a job costs beside its bytes is
+the same for one chunk as for four, and nobody can want them before the answer is there."""
+
 
 class StorePlanner:
-    """Each full chunk is planned once, as soon as it is computed, unless some tier has it.
+    """Each full chunk is planned once, unless some tier has it: one of the prompt as soon as it is
+    computed, the others in runs, and when the request ends.
 
     With ``redis_only_reused`` a chunk goes to the CPU tier alone at first, and on to Redis with the
     next request that has it in its prompt.
@@ -27,8 +32,11 @@ class StorePlanner:
 
     def is_due(self, state: RequestState, num_computed_tokens: int) -> bool:
         """Cheap: asked for every request in every step."""
-        next_end = (state.next_store_chunk + 1) * self._settings.chunk_size
-        return num_computed_tokens >= next_end and state.request.num_tokens >= next_end
+        first, size = state.next_store_chunk, self._settings.chunk_size
+        due_at = (first + 1) * size
+        if due_at > state.request.num_prompt_tokens:
+            due_at = (first + GENERATED_RUN_CHUNKS) * size
+        return num_computed_tokens >= due_at and state.request.num_tokens >= due_at
 
     def plan(
         self,
