@@ -102,7 +102,7 @@ def _check_ports(config: P2PConfig, port: int, *, receives: bool) -> Finding:
     try:
         try_ports(host, port, data_port)
     except (PeerError, AddressError) as error:
-        hint = "stop what listens there or choose other ports; bind_host is an IP address here"
+        hint = "stop what listens there or choose other ports; bind_host is an address of this host"
         return Finding("ports", "error", str(error), hint)
     detail = f"{host}: {port}, and one more for each further rank"
     if data_port:

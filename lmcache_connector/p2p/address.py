@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_connector.p2p.errors import AddressError
@@ -53,6 +54,20 @@ class PeerAddress:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def data_ports(first: int, place: int, transports: Sequence[str]) -> dict[str, int]:
+    """Which port each transport of a rank listens on. ``place``: of the rank among those of all
+    data-parallel engines, which may share a host. ``first``: 0 leaves the choice to the system.
+
+    Raises :class:`AddressError` past the last port.
+    """
+    if first == 0:
+        return dict.fromkeys(transports, 0)
+    ports = {name: first + place * len(transports) + i for i, name in enumerate(transports)}
+    if max(ports.values()) > 65535:
+        raise AddressError(f"data_port {first} leaves no port for all ranks: choose a lower one")
+    return ports
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class Instance:
     max_model_len: int
     produces: bool
     consumes: bool
+    first_rank: int
 
     @property
     def rank(self) -> int:
@@ -60,11 +61,12 @@ def describe(
             model_digest=config.model_digest,
         ),
     )
-    first_port = transfer.kv_port + parallel.data_parallel_rank * model.world_size
+    first_rank = parallel.data_parallel_rank * model.world_size
     tp_size = parallel.tensor_parallel_size
     return Instance(
         model=model,
-        address=PeerAddress(config.host, first_port),
+        address=PeerAddress(config.host, transfer.kv_port + first_rank),
+        first_rank=first_rank,
         engine_id=transfer.engine_id,
         kv_role=transfer.kv_role,
         tp_size=tp_size,
@@ -133,6 +135,7 @@ def make_worker(
         max_blocks=-(-instance.max_model_len // model.block_size),
         produces=instance.produces,
         consumes=instance.consumes,
+        first_rank=instance.first_rank,
     )
     return P2PWorker(settings, kv_caches)
 

@@ -64,17 +64,28 @@ class _Session:
 def bound_socket(
     context: zmq.Context[zmq.Socket[bytes]], host: str, port: int
 ) -> zmq.Socket[bytes]:
-    """What a server listens on. Raises ``PeerError`` if the port is taken."""
+    """What a server listens on. Raises ``PeerError`` if the port is taken, or ``host`` unknown."""
+    interface = _interface(host)
     server = context.socket(zmq.ROUTER)
     server.setsockopt(zmq.LINGER, 0)
     server.setsockopt(zmq.MAXMSGSIZE, messages.MAX_PACKET_BYTES)
-    server.setsockopt(zmq.IPV6, ":" in host)
+    server.setsockopt(zmq.IPV6, ":" in interface)
     try:
-        server.bind(f"tcp://{PeerAddress(host, port)}")
+        server.bind(f"tcp://{PeerAddress(interface, port)}")
     except zmq.ZMQError as error:
         server.close()
         raise PeerError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return server
+
+
+def _interface(host: str) -> str:
+    """The address of a name: ZeroMQ binds to no other names than those of network devices."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise PeerError(f"cannot listen on {host}: {error.strerror or error}") from error
+    # As for KV: IPv4 where a name has both.
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 class ControlServer:

@@ -16,7 +16,7 @@ from lmcache_connector.copy_kv_blocks import Copier, make_copier
 from lmcache_connector.cpu_amx import ask_for_amx
 from lmcache_connector.kv_layout import LayerSpec, PagedLayout
 from lmcache_connector.p2p import messages
-from lmcache_connector.p2p.address import PeerAddress
+from lmcache_connector.p2p.address import PeerAddress, data_ports
 from lmcache_connector.p2p.arena import Arena
 from lmcache_connector.p2p.consumer import Consumer
 from lmcache_connector.p2p.control import ControlClient, ControlServer, Peer
@@ -42,7 +42,8 @@ _IDLE_WAIT_SECONDS = 0.005
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """``card`` without its transports, which are known once they listen. ``geometry``: this rank's
-    part of one block. ``layer_widths``: content bytes of a token and KV head, by layer name."""
+    part of one block. ``layer_widths``: content bytes of a token and KV head, by layer name.
+    ``first_rank``: ranks of data-parallel engines before this one."""
 
     config: P2PConfig
     card: Card
@@ -53,6 +54,7 @@ class WorkerSettings:
     max_blocks: int
     produces: bool
     consumes: bool
+    first_rank: int = 0
 
 
 class P2PWorker:
@@ -207,11 +209,11 @@ class P2PWorker:
         """Ports by transport, for ranks that receive."""
         if self._consumer is None:
             return {}
-        port = self._settings.config.data_port
-        if port:
-            port += self._settings.card.rank
+        settings = self._settings
+        place = settings.first_rank + settings.card.rank
+        ports = data_ports(settings.config.data_port, place, list(self._transports))
         return {
-            name: transport.listen(host, port, self._consumer.inbox, self._key_of)
+            name: transport.listen(host, ports[name], self._consumer.inbox, self._key_of)
             for name, transport in self._transports.items()
         }
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.p2p.address import PeerAddress, parse_request_id
+from lmcache_connector.p2p.address import PeerAddress, data_ports, parse_request_id
 from lmcache_connector.p2p.errors import AddressError
 
 GOOD = "___prefill_addr_10.0.0.1:14579___decode_addr_node-2.local:80_5f3c9e"
@@ -100,3 +100,12 @@ def test_ranks_follow_the_first_port() -> None:
     assert PeerAddress("a", 10).of_rank(3) == PeerAddress("a", 13)
     with pytest.raises(AddressError):
         PeerAddress("a", 65535).of_rank(1)
+
+
+def test_no_two_ranks_of_a_host_and_no_two_transports_share_a_data_port() -> None:
+    ranks = [data_ports(5000, place, ["nccl", "tcp"]) for place in range(4)]
+    assert sorted(port for ports in ranks for port in ports.values()) == list(range(5000, 5008))
+    assert data_ports(5000, 3, ["tcp"]) == {"tcp": 5003}
+    assert data_ports(0, 3, ["nccl", "tcp"]) == {"nccl": 0, "tcp": 0}
+    with pytest.raises(AddressError, match="choose a lower one"):
+        data_ports(65535, 1, ["tcp"])

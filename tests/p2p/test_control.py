@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lmcache_connector.p2p import messages
 from lmcache_connector.p2p.address import PeerAddress
-from lmcache_connector.p2p.control import ControlClient, ControlServer, Peer
+from lmcache_connector.p2p.control import ControlClient, ControlServer, Peer, bound_socket
 from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.handshake import SessionKey, Transcript
 from lmcache_connector.p2p.messages import Card, Message
@@ -188,6 +188,15 @@ def test_silence_is_bounded(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         with pytest.raises(PeerError, match=r"no answer within 0\.3 s"):
             ControlClient(context, address, CARD, SECRET, 0.3)
         assert time.monotonic() - started < 2.0
+
+
+def test_it_listens_on_the_address_of_a_name(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with contextlib.closing(bound_socket(context, "localhost", port)) as server:
+        assert server.get_string(zmq.LAST_ENDPOINT) == f"tcp://127.0.0.1:{port}"
+    with pytest.raises(PeerError, match=r"cannot listen on nobody\.invalid"):
+        bound_socket(context, "nobody.invalid", port)
 
 
 def test_a_taken_port_is_said_so(
