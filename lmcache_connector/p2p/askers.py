@@ -17,7 +17,8 @@ from lmcache_connector.p2p.address import PeerAddress
 from lmcache_connector.p2p.control import ControlClient
 from lmcache_connector.p2p.errors import AddressError, PeerError
 from lmcache_connector.p2p.hello import concerned, ranks_of
-from lmcache_connector.p2p.inbox import Inbox, Waiting
+from lmcache_connector.p2p.inbox import Inbox
+from lmcache_connector.p2p.incoming import Waiting
 from lmcache_connector.topology import RankTopology
 
 logger = logging.getLogger(__name__)

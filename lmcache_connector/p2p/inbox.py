@@ -1,29 +1,28 @@
 """The consumer's memory: KV that arrives, and the requests that wait for it.
 
-The two meet here, whichever comes first. An :class:`Incoming` has memory in the same form as the
-producer's (``[head][layer][block]``, this rank's heads and layers) and a map of what has arrived. A
-:class:`Waiting` is a request whose blocks are allocated. It is over when everything it needs is
-there, or when something ends it (the producer's word, a lost connection, its deadline, an abort);
-then what has arrived without a gap is used, and the rest is recomputed.
+The two meet here, whichever comes first: an :class:`Incoming` and a :class:`Waiting`. A request is
+over when everything it needs is there, or when something ends it (the producer's word, a lost
+connection, its deadline, an abort); then what has arrived without a gap is used, and the rest is
+recomputed.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from lmcache_connector.p2p import messages
-from lmcache_connector.p2p.arena import Arena, Region
+from lmcache_connector.p2p.arena import Arena
 from lmcache_connector.p2p.control import Peer
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.frame import Frame
-from lmcache_connector.p2p.hello import Overlap, overlap, ranks_of
+from lmcache_connector.p2p.hello import overlap, ranks_of
+from lmcache_connector.p2p.incoming import Arrived, Check, Incoming, Ticket, Waiting
 from lmcache_connector.p2p.messages import Message, Offer
 from lmcache_connector.p2p.plans import Load
 from lmcache_connector.p2p.runs import run_of
@@ -50,82 +49,6 @@ class InboxSettings:
     def geometry(self, num_blocks: int) -> ChunkGeometry:
         one = self.block_geometry
         return replace(one, num_tokens=num_blocks * one.num_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What the producer says of a run of bytes."""
-
-    run: slice
-    first_block: int
-    last_block: int
-    checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    number: int
-    part: Overlap
-
-
-@dataclass(eq=False)
-class Incoming:
-    """Guarded by the inbox's lock. ``received``: bool ``[heads, layers, blocks]``."""
-
-    offer: Offer
-    geometry: ChunkGeometry
-    region: Region
-    received: npt.NDArray[np.bool_]
-    expires_at: float
-    tickets: dict[bytes, _Ticket] = field(default_factory=dict)  # by session
-    checks: dict[tuple[int, int, int], Check] = field(default_factory=dict)
-    first_byte_at: float | None = None
-    last_byte_at: float = 0.0
-    num_bytes: int = 0
-    pins: int = 0
-    dropped: bool = False
-    freed: bool = False
-
-    @property
-    def num_blocks(self) -> int:
-        return int(self.received.shape[2])
-
-    def num_usable(self, first_block: int) -> int:
-        """Blocks from ``first_block`` on that are there in all layers and heads."""
-        there = np.asarray(self.received[:, :, first_block:].all(axis=(0, 1)))
-        return len(there) if there.all() else int(there.argmin())
-
-    def part_of(self, part: Overlap) -> npt.NDArray[np.bool_]:
-        """The view of ``received`` that one producer rank fills."""
-        first = self.geometry.shards.index(part.heads[0])
-        start = self.geometry.layer_start
-        layers = slice(part.first_layer - start, part.last_layer - start)
-        return self.received[first : first + len(part.heads), layers]
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A request that waits. ``end``: why it waits no longer; empty while it does."""
-
-    load: Load
-    since: float
-    end: str = ""
-    cancelled: bool = False
-    taken: bool = False
-
-    @property
-    def deadline(self) -> float:
-        return self.since + self.load.deadline_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A request that is over, for the loader. ``incoming`` is pinned if there is one."""
-
-    waiting: Waiting
-    incoming: Incoming | None
-    num_blocks: int
-    checks: Sequence[Check] = ()
 
 
 class Inbox:
@@ -381,7 +304,7 @@ class Inbox:
                 if key[0] not in part.layers() or key[1] not in part.heads
             }
         self._last_ticket += 1
-        incoming.tickets[peer.session] = _Ticket(self._last_ticket, part)
+        incoming.tickets[peer.session] = Ticket(self._last_ticket, part)
         self._tickets[self._last_ticket] = (peer.session, incoming)
         return messages.Accepted(self._last_ticket)
 

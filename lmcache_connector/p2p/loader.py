@@ -10,7 +10,8 @@ import xxhash
 
 from lmcache_connector.copy_kv_blocks import Copier, copy_kv_blocks
 from lmcache_connector.kv_layout import ChunkBuffers, PagedLayout
-from lmcache_connector.p2p.inbox import Arrived, Inbox
+from lmcache_connector.p2p.inbox import Inbox
+from lmcache_connector.p2p.incoming import Arrived
 from lmcache_connector.p2p.plans import Load, LoadResult
 
 logger = logging.getLogger(__name__)
