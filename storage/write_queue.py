@@ -133,6 +133,8 @@ class WriteQueue:
     def _make_room(self, write: PendingWrite) -> list[PendingWrite]:
         """Drop until ``write`` fits, or give up ``write`` itself and drop nothing."""
         excess = self._num_bytes + len(write.buffer) - self._max_bytes
+        if excess <= 0:
+            return []
         victims: list[PendingWrite] = []
         ages = {id(write): age for age, write in enumerate(self._waiting)}
         for victim in sorted(self._waiting, key=lambda w: (w.order, ages[id(w)]), reverse=True):
