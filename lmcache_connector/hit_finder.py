@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 # For an answer from Redis while nothing runs: an idle step would take no less.
 _IDLE_WAIT_SECONDS = 0.005
+# An answer that old is asked for again before a request is scheduled: it has queued, while others
+# stored what it shares with them and the CPU tier let go of what it had.
+_STALE_SECONDS = 0.25
 
 
 class HitFinder:
@@ -49,8 +52,9 @@ class HitFinder:
         self._may_wait = True
 
     def ask_remote(self, state: RequestState, first: int) -> None:
-        """Ask once per request for the chunks from ``first`` on that are not in the index."""
-        if self.lookup is None or state.lookup is not None or state.lookup_chunks:
+        """Ask for the chunks from ``first`` on that are not in the index: once, and again for a
+        request that has queued for long."""
+        if self.lookup is None or (state.lookup_chunks and not self._is_stale(state)):
             return
         keys = state.keys.keys
         found = self._index.has_each(keys[first:])
@@ -58,7 +62,15 @@ class HitFinder:
         if missing:
             state.lookup_chunks = missing
             state.lookup = self.lookup.submit([keys[i] for i in missing])
+            state.asked_at = self._clock()
             self._counters.lookups += 1
+
+    def _is_stale(self, state: RequestState) -> bool:
+        """Whether a new answer may say more: the old one is old, and not all was there."""
+        pending = state.lookup
+        if pending is None or self._clock() - state.asked_at < _STALE_SECONDS:
+            return False
+        return pending.is_answered and pending.wait(0.0) != len(state.lookup_chunks)
 
     def remote_answered(
         self, state: RequestState, num_computed_tokens: int, *, is_idle: bool

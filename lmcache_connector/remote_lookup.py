@@ -57,6 +57,10 @@ class PendingLookup:
         self.cancel()
         return 0
 
+    @property
+    def is_answered(self) -> bool:
+        return self._done.is_set()
+
     def cancel(self) -> None:
         """It need not be asked any more. One already on its way is let be."""
         self.is_cancelled = True

@@ -34,6 +34,7 @@ class RequestState:
     next_store_chunk: int = 0
     sighted_chunks: int = 0  # counted once, however often they are planned
     lookup: PendingLookup | None = None
+    asked_at: float = 0.0
     lookup_until: float | None = None  # set when the request first waits for it
     lookup_chunks: tuple[int, ...] = ()
     remote_chunks: frozenset[int] = frozenset()

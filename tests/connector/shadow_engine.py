@@ -104,6 +104,10 @@ class SteppedAnswer:
         self._found = found
         self._delay = delay
 
+    @property
+    def is_answered(self) -> bool:
+        return self._delay <= 0
+
     def wait(self, seconds: float) -> int | None:
         self._delay -= 1
         return None if self._delay >= 0 else self._found

@@ -32,18 +32,20 @@ class Clock:
 
 
 class SlowLookup:
-    """Takes so many seconds of the test's time for each question in turn; holds everything."""
+    """Takes so many seconds of the test's time for each question in turn; holds everything, unless
+    told otherwise."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.seconds: list[float] = []
+        self.num_held: int | None = None
         self.gate = threading.Event()
         self.gate.set()
 
     def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
         assert self.gate.wait(30.0)
         self._clock.now += self.seconds.pop(0)
-        return len(keys)
+        return len(keys) if self.num_held is None else self.num_held
 
     def tend(self) -> None:
         """Nothing to connect."""
@@ -118,6 +120,41 @@ def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: S
     assert patient.remote_chunks == frozenset(range(4))
     assert scene.remote.last_seconds == 0.0
     assert scene.counters.lookups_given_up == 1
+
+
+def test_a_request_that_has_queued_is_asked_for_once_more(scene: Scene) -> None:
+    """While it did, another one stored what they share."""
+    scene.tier.seconds = [0.0, 0.0]
+    scene.tier.num_held = 1
+    state = scene.request(1)
+    first = state.lookup
+    assert first is not None
+    assert first.wait(4.0) == 1
+    scene.tier.num_held = 4
+    scene.clock.now += 0.1
+    scene.finder.ask_remote(state, 0)
+    assert state.lookup is first, "asked a moment ago"
+    scene.clock.now += 1.0
+    scene.finder.ask_remote(state, 0)
+    assert state.lookup is not None
+    assert state.lookup is not first
+    assert state.lookup.wait(4.0) == 4
+    assert scene.finder.remote_answered(state, 0, is_idle=False)
+    assert state.remote_chunks == frozenset(range(4))
+    scene.clock.now += 1.0
+    scene.finder.ask_remote(state, 0)
+    assert state.lookup is None, "it has been decided"
+
+
+def test_a_whole_hit_is_not_asked_for_again(scene: Scene) -> None:
+    scene.tier.seconds = [0.0]
+    state = scene.request(1)
+    first = state.lookup
+    assert first is not None
+    assert first.wait(4.0) == 4
+    scene.clock.now += 1.0
+    scene.finder.ask_remote(state, 0)
+    assert state.lookup is first
 
 
 class Unanswered:
