@@ -1,24 +1,35 @@
 """What the connector costs when it brings nothing: misses, stores, decode steps, scheduler time.
 
-Real engines of one model side by side: vLLM alone, with a connector that stores nowhere and finds
-nothing (``kv_consumer`` on an empty Valkey: every prompt is hashed and looked up), and with one
-that stores every prompt to the CPU tier and to Valkey (``kv_both``). They serve the same fresh
-prompts in turn, the order changing from round to round; each figure is the median of the rounds'
-ratios to vLLM alone.
+Three real engines of one model side by side: vLLM alone, one with a connector that stores nowhere
+and finds nothing (``kv_consumer`` on an empty Valkey: every prompt is hashed and looked up), and
+one that stores every prompt to the CPU tier and to Valkey (``kv_both``). They serve fresh prompts
+in turn, the order changing from round to round.
+
+Engines of the same configuration differ by more than what is to be measured: each process has a
+speed of its own, drawn at its start. So the engines with a connector also take turns with
+themselves: the connector is taken out of the running engine (the scheduler's, and the worker's that
+every layer asks for) and put back. ``..._vs_none`` is with the connector over without it, in the
+same process; ``..._vs_other_process`` is over the engine that never had one. All engines are
+started ``--launches`` times; each figure is the median of the ratios of all rounds, with their
+quartiles in ``ratios``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
+from benchmarks.harness import spread
 from benchmarks.served import (
     come_to_rest,
     decode_step_microseconds,
@@ -26,6 +37,7 @@ from benchmarks.served import (
     lookup_microseconds,
     random_prompt,
     ttft_seconds,
+    without_connector,
 )
 from examples.instance import VllmInstance
 from examples.tiny_model import DEMO_SHAPE, build_tiny_model
@@ -33,45 +45,81 @@ from tests.servers import running_server, valkey_binary
 
 LOOKUP_TOKENS = 32_000
 _NONE, _MISS, _COLD = "none", "kv_consumer", "kv_both"
+_Way = tuple[str, bool]
+"""An engine, and whether its connector is in it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=15, help="prompts per figure, for medians")
+    parser.add_argument("--launches", type=int, default=3, help="starts of all engines")
+    parser.add_argument("--rounds", type=int, default=7, help="prompts per figure and launch")
     parser.add_argument("--tokens", type=int, default=6000, help="length of a prompt")
     parser.add_argument("--decode-requests", type=int, default=8, help="that decode together")
-    parser.add_argument("--decode-tokens", type=int, default=128, help="each of them generates")
-    parser.add_argument("--decode-rounds", type=int, default=5, help="for the median")
+    parser.add_argument("--decode-tokens", type=int, default=256, help="each of them generates")
+    parser.add_argument("--decode-rounds", type=int, default=5, help="per launch")
+    parser.add_argument("--chunk-size", type=int, help="of the connector, in tokens")
+
+
+@dataclass
+class Figures:
+    """One figure per way and round."""
+
+    by_way: dict[_Way, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def ratios(self, way: _Way, reference: _Way) -> list[float]:
+        pairs = zip(self.by_way[way], self.by_way[reference], strict=True)
+        return [ours / theirs for ours, theirs in pairs]
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Ratios are to vLLM without a connector in the same round."""
-    with _engines(args.tokens) as engines:
-        for engine in engines.values():  # compilation, first touches, first figures
-            for seed in range(2):
-                engine.call(ttft_seconds, random_prompt(10_000 + seed, args.tokens))
-        ttfts = _ttfts(engines, args, progress)
-        speeds = _decode_speeds(engines, args, progress)
-        both = engines[_COLD]
-        prompts = [random_prompt(50_000 + i, 64) for i in range(args.decode_requests)]
-        step = both.call(decode_step_microseconds, prompts, args.decode_tokens)
-        lookup = both.call(lookup_microseconds, LOOKUP_TOKENS, 40)
-        counters = both.counters()
+    ttfts, speeds = Figures(), Figures()
+    steps, lookups, store_jobs = [], [], 0
+    for launch in range(args.launches):
+        with _engines(args) as engines:
+            for engine in engines.values():  # compilation, first touches, first figures
+                for seed in range(2):
+                    engine.call(ttft_seconds, random_prompt(10_000 + seed, args.tokens))
+            what = f"launch {launch + 1} of {args.launches}"
+            _ttfts(ttfts, engines, args, progress, f"{what}: time to first token")
+            _decode_speeds(speeds, engines, args, progress, f"{what}: decode throughput")
+            both = engines[_COLD]
+            prompts = [random_prompt(50_000 + i, 64) for i in range(args.decode_requests)]
+            steps.append(both.call(decode_step_microseconds, prompts, args.decode_tokens))
+            lookups.append(both.call(lookup_microseconds, LOOKUP_TOKENS, 40))
+            store_jobs += both.counters()["store_jobs"]
+    ratios = {
+        "miss_ttft": ttfts.ratios((_MISS, True), (_MISS, False)),
+        "cold_ttft": ttfts.ratios((_COLD, True), (_COLD, False)),
+        "decode_throughput": speeds.ratios((_COLD, True), (_COLD, False)),
+    }
+    others = {
+        "miss_ttft": ttfts.ratios((_MISS, True), (_NONE, False)),
+        "cold_ttft": ttfts.ratios((_COLD, True), (_NONE, False)),
+        "decode_throughput": speeds.ratios((_COLD, True), (_NONE, False)),
+    }
     return {
-        "rounds": args.rounds,
+        "launches": args.launches,
+        "rounds": len(ratios["miss_ttft"]),
+        "decode_rounds": len(ratios["decode_throughput"]),
         "prompt_tokens": args.tokens,
-        "ttft_none_s": round(statistics.median(ttfts[_NONE]), 4),
-        "miss_ttft_vs_none": _ratio(ttfts[_MISS], ttfts[_NONE]),
-        "cold_ttft_vs_none": _ratio(ttfts[_COLD], ttfts[_NONE]),
-        "decode_none_tokens_per_s": round(statistics.median(speeds[_NONE]), 1),
-        "decode_throughput_vs_none": _ratio(speeds[_COLD], speeds[_NONE]),
-        "decode_step_scheduler_us_per_request": round(step, 2),
-        "lookup_32k_tokens_us": round(lookup, 1),
-        "store_jobs": counters["store_jobs"],
+        **{f"{name}_vs_none": round(statistics.median(r), 4) for name, r in ratios.items()},
+        **{
+            f"{name}_vs_other_process": round(statistics.median(r), 4) for name, r in others.items()
+        },
+        "decode_step_scheduler_us_per_request": round(statistics.median(steps), 2),
+        "lookup_32k_tokens_us": round(statistics.median(lookups), 1),
+        "ttft_none_s": round(statistics.median(ttfts.by_way[_NONE, False]), 4),
+        "decode_none_tokens_per_s": round(statistics.median(speeds.by_way[_NONE, False]), 1),
+        "store_jobs": store_jobs,
+        "ratios": [
+            {"figure": name, "against": against, **spread(found)}
+            for against, figures in (("same process", ratios), ("other process", others))
+            for name, found in figures.items()
+        ],
     }
 
 
 @contextlib.contextmanager
-def _engines(tokens: int) -> Iterator[dict[str, VllmInstance]]:
+def _engines(args: argparse.Namespace) -> Iterator[dict[str, VllmInstance]]:
     """One instance per way to run, in this order."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -83,6 +131,8 @@ def _engines(tokens: int) -> Iterator[dict[str, VllmInstance]]:
             transfer = None
             if name in namespaces:
                 extra = {"cpu_gib": 2.0, "redis_url": valkey.url, "namespace": namespaces[name]}
+                if args.chunk_size is not None:
+                    extra["chunk_size"] = args.chunk_size
                 transfer = {
                     "kv_connector": "LMCacheTieredConnector",
                     "kv_role": name,
@@ -93,53 +143,72 @@ def _engines(tokens: int) -> Iterator[dict[str, VllmInstance]]:
                     model,
                     transfer,
                     folder / f"{name}.log",
-                    max_num_batched_tokens=max(8192, tokens),
+                    max_num_batched_tokens=max(8192, args.tokens),
                 )
             )
         yield engines
 
 
 def _ttfts(
-    engines: dict[str, VllmInstance], args: argparse.Namespace, progress: Progress
-) -> dict[str, list[float]]:
-    def measure(engine: VllmInstance, seed: int) -> float:
-        taken: float = engine.call(ttft_seconds, random_prompt(seed, args.tokens))
+    figures: Figures,
+    engines: dict[str, VllmInstance],
+    args: argparse.Namespace,
+    progress: Progress,
+    description: str,
+) -> None:
+    def measure(call: Callable[..., Any], seed: int) -> float:
+        taken: float = call(ttft_seconds, random_prompt(seed, args.tokens))
         return taken
 
-    return _alternate(engines, measure, args.rounds, progress, "time to first token")
+    ways = [(_NONE, False), (_MISS, False), (_MISS, True), (_COLD, False), (_COLD, True)]
+    _alternate(
+        figures,
+        engines,
+        ways,
+        measure,
+        progress.track(range(1, args.rounds + 1), description=description),
+    )
 
 
 def _decode_speeds(
-    engines: dict[str, VllmInstance], args: argparse.Namespace, progress: Progress
-) -> dict[str, list[float]]:
+    figures: Figures,
+    engines: dict[str, VllmInstance],
+    args: argparse.Namespace,
+    progress: Progress,
+    description: str,
+) -> None:
     """Also through the chunks that fill with generated tokens, and are stored."""
 
-    def measure(engine: VllmInstance, seed: int) -> float:
+    def measure(call: Callable[..., Any], seed: int) -> float:
         prompts = [random_prompt(1000 * seed + i, 200) for i in range(args.decode_requests)]
-        speed: float = engine.call(decode_tokens_per_second, prompts, args.decode_tokens)
+        speed: float = call(decode_tokens_per_second, prompts, args.decode_tokens)
         return speed
 
-    chosen = {name: engines[name] for name in (_NONE, _COLD)}
-    return _alternate(chosen, measure, args.decode_rounds, progress, "decode throughput")
+    ways = [(_NONE, False), (_COLD, False), (_COLD, True)]
+    _alternate(
+        figures,
+        engines,
+        ways,
+        measure,
+        progress.track(range(1, args.decode_rounds + 1), description=description),
+    )
 
 
 def _alternate(
+    figures: Figures,
     engines: dict[str, VllmInstance],
-    measure: Callable[[VllmInstance, int], float],
-    rounds: int,
-    progress: Progress,
-    description: str,
-) -> dict[str, list[float]]:
-    """One figure per engine and round; who goes first changes, so that drift hits all alike."""
-    figures: dict[str, list[float]] = {name: [] for name in engines}
-    names = list(engines)
-    for seed in progress.track(range(1, rounds + 1), description=description):
-        for name in names[seed % len(names) :] + names[: seed % len(names)]:
-            figures[name].append(measure(engines[name], seed))
+    ways: list[_Way],
+    measure: Callable[[Callable[..., Any], int], float],
+    seeds: Iterable[int],
+) -> None:
+    """One figure per way and round. Who goes first changes, and the direction, so that drift and
+    whoever went before hit all alike."""
+    for seed in seeds:
+        first = seed % len(ways)
+        order = ways[first:] + ways[:first]
+        for name, connected in order if seed % 2 else reversed(order):
+            call = engines[name].call
+            if name != _NONE and not connected:
+                call = functools.partial(engines[name].call, without_connector)
+            figures.by_way[name, connected].append(measure(call, seed))
             engines[name].call(come_to_rest)
-    return figures
-
-
-def _ratio(figures: list[float], reference: list[float]) -> float:
-    pairs = zip(figures, reference, strict=True)
-    return round(statistics.median(ours / theirs for ours, theirs in pairs), 4)

@@ -68,6 +68,22 @@ def come_to_rest(probe: EngineProbe) -> None:
         tier.flush(_WRITE_SECONDS)
 
 
+def without_connector(probe: EngineProbe, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(probe, *args)`` while the engine runs as vLLM does that has no connector.
+
+    The same process, weights and KV cache: what two engines differ by at their start is left out.
+    No request may be running.
+    """
+    from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+    on_scheduler, on_worker = probe.scheduler.connector, state._KV_CONNECTOR_AGENT
+    probe.scheduler.connector = state._KV_CONNECTOR_AGENT = None
+    try:
+        return function(probe, *args)
+    finally:
+        probe.scheduler.connector, state._KV_CONNECTOR_AGENT = on_scheduler, on_worker
+
+
 def empty_cpu_tier(probe: EngineProbe) -> None:
     """Empty vLLM's prefix cache and the CPU tier; the scheduler side hears of it in a step."""
     probe.reset_prefix_cache()

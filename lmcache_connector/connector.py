@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,12 +22,14 @@ from lmcache_connector.assembly import (
 )
 from lmcache_connector.config import parse_config
 from lmcache_connector.facade import ConnectorFacade
+from lmcache_connector.host_memory import available_memory
 from lmcache_connector.metric_table import METRICS
 from lmcache_connector.plans import Calibration
 from lmcache_connector.prom_metrics import TieredStats
 from lmcache_connector.scheduler import SchedulerAdapter
 from lmcache_connector.scheduler_metrics import SchedulerMetrics
 from lmcache_connector.startup import banner
+from lmcache_connector.startup_warnings import Surroundings, settings_warnings, size_warnings
 from lmcache_connector.stats import Samples
 from lmcache_connector.vllm_compat import describe_model
 from lmcache_connector.vllm_kv_events import to_vllm
@@ -164,17 +167,37 @@ class LMCacheTieredConnector(ConnectorFacade[SchedulerAdapter, "WorkerAdapter"])
         )
         tier_config = config.redis_tier_config()
         make_tier = partial(make_redis_tier, tier_config, model) if tier_config else None
+        if model.rank == 0:
+            self._warn(settings.geometry.chunk_bytes)
         self._worker = WorkerAdapter(settings, kv_caches, make_tier)
         if model.rank == 0:
             logger.info(
                 banner(config, model.fingerprint, settings.geometry, self._worker.self_test)
             )
 
+    def _warn(self, chunk_bytes: int) -> None:
+        """Once per engine, before the CPU tier takes its memory."""
+        around = Surroundings(
+            max_model_len=self._vllm_config.model_config.max_model_len,
+            chunk_bytes=chunk_bytes,
+            ranks_on_host=self._vllm_config.parallel_config.local_world_size,
+            available_bytes=available_memory(),
+        )
+        for warning in chain(
+            settings_warnings(self._config, self._kv_transfer_config.kv_role),
+            size_warnings(self._config, around),
+        ):
+            logger.warning("LMCacheTieredConnector: %s", warning)
+
     def get_handshake_metadata(self) -> CalibrationMetadata | None:
         """vLLM asks once, after the caches were registered and before the first request."""
         if self._worker is None:
             return None
         return CalibrationMetadata(self._worker.calibration())
+
+    def has_connector_metadata(self) -> bool:
+        """No: every layer of every forward pass asks whether there is something to do per layer."""
+        return False
 
     def shutdown(self) -> None:
         super().shutdown()

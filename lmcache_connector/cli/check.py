@@ -14,6 +14,7 @@ from lmcache_connector.cli.ls import describe_server
 from lmcache_connector.cli.report import BAD_INPUT, UNREACHABLE, CliError, Report, size
 from lmcache_connector.cli.target import connector_config, open_admin, read_transfer_config
 from lmcache_connector.config import ConnectorConfig
+from lmcache_connector.startup_warnings import settings_warnings
 from lmcache_connector.storage.redis_admin import RedisAdmin, ServerFacts
 from lmcache_connector.storage.redis_config import RedisTierConfig
 
@@ -39,6 +40,9 @@ def run(report: Report, text_or_path: str) -> int:
 def _tiered(document: Mapping[str, Any]) -> Iterator[Finding]:
     config = connector_config(document)
     yield Finding("settings", "ok", _settings(config))
+    for warning in settings_warnings(config, document.get("kv_role")):
+        detail, hint = warning.rsplit(": ", 1)
+        yield Finding("settings", "warning", detail, hint)
     yield check_versions()
     yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30)
     tier = config.redis_tier_config()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from lmcache_connector.cli.finding import Finding
 from lmcache_connector.cli.report import size
+from lmcache_connector.host_memory import available_memory
 
 
 def check_versions() -> Finding:
@@ -37,15 +37,3 @@ def check_memory(name: str, setting: str, wanted: int, unit: int) -> Finding:
         hint = "leave some for vLLM, and count every rank on this host"
         return Finding(name, "warning", text, hint)
     return Finding(name, "ok", text)
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that programs can still have on this host."""
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.cli.check_host import available_memory
+from lmcache_connector.host_memory import available_memory
 from tests.cli.conftest import Outcome
 from tests.servers import Server, running_server, valkey_binary
 
@@ -53,6 +53,14 @@ def test_every_wrong_setting_is_named(cli: Cli) -> None:
     assert "'chunk_size'" in outcome.out
     assert "would refuse to start" in outcome.out
     assert "hunter2" not in outcome.out + outcome.err
+
+
+def test_settings_that_nobody_wants_are_warned_of(cli: Cli) -> None:
+    outcome = cli("check", transfer(redis_ttl_seconds=60), "--json")
+    assert outcome.code == 0
+    (warning,) = [f for f in outcome.document["findings"] if f["verdict"] == "warning"]
+    assert warning["detail"] == "without redis_url nothing is done with redis_ttl_seconds"
+    assert warning["hint"] == "set it, or leave them out"
 
 
 def test_a_wrong_connector_or_role_is_named(cli: Cli) -> None:

@@ -22,9 +22,10 @@ def test_a_producer_stores_and_a_consumer_loads(start: Start, valkey: Server) ->
         producer.reset_prefix_cache()
         assert producer.serve(prompt).external_hit_tokens == 0
         producer.call(check_integrity)
+        assert "holds less than one prompt" not in producer.log
     wait_for_keys(valkey, 20)
     # Also chosen by module path, and with a configuration of its own.
-    transfer = kv_transfer("kv_consumer", redis_url=valkey.unix_url)
+    transfer = kv_transfer("kv_consumer", redis_url=valkey.unix_url, cpu_gib=0.02)
     transfer["kv_connector_module_path"] = "lmcache_connector"
     with start(transfer) as consumer:
         hit = consumer.serve(prompt)
@@ -33,6 +34,7 @@ def test_a_producer_stores_and_a_consumer_loads(start: Start, valkey: Server) ->
         consumer.serve(random_prompt(2, 1300))
         assert consumer.counters()["store_jobs"] == 0
         consumer.call(check_integrity)
+        assert consumer.log.count("cpu_gib 0.02 holds less than one prompt of max_model_len") == 1
         keys = consumer.call(chunk_keys, random_prompt(2, 1300))
     with valkey.client() as client:
         assert len(keys) == 5
