@@ -5,7 +5,9 @@ Engines of one model live side by side and serve prompts of the same lengths in 
 memory, and from a Valkey that another process has filled), and the connectors of
 :mod:`benchmarks.peers` (cold, and again: ``hit``, if it is one). Who goes first changes from round
 to round. Before each hit vLLM's own prefix cache is emptied, and before each Redis hit the CPU tier
-too. ``cached_tokens`` proves what a hit really was.
+too. ``cached_tokens`` proves what a hit really was. ``vllm_cold_same_process`` is our engine with
+its connector taken out for a moment: two processes differ by a few per cent whatever they run, so
+what the connector costs a cold prompt is measured in one, and against vLLM alone beside it.
 
 Ratios are medians of the rounds' ratios. What a peer cannot do here is reported under
 ``unavailable``.
@@ -40,6 +42,7 @@ from benchmarks.served import (
     probe_link,
     random_prompt,
     ttft_and_cached,
+    without_connector,
 )
 from examples.instance import InstanceError, VllmInstance
 from examples.probe import EngineProbe
@@ -113,7 +116,8 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def headline(cases: Sequence[Case]) -> dict[str, Any]:
     """One ratio per promise: the median over all rounds, and the worst case's own median."""
     promises = {
-        "ours_cold_vs_none": ("ours_cold", "vllm_cold", max),
+        "ours_cold_vs_none": ("ours_cold", "vllm_cold_same_process", max),
+        "ours_cold_vs_other_process": ("ours_cold", "vllm_cold", max),
         "ours_cpu_hit_vs_gpu_hit": ("ours_cpu_hit", "gpu_hit", max),
         "ours_redis_hit_vs_gpu_hit": ("ours_redis_hit", "gpu_hit", max),
         "lmcache_mp_hit_vs_ours": ("lmcache_mp_hit", "ours_cpu_hit", min),
@@ -332,7 +336,13 @@ def _measure_none(case: Case, engine: VllmInstance, prompt: list[int]) -> None:
 
 
 def _measure_ours(case: Case, engine: VllmInstance, prompt: list[int], number: int) -> None:
-    case.add("ours_cold", [engine.call(ttft_and_cached, prompt)])
+    cold = {
+        "ours_cold": lambda: engine.call(ttft_and_cached, prompt),
+        "vllm_cold_same_process": lambda: engine.call(without_connector, ttft_and_cached, prompt),
+    }
+    for way in cold if number % 2 else reversed(cold):
+        case.add(way, [cold[way]()])
+        engine.call(come_to_rest)
     case.add("ours_cpu_hit", [_again(engine, prompt) for _ in range(HITS_PER_ROUND)])
     written = _written_prompt(case.tokens, number)
     hits = [engine.call(_from_redis, written) for _ in range(HITS_PER_ROUND)]

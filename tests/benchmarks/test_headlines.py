@@ -22,8 +22,8 @@ def case(tokens: int, **seconds: list[float]) -> ttft.Case:
 
 def test_ttft_ratios_are_of_pairs() -> None:
     """A drift that hits both in a round leaves their ratio alone."""
-    drifting = case(1000, vllm_cold=[1.0, 2.0, 4.0], ours_cold=[1.1, 2.2, 4.4])
-    other = case(4000, vllm_cold=[1.0] * 3, ours_cold=[1.3] * 3)
+    drifting = case(1000, vllm_cold_same_process=[1.0, 2.0, 4.0], ours_cold=[1.1, 2.2, 4.4])
+    other = case(4000, vllm_cold_same_process=[1.0] * 3, ours_cold=[1.3] * 3)
     fields = ttft.headline([drifting, other])
     assert fields["ours_cold_vs_none"] == pytest.approx(1.2)
     assert fields["ours_cold_vs_none_worst_case"] == pytest.approx(1.3)
