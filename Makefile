@@ -22,6 +22,9 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend cpu)
 # vLLM reports its use unless told not to; tests and benchmarks are no use to report.
 export VLLM_NO_USAGE_STATS ?= 1
 
+# An engine imports five thousand modules when it starts: 20 seconds if none may be kept compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint format pytest bench soak docs clean
 
