@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -81,6 +82,8 @@ class LMCacheTieredConnector(ConnectorFacade[SchedulerAdapter, "WorkerAdapter"])
             self._epoch = make_epoch(self._config, model)
             self._scheduler_metrics = SchedulerMetrics(
                 self._scheduler.counters,
+                lambda: self._scheduler_side.is_idle,
+                time.monotonic,
                 self._scheduler.take_lookup_seconds,
                 self._scheduler.lookup_servers,
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -86,21 +87,36 @@ def plan_copy(
         raise CopyError(f"blocks of {src.block_size} tokens into blocks of {dst.block_size}")
     _check_memory(src.spans, dst.spans)
     row_tokens = min(src.row_tokens, dst.row_tokens)
-    src_layers, dst_layers = src.layers(row_tokens), dst.layers(row_tokens)
-    _check_layers(src_layers, dst_layers)
-    order = _order(src_layers.order, dst_layers.order)
-    if order is not None and not src.device == dst.device == _HOST:
+    table = _move_table(src.layers(row_tokens), dst.layers(row_tokens))
+    if table.order is not None and not src.device == dst.device == _HOST:
         raise CopyError("elements can change places in host memory only")
     src_rows, dst_rows = src.rows(src_ids, row_tokens), dst.rows(dst_ids, row_tokens)
-    make_moves = _moves if order is None else _ordered_moves
     return CopyPlan(
-        moves=make_moves(src_layers, dst_layers),
+        moves=table.moves,
         src=src_rows,
         dst=dst_rows,
         groups=_groups(src_rows, dst_rows),
-        num_bytes=len(src_rows.index) * src_layers.row_bytes,
-        order=order,
+        num_bytes=len(src_rows.index) * table.row_bytes,
+        order=table.order,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MoveTable:
+    """What all copies between two layer tables have in common: see :class:`CopyPlan`."""
+
+    moves: Int64s
+    row_bytes: int
+    order: Int64s | None
+
+
+@lru_cache(maxsize=256)
+def _move_table(src: LayerTable, dst: LayerTable) -> _MoveTable:
+    """Tables are told apart by identity; an engine's jobs are all between the same few."""
+    _check_layers(src, dst)
+    order = _order(src.order, dst.order)
+    moves = _moves(src, dst) if order is None else _ordered_moves(src, dst)
+    return _MoveTable(moves, src.row_bytes, order)
 
 
 def _block_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> Int64s:

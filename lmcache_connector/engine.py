@@ -55,6 +55,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What LMCache warns of in the course of ordinary work, such as a full tier with every chunk it
+# takes in; by logger.
+_ORDINARY = {
+    "lmcache.v1.memory_management": "Failed to allocate memory block",
+    "lmcache.v1.storage_backend": "The 'memory_allocator' argument is deprecated",
+    "lmcache.v1.storage_backend.local_cpu_backend": "Controller message sender is not initialized",
+}
+
+
+def _is_extraordinary(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_ORDINARY[record.name])
+
+
+for _name in _ORDINARY:
+    logging.getLogger(_name).addFilter(_is_extraordinary)
+
 _REDIS = "redis"
 _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _JOBS_BETWEEN_DRAINS = 256

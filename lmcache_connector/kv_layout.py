@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -92,10 +93,11 @@ class ElementOrder:
         return cls(taken, taken.argsort(axis=1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
     """Counts, and sizes and strides in bytes. Arrays are int64 ``[layers * planes of a layer]``.
 
+    A space gives the same object each time, so that what two tables make of each other can be kept.
     ``num_runs``: runs of content in one row of one head, its tokens where there are no planes.
     """
 
@@ -244,8 +246,8 @@ class ChunkBuffers:
         self.device = torch.device("cpu")
         self.owners = owners
         self.addresses = np.asarray(addresses, np.int64)
-        self._layers = slice(first_layer, last_layer)
-        for width in set(geometry.layer_widths[self._layers]):
+        self._layers = range(first_layer, last_layer)
+        for width in set(geometry.layer_widths[first_layer:last_layer]):
             _check_planes("a chunk", planes, width)
         self._planes = planes
 
@@ -267,38 +269,49 @@ class ChunkBuffers:
         return np.stack((starts, starts + self.geometry.chunk_bytes), axis=1)
 
     def layers(self, row_tokens: int) -> LayerTable:
-        entries = [
-            (self.geometry.layer_offsets[layer] + start, *run)
-            for layer in range(*self._layers.indices(len(self.geometry.layer_widths)))
-            for start, *run in self._runs(self.geometry.layer_widths[layer], row_tokens)
-        ]
-        offset, num_runs, content, row_stride, run_stride = np.array(entries, np.int64).T.copy()
-        return LayerTable(
-            num_heads=np.full_like(offset, len(self.geometry.shards)),
-            row_tokens=row_tokens,
-            num_runs=num_runs,
-            content_bytes=content,
-            offset=offset,
-            row_stride=row_stride,
-            head_stride=np.full_like(offset, self.geometry.shard_bytes),
-            token_stride=run_stride,
-        )
-
-    def _runs(self, width: int, row_tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Offset, runs, bytes of a run, row stride, run stride of each entry of one layer."""
-        if not self._planes:
-            yield 0, row_tokens, width, width * row_tokens, width
-        offset = 0
-        for plane in self._planes:
-            run = plane.run_token_bytes * row_tokens
-            stride = plane.run_token_bytes * self.geometry.num_tokens
-            yield offset, plane.num_runs, run, run, stride
-            offset += plane.num_runs * stride
+        return _chunk_table(self.geometry, self._layers, self._planes, row_tokens)
 
     def rows(self, block_ids: Int64s, row_tokens: int) -> Rows:
         split = self.block_size // row_tokens
         chunk, block = np.divmod(block_ids, self.blocks_per_chunk)
         return Rows(np.repeat(self.addresses[chunk], split), _split(block, split))
+
+
+@lru_cache(maxsize=256)
+def _chunk_table(
+    geometry: ChunkGeometry, layers: range, planes: tuple[Plane, ...], row_tokens: int
+) -> LayerTable:
+    """The layers of a chunk, in rows of ``row_tokens`` tokens. Jobs of one engine share it."""
+    entries = [
+        (geometry.layer_offsets[layer] + start, *run)
+        for layer in layers
+        for start, *run in _runs(geometry, geometry.layer_widths[layer], planes, row_tokens)
+    ]
+    offset, num_runs, content, row_stride, run_stride = np.array(entries, np.int64).T.copy()
+    return LayerTable(
+        num_heads=np.full_like(offset, len(geometry.shards)),
+        row_tokens=row_tokens,
+        num_runs=num_runs,
+        content_bytes=content,
+        offset=offset,
+        row_stride=row_stride,
+        head_stride=np.full_like(offset, geometry.shard_bytes),
+        token_stride=run_stride,
+    )
+
+
+def _runs(
+    geometry: ChunkGeometry, width: int, planes: tuple[Plane, ...], row_tokens: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Offset, runs, bytes of a run, row stride, run stride of each entry of one layer."""
+    if not planes:
+        yield 0, row_tokens, width, width * row_tokens, width
+    offset = 0
+    for plane in planes:
+        run = plane.run_token_bytes * row_tokens
+        stride = plane.run_token_bytes * geometry.num_tokens
+        yield offset, plane.num_runs, run, run, stride
+        offset += plane.num_runs * stride
 
 
 def _check_layer(name: str, tensor: object, spec: LayerSpec) -> None:

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+# The plan of nearly every decode step.
+_NOTHING_NEW = StepPlan()
+
+
 class SchedulerAdapter:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
@@ -105,7 +109,7 @@ class SchedulerAdapter:
             return 0, False
         first = num_computed_tokens // self._settings.chunk_size
         self._hits.ask_remote(state, first)
-        if not self._hits.remote_answered(state, num_computed_tokens, is_idle=not self._scheduled):
+        if not self._hits.remote_answered(state, num_computed_tokens, is_idle=self.is_idle):
             return None, False
         if not state.counted:
             self._hits.count_lookup(state, num_computed_tokens)
@@ -155,6 +159,11 @@ class SchedulerAdapter:
         state = self._states.get(request.request_id)
         return state.remote_hit_tokens if state is not None else 0
 
+    @property
+    def is_idle(self) -> bool:
+        """No request is in the last plan, but those that have finished since."""
+        return not self._scheduled
+
     def lookup_servers(self) -> tuple[tuple[str, str], ...]:
         """``(node, circuit state)`` of the servers that are asked."""
         return self._hits.lookup.servers() if self._hits.lookup is not None else ()
@@ -170,19 +179,24 @@ class SchedulerAdapter:
         vacated = self._vacate(scheduler_output.preempted_req_ids or ())
         if self._settings.stores:
             self._plan_stores(scheduler_output)
+        self._scheduled = set(scheduler_output.num_scheduled_tokens)
+        self._hits.next_step()
+        prefill = prefill_work(scheduler_output, self._states)
+        probe = self._wants_probe(len(self._scheduled))
+        jobs = self._loads or self._stores or self._holds or self._cancelled_loads
+        if self._scheduled and not (jobs or vacated or prefill or probe):
+            return _NOTHING_NEW
         plan = StepPlan(
             loads=tuple(self._loads),
             stores=tuple(self._stores),
             holds=tuple(self._holds),
             cancelled_loads=tuple(self._cancelled_loads),
             vacated_stores=vacated,
-            idle=scheduler_output.total_num_scheduled_tokens == 0,
-            prefill=prefill_work(scheduler_output, self._states),
-            probe=self._wants_probe(len(scheduler_output.num_scheduled_tokens)),
+            idle=not self._scheduled,
+            prefill=prefill,
+            probe=probe,
         )
         self._loads, self._stores, self._holds, self._cancelled_loads = [], [], [], []
-        self._scheduled = set(scheduler_output.num_scheduled_tokens)
-        self._hits.next_step()
         return plan
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:

@@ -1,6 +1,6 @@
 """What the scheduler side tells ``/metrics``: its counters, as increments since it last did.
 
-Asked after every engine step. One comparison tells whether anything has changed.
+Asked after every engine step. While requests run, most of those cost one look at the clock.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lmcache_connector.scheduler_counters import SchedulerCounters
 
 _SCHEDULER = "scheduler"
+_REFRESH_SECONDS = 0.1
 # (counter of the scheduler side, metric, labels)
 _COUNTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("local_lookups", "lookups", ("cpu",)),
@@ -39,21 +40,31 @@ _COUNTS_BY_LABEL = (("decisions", "decisions"),)
 
 class SchedulerMetrics:
     """``read_lookups()``: seconds of the questions to Redis answered since the last call.
-    ``read_servers()``: the circuit states of the servers asked, as ``(node, state)``."""
+    ``read_servers()``: the circuit states of the servers asked, as ``(node, state)``.
+    ``is_idle()``: no request runs, so there may be no next step to tell what is new."""
 
     def __init__(
         self,
         counters: SchedulerCounters,
+        is_idle: Callable[[], bool],
+        clock: Callable[[], float],
         read_lookups: Callable[[], Sequence[float]] = tuple,
         read_servers: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
         self._increments = CountIncrements(counters, _COUNTS, _COUNTS_BY_LABEL)
+        self._is_idle = is_idle
+        self._clock = clock
+        self._look_at = float("-inf")
         self._read_lookups = read_lookups
         self._read_servers = read_servers
         self._last_servers: tuple[tuple[str, str], ...] = ()
 
     def take(self) -> Samples | None:
-        """What is new since the last call; ``None`` if nothing is."""
+        """What is new since the last call; ``None`` if nothing is, or it can wait."""
+        now = self._clock()
+        if now < self._look_at and not self._is_idle():
+            return None
+        self._look_at = now + _REFRESH_SECONDS
         samples = Samples()
         if self._increments.take_into(samples):
             self._take_servers(samples)

@@ -21,7 +21,7 @@ OnDone = Callable[[bool], None]
 
 MAX_HOLD_SECONDS = 1.0
 # How late a writer may notice that it need not hold back any more.
-_HOLD_SLICE_SECONDS = 0.02
+_HOLD_SLICE_SECONDS = 0.1
 
 
 @dataclass(eq=False)

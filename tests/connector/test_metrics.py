@@ -131,7 +131,11 @@ def test_an_uneventful_step_looks_at_nothing() -> None:
 def test_the_scheduler_side_tells_what_changed() -> None:
     counters, seconds = SchedulerCounters(), [0.25]
     metrics = SchedulerMetrics(
-        counters, lambda: [seconds.pop()] if seconds else [], lambda: [("h:1", "trial")]
+        counters,
+        lambda: True,
+        lambda: 0.0,
+        lambda: [seconds.pop()] if seconds else [],
+        lambda: [("h:1", "trial")],
     )
     counters.lookups, counters.local_hit_tokens, counters.remote_hit_tokens = 2, 512, 256
     counters.saved_seconds = 1.5
@@ -150,6 +154,26 @@ def test_the_scheduler_side_tells_what_changed() -> None:
     assert again.counters == {"decisions\nload_faster": 1}
 
 
+def test_while_requests_run_the_scheduler_side_is_looked_at_now_and_then() -> None:
+    counters, running, now = SchedulerCounters(), True, 100.0
+    metrics = SchedulerMetrics(counters, lambda: not running, lambda: now)
+    assert metrics.take() is None
+    counters.store_jobs = 1
+    assert metrics.take() is None, "a step ago"
+    now += 1.0
+    assert taken_jobs(metrics) == 1
+    counters.store_jobs = 3
+    assert metrics.take() is None
+    running = False  # there may be no next step
+    assert taken_jobs(metrics) == 2
+
+
+def taken_jobs(metrics: SchedulerMetrics) -> float:
+    taken = metrics.take()
+    assert taken is not None
+    return taken.total("store_jobs")
+
+
 def test_every_counter_of_the_scheduler_side_is_told() -> None:
     """Whoever adds one thinks of /metrics; these are told by the workers instead."""
     told_elsewhere = {
@@ -159,7 +183,7 @@ def test_every_counter_of_the_scheduler_side_is_told() -> None:
     for name in SchedulerCounters.__dataclass_fields__.keys() - told_elsewhere:
         counters = SchedulerCounters()
         setattr(counters, name, 1)
-        taken = SchedulerMetrics(counters).take()
+        taken = SchedulerMetrics(counters, lambda: True, lambda: 0.0).take()
         assert taken is not None, name
         assert list(taken.counters.values()) == [1], name
 

@@ -18,7 +18,15 @@ import pytest
 import torch
 
 from lmcache_connector.engine import EngineSettings
-from lmcache_connector.plans import JobResult, LinkTime, LoadJob, Outcome, StepPlan, StoreJob
+from lmcache_connector.plans import (
+    JobResult,
+    LinkTime,
+    LoadJob,
+    Outcome,
+    PrefillWork,
+    StepPlan,
+    StoreJob,
+)
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis_config import RedisTierConfig
 from lmcache_connector.storage.redis_tier import RedisTier
@@ -283,10 +291,10 @@ def test_writes_wait_while_the_same_cores_compute(
     assert tier is not None
     told: list[float] = []
     monkeypatch.setattr(tier, "hold_writes", told.append)
-    instance.run(StepPlan())
+    instance.run(StepPlan(prefill=PrefillWork(1000, 0, 0)))
     forever, soon = told
     assert forever == float("inf")
-    assert soon < time.monotonic() + 1.0
-    instance.run(StepPlan(idle=True))  # no forward pass
+    assert time.monotonic() < soon < time.monotonic() + 1.0, "until the next begins"
+    instance.run(StepPlan())  # it only decodes: that is over by then
     assert told[2:] == [pytest.approx(soon, abs=LONG)]
     instance.worker.shutdown()
