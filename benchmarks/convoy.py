@@ -23,10 +23,10 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.served import come_to_rest, random_prompt, without_connector
+from benchmarks.warm_server import warm_valkey
 from examples.instance import VllmInstance
 from examples.probe import EngineProbe
 from examples.tiny_model import DEMO_SHAPE, build_tiny_model
-from tests.servers import running_server, valkey_binary
 
 _ALONE, _OUT, _IN = "alone", "connector out", "connector in"
 
@@ -99,7 +99,7 @@ def _engines() -> Iterator[tuple[VllmInstance, VllmInstance]]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = build_tiny_model(folder / "model", DEMO_SHAPE)
-        valkey = stack.enter_context(running_server(valkey_binary() or "valkey-server"))
+        valkey = stack.enter_context(warm_valkey())
         transfer = {
             "kv_connector": "LMCacheTieredConnector",
             "kv_role": "kv_both",

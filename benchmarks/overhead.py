@@ -39,9 +39,9 @@ from benchmarks.served import (
     ttft_seconds,
     without_connector,
 )
+from benchmarks.warm_server import warm_valkey
 from examples.instance import VllmInstance
 from examples.tiny_model import DEMO_SHAPE, build_tiny_model
-from tests.servers import running_server, valkey_binary
 
 LOOKUP_TOKENS = 32_000
 _NONE, _MISS, _COLD = "none", "kv_consumer", "kv_both"
@@ -124,7 +124,7 @@ def _engines(args: argparse.Namespace) -> Iterator[dict[str, VllmInstance]]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = build_tiny_model(folder / "model", DEMO_SHAPE)
-        valkey = stack.enter_context(running_server(valkey_binary() or "valkey-server"))
+        valkey = stack.enter_context(warm_valkey())
         namespaces = {_MISS: "never-written", _COLD: "written"}
         engines = {}
         for name in (_NONE, _MISS, _COLD):

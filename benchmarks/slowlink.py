@@ -34,9 +34,9 @@ from benchmarks.served import (
     ttft_seconds,
     without_connector,
 )
+from benchmarks.warm_server import warm_valkey
 from examples.instance import InstanceError, VllmInstance
 from examples.tiny_model import DEMO_SHAPE, build_tiny_model
-from tests.servers import running_server, valkey_binary
 from tests.slow_proxy import SlowLink, proxy_process
 
 MB_PER_S = (1, 3, 10, 30, 100, 300, 1000)
@@ -115,7 +115,7 @@ def _engines(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = build_tiny_model(folder / "model", DEMO_SHAPE)
-        valkey = stack.enter_context(running_server(valkey_binary() or "valkey-server"))
+        valkey = stack.enter_context(warm_valkey())
         link = SlowLink()
         port = stack.enter_context(proxy_process(valkey.port, link))
 

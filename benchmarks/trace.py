@@ -26,6 +26,7 @@ from rich.progress import Progress
 
 from benchmarks.api_servers import CachedTokens, cached_tokens, replay, serving, wait_ready
 from benchmarks.peers import PeerError, lmcache_server, reason
+from benchmarks.warm_server import warm_valkey
 from benchmarks.workloads import (
     PIECE_TOKENS,
     WORKLOADS,
@@ -36,7 +37,6 @@ from benchmarks.workloads import (
 )
 from examples.tiny_model import DEMO_SHAPE, build_tiny_model
 from tests.engine.api_server import ApiServer
-from tests.servers import running_server, valkey_binary
 
 LOADS = (0.7, 2.0)
 PAGED_CACHE_MIB, CPU_TIER_GIB, PEER_GIB = 64, 0.15, 3.0
@@ -200,7 +200,7 @@ class _Bench(contextlib.ExitStack):
         folder = tempfile.TemporaryDirectory(prefix="lmcache-connector-trace-")
         self._folder = Path(self.enter_context(folder))
         self._model = build_tiny_model(self._folder / "model", DEMO_SHAPE)
-        valkey = self.enter_context(running_server(valkey_binary() or "valkey-server"))
+        valkey = self.enter_context(warm_valkey())
         extra = {"cpu_gib": CPU_TIER_GIB, "redis_url": valkey.url}
         self._serve(_NONE, None)
         self._serve(

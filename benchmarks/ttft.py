@@ -44,10 +44,11 @@ from benchmarks.served import (
     ttft_and_cached,
     without_connector,
 )
+from benchmarks.warm_server import warm_valkey
 from examples.instance import InstanceError, VllmInstance
 from examples.probe import EngineProbe
 from examples.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
-from tests.servers import Server, running_server, valkey_binary
+from tests.servers import Server
 
 # "large" is large for two cores.
 MODELS = {
@@ -206,7 +207,7 @@ class _Bench:
     def run(self) -> list[Case]:
         cases = []
         with contextlib.ExitStack() as stack:
-            valkey = stack.enter_context(running_server(valkey_binary() or "valkey-server"))
+            valkey = stack.enter_context(warm_valkey(3072))
             self._fill(valkey)
             self._start(stack, _NONE, None)
             self._start(stack, _OURS, self._transfer(valkey))
