@@ -42,7 +42,7 @@ _VARIANTS: dict[str, dict[str, list[str]]] = {
     },
     "ttft": {
         "tiny": ["--models", "tiny"],
-        "tiny-chunks-of-128": ["--models", "tiny", "--chunk-size", "128", "--no-peers"],
+        "tiny-chunks-of-256": ["--models", "tiny", "--chunk-size", "256", "--no-peers"],
         "large": ["--models", "large", "--rounds", "6"],
     },
 }

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="prompt lengths")
     parser.add_argument("--rounds", type=int, default=9, help="of the shortest; others less")
-    parser.add_argument("--chunk-size", type=int, default=256, help="of this connector, in tokens")
+    parser.add_argument("--chunk-size", type=int, default=128, help="of this connector, in tokens")
     parser.add_argument("--no-peers", action="store_true", help="leave LMCache's own out")
 
 

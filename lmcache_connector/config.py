@@ -27,7 +27,7 @@ class ConnectorConfig(BaseModel):
         extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, allow_inf_nan=False
     )
 
-    chunk_size: Annotated[int, Field(gt=0, le=65536)] = 256
+    chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
     """Tokens per chunk, a multiple of vLLM's block size."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """CPU tier capacity per worker rank, GiB."""

@@ -13,8 +13,8 @@ import pytest
 from tests.servers import Server, free_port, running_server, valkey_binary
 
 ROOT = Path(__file__).parent.parent
-NUM_WORDS = 3000  # and as many tokens, of which 11 chunks of 256 are full
-FULL_CHUNKS_TOKENS = 2816
+NUM_WORDS = 3000  # and as many tokens, of which 23 chunks of 128 are full
+FULL_CHUNKS_TOKENS = 2944
 SMALL = ("--cpu-gib", "1", "--words", str(NUM_WORDS))
 
 

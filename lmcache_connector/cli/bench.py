@@ -21,7 +21,7 @@ from lmcache_connector.cli.trial import Trial
 from lmcache_connector.metric_table import PREFIX
 from lmcache_connector.storage.redis_config import MIB, RedisTierConfig
 
-_CHUNK_TOKENS = 256  # the default of chunk_size
+_CHUNK_TOKENS = 128  # the default of chunk_size
 _LENGTHS = (256, 1024, 4096, 16384, 65536)
 _WAIT_SECONDS = 60.0
 _REPEATS = 3

@@ -167,7 +167,7 @@ def test_sparklines() -> None:
 def test_the_crossover_is_where_both_take_as_long() -> None:
     link = Link(0.1, 1000.0, 1.0)
     # 0.1 s + n * 0.01 s of load = n * 0.02 s of compute, at n = 10
-    assert crossover_tokens(link, 10, 50) == 256
+    assert crossover_tokens(link, 10, 50) == 128
     assert crossover_tokens(Link(10.0, 1000.0, 1.0), 10, 50) == 1024
     assert crossover_tokens(link, 10, 100) is None
 

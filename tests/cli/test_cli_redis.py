@@ -217,7 +217,7 @@ def test_bench_says_where_loading_wins(cli: Cli, valkey: Server) -> None:
     assert unknown["crossover_tokens"] is None
     assert unknown["read_bytes_per_second"] > 0
     slow = cli(*bench, "--prefill", "1").document
-    assert slow["crossover_tokens"] == 256
+    assert slow["crossover_tokens"] == 128
     fast = cli(*bench, "--prefill", "1e15").document
     assert fast["crossover_tokens"] is None
     with valkey.client() as client:
