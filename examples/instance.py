@@ -9,9 +9,10 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from examples.probe import EngineProbe, Served
 
@@ -19,6 +20,13 @@ _START_SECONDS = 600.0
 _ANSWER_SECONDS = 600.0
 _STOP_SECONDS = 60.0
 _LOG_TAIL_BYTES = 4000
+
+
+def forks_from(module: str) -> ForkServerContext:
+    """Processes fork from one that has imported ``module``, and has its environment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
 
 
 class InstanceError(RuntimeError):
@@ -30,7 +38,12 @@ class VllmInstance:
 
     ``engine_args`` go to :class:`EngineProbe`. ``prepare()``, a top-level function, runs in the new
     process before the engine starts. Entering waits until the engine serves.
+
+    ``context`` starts the processes. Those who start dozens may let them fork from one that has
+    imported vLLM (:func:`forks_from`): that is most of a start.
     """
+
+    context: ClassVar[SpawnContext | ForkServerContext] = multiprocessing.get_context("spawn")
 
     def __init__(
         self,
@@ -41,9 +54,8 @@ class VllmInstance:
         **engine_args: Any,
     ) -> None:
         self._log = log
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
+        self._pipe, theirs = self.context.Pipe()
+        self._process = self.context.Process(
             target=_run, args=(theirs, str(model), kv_transfer, str(log), prepare, engine_args)
         )
 

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.instance import VllmInstance, forks_from
 from examples.tiny_model import build_tiny_model
+
+VllmInstance.context = forks_from("tests.vllm_imports")
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
         "kv_connector": "LMCacheTieredConnector",
         "kv_role": role,
         "kv_connector_extra_config": {
-            "cpu_gib": 0.5,
+            "cpu_gib": 0.25,
             "chunk_size": CHUNK_SIZE,
             "compute_or_load": "always",
             **extra,
