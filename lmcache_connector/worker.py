@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 0.005
 _VACATE_SECONDS = 0.02
 _FIRST_PROBE_SECONDS = 2.0
-# Writes wait so long for the next forward pass on CPU to begin and, if it is short, to end.
-_HOLD_SECONDS = 0.05
+# After a forward pass on CPU: writes wait that long for the next one.
+_HOLD_SECONDS = 0.01
 _NO_NEWS: StepOutput[RankReport] = StepOutput()
 
 
@@ -133,7 +133,7 @@ class WorkerAdapter:
             self._board.settle(plan.vacated_stores, _VACATE_SECONDS)
 
     def start_forward(self, plan: StepPlan) -> None:
-        if self._held_tier is not None and plan.prefill is not None:
+        if self._held_tier is not None and not plan.idle:
             self._held_tier.hold_writes(float("inf"))
         self._timer.start(plan.prefill)
 

@@ -291,10 +291,13 @@ def test_writes_wait_while_the_same_cores_compute(
     assert tier is not None
     told: list[float] = []
     monkeypatch.setattr(tier, "hold_writes", told.append)
-    instance.run(StepPlan(prefill=PrefillWork(1000, 0, 0)))
-    forever, soon = told
-    assert forever == float("inf")
-    assert time.monotonic() < soon < time.monotonic() + 1.0, "until the next begins"
-    instance.run(StepPlan())  # it only decodes: that is over by then
-    assert told[2:] == [pytest.approx(soon, abs=LONG)]
+    for plan in (StepPlan(prefill=PrefillWork(1000, 0, 0)), StepPlan()):  # one that only decodes
+        told.clear()
+        instance.run(plan)
+        forever, soon = told
+        assert forever == float("inf")
+        assert soon < time.monotonic() + 1.0
+    told.clear()
+    instance.run(StepPlan(idle=True))  # no forward pass
+    assert told == [pytest.approx(soon, abs=LONG)]
     instance.worker.shutdown()
