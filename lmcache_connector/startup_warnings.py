@@ -1,4 +1,4 @@
-"""Settings that are valid and yet not what anybody wants: one sentence each, for the log.
+"""Settings that are valid and yet not what anybody wants: one sentence each, and what to do.
 
 Pure. What stops a start instead is an error of :mod:`lmcache_connector.config`; what only a server
 can tell is said when it is connected to.
@@ -25,45 +25,60 @@ class Surroundings:
     available_bytes: int | None
 
 
-def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class StartupWarning:
+    """What is wrong, and how to mend it."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.remedy}"
+
+
+def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[StartupWarning]:
     """What the settings alone give away."""
     if config.redis_url is not None:
         return
     idle = sorted(k for k in config.model_fields_set if k.startswith(("redis_", "lookup_")))
     if idle:
-        names = " and ".join(idle)
-        yield f"without redis_url nothing is done with {names}: set it, or leave them out"
+        yield StartupWarning(
+            f"without redis_url nothing is done with {' and '.join(idle)}",
+            "set it, or leave them out",
+        )
     if kv_role == "kv_consumer":
-        yield (
+        yield StartupWarning(
             "kv_role kv_consumer loads only, and without redis_url nobody stores what it could "
-            "load, so every request is a miss: set redis_url, or kv_role kv_both"
+            "load, so every request is a miss",
+            "set redis_url, or kv_role kv_both",
         )
     if kv_role == "kv_producer":
-        yield (
-            "kv_role kv_producer stores only, and without redis_url nobody can load what it "
-            "stores: set redis_url, or kv_role kv_both"
+        yield StartupWarning(
+            "kv_role kv_producer stores only, and without redis_url nobody can load what it stores",
+            "set redis_url, or kv_role kv_both",
         )
 
 
-def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[str]:
+def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[StartupWarning]:
     """What does not fit together."""
     if config.chunk_size > around.max_model_len:
-        yield (
+        yield StartupWarning(
             f"chunk_size {config.chunk_size} is more than max_model_len {around.max_model_len}, so "
-            "no request ever fills a chunk: lower chunk_size"
+            "no request ever fills a chunk",
+            "lower chunk_size",
         )
         return
-    longest = around.max_model_len // config.chunk_size
-    if longest * around.chunk_bytes > config.cpu_gib * _GIB:
-        yield (
+    longest_bytes = around.max_model_len // config.chunk_size * around.chunk_bytes
+    if longest_bytes > config.cpu_gib * _GIB:
+        yield StartupWarning(
             f"cpu_gib {config.cpu_gib:g} holds less than one prompt of max_model_len "
-            f"{around.max_model_len}, whose end would push out its beginning: raise cpu_gib to "
-            f"{longest * around.chunk_bytes / _GIB + 0.05:.1f} or more"
+            f"{around.max_model_len}, whose end would push out its beginning",
+            f"raise cpu_gib to {longest_bytes / _GIB + 0.05:.1f} or more",
         )
     available, wanted = around.available_bytes, config.cpu_gib * around.ranks_on_host * _GIB
     if available is not None and wanted > available:
-        yield (
+        yield StartupWarning(
             f"cpu_gib {config.cpu_gib:g} for each of {around.ranks_on_host} ranks is more than the "
-            f"{available / _GIB:.1f} GiB this host has left: lower cpu_gib, or the host may run "
-            "out of memory as the tier fills"
+            f"{available / _GIB:.1f} GiB this host has left, which may run out as the tier fills",
+            "lower cpu_gib",
         )

@@ -41,8 +41,7 @@ def _tiered(document: Mapping[str, Any]) -> Iterator[Finding]:
     config = connector_config(document)
     yield Finding("settings", "ok", _settings(config))
     for warning in settings_warnings(config, document.get("kv_role")):
-        detail, hint = warning.rsplit(": ", 1)
-        yield Finding("settings", "warning", detail, hint)
+        yield Finding("settings", "warning", warning.problem, warning.remedy)
     yield check_versions()
     yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30)
     tier = config.redis_tier_config()

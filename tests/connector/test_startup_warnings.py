@@ -16,11 +16,12 @@ SOUND = Surroundings(
 
 
 def of_settings(kv_role: str = "kv_both", **extra: Any) -> list[str]:
-    return list(settings_warnings(parse_config(extra), kv_role))
+    return list(map(str, settings_warnings(parse_config(extra), kv_role)))
 
 
 def of_sizes(around: Surroundings = SOUND, **extra: Any) -> list[str]:
-    return list(size_warnings(parse_config({"chunk_size": 256, "cpu_gib": 8.0} | extra), around))
+    config = parse_config({"chunk_size": 256, "cpu_gib": 8.0} | extra)
+    return list(map(str, size_warnings(config, around)))
 
 
 @pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer", "kv_consumer"])
