@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,41 +60,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Figures:
-    """One figure per way and round."""
+class Contest:
+    """One figure per way and round. ``measure(call, seed)`` gets one by ``call(function, *args)``
+    in the engine; ``rounds``: per launch."""
 
-    by_way: dict[_Way, list[float]] = field(default_factory=lambda: defaultdict(list))
+    title: str
+    ways: tuple[_Way, ...]
+    rounds: int
+    measure: Callable[[Callable[..., Any], int], float]
+    figures: dict[_Way, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def run(self, engines: dict[str, VllmInstance], progress: Progress, launch: str) -> None:
+        """Who goes first changes, and the direction, so that drift and whoever went before hit all
+        alike."""
+        seeds = range(1, self.rounds + 1)
+        for seed in progress.track(seeds, description=f"{launch}: {self.title}"):
+            first = seed % len(self.ways)
+            order = self.ways[first:] + self.ways[:first]
+            for name, connected in order if seed % 2 else reversed(order):
+                call = engines[name].call
+                if name != _NONE and not connected:
+                    call = partial(call, without_connector)
+                self.figures[name, connected].append(self.measure(call, seed))
+                engines[name].call(come_to_rest)
 
     def ratios(self, way: _Way, reference: _Way) -> list[float]:
-        pairs = zip(self.by_way[way], self.by_way[reference], strict=True)
+        pairs = zip(self.figures[way], self.figures[reference], strict=True)
         return [ours / theirs for ours, theirs in pairs]
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    ttfts, speeds = Figures(), Figures()
+    without, miss, cold = (_NONE, False), (_MISS, True), (_COLD, True)
+    miss_out, cold_out = (_MISS, False), (_COLD, False)
+    ttfts = Contest(
+        "time to first token",
+        (without, miss_out, miss, cold_out, cold),
+        args.rounds,
+        partial(_ttft, args.tokens),
+    )
+    speeds = Contest(
+        "decode throughput",
+        (without, cold_out, cold),
+        args.decode_rounds,
+        partial(_decode_speed, args.decode_requests, args.decode_tokens),
+    )
     steps, lookups, store_jobs = [], [], 0
     for launch in range(args.launches):
         with _engines(args) as engines:
             for engine in engines.values():  # compilation, first touches, first figures
                 for seed in range(2):
                     engine.call(ttft_seconds, random_prompt(10_000 + seed, args.tokens))
-            what = f"launch {launch + 1} of {args.launches}"
-            _ttfts(ttfts, engines, args, progress, f"{what}: time to first token")
-            _decode_speeds(speeds, engines, args, progress, f"{what}: decode throughput")
+            for contest in (ttfts, speeds):
+                contest.run(engines, progress, f"launch {launch + 1} of {args.launches}")
             both = engines[_COLD]
             prompts = [random_prompt(50_000 + i, 64) for i in range(args.decode_requests)]
             steps.append(both.call(decode_step_microseconds, prompts, args.decode_tokens))
             lookups.append(both.call(lookup_microseconds, LOOKUP_TOKENS, 40))
             store_jobs += both.counters()["store_jobs"]
     ratios = {
-        "miss_ttft": ttfts.ratios((_MISS, True), (_MISS, False)),
-        "cold_ttft": ttfts.ratios((_COLD, True), (_COLD, False)),
-        "decode_throughput": speeds.ratios((_COLD, True), (_COLD, False)),
+        "miss_ttft": ttfts.ratios(miss, miss_out),
+        "cold_ttft": ttfts.ratios(cold, cold_out),
+        "decode_throughput": speeds.ratios(cold, cold_out),
     }
     others = {
-        "miss_ttft": ttfts.ratios((_MISS, True), (_NONE, False)),
-        "cold_ttft": ttfts.ratios((_COLD, True), (_NONE, False)),
-        "decode_throughput": speeds.ratios((_COLD, True), (_NONE, False)),
+        "miss_ttft": ttfts.ratios(miss, without),
+        "cold_ttft": ttfts.ratios(cold, without),
+        "decode_throughput": speeds.ratios(cold, without),
     }
     return {
         "launches": args.launches,
@@ -107,8 +138,8 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         },
         "decode_step_scheduler_us_per_request": round(statistics.median(steps), 2),
         "lookup_32k_tokens_us": round(statistics.median(lookups), 1),
-        "ttft_none_s": round(statistics.median(ttfts.by_way[_NONE, False]), 4),
-        "decode_none_tokens_per_s": round(statistics.median(speeds.by_way[_NONE, False]), 1),
+        "ttft_none_s": round(statistics.median(ttfts.figures[without]), 4),
+        "decode_none_tokens_per_s": round(statistics.median(speeds.figures[without]), 1),
         "store_jobs": store_jobs,
         "ratios": [
             {"figure": name, "against": against, **spread(found)}
@@ -149,66 +180,13 @@ def _engines(args: argparse.Namespace) -> Iterator[dict[str, VllmInstance]]:
         yield engines
 
 
-def _ttfts(
-    figures: Figures,
-    engines: dict[str, VllmInstance],
-    args: argparse.Namespace,
-    progress: Progress,
-    description: str,
-) -> None:
-    def measure(call: Callable[..., Any], seed: int) -> float:
-        taken: float = call(ttft_seconds, random_prompt(seed, args.tokens))
-        return taken
-
-    ways = [(_NONE, False), (_MISS, False), (_MISS, True), (_COLD, False), (_COLD, True)]
-    _alternate(
-        figures,
-        engines,
-        ways,
-        measure,
-        progress.track(range(1, args.rounds + 1), description=description),
-    )
+def _ttft(num_tokens: int, call: Callable[..., Any], seed: int) -> float:
+    taken: float = call(ttft_seconds, random_prompt(seed, num_tokens))
+    return taken
 
 
-def _decode_speeds(
-    figures: Figures,
-    engines: dict[str, VllmInstance],
-    args: argparse.Namespace,
-    progress: Progress,
-    description: str,
-) -> None:
+def _decode_speed(num_requests: int, num_tokens: int, call: Callable[..., Any], seed: int) -> float:
     """Also through the chunks that fill with generated tokens, and are stored."""
-
-    def measure(call: Callable[..., Any], seed: int) -> float:
-        prompts = [random_prompt(1000 * seed + i, 200) for i in range(args.decode_requests)]
-        speed: float = call(decode_tokens_per_second, prompts, args.decode_tokens)
-        return speed
-
-    ways = [(_NONE, False), (_COLD, False), (_COLD, True)]
-    _alternate(
-        figures,
-        engines,
-        ways,
-        measure,
-        progress.track(range(1, args.decode_rounds + 1), description=description),
-    )
-
-
-def _alternate(
-    figures: Figures,
-    engines: dict[str, VllmInstance],
-    ways: list[_Way],
-    measure: Callable[[Callable[..., Any], int], float],
-    seeds: Iterable[int],
-) -> None:
-    """One figure per way and round. Who goes first changes, and the direction, so that drift and
-    whoever went before hit all alike."""
-    for seed in seeds:
-        first = seed % len(ways)
-        order = ways[first:] + ways[:first]
-        for name, connected in order if seed % 2 else reversed(order):
-            call = engines[name].call
-            if name != _NONE and not connected:
-                call = functools.partial(engines[name].call, without_connector)
-            figures.by_way[name, connected].append(measure(call, seed))
-            engines[name].call(come_to_rest)
+    prompts = [random_prompt(1000 * seed + i, 200) for i in range(num_requests)]
+    speed: float = call(decode_tokens_per_second, prompts, num_tokens)
+    return speed

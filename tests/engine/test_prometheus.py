@@ -84,7 +84,6 @@ def test_prometheus_takes_the_rules_and_answers_every_panel(
             seed += 1
             api.complete_afresh(random_prompt(1, 1500))
             api.complete_afresh(random_prompt(seed, 1500))
-            time.sleep(0.5)
         (target,) = answer(url, "targets")["activeTargets"]
         assert target["health"] == "up", target["lastError"]
         rules = [rule for group in answer(url, "rules")["groups"] for rule in group["rules"]]
