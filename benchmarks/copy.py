@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
+from lmcache_connector.chunk_buffers import ChunkBuffers
 from lmcache_connector.copy_kv_blocks import Copier, make_copier
-from lmcache_connector.kv_layout import ChunkBuffers, LayerSpec, PagedLayout
+from lmcache_connector.kv_layout import LayerSpec, PagedLayout
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

@@ -20,11 +20,12 @@ from typing import Literal
 
 import torch
 
+from lmcache_connector.chunk_buffers import ChunkBuffers
 from lmcache_connector.copy_plan import CopyPlan, Move, check_devices, plan_copy
 from lmcache_connector.copy_staging import StagedCopy, covers_chunks, expand, stage
 from lmcache_connector.copy_triton import RowCopyKernel
 from lmcache_connector.cuda_driver import CudaDriver
-from lmcache_connector.kv_layout import BlockSpace, ChunkBuffers
+from lmcache_connector.kv_layout import BlockSpace
 
 DIRECT_MIN_RUN_BYTES = 256 << 10
 """Runs from here on need no staging: the bus is busy long enough with each.

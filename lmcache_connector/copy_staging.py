@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lmcache_connector.chunk_buffers import ChunkBuffers
 from lmcache_connector.copy_plan import CopyPlan, Move
-from lmcache_connector.kv_layout import ChunkBuffers, Int64s
+from lmcache_connector.kv_layout import Int64s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Where every KV byte lies: a paged KV cache and a list of chunks, seen the same way.
 
+The paged side is here, that of chunks in :mod:`lmcache_connector.chunk_buffers`.
+
 Both sides of a copy answer one question, the address of a token's content::
 
     address(layer, row, head, token) = anchor[row] + offset[layer] + index[row] * row_stride[layer]
@@ -23,14 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.strided_boxes import Box, find_overlap, spans
 
 Int64s = npt.NDArray[np.int64]
@@ -209,109 +209,8 @@ class PagedLayout:
         return self.table
 
     def rows(self, block_ids: Int64s, row_tokens: int) -> Rows:
-        index = _split(block_ids, self.block_size // row_tokens)
+        index = split_rows(block_ids, self.block_size // row_tokens)
         return Rows(np.zeros_like(index), index)
-
-
-class ChunkBuffers:
-    """Chunks in host memory in the canonical form, seen as blocks.
-
-    Block ``i * blocks_per_chunk + j`` is block ``j`` of chunk ``i``. ``addresses`` are host
-    addresses of ``geometry.chunk_bytes`` each; ``owners`` keeps their memory alive.
-    ``first_layer`` and ``num_layers`` narrow the view to some layers of the geometry, for caches
-    whose groups have block ids of their own. ``planes`` are those of the paged cache.
-    """
-
-    def __init__(
-        self,
-        geometry: ChunkGeometry,
-        block_size: int,
-        addresses: Sequence[int],
-        owners: object,
-        first_layer: int = 0,
-        num_layers: int | None = None,
-        planes: tuple[Plane, ...] = (),
-    ) -> None:
-        if num_layers is None:
-            num_layers = len(geometry.layer_widths) - first_layer
-        last_layer = first_layer + num_layers
-        if block_size <= 0 or geometry.num_tokens % block_size:
-            raise LayoutError(f"chunks of {geometry.num_tokens} tokens, blocks of {block_size}")
-        if not 0 <= first_layer < last_layer <= len(geometry.layer_widths):
-            raise LayoutError(f"no layers {first_layer} to {last_layer} in the chunk")
-        if min(addresses, default=1) <= 0:
-            raise LayoutError("a chunk has no memory")
-        self.geometry = geometry
-        self.block_size = block_size
-        self.device = torch.device("cpu")
-        self.owners = owners
-        self.addresses = np.asarray(addresses, np.int64)
-        self._layers = range(first_layer, last_layer)
-        for width in set(geometry.layer_widths[first_layer:last_layer]):
-            _check_planes("a chunk", planes, width)
-        self._planes = planes
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        return self.geometry.num_tokens // self.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.addresses) * self.blocks_per_chunk
-
-    @property
-    def row_tokens(self) -> int:
-        return self.block_size
-
-    @property
-    def spans(self) -> Int64s:
-        starts = np.sort(self.addresses)
-        return np.stack((starts, starts + self.geometry.chunk_bytes), axis=1)
-
-    def layers(self, row_tokens: int) -> LayerTable:
-        return _chunk_table(self.geometry, self._layers, self._planes, row_tokens)
-
-    def rows(self, block_ids: Int64s, row_tokens: int) -> Rows:
-        split = self.block_size // row_tokens
-        chunk, block = np.divmod(block_ids, self.blocks_per_chunk)
-        return Rows(np.repeat(self.addresses[chunk], split), _split(block, split))
-
-
-@lru_cache(maxsize=256)
-def _chunk_table(
-    geometry: ChunkGeometry, layers: range, planes: tuple[Plane, ...], row_tokens: int
-) -> LayerTable:
-    """The layers of a chunk, in rows of ``row_tokens`` tokens. Jobs of one engine share it."""
-    entries = [
-        (geometry.layer_offsets[layer] + start, *run)
-        for layer in layers
-        for start, *run in _runs(geometry, geometry.layer_widths[layer], planes, row_tokens)
-    ]
-    offset, num_runs, content, row_stride, run_stride = np.array(entries, np.int64).T.copy()
-    return LayerTable(
-        num_heads=np.full_like(offset, len(geometry.shards)),
-        row_tokens=row_tokens,
-        num_runs=num_runs,
-        content_bytes=content,
-        offset=offset,
-        row_stride=row_stride,
-        head_stride=np.full_like(offset, geometry.shard_bytes),
-        token_stride=run_stride,
-    )
-
-
-def _runs(
-    geometry: ChunkGeometry, width: int, planes: tuple[Plane, ...], row_tokens: int
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """Offset, runs, bytes of a run, row stride, run stride of each entry of one layer."""
-    if not planes:
-        yield 0, row_tokens, width, width * row_tokens, width
-    offset = 0
-    for plane in planes:
-        run = plane.run_token_bytes * row_tokens
-        stride = plane.run_token_bytes * geometry.num_tokens
-        yield offset, plane.num_runs, run, run, stride
-        offset += plane.num_runs * stride
 
 
 def _check_layer(name: str, tensor: object, spec: LayerSpec) -> None:
@@ -332,14 +231,15 @@ def _check_layer(name: str, tensor: object, spec: LayerSpec) -> None:
         )
     if content > 1 and tensor.stride(3) != 1:
         raise LayoutError(f"{name}: a token's content is not contiguous {tuple(tensor.stride())}")
-    _check_planes(name, spec.planes, spec.content_bytes)
+    check_planes(name, spec.planes, spec.content_bytes)
     if spec.planes and tokens > 1 and tensor.stride(2) != content:
         raise LayoutError(f"{name}: a block is not contiguous {tuple(tensor.stride())}")
     if any(plane.order for plane in spec.planes):
         _check_orders(name, tensor, spec.planes)
 
 
-def _check_planes(name: str, planes: tuple[Plane, ...], content_bytes: int) -> None:
+def check_planes(name: str, planes: tuple[Plane, ...], content_bytes: int) -> None:
+    """The planes of a token must be all of its content. Raises :class:`LayoutError`."""
     if planes and sum(plane.token_bytes for plane in planes) != content_bytes:
         raise LayoutError(f"{name}: {planes} are not the {content_bytes} bytes of a token")
 
@@ -403,7 +303,7 @@ def _the_one(what: str, values: Sequence[T]) -> T:
     return values[0]
 
 
-def _split(index: Int64s, parts: int) -> Int64s:
+def split_rows(index: Int64s, parts: int) -> Int64s:
     """Each index as ``parts`` consecutive finer ones."""
     if parts == 1:
         return index

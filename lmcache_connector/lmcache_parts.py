@@ -19,8 +19,9 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import TokenDatabase
 
+from lmcache_connector.chunk_buffers import ChunkBuffers
 from lmcache_connector.copy_kv_blocks import Copier, Fence, copy_kv_blocks
-from lmcache_connector.kv_layout import ChunkBuffers, PagedLayout
+from lmcache_connector.kv_layout import PagedLayout
 from lmcache_connector.plans import CacheEvent
 from lmcache_connector.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry

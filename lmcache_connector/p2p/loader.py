@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import xxhash
 
+from lmcache_connector.chunk_buffers import ChunkBuffers
 from lmcache_connector.copy_kv_blocks import Copier, copy_kv_blocks
-from lmcache_connector.kv_layout import ChunkBuffers, PagedLayout
+from lmcache_connector.kv_layout import PagedLayout
 from lmcache_connector.p2p.inbox import Inbox
 from lmcache_connector.p2p.incoming import Arrived
 from lmcache_connector.p2p.plans import Load, LoadResult

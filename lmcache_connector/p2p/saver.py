@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from lmcache_connector.chunk_buffers import ChunkBuffers
 from lmcache_connector.copy_kv_blocks import Copier, copy_kv_blocks
-from lmcache_connector.kv_layout import ChunkBuffers, PagedLayout
+from lmcache_connector.kv_layout import PagedLayout
 from lmcache_connector.p2p.outbox import Outbox, Outgoing, Piece
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache_connector.kv_layout import ChunkBuffers, LayerSpec, PagedLayout, Plane
+from lmcache_connector.chunk_buffers import ChunkBuffers
+from lmcache_connector.kv_layout import LayerSpec, PagedLayout, Plane
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmcache_connector.chunk_buffers import ChunkBuffers
 from lmcache_connector.copy_cpu import CpuCopier
 from lmcache_connector.copy_kv_blocks import (
     Copier,
@@ -20,7 +21,7 @@ from lmcache_connector.copy_kv_blocks import (
     make_copier,
 )
 from lmcache_connector.copy_plan import plan_copy
-from lmcache_connector.kv_layout import ChunkBuffers, LayerSpec, LayoutError, PagedLayout, Plane
+from lmcache_connector.kv_layout import LayerSpec, LayoutError, PagedLayout, Plane
 from tests.connector.copy_reference import (
     LAYOUTS,
     Chunks,

@@ -12,9 +12,10 @@ import torch
 pytest.importorskip("vllm")
 from vllm.platforms import current_platform
 
+from lmcache_connector.chunk_buffers import ChunkBuffers
 from lmcache_connector.copy_cpu import CpuCopier
 from lmcache_connector.cpu_packing import CpuAttention, Packing, find_packing
-from lmcache_connector.kv_layout import ChunkBuffers, LayerSpec, LayoutError, PagedLayout, Plane
+from lmcache_connector.kv_layout import LayerSpec, LayoutError, PagedLayout, Plane
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="runs on the CPU build")

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_connector.kv_layout import ChunkBuffers, LayerSpec, LayoutError, PagedLayout, Plane
+from lmcache_connector.chunk_buffers import ChunkBuffers
+from lmcache_connector.copy_plan import Move, plan_copy
+from lmcache_connector.kv_layout import LayerSpec, LayoutError, PagedLayout, Plane
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.strided_boxes import Box, find_overlap, spans
 from tests.connector.copy_reference import LAYOUTS, paged
@@ -182,6 +184,18 @@ def test_chunk_buffers_count_blocks_over_all_chunks() -> None:
     assert (buffers.num_blocks, buffers.blocks_per_chunk) == (8, 4)
     assert buffers.spans[:, 0].tolist() == [1 << 16, 1 << 20]
     assert ChunkBuffers(GEOMETRY, 8, [], None).num_blocks == 0
+
+
+def test_caches_of_one_shape_keep_their_own_addresses() -> None:
+    """What jobs share is told apart by the cache it is of, not by its shape."""
+    first, second = (paged("LBHNC", layers=2, seed=seed).layout for seed in range(2))
+    geometry = ChunkGeometry(32, 0, (24, 24), (0, 1), 2, "uint8")
+    chunks = ChunkBuffers(geometry, 16, [1 << 20], None)
+    moves = [plan_copy(cache, chunks, [0, 1], [0, 1]).moves for cache in (first, second, first)]
+    sources = [table[:, Move.SRC_OFFSET].tolist() for table in moves]
+    assert sources[0] == first.table.offset.tolist()
+    assert sources[1] == second.table.offset.tolist()
+    assert moves[2] is moves[0]
 
 
 @st.composite
