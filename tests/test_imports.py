@@ -35,6 +35,7 @@ ALLOWED = {
     "rich": (f"{OWN}/cli/*.py",),
     "prometheus_client": (f"{OWN}/cli/*.py",),
     "torch": (
+        f"{OWN}/chunk_buffers.py",
         f"{OWN}/copy_*.py",
         f"{OWN}/cpu_amx.py",
         f"{OWN}/cpu_packing.py",
