@@ -13,6 +13,7 @@ loads that wait for nothing, small ones pass large ones that came a little earli
 deadline passes while it waits is over at once, even if all lanes are busy.
 
 One lock guards all state. It is held for a few instructions at a time, never while a job runs.
+Nobody is woken for news of others: each thread that wakes wants the interpreter lock from the step.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class JobBoard:
         self._run = run
         self._clock = clock
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._store_came = threading.Condition(self._lock)  # for the store lane
+        self._load_may_run = threading.Condition(self._lock)  # for the other lanes
+        self._job_ended = threading.Condition(self._lock)  # for the step thread
         self._open: dict[int, RunningJob] = {}
         self._stores: list[RunningJob] = []
         self._loads: list[RunningJob] = []
@@ -90,43 +93,43 @@ class JobBoard:
         """``fence`` orders the copy after the compute submitted so far."""
         running = RunningJob(job, fence, self._clock())
         if isinstance(job, StoreJob):
-            queue = self._stores
+            queue, wake = self._stores, self._store_came
         else:
-            queue = self._fetches if job.fetches else self._loads
-        with self._changed:
+            queue, wake = self._fetches if job.fetches else self._loads, self._load_may_run
+        with self._lock:
             self._open[job.job_id] = running
             queue.append(running)
-            self._changed.notify_all()
+            wake.notify_all()
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """Ask jobs to end early. What a cancelled store copied is dropped."""
-        with self._changed:
+        with self._lock:
             for job_id in job_ids:
                 if job_id in self._open:
                     self._open[job_id].cancelled.set()
-            self._changed.notify_all()
+            self._load_may_run.notify_all()
 
     def settle(self, job_ids: Iterable[int], seconds: float) -> None:
         """Give jobs ``seconds`` to end, then cancel the rest."""
         wanted = set(job_ids)
-        with self._changed:
-            self._changed.wait_for(lambda: wanted.isdisjoint(self._open), timeout=seconds)
+        with self._lock:
+            self._job_ended.wait_for(lambda: wanted.isdisjoint(self._open), timeout=seconds)
         self.cancel(wanted)
 
     def wait_for_result(self, seconds: float) -> None:
         """Sleep until a job ends, at most ``seconds``; at once if none is open or one has ended."""
         until = self._clock() + seconds
-        with self._changed:
+        with self._lock:
             while self._open:
                 self._end_overdue()
                 left = until - self._clock()
                 if self._done or left <= 0:
                     return
-                self._changed.wait(min(left, self._seconds_to_a_deadline()))
+                self._job_ended.wait(min(left, self._seconds_to_a_deadline()))
 
     def take_results(self) -> list[RunningJob]:
         """Jobs that ended since the last call, in the order they ended."""
-        with self._changed:
+        with self._lock:
             self._end_overdue()
             done, self._done = self._done, []
             return done
@@ -149,9 +152,10 @@ class JobBoard:
     def close(self, seconds: float) -> bool:
         """Cancel everything and stop the lanes. False if one is still busy after ``seconds``."""
         self.cancel(list(self._open))
-        with self._changed:
+        with self._lock:
             self._stopping = True
-            self._changed.notify_all()
+            self._store_came.notify_all()
+            self._load_may_run.notify_all()
         end = self._clock() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - self._clock()))
@@ -162,14 +166,15 @@ class JobBoard:
     def _work(self, queue: list[RunningJob]) -> None:
         while (running := self._next(queue)) is not None:
             result = self._execute(running)
-            with self._changed:
+            with self._lock:
                 if queue is self._fetches:
                     self._fetching.difference_update(running.job.keys)
                 self._end(running, result)
 
     def _next(self, queue: list[RunningJob]) -> RunningJob | None:
         """The next job of a lane; waits for one. ``None``: the lane shall stop."""
-        with self._changed:
+        wake = self._store_came if queue is self._stores else self._load_may_run
+        with self._lock:
             while True:
                 self._end_overdue()
                 running = self._pick(queue)
@@ -180,7 +185,7 @@ class JobBoard:
                     return running
                 if self._stopping and not queue:
                     return None
-                self._changed.wait(self._seconds_to_a_deadline())
+                wake.wait(self._seconds_to_a_deadline())
 
     def _pick(self, queue: list[RunningJob]) -> RunningJob | None:
         if queue is self._stores:
@@ -216,7 +221,10 @@ class JobBoard:
         running.result = result
         del self._open[running.job.job_id]
         self._done.append(running)
-        self._changed.notify_all()
+        self._job_ended.notify_all()
+        # One of them may have waited for this job, or for the last job to be gone.
+        if self._loads or self._fetches or self._stopping:
+            self._load_may_run.notify_all()
 
     def _execute(self, running: RunningJob) -> JobResult:
         job, started = running.job, self._clock()

@@ -11,7 +11,7 @@ import pytest
 from examples.instance import VllmInstance
 from examples.probe import EngineProbe, Served
 from tests.engine.conftest import BLOCK_SIZE, kv_transfer, random_prompt
-from tests.engine.test_tiers import check_integrity, wait_for_keys
+from tests.engine.test_tiers import check_integrity, value_names, wait_for_keys
 from tests.servers import Server, free_port
 
 Start = Callable[..., VllmInstance]
@@ -33,11 +33,6 @@ def reader(start: Start, valkey: Server, written: dict[int, Served]) -> Iterator
     with start(kv_transfer(redis_url=valkey.url, cpu_gib=0.1)) as instance:
         yield instance
         instance.call(check_integrity)
-
-
-def keys_of(valkey: Server) -> list[bytes]:
-    with valkey.client() as client:
-        return sorted(client.keys("lmc:*"))
 
 
 def failed_loads(instance: VllmInstance) -> int:
@@ -69,7 +64,7 @@ def test_damaged_values_are_recomputed(
     before = failed_loads(reader)
     kept = {}
     with valkey.client() as client:
-        keys = keys_of(valkey)
+        keys = value_names(valkey)
         kept = {key: client.get(key) for key in keys}
         rng = random.Random(damage)
         for key, other in zip(keys, [*keys[1:], keys[0]], strict=True):
