@@ -105,7 +105,8 @@ def cached_tokens(server: ApiServer) -> CachedTokens:
 
 
 def replay(server: ApiServer, model: Path, trace: Path, piece_tokens: int) -> dict[str, Any]:
-    """Replay a timed trace with vLLM's own client; its result object, times in milliseconds."""
+    """Replay a timed trace with vLLM's own client; its result object. ``ttfts``, in seconds, and
+    ``errors`` are by request."""
     from vllm.benchmarks.serve import add_cli_args, main_async
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -131,6 +132,7 @@ def replay(server: ApiServer, model: Path, trace: Path, piece_tokens: int) -> di
     }
     args = parser.parse_args([word for pair in options.items() for word in pair])
     args.disable_tqdm = True
+    args.save_detailed = True  # keeps the figures of each request
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         result: dict[str, Any] = asyncio.run(main_async(args))
     return result

@@ -7,7 +7,9 @@ after the other, each with fresh tokens, so that every replay begins cold. vLLM'
 smaller than what a trace works on. Arrival rates are multiples of what vLLM alone can do cold,
 measured first: below that, and above.
 
-A replay is ``won`` or tied where no figure is worse than vLLM alone's by more than ``TIE``.
+A replay is ``won`` or tied where no figure is worse than vLLM alone's by more than ``TIE``. Each is
+run ``--rounds`` times, with other tokens, arrivals and order of the systems; figures are of all its
+requests together.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.progress import Progress
 
 from benchmarks.api_servers import CachedTokens, cached_tokens, replay, serving, wait_ready
@@ -53,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loads", type=float, nargs="*", default=LOADS, help="times vLLM's own cold capacity"
     )
+    parser.add_argument("--rounds", type=int, default=1, help="per trace, load and system")
     parser.add_argument("--no-peers", action="store_true", help="leave LMCache's own out")
 
 
@@ -96,9 +100,10 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             progress.advance(task)
             for load in args.loads:
                 progress.update(task, description=f"{workload} at {load:g} times that")
-                replays += bench.replay_on_all(workload, load, load * rates[workload])
+                replays += bench.replay_on_all(workload, load, load * rates[workload], args.rounds)
                 progress.advance(task)
     return {
+        "rounds": args.rounds,
         **headline(replays, _NONE, "vs_none"),
         **headline(replays, _MP, "vs_lmcache_mp"),
         "unavailable": unavailable,
@@ -244,25 +249,39 @@ class _Bench(contextlib.ExitStack):
         result = self._replay(self._servers[_NONE], fresh, _AT_ONCE)
         return float(result["request_throughput"])
 
-    def replay_on_all(self, workload: str, load: float, per_second: float) -> list[Replay]:
-        """The same trace on every server, in turn; who goes first changes."""
-        asks, seed = self._fresh(workload), next(self._seeds)
+    def replay_on_all(
+        self, workload: str, load: float, per_second: float, rounds: int
+    ) -> list[Replay]:
+        """The same traces on every server, in turn; who goes first changes."""
+        before = {name: cached_tokens(server) for name, server in self._servers.items()}
+        results: dict[str, list[dict[str, Any]]] = {name: [] for name in before}
+        for _ in range(rounds):
+            asks, seed = self._fresh(workload), next(self._seeds)
+            for name in self._names_in_turn():
+                if name not in results:
+                    continue
+                try:
+                    results[name].append(self._replay(self._servers[name], asks, per_second, seed))
+                except (OSError, ValueError) as error:
+                    if name in (_NONE, _OURS):
+                        raise
+                    self._unavailable[f"{name}, {workload}"] = reason(error)
+                    del results[name]
+        return [
+            _fields(
+                workload,
+                load,
+                name,
+                found,
+                cached_tokens(self._servers[name]).since(before[name]),
+            )
+            for name, found in results.items()
+        ]
+
+    def _names_in_turn(self) -> list[str]:
         names = list(self._servers)
         first = next(self._turns) % len(names)
-        found = []
-        for name in names[first:] + names[:first]:
-            server = self._servers[name]
-            before = cached_tokens(server)
-            try:
-                result = self._replay(server, asks, per_second, seed)
-            except (OSError, ValueError) as error:
-                if name in (_NONE, _OURS):
-                    raise
-                self._unavailable[f"{name}, {workload}"] = reason(error)
-                continue
-            cached = cached_tokens(server).since(before)
-            found.append(_fields(workload, load, name, result, cached))
-        return found
+        return names[first:] + names[:first]
 
     def _fresh(self, workload: str) -> list[Ask]:
         """The workload with tokens that no server has seen."""
@@ -278,18 +297,32 @@ class _Bench(contextlib.ExitStack):
 
 
 def _fields(
-    workload: str, load: float, system: str, result: dict[str, Any], cached: CachedTokens
+    workload: str,
+    load: float,
+    system: str,
+    results: Sequence[dict[str, Any]],
+    cached: CachedTokens,
 ) -> Replay:
+    """``results``: of vLLM's client, one per round."""
+    ttfts = [
+        1000 * seconds
+        for result in results
+        for seconds, error in zip(result["ttfts"], result["errors"], strict=True)
+        if not error
+    ]
+    p50, p90, p99 = np.percentile(ttfts, (50, 90, 99)).tolist() if ttfts else [0.0] * 3
     total = max(1, cached.prompt)
     return Replay(
         workload=workload,
         load=load,
         system=system,
-        ttft_p50_ms=round(result["p50_ttft_ms"], 1),
-        ttft_p90_ms=round(result["p90_ttft_ms"], 1),
-        ttft_p99_ms=round(result["p99_ttft_ms"], 1),
-        requests_per_s=round(result["request_throughput"], 3),
-        failed=result["failed"],
+        ttft_p50_ms=round(p50, 1),
+        ttft_p90_ms=round(p90, 1),
+        ttft_p99_ms=round(p99, 1),
+        requests_per_s=round(
+            sum(r["completed"] for r in results) / sum(r["duration"] for r in results), 3
+        ),
+        failed=sum(r["failed"] for r in results),
         from_gpu=round(cached.device / total, 3),
         from_cpu=round(cached.host / total, 3),
         from_redis_or_server=round(cached.external / total, 3),

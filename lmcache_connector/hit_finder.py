@@ -128,9 +128,8 @@ class HitFinder:
         )
         state.load_end = first + decision.num_chunks
         state.deadline_seconds = decision.deadline_seconds
-        reason = decision.reason.value
-        self._counters.decisions[reason] = self._counters.decisions.get(reason, 0) + 1
-        self._counters.declined_tokens += (end - state.load_end) * self._settings.chunk_size
+        declined = (end - state.load_end) * self._settings.chunk_size
+        self._counters.count_decision(decision.reason.value, declined)
         logger.debug("Request %s: %s", request.request_id, decision)
 
     def _hit_end(self, state: RequestState, first: int) -> int:

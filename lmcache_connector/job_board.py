@@ -3,7 +3,7 @@
 Three kinds of lanes, so that nobody waits behind something slower that it has nothing to do with:
 
 - *store*: stores, one after the other in the order they were planned. Each waits for the forward
-  pass that fills its blocks;
+  pass that fills its blocks, and a moment longer unless somebody waits for it;
 - *load*: loads from memory;
 - *fetch*: loads that may need Redis.
 
@@ -46,6 +46,7 @@ class RunningJob:
     job: Job
     fence: Fence | None
     submitted_at: float
+    not_before: float
     cancelled: threading.Event = field(default_factory=threading.Event)
     result: JobResult | None = None
 
@@ -57,15 +58,21 @@ class RunningJob:
 
 
 class JobBoard:
-    """``run(running)`` executes one job on a lane's thread and returns its result."""
+    """``run(running)`` executes one job on a lane's thread and returns its result.
+
+    Stores begin ``store_delay_seconds`` late. Where those who copy need the cores that compute, the
+    rest of the step goes first that way: its tokens are sampled and on their way out.
+    """
 
     def __init__(
         self,
         run: Callable[[RunningJob], JobResult],
         fetch_lanes: int,
         clock: Callable[[], float] = time.monotonic,
+        store_delay_seconds: float = 0.0,
     ) -> None:
         self._run = run
+        self._store_delay = store_delay_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._store_came = threading.Condition(self._lock)  # for the store lane
@@ -91,13 +98,16 @@ class JobBoard:
 
     def submit(self, job: Job, fence: Fence | None) -> None:
         """``fence`` orders the copy after the compute submitted so far."""
-        running = RunningJob(job, fence, self._clock())
-        if isinstance(job, StoreJob):
-            queue, wake = self._stores, self._store_came
-        else:
-            queue, wake = self._fetches if job.fetches else self._loads, self._load_may_run
+        now = self._clock()
         with self._lock:
-            self._open[job.job_id] = running
+            if isinstance(job, StoreJob):
+                queue, wake, not_before = self._stores, self._store_came, now + self._store_delay
+            else:
+                queue = self._fetches if job.fetches else self._loads
+                wake, not_before = self._load_may_run, now
+                if job.after_job in self._open:
+                    self._begin_stores()
+            self._open[job.job_id] = running = RunningJob(job, fence, now, not_before)
             queue.append(running)
             wake.notify_all()
 
@@ -113,6 +123,7 @@ class JobBoard:
         """Give jobs ``seconds`` to end, then cancel the rest."""
         wanted = set(job_ids)
         with self._lock:
+            self._begin_stores()
             self._job_ended.wait_for(lambda: wanted.isdisjoint(self._open), timeout=seconds)
         self.cancel(wanted)
 
@@ -120,6 +131,7 @@ class JobBoard:
         """Sleep until a job ends, at most ``seconds``; at once if none is open or one has ended."""
         until = self._clock() + seconds
         with self._lock:
+            self._begin_stores()
             while self._open:
                 self._end_overdue()
                 left = until - self._clock()
@@ -154,6 +166,7 @@ class JobBoard:
         self.cancel(list(self._open))
         with self._lock:
             self._stopping = True
+            self._begin_stores()
             self._store_came.notify_all()
             self._load_may_run.notify_all()
         end = self._clock() + seconds
@@ -185,13 +198,20 @@ class JobBoard:
                     return running
                 if self._stopping and not queue:
                     return None
-                wake.wait(self._seconds_to_a_deadline())
+                wake.wait(self._seconds_to_wait(queue))
 
     def _pick(self, queue: list[RunningJob]) -> RunningJob | None:
         if queue is self._stores:
-            return queue[0] if queue else None
+            return queue[0] if queue and self._clock() >= queue[0].not_before else None
         ready = [running for running in queue if self._is_ready(running.job)]
         return min(ready, key=_turn, default=None)
+
+    def _begin_stores(self) -> None:
+        """Somebody waits for one of them."""
+        for running in self._stores:
+            running.not_before = running.submitted_at
+        if self._stores:
+            self._store_came.notify_all()
 
     def _is_ready(self, job: Job) -> bool:
         """Whether the load waits for no store and for nobody else's fetch."""
@@ -210,6 +230,12 @@ class JobBoard:
                 cancelled = running.cancelled.is_set()
                 outcome = Outcome.CANCELLED if cancelled else Outcome.DEADLINE
                 self._end(running, JobResult(running.job.job_id, outcome, 0, 0, 0, 0.0))
+
+    def _seconds_to_wait(self, queue: list[RunningJob]) -> float:
+        seconds = self._seconds_to_a_deadline()
+        if queue is self._stores and queue:
+            seconds = min(seconds, max(0.0, queue[0].not_before - self._clock()))
+        return seconds
 
     def _seconds_to_a_deadline(self) -> float:
         """Of a load that waits: nobody else would notice."""

@@ -22,6 +22,7 @@ from lmcache_connector.chunk_index import ChunkIndex
 from lmcache_connector.compute_or_load import ComputeOrLoad
 from lmcache_connector.hit_finder import HitFinder
 from lmcache_connector.kv_events import KvEvent, KvEventLog, Tier
+from lmcache_connector.plan_draft import PlanDraft
 from lmcache_connector.plans import (
     Calibration,
     Hold,
@@ -45,10 +46,6 @@ from lmcache_connector.vllm_kv_events import describe_chunk
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-
-# The plan of nearly every decode step.
-_NOTHING_NEW = StepPlan()
 
 
 class SchedulerAdapter:
@@ -81,10 +78,7 @@ class SchedulerAdapter:
         self._epoch = ""
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
-        self._loads: list[LoadJob] = []
-        self._stores: list[StoreJob] = []
-        self._holds: list[Hold] = []
-        self._cancelled_loads: list[int] = []
+        self._draft = PlanDraft()
         self.counters = SchedulerCounters()
         self._hits = HitFinder(
             settings, self._index, lookup, choice, kv_events, self.counters, clock
@@ -149,7 +143,7 @@ class SchedulerAdapter:
         state.load_job = job
         self._describe(state, chunks)
         self._start(state, job)
-        self._loads.append(job)
+        self._draft.loads.append(job)
         if self._choice is not None:
             self._choice.load_planned(job, fetched_keys)
         self._count_hits(state, len(fetched_keys), num_external_tokens)
@@ -183,21 +177,9 @@ class SchedulerAdapter:
         self._hits.next_step()
         prefill = prefill_work(scheduler_output, self._states)
         probe = self._wants_probe(len(self._scheduled))
-        jobs = self._loads or self._stores or self._holds or self._cancelled_loads
-        if self._scheduled and not (jobs or vacated or prefill or probe):
-            return _NOTHING_NEW
-        plan = StepPlan(
-            loads=tuple(self._loads),
-            stores=tuple(self._stores),
-            holds=tuple(self._holds),
-            cancelled_loads=tuple(self._cancelled_loads),
-            vacated_stores=vacated,
-            idle=not self._scheduled,
-            prefill=prefill,
-            probe=probe,
+        return self._draft.take(
+            vacated_stores=vacated, idle=not self._scheduled, prefill=prefill, probe=probe
         )
-        self._loads, self._stores, self._holds, self._cancelled_loads = [], [], [], []
-        return plan
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:
         """True: store jobs still read the blocks, and the worker side will say when they end."""
@@ -210,7 +192,7 @@ class SchedulerAdapter:
             state.lookup.cancel()
         if state.load_job is not None:
             # vLLM itself keeps the blocks of an aborted load until it is reported.
-            self._cancelled_loads.append(state.load_job.job_id)
+            self._draft.cancelled_loads.append(state.load_job.job_id)
             return False
         if self._settings.stores:
             settled = request.num_computed_tokens - request.num_in_flight_tokens
@@ -218,7 +200,7 @@ class SchedulerAdapter:
         if not state.store_jobs:
             self._forget(state)
             return False
-        self._holds.append(Hold(request.request_id, tuple(sorted(state.store_jobs))))
+        self._draft.holds.append(Hold(request.request_id, tuple(sorted(state.store_jobs))))
         return True
 
     # -- reports -------------------------------------------------------------------------------
@@ -247,7 +229,7 @@ class SchedulerAdapter:
         for state in self._states.values():
             state.may_load = False
             if state.load_job is not None:
-                self._cancelled_loads.append(state.load_job.job_id)
+                self._draft.cancelled_loads.append(state.load_job.job_id)
             # What its blocks hold now was computed before the reset.
             state.may_store = state.request.num_computed_tokens == 0
             identity = self._identify(state.request, epoch)
@@ -299,8 +281,7 @@ class SchedulerAdapter:
     def _count_hits(self, state: RequestState, num_fetched_chunks: int, num_tokens: int) -> None:
         remote_tokens = min(num_tokens, num_fetched_chunks * self._settings.chunk_size)
         state.remote_hit_tokens = remote_tokens
-        self.counters.remote_hit_tokens += remote_tokens
-        self.counters.local_hit_tokens += num_tokens - remote_tokens
+        self.counters.count_hit(num_tokens, remote_tokens)
 
     def _count_saved(self, state: RequestState, job: LoadJob, num_chunks: int) -> None:
         skipped = job.skip_blocks * self._settings.block_sizes[0]
@@ -335,7 +316,7 @@ class SchedulerAdapter:
         if job is not None:
             self._describe(state, job.chunk_indices)
             self._start(state, job)
-            self._stores.append(job)
+            self._draft.stores.append(job)
 
     def _describe(self, state: RequestState, chunks: Iterable[int]) -> None:
         """Before a job for these chunks: what routers will want to know of them."""
@@ -373,15 +354,12 @@ class SchedulerAdapter:
 
     def _start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
         self._jobs.start(state, job)
-        if isinstance(job, LoadJob):
-            self.counters.load_jobs += 1
-        else:
-            self.counters.store_jobs += 1
+        self.counters.count_job(job)
 
     def _finish_rank(self, rank: int, result: JobResult) -> None:
         running, ended = self._jobs.report(result)
         if isinstance(running.job, LoadJob):
-            self._count_load(running.job, result)
+            self.counters.count_load(running.job, result)
             if result.outcome is Outcome.MISSING:
                 self._learn_missing(rank, running.job.keys[result.num_chunks])
         if ended:
@@ -393,18 +371,6 @@ class SchedulerAdapter:
         if self._kv_events is not None:
             self._kv_events.gone(Tier.CPU, rank, key)
             self._kv_events.gone(Tier.REDIS, rank, key)
-
-    def _count_load(self, job: LoadJob, result: JobResult) -> None:
-        counters = self.counters
-        if result.outcome is not Outcome.DONE:
-            reason = result.outcome.value
-            counters.failed_loads[reason] = counters.failed_loads.get(reason, 0) + 1
-        elif job.fetches:
-            counters.remote_load_bytes += result.num_bytes
-            counters.remote_load_seconds += result.seconds
-        else:
-            counters.local_load_bytes += result.num_bytes
-            counters.local_load_seconds += result.seconds
 
     def _finish(self, running: RunningJob) -> None:
         state, job = running.state, running.job

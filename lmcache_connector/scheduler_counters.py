@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StoreJob
+
 
 @dataclass(slots=True)
 class SchedulerCounters:
@@ -35,3 +37,31 @@ class SchedulerCounters:
     # Requests that did not wait for Redis to say what it holds, or not to the end.
     lookups_given_up: int = 0
     probes: int = 0
+
+    def count_hit(self, num_tokens: int, remote_tokens: int) -> None:
+        """A load was planned; ``remote_tokens`` of its tokens come from Redis."""
+        self.remote_hit_tokens += remote_tokens
+        self.local_hit_tokens += num_tokens - remote_tokens
+
+    def count_job(self, job: LoadJob | StoreJob) -> None:
+        if isinstance(job, LoadJob):
+            self.load_jobs += 1
+        else:
+            self.store_jobs += 1
+
+    def count_load(self, job: LoadJob, result: JobResult) -> None:
+        """How it ended on one rank."""
+        if result.outcome is not Outcome.DONE:
+            reason = result.outcome.value
+            self.failed_loads[reason] = self.failed_loads.get(reason, 0) + 1
+        elif job.fetches:
+            self.remote_load_bytes += result.num_bytes
+            self.remote_load_seconds += result.seconds
+        else:
+            self.local_load_bytes += result.num_bytes
+            self.local_load_seconds += result.seconds
+
+    def count_decision(self, reason: str, declined_tokens: int) -> None:
+        """About one request's hit, of which ``declined_tokens`` are left to compute."""
+        self.decisions[reason] = self.decisions.get(reason, 0) + 1
+        self.declined_tokens += declined_tokens

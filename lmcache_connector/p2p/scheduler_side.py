@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.p2p.address import PeerAddress
+from lmcache_connector.p2p.counters import P2PCounters
 from lmcache_connector.p2p.errors import AddressError
 from lmcache_connector.p2p.plans import (
     Drop,
@@ -26,7 +27,7 @@ from lmcache_connector.p2p.plans import (
     Start,
     StepPlan,
 )
-from lmcache_connector.p2p.reasons import reason_word
+from lmcache_connector.p2p.reservations import Reservations
 from lmcache_connector.p2p.routing import Consume, Produce, Router
 from lmcache_connector.p2p.transfer_params import offer_params
 from lmcache_connector.prefix_hash import PrefixHasher
@@ -57,25 +58,6 @@ class SchedulerSettings:
 
 
 @dataclass(slots=True)
-class P2PCounters:
-    """Totals since the start. ``wire_*``: of hand-overs received, over all ranks. ``failed_loads``
-    and ``unsent`` by :func:`reason_word`."""
-
-    remote_hit_tokens: int = 0
-    local_hit_tokens: int = 0
-    recomputed_tokens: int = 0
-    handovers: int = 0
-    loads: int = 0
-    malformed: int = 0
-    declined: int = 0
-    failed_loads: dict[str, int] = field(default_factory=dict)
-    unsent: dict[str, int] = field(default_factory=dict)
-    load_seconds: float = 0.0
-    wire_bytes: int = 0
-    wire_seconds: float = 0.0
-
-
-@dataclass(slots=True)
 class _Producing:
     request: Request
     part: Produce
@@ -102,12 +84,6 @@ class _Consuming:
     load: Load | None = None
 
 
-@dataclass(slots=True)
-class _Reservation:
-    num_bytes: int
-    ranks_left: int
-
-
 class SchedulerSide:
     """``identify`` returns what makes a request's KV unique, or ``None`` for one to leave alone."""
 
@@ -126,8 +102,7 @@ class SchedulerSide:
         self._clock = clock
         self._producing: dict[str, _Producing] = {}
         self._consuming: dict[str, _Consuming] = {}
-        self._reservations: dict[str, _Reservation] = {}
-        self._reserved_bytes = 0
+        self._room = Reservations(settings.buffer_bytes, settings.num_writers)
         self._load_seconds: list[float] = []
         self._num_resets = 0
         self._waits_for_room = False
@@ -226,7 +201,7 @@ class SchedulerSide:
             return False, None
         transfer_id = producing.part.transfer_id
         if not producing.started:
-            self._unreserve(transfer_id)
+            self._room.cancel(transfer_id)
             self._drops.append(Drop(transfer_id, "its request was aborted"))
             return False, None
         self._holds.append(Hold(request.request_id, transfer_id))
@@ -290,9 +265,8 @@ class SchedulerSide:
             for result in report.loads:
                 self._load_ended(result)
             for transfer_id in report.released:
-                self._release(transfer_id)
-            for _, reason in report.unsent:
-                _count(self.counters.unsent, reason)
+                self._room.release(transfer_id)
+            self.counters.count_unsent(reason for _, reason in report.unsent)
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
@@ -302,11 +276,11 @@ class SchedulerSide:
     @property
     def reserved_bytes(self) -> int:
         """Promised to prompts, on the rank that holds most."""
-        return self._reserved_bytes
+        return self._room.reserved_bytes
 
     @property
     def capacity_bytes(self) -> int:
-        return self._settings.buffer_bytes
+        return self._room.capacity_bytes
 
     def take_load_seconds(self) -> list[float]:
         """Of the loads that ended since the last call, on each rank."""
@@ -335,15 +309,12 @@ class SchedulerSide:
             return True
         transfer_id = state.part.transfer_id
         num_bytes = self._num_blocks(state.request) * self._settings.block_bytes
-        if self.reserved_bytes + num_bytes <= self._settings.buffer_bytes:
+        if self._room.reserve(transfer_id, num_bytes):
             state.reserved = True
-            self._unreserve(transfer_id)  # of another request by this name
-            self._reservations[transfer_id] = _Reservation(num_bytes, self._settings.num_writers)
-            self._reserved_bytes += num_bytes
             return True
         now = self._clock()
         state.asked_at = now if state.asked_at is None else state.asked_at
-        fits = num_bytes <= self._settings.buffer_bytes
+        fits = num_bytes <= self._room.capacity_bytes
         if fits and now - state.asked_at < self._settings.buffer_wait_seconds:
             return False
         state.declined = True
@@ -356,18 +327,6 @@ class SchedulerSide:
             num_bytes,
         )
         return True
-
-    def _release(self, transfer_id: str) -> None:
-        reservation = self._reservations.get(transfer_id)
-        if reservation is not None:
-            reservation.ranks_left -= 1
-            if reservation.ranks_left == 0:
-                self._unreserve(transfer_id)
-
-    def _unreserve(self, transfer_id: str) -> None:
-        reservation = self._reservations.pop(transfer_id, None)
-        if reservation is not None:
-            self._reserved_bytes -= reservation.num_bytes
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> tuple[list[Start], list[Save]]:
         starts, saves = [], []
@@ -408,12 +367,9 @@ class SchedulerSide:
 
     def _load_ended(self, result: LoadResult) -> None:
         counters = self.counters
-        counters.wire_bytes += result.wire_bytes
-        counters.wire_seconds += result.wire_seconds
-        counters.load_seconds += result.seconds
+        counters.count_load(result)
         self._load_seconds.append(result.seconds)
         if result.reason:
-            _count(counters.failed_loads, result.reason)
             logger.warning(
                 "Of the KV of request %s, %d blocks arrived, the rest is recomputed: %s",
                 result.request_id,
@@ -431,8 +387,3 @@ class SchedulerSide:
             arrived = min(wanted, state.num_blocks * size)
             counters.remote_hit_tokens += arrived
             counters.recomputed_tokens += wanted - arrived
-
-
-def _count(totals: dict[str, int], reason: str) -> None:
-    word = reason_word(reason)
-    totals[word] = totals.get(word, 0) + 1

@@ -102,6 +102,46 @@ def test_stores_run_in_the_order_of_the_plans(board: JobBoard, runner: Runner) -
     assert runner.order == list(range(1, 20))
 
 
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda board: board.submit(load(3, after_job=1), None),
+        lambda board: board.submit(load(3, after_job=1, fetches=True), None),
+        lambda board: board.settle([1], LONG),
+        lambda board: board.wait_for_result(LONG),
+    ],
+    ids=["a hit from memory", "a hit from Redis", "a preemption", "an idle step"],
+)
+def test_a_delayed_store_begins_when_somebody_waits_for_it(
+    runner: Runner, wait: Callable[[JobBoard], None]
+) -> None:
+    board = JobBoard(runner, fetch_lanes=1, store_delay_seconds=LONG)
+    board.submit(store(1), None)
+    board.submit(load(2), None)
+    assert runner.started(2).wait(LONG)
+    assert not runner.started(1).wait(0.05)
+    wait(board)
+    assert runner.started(1).wait(LONG / 2)
+    wait_all(board)
+    assert board.close(LONG)
+
+
+def test_a_delayed_store_begins_by_itself(runner: Runner) -> None:
+    board = JobBoard(runner, fetch_lanes=0, store_delay_seconds=0.05)
+    board.submit(store(1), None)
+    board.submit(store(2), None)
+    assert runner.started(2).wait(LONG)
+    assert runner.order == [1, 2]
+    assert board.close(LONG)
+
+
+def test_a_board_with_a_delayed_store_closes_at_once(runner: Runner) -> None:
+    board = JobBoard(runner, fetch_lanes=0, store_delay_seconds=LONG)
+    board.submit(store(1), None)
+    assert board.close(LONG / 2)
+    assert taken(board)[1].outcome is Outcome.CANCELLED
+
+
 def test_a_hit_from_memory_waits_for_the_store_it_relies_on_and_no_other(
     board: JobBoard, runner: Runner
 ) -> None:

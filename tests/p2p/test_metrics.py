@@ -17,11 +17,11 @@ from lmcache_connector.metric_table import METRICS as TIERED
 from lmcache_connector.metric_table import Kind
 from lmcache_connector.p2p import reasons
 from lmcache_connector.p2p.connector import LMCacheP2PConnector
+from lmcache_connector.p2p.counters import P2PCounters
 from lmcache_connector.p2p.metric_table import METRICS
 from lmcache_connector.p2p.metrics import P2PMetrics, log_fields
 from lmcache_connector.p2p.plans import LoadResult, RankReport
 from lmcache_connector.p2p.reasons import OTHER, REASONS, UNSENT_REASONS, reason_word
-from lmcache_connector.p2p.scheduler_side import P2PCounters
 from lmcache_connector.stats import Samples
 from tests.p2p.test_scheduler_side import BLOCK, asks_for_decode, begin, make, step, wants
 
