@@ -3,7 +3,7 @@
 Three real engines of one model side by side: vLLM alone, one with a connector that stores nowhere
 and finds nothing (``kv_consumer`` on an empty Valkey: every prompt is hashed and looked up), and
 one that stores every prompt to the CPU tier and to Valkey (``kv_both``). They serve fresh prompts
-in turn, the order changing from round to round.
+in turn: there, and back in the opposite order.
 
 Engines of the same configuration differ by more than what is to be measured: each process has a
 speed of its own, drawn at its start. So the engines with a connector also take turns with
@@ -11,7 +11,8 @@ themselves: the connector is taken out of the running engine (the scheduler's, a
 every layer asks for) and put back. ``..._vs_none`` is with the connector over without it, in the
 same process; ``..._vs_other_process`` is over the engine that never had one. All engines are
 started ``--launches`` times; each figure is the median of the ratios of all rounds, with their
-quartiles in ``ratios``.
+quartiles in ``ratios``. ``decode_step_cost_us`` is the loss of throughput as time: the same for any
+model, but for the bytes it stores.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import contextlib
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.harness import spread
+from benchmarks.models import MODELS
 from benchmarks.served import (
     come_to_rest,
     decode_step_microseconds,
@@ -41,7 +43,7 @@ from benchmarks.served import (
 )
 from benchmarks.warm_server import warm_valkey
 from examples.instance import VllmInstance
-from examples.tiny_model import DEMO_SHAPE, build_tiny_model
+from examples.tiny_model import build_tiny_model
 
 LOOKUP_TOKENS = 32_000
 _NONE, _MISS, _COLD = "none", "kv_consumer", "kv_both"
@@ -50,12 +52,13 @@ _Way = tuple[str, bool]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=tuple(MODELS), default="tiny")
     parser.add_argument("--launches", type=int, default=3, help="starts of all engines")
-    parser.add_argument("--rounds", type=int, default=7, help="prompts per figure and launch")
+    parser.add_argument("--rounds", type=int, default=4, help="there and back, per launch")
     parser.add_argument("--tokens", type=int, default=6000, help="length of a prompt")
     parser.add_argument("--decode-requests", type=int, default=8, help="that decode together")
     parser.add_argument("--decode-tokens", type=int, default=256, help="each of them generates")
-    parser.add_argument("--decode-rounds", type=int, default=5, help="per launch")
+    parser.add_argument("--decode-rounds", type=int, default=3, help="per launch")
     parser.add_argument("--chunk-size", type=int, help="of the connector, in tokens")
 
 
@@ -71,18 +74,27 @@ class Contest:
     figures: dict[_Way, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, engines: dict[str, VllmInstance], progress: Progress, launch: str) -> None:
-        """Who goes first changes, and the direction, so that drift and whoever went before hit all
-        alike."""
-        seeds = range(1, self.rounds + 1)
-        for seed in progress.track(seeds, description=f"{launch}: {self.title}"):
-            first = seed % len(self.ways)
+        """A round goes through all ways there and back, and its figures are the means of both: who
+        follows another process finds its memory cold. Who is first changes."""
+        for number in progress.track(range(self.rounds), description=f"{launch}: {self.title}"):
+            first = number % len(self.ways)
             order = self.ways[first:] + self.ways[:first]
-            for name, connected in order if seed % 2 else reversed(order):
-                call = engines[name].call
-                if name != _NONE and not connected:
-                    call = partial(call, without_connector)
-                self.figures[name, connected].append(self.measure(call, seed))
-                engines[name].call(come_to_rest)
+            there = self._measure(engines, order, 2 * number + 1)
+            back = self._measure(engines, order[::-1], 2 * number + 2)
+            for way in self.ways:
+                self.figures[way].append(statistics.fmean((there[way], back[way])))
+
+    def _measure(
+        self, engines: dict[str, VllmInstance], order: Sequence[_Way], seed: int
+    ) -> dict[_Way, float]:
+        taken = {}
+        for name, connected in order:
+            call = engines[name].call
+            if name != _NONE and not connected:
+                call = partial(call, without_connector)
+            taken[name, connected] = self.measure(call, seed)
+            engines[name].call(come_to_rest)
+        return taken
 
     def ratios(self, way: _Way, reference: _Way) -> list[float]:
         pairs = zip(self.figures[way], self.figures[reference], strict=True)
@@ -131,11 +143,13 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "launches": args.launches,
         "rounds": len(ratios["miss_ttft"]),
         "decode_rounds": len(ratios["decode_throughput"]),
+        "model": args.model,
         "prompt_tokens": args.tokens,
         **{f"{name}_vs_none": round(statistics.median(r), 4) for name, r in ratios.items()},
         **{
             f"{name}_vs_other_process": round(statistics.median(r), 4) for name, r in others.items()
         },
+        "decode_step_cost_us": round(_step_cost_us(speeds, cold, cold_out, args.decode_requests)),
         "decode_step_scheduler_us_per_request": round(statistics.median(steps), 2),
         "lookup_32k_tokens_us": round(statistics.median(lookups), 1),
         "ttft_none_s": round(statistics.median(ttfts.figures[without]), 4),
@@ -154,7 +168,7 @@ def _engines(args: argparse.Namespace) -> Iterator[dict[str, VllmInstance]]:
     """One instance per way to run, in this order."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = build_tiny_model(folder / "model", DEMO_SHAPE)
+        model = build_tiny_model(folder / "model", MODELS[args.model])
         valkey = stack.enter_context(warm_valkey())
         namespaces = {_MISS: "never-written", _COLD: "written"}
         engines = {}
@@ -190,3 +204,13 @@ def _decode_speed(num_requests: int, num_tokens: int, call: Callable[..., Any], 
     prompts = [random_prompt(1000 * seed + i, 200) for i in range(num_requests)]
     speed: float = call(decode_tokens_per_second, prompts, num_tokens)
     return speed
+
+
+def _step_cost_us(speeds: Contest, way: _Way, reference: _Way, num_requests: int) -> float:
+    """By how much longer a decode step takes, with its part of all stores and writes."""
+    steps = {
+        one: [1e6 * num_requests / speed for speed in speeds.figures[one]]
+        for one in (way, reference)
+    }
+    pairs = zip(steps[way], steps[reference], strict=True)
+    return statistics.median(ours - theirs for ours, theirs in pairs)

@@ -29,6 +29,7 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.harness import spread
+from benchmarks.models import MODELS
 from benchmarks.peers import (
     TRANSFERS,
     PeerError,
@@ -47,21 +48,9 @@ from benchmarks.served import (
 from benchmarks.warm_server import warm_valkey
 from examples.instance import InstanceError, VllmInstance
 from examples.probe import EngineProbe
-from examples.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
+from examples.tiny_model import build_tiny_model
 from tests.servers import Server
 
-# "large" is large for two cores.
-MODELS = {
-    "tiny": DEMO_SHAPE,
-    "large": ModelShape(
-        num_layers=12,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_heads=16,
-        num_kv_heads=4,
-        head_dim=64,
-    ),
-}
 TOKENS = (1000, 4000, 16000)
 HITS_PER_ROUND = 3
 _NONE, _OURS, _MP = "vllm", "ours", "lmcache_mp"
