@@ -11,8 +11,8 @@ themselves: the connector is taken out of the running engine (the scheduler's, a
 every layer asks for) and put back. ``..._vs_none`` is with the connector over without it, in the
 same process; ``..._vs_other_process`` is over the engine that never had one. All engines are
 started ``--launches`` times; each figure is the median of the ratios of all rounds, with their
-quartiles in ``ratios``. ``decode_step_cost_us`` is the loss of throughput as time: the same for any
-model, but for the bytes it stores.
+quartiles in ``ratios``. ``decode_step_cost_us`` is the loss of throughput as time: it grows with
+layers and stored bytes, not with what a step computes.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Contest:
         for number in progress.track(range(self.rounds), description=f"{launch}: {self.title}"):
             first = number % len(self.ways)
             order = self.ways[first:] + self.ways[:first]
-            there = self._measure(engines, order, 2 * number + 1)
-            back = self._measure(engines, order[::-1], 2 * number + 2)
+            there = self._figures_of(engines, order, 2 * number + 1)
+            back = self._figures_of(engines, order[::-1], 2 * number + 2)
             for way in self.ways:
                 self.figures[way].append(statistics.fmean((there[way], back[way])))
 
-    def _measure(
+    def _figures_of(
         self, engines: dict[str, VllmInstance], order: Sequence[_Way], seed: int
     ) -> dict[_Way, float]:
         taken = {}

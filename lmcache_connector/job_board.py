@@ -41,7 +41,10 @@ nothing waits for ever."""
 
 @dataclass(slots=True)
 class RunningJob:
-    """A submitted job. ``cancelled`` may be set at any time; whoever runs the job looks at it."""
+    """A submitted job. ``cancelled`` may be set at any time; whoever runs the job looks at it.
+
+    ``not_before``: a store begins no earlier, unless somebody waits for it; a reading of the clock.
+    """
 
     job: Job
     fence: Fence | None
