@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import PeerError
-from tests.engine.api_server import ApiServer
-from tests.servers import free_port
+from tests.support.api_server import ApiServer
+from tests.support.servers import free_port
 
 _STOP_SECONDS = 20.0
 _EXCEPTION = re.compile(r"\b\w+(Error|Exception)\b: ")

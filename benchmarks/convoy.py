@@ -24,9 +24,9 @@ from rich.progress import Progress
 
 from benchmarks.served import come_to_rest, random_prompt, without_connector
 from benchmarks.warm_server import warm_valkey
-from examples.instance import VllmInstance
-from examples.probe import EngineProbe
-from examples.tiny_model import DEMO_SHAPE, build_tiny_model
+from tests.support.instance import VllmInstance
+from tests.support.probe import EngineProbe
+from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
 
 _ALONE, _OUT, _IN = "alone", "connector out", "connector in"
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "again_vs_none": _ratio(again, _OUT),
         "new_vs_other_process": _ratio(new, _ALONE),
         "again_vs_other_process": _ratio(again, _ALONE),
-        "hit_tokens": counters["local_hit_tokens"] + counters["remote_hit_tokens"],
+        "hit_tokens": counters["cpu_hit_tokens"] + counters["redis_hit_tokens"],
     }
 
 

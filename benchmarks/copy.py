@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from lmcache_connector.chunk_buffers import ChunkBuffers
-from lmcache_connector.copy_kv_blocks import Copier, make_copier
-from lmcache_connector.kv_layout import LayerSpec, PagedLayout
+from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def _copier(device: torch.device, direct_min_bytes: int | None) -> Copier:
     if direct_min_bytes is None:
         return make_copier(device)
-    from lmcache_connector.copy_cuda import CudaCopier  # needs Triton
+    from lmcache_connector.copy_kv_blocks.cuda import CudaCopier  # needs Triton
 
     return CudaCopier(device, direct_min_bytes)
 

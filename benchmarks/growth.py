@@ -40,9 +40,9 @@ from benchmarks.served import (
     random_prompt,
     ttft_and_cached,
 )
-from examples.instance import VllmInstance
-from examples.tiny_model import ModelShape, build_tiny_model
-from tests.servers import Server, running_server, valkey_binary
+from tests.support.instance import VllmInstance
+from tests.support.servers import Server, running_server, valkey_binary
+from tests.support.tiny_model import ModelShape, build_tiny_model
 
 SLACK = 0.3
 _TAIL = 3
@@ -268,9 +268,9 @@ def _by_requests(engine: VllmInstance) -> list[Curve]:
         prompts = [random_prompt(10_000 * number + i, 300) for i in range(number)]
         engine.call(seconds_for_all, prompts, 1)
         engine.call(come_to_rest)
-        before = engine.counters()["local_hit_tokens"]
+        before = engine.counters()["cpu_hit_tokens"]
         hits.append((float(number), engine.call(seconds_for_all, prompts, 1)))
-        found = engine.counters()["local_hit_tokens"] - before
+        found = engine.counters()["cpu_hit_tokens"] - before
         if found != number * CHUNK_TOKENS:
             raise RuntimeError(f"{found} tokens of {number} requests were hits")
         engine.call(come_to_rest)

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from examples.probe import EngineProbe
-from lmcache_connector.chunk_index import ChunkIndex
 from lmcache_connector.plans import CacheEvent, RankReport
+from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.storage.redis_config import RedisTierConfig
-from lmcache_connector.storage.redis_lookup import RedisLookup
-from lmcache_connector.storage.redis_tier import RedisTier
-from tests.servers import Server
-from tests.slow_proxy import SlowLink, proxy_process
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.probe import EngineProbe
+from tests.support.servers import Server
+from tests.support.slow_proxy import SlowLink, proxy_process
 
 # 64 KiB a chunk: what grows here is their number.
 SMALL = ChunkGeometry(

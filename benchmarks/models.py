@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from examples.tiny_model import DEMO_SHAPE, ModelShape
+from tests.support.tiny_model import DEMO_SHAPE, ModelShape
 
 MODELS = {
     "tiny": DEMO_SHAPE,

@@ -42,8 +42,8 @@ from benchmarks.served import (
     without_connector,
 )
 from benchmarks.warm_server import warm_valkey
-from examples.instance import VllmInstance
-from examples.tiny_model import build_tiny_model
+from tests.support.instance import VllmInstance
+from tests.support.tiny_model import build_tiny_model
 
 LOOKUP_TOKENS = 32_000
 _NONE, _MISS, _COLD = "none", "kv_consumer", "kv_both"

@@ -22,11 +22,11 @@ from typing import Any
 
 from rich.progress import Progress
 
-from examples.instance import VllmInstance
-from examples.tiny_model import DEMO_SHAPE, build_tiny_model
-from tests.p2p.conftest import kv_transfer, running
-from tests.p2p.handover import Ask, ask, counters
-from tests.p2p.instances import free_ports
+from tests.support.handover import Ask, ask, counters
+from tests.support.instance import VllmInstance
+from tests.support.p2p_engines import kv_transfer, running
+from tests.support.p2p_instances import free_ports
+from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
 
 _VOCABULARY = 2000
 _PIECES = (1 << 20, 1 << 22, 1 << 24, 1 << 40)

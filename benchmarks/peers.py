@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.servers import free_port
+from tests.support.servers import free_port
 
 _START_SECONDS = 120.0
 _STOP_SECONDS = 10.0

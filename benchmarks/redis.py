@@ -25,11 +25,11 @@ from rich.progress import Progress
 
 from benchmarks.raw_resp import RawSettings, RawValue, get_all, set_all
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.storage.redis_config import RedisTierConfig
-from lmcache_connector.storage.redis_keys import chunk_tag, stripe_suffix
-from lmcache_connector.storage.redis_lookup import RedisLookup
-from lmcache_connector.storage.redis_tier import RedisTier
-from tests.servers import Server, redis_binary, running_server, valkey_binary
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
+from tests.support.servers import Server, redis_binary, running_server, valkey_binary
 
 LLAMA_3_8B = ChunkGeometry(
     num_tokens=256,

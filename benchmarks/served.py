@@ -1,6 +1,6 @@
 """What the benchmarks run inside a vLLM instance's process: requests with exact times.
 
-All are top-level functions for :meth:`examples.instance.VllmInstance.call`.
+All are top-level functions for :meth:`tests.support.instance.VllmInstance.call`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from examples.probe import EngineProbe
+from tests.support.probe import EngineProbe
 
 _MAX_STEPS = 200_000
 _WRITE_SECONDS = 30.0

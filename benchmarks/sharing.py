@@ -2,7 +2,8 @@
 
 Writers run first, each alone, and leave. Then readers start, with nothing but the server in common
 with them. Bytes are compared per KV head over all layers, in the order tokens have by their meaning
-(:mod:`examples.kv_digests`), so neither block sizes nor ranks nor our own idea of a layout matter.
+(:mod:`tests.support.kv_digests`): neither block sizes nor ranks nor our own idea of a layout
+matter.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 
 from rich.progress import Progress
 
-from examples.instance import VllmInstance
-from examples.probe import DIGEST_TOKENS, Served
-from examples.tiny_model import DEMO_SHAPE, build_tiny_model
-from tests.servers import running_server, valkey_binary
+from tests.support.instance import VllmInstance
+from tests.support.probe import DIGEST_TOKENS, Served
+from tests.support.servers import running_server, valkey_binary
+from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
 
 _VOCABULARY = 2000
 _WARM_UP_TOKENS = 700

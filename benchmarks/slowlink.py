@@ -36,9 +36,9 @@ from benchmarks.served import (
     without_connector,
 )
 from benchmarks.warm_server import warm_valkey
-from examples.instance import InstanceError, VllmInstance
-from examples.tiny_model import DEMO_SHAPE, build_tiny_model
-from tests.slow_proxy import SlowLink, proxy_process
+from tests.support.instance import InstanceError, VllmInstance
+from tests.support.slow_proxy import SlowLink, proxy_process
+from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
 
 MB_PER_S = (1, 3, 10, 30, 100, 300, 1000)
 LATENCIES_MS = (0, 20, 200)

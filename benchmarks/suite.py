@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.harness import BENCHMARKS, emit
-from tests.servers import redis_binary
+from tests.support.servers import redis_binary
 
 ROOT = Path(__file__).parent.parent
 _MAX_SECONDS = 1200.0

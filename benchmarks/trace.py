@@ -38,8 +38,8 @@ from benchmarks.workloads import (
     trace_lines,
     working_set_tokens,
 )
-from examples.tiny_model import DEMO_SHAPE, build_tiny_model
-from tests.engine.api_server import ApiServer
+from tests.support.api_server import ApiServer
+from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
 
 LOADS = (0.7, 2.0)
 PAGED_CACHE_MIB, CPU_TIER_GIB, PEER_GIB = 64, 0.15, 3.0

@@ -46,10 +46,10 @@ from benchmarks.served import (
     without_connector,
 )
 from benchmarks.warm_server import warm_valkey
-from examples.instance import InstanceError, VllmInstance
-from examples.probe import EngineProbe
-from examples.tiny_model import build_tiny_model
-from tests.servers import Server
+from tests.support.instance import InstanceError, VllmInstance
+from tests.support.probe import EngineProbe
+from tests.support.servers import Server
+from tests.support.tiny_model import build_tiny_model
 
 TOKENS = (1000, 4000, 16000)
 HITS_PER_ROUND = 3

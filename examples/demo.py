@@ -22,10 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from examples.instance import InstanceError, VllmInstance
-from examples.probe import Served
-from examples.tiny_model import DEMO_SHAPE, build_tiny_model
-from tests.servers import running_server, valkey_binary
+from tests.support.instance import InstanceError, VllmInstance
+from tests.support.probe import Served
+from tests.support.servers import running_server, valkey_binary
+from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
 
 Prompt = list[int]
 

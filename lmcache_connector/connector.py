@@ -15,26 +15,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from lmcache_connector.assembly import (
+from lmcache_connector.config.tiered import parse_config
+from lmcache_connector.config.warnings import (
+    Surroundings,
+    available_memory,
+    settings_warnings,
+    size_warnings,
+)
+from lmcache_connector.connector_base import ConnectorBase
+from lmcache_connector.keys.weight_epoch import WeightEpoch
+from lmcache_connector.metrics.prometheus import TieredStats
+from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.metrics.table import METRICS
+from lmcache_connector.plans import Calibration
+from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.build import (
     build_scheduler,
     make_epoch,
     make_redis_tier,
     probe_keys,
 )
-from lmcache_connector.config import parse_config
-from lmcache_connector.facade import ConnectorFacade
-from lmcache_connector.host_memory import available_memory
-from lmcache_connector.metric_table import METRICS
-from lmcache_connector.plans import Calibration
-from lmcache_connector.prom_metrics import TieredStats
-from lmcache_connector.scheduler import SchedulerAdapter
-from lmcache_connector.scheduler_metrics import SchedulerMetrics
+from lmcache_connector.scheduler.metrics import SchedulerMetrics
+from lmcache_connector.scheduler.vllm_kv_events import to_vllm
 from lmcache_connector.startup import banner
-from lmcache_connector.startup_warnings import Surroundings, settings_warnings, size_warnings
-from lmcache_connector.stats import Samples
-from lmcache_connector.vllm_compat import describe_model
-from lmcache_connector.vllm_kv_events import to_vllm
-from lmcache_connector.weight_epoch import WeightEpoch
+from lmcache_connector.vllm_compat.model import describe_model
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from lmcache_connector.worker import WorkerAdapter  # noqa: F401 - named in a string
+    from lmcache_connector.worker.adapter import WorkerAdapter  # noqa: F401 - named in a string
 
 
 logger = logging.getLogger(__name__)
@@ -57,7 +61,7 @@ class CalibrationMetadata(KVConnectorHandshakeMetadata):
     calibration: Calibration
 
 
-class LMCacheTieredConnector(ConnectorFacade[SchedulerAdapter, "WorkerAdapter"]):
+class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     """GPU -> CPU -> Redis. See the README for what it does and how it is configured."""
 
     _metrics = METRICS
@@ -112,7 +116,7 @@ class LMCacheTieredConnector(ConnectorFacade[SchedulerAdapter, "WorkerAdapter"])
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """``HOST`` for the CPU tier; vLLM has no word for a store that instances share."""
-        remote = min(self._scheduler_side.remote_hit_tokens(request), num_external_tokens)
+        remote = min(self._scheduler_side.redis_hit_tokens(request), num_external_tokens)
         sources = {
             CacheHitSource.HOST: num_external_tokens - remote,
             CacheHitSource.EXTERNAL_UNSPECIFIED: remote,
@@ -144,8 +148,8 @@ class LMCacheTieredConnector(ConnectorFacade[SchedulerAdapter, "WorkerAdapter"])
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # Imported here: lmcache and what it brings along must not be imported before vLLM has
         # initialised the worker.
-        from lmcache_connector.engine import EngineSettings
-        from lmcache_connector.worker import WorkerAdapter, WorkerSettings
+        from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+        from lmcache_connector.worker.lmcache_engine import EngineSettings
 
         config = self._config
         model = describe_model(self._vllm_config, self._kv_cache_config, config)

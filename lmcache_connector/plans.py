@@ -9,6 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, TypeVar
+
+
+class Tier(Enum):
+    """A place below the paged cache where chunks lie. The values are labels of metrics."""
+
+    CPU = "cpu"
+    REDIS = "redis"
+
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Block ids per KV cache group."""
@@ -36,7 +45,7 @@ class LoadJob:
     """Copy consecutive chunks into the paged cache.
 
     ``block_ids[g]`` covers the chunks from block ``skip_blocks`` of the first one on; vLLM already
-    has the blocks before. ``fetches`` says that some chunk may have to come from Redis;
+    has the blocks before. ``needs_redis`` says that some chunk may have to come from Redis;
     ``after_job`` is the last planned store this load relies on (0: none).
     """
 
@@ -46,7 +55,7 @@ class LoadJob:
     block_ids: BlockIds
     skip_blocks: int
     deadline_seconds: float
-    fetches: bool
+    needs_redis: bool
     after_job: int
 
 
@@ -121,18 +130,18 @@ class Outcome(Enum):
 class JobResult:
     """``num_chunks``: leading chunks of the job that arrived. ``seconds``: time it ran.
 
-    Of this, ``fetch_seconds`` were spent on Redis, which brought ``fetched_bytes``.
-    ``fetch_failed`` says that Redis was too slow or broke, not that a chunk was missing.
+    Of this, ``redis_seconds`` were spent on Redis, which brought ``redis_bytes``.
+    ``redis_failed`` says that Redis was too slow or broke, not that a chunk was missing.
     """
 
     job_id: int
     outcome: Outcome
     num_chunks: int
     num_bytes: int
-    fetched_bytes: int
+    redis_bytes: int
     seconds: float
-    fetch_seconds: float = 0.0
-    fetch_failed: bool = False
+    redis_seconds: float = 0.0
+    redis_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +161,7 @@ class ForwardTime:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkTime:
+class TransferTime:
     """How long a tier took to bring ``num_bytes`` after a first ``latency_seconds``.
 
     0 bytes: that is how long nothing came.
@@ -167,8 +176,8 @@ class LinkTime:
 class Calibration:
     """What one rank measured at start: loads from memory, and from Redis if there is one."""
 
-    local: LinkTime | None = None
-    redis: LinkTime | None = None
+    local: TransferTime | None = None
+    redis: TransferTime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,5 +192,18 @@ class RankReport:
     events: tuple[CacheEvent, ...]
     results: tuple[JobResult, ...]
     forwards: tuple[ForwardTime, ...] = ()
-    redis: LinkTime | None = None
+    redis: TransferTime | None = None
     written: tuple[bytes, ...] = ()
+
+
+ReportT_co = TypeVar("ReportT_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput(Generic[ReportT_co]):
+    """``finished_*``: request ids. ``report``: for the scheduler side, if there is any news."""
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+    report: ReportT_co | None = None

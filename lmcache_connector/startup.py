@@ -6,11 +6,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.storage.redis_config import MIB
+from lmcache_connector.storage.redis.config import MIB
 
 if TYPE_CHECKING:
-    from lmcache_connector.config import ConnectorConfig
-    from lmcache_connector.self_test import SelfTestResult
+    from lmcache_connector.config.tiered import ConnectorConfig
+    from lmcache_connector.worker.self_test import SelfTestResult
 
 
 def log_through(parent_name: str) -> None:

@@ -34,7 +34,7 @@ from typing import ClassVar
 import xxhash
 from blake3 import blake3
 
-from .geometry import ChunkGeometry, Stripe
+from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
 
 MAGIC = b"LMCV"
 VERSION = 1

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
+
 DOCS = ROOT / "docs"
 
 
@@ -43,7 +44,7 @@ def test_a_broken_link_would_stop_it(tmp_path: Path) -> None:
 
 def test_every_command_and_setting_that_is_named_exists() -> None:
     from lmcache_connector.cli.app import app
-    from lmcache_connector.config import ConnectorConfig
+    from lmcache_connector.config.tiered import ConnectorConfig
 
     commands = {
         command.callback.__name__ for command in app.registered_commands if command.callback

@@ -6,11 +6,11 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
+
 OWN = "lmcache_connector"
 
 # Module, or package: the files that may import it when they run. Imports for type checkers only are
@@ -192,7 +192,7 @@ def test_all_of_the_product_is_read() -> None:
         (f"{OWN}/engine.py", "import redis"),
         (f"{OWN}/engine.py", "from storage.geometry import ChunkGeometry"),
         (f"{OWN}/engine.py", "import pickle"),
-        (f"{OWN}/engine.py", "from tests.servers import Server"),
+        (f"{OWN}/engine.py", "from tests.support.servers import Server"),
         ("storage/redis_tier.py", f"from {OWN}.plans import LoadJob"),
         ("storage/redis_tier.py", f"from {OWN} import plans"),
         ("storage/redis_tier.py", "from ..plans import LoadJob"),

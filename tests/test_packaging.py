@@ -15,7 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
+
 PACKAGED = ("lmcache_connector", "storage", "pyproject.toml", "README.md", "LICENSE")
 
 # A user has these already, in the build that fits the device: no install may replace them.

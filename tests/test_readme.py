@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import SecretStr
 
-from lmcache_connector.config import ConnectorConfig, parse_config
+from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.storage import chunk_codec
-from tests.storage.test_redis_topologies import TestAcl as _AclTest
+from tests.storage.redis.test_topology import TestAcl as _AclTest
+from tests.support import ROOT
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 TYPE_WORDS = {int: "integer", float: "number", bool: "boolean", str: "string", SecretStr: "secret"}
 UNITS = {
     "chunk_size": "tokens",

@@ -23,8 +23,8 @@ import aiohttp
 from aiohttp import web
 
 from examples.disaggregated.registry import Instance, RegistrationError, Registry, Role
+from lmcache_connector.config.strict import resolve_secret
 from lmcache_connector.p2p.heartbeat import SIGNATURE_HEADER
-from lmcache_connector.storage.secret import resolve_secret
 
 logger = logging.getLogger(__name__)
 

@@ -61,7 +61,7 @@ def check(
     json_: Json = False,
 ) -> None:
     """Try a configuration as the engine would, and every tier it names."""
-    from lmcache_connector.cli import check as command
+    from lmcache_connector.cli.check import run as command
 
     _run(json_, lambda report: command.run(report, config))
 
@@ -69,7 +69,7 @@ def check(
 @app.command()
 def stats(urls: Urls, json_: Json = False) -> None:
     """What engines have done since their start, from their /metrics."""
-    from lmcache_connector.cli import stats as command
+    from lmcache_connector.cli.engine import stats as command
 
     _run(json_, lambda report: command.run(report, urls))
 
@@ -82,7 +82,7 @@ def top(
     json_: Json = False,
 ) -> None:
     """Watch engines: hit rates, bandwidths, queues, as they are now."""
-    from lmcache_connector.cli import top as command
+    from lmcache_connector.cli.engine import top as command
 
     _run(json_, lambda report: command.run(report, urls, interval, count))
 
@@ -95,7 +95,7 @@ def ls(
     json_: Json = False,
 ) -> None:
     """Namespaces and models in Redis: chunks, bytes, ages."""
-    from lmcache_connector.cli import ls as command
+    from lmcache_connector.cli.redis import ls as command
 
     _run(json_, lambda report: command.run(report, redis_url, config, namespace))
 
@@ -109,7 +109,7 @@ def inspect(
     json_: Json = False,
 ) -> None:
     """One chunk in Redis: its values and what their headers say."""
-    from lmcache_connector.cli import inspect as command
+    from lmcache_connector.cli.redis import inspect as command
 
     _run(json_, lambda report: command.run(report, redis_url, config, namespace, chunk))
 
@@ -123,7 +123,7 @@ def verify(
     json_: Json = False,
 ) -> None:
     """Read values and check header and checksum of each. Exit code 1 if any is unsound."""
-    from lmcache_connector.cli import verify as command
+    from lmcache_connector.cli.redis import verify as command
 
     _run(json_, lambda report: command.run(report, redis_url, config, namespace, limit))
 
@@ -142,7 +142,7 @@ def purge(
     json_: Json = False,
 ) -> None:
     """Remove values from Redis, in small batches, freed in the background."""
-    from lmcache_connector.cli import purge as command
+    from lmcache_connector.cli.redis import purge as command
 
     choice = command.Choice(namespace, everything, idle, dry_run, yes)
     _run(json_, lambda report: command.run(report, redis_url, config, choice))
@@ -168,7 +168,7 @@ def bench(
     json_: Json = False,
 ) -> None:
     """Measure this host and Redis: from which prefix length on does loading beat recompute?"""
-    from lmcache_connector.cli import bench as command
+    from lmcache_connector.cli.engine import bench as command
 
     options = command.Options(model, token_bytes, engine, prefill, mib)
     _run(json_, lambda report: command.run(report, redis_url, config, options))

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_connector.cli.report import UNREACHABLE, CliError
-from lmcache_connector.config import ConnectorConfig, parse_config
+from lmcache_connector.config.strict import resolve_secret
+from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.p2p.config import P2PConfig, parse_p2p_config
-from lmcache_connector.storage.redis_admin import RedisAdmin, RedisAdminError
-from lmcache_connector.storage.redis_config import RedisTierConfig
-from lmcache_connector.storage.secret import resolve_secret
+from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
+from lmcache_connector.storage.redis.config import RedisTierConfig
 
 ConfigT = TypeVar("ConfigT")
 

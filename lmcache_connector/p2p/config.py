@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
+from lmcache_connector.config.strict import resolve_secret
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.p2p.address import PeerAddress
+from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.errors import AddressError
-from lmcache_connector.storage.secret import resolve_secret
 
 _MIN_SECRET_BYTES = 16
 _VLLM_OWN = ("kv_port", "kv_role", "engine_id", "kv_load_failure_policy")

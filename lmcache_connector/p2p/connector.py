@@ -10,15 +10,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from lmcache_connector.facade import ConnectorFacade
-from lmcache_connector.p2p.assembly import describe, make_heartbeat, make_scheduler, make_worker
+from lmcache_connector.connector_base import ConnectorBase
+from lmcache_connector.metrics.prometheus import ConnectorStats
+from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.p2p.build import describe, make_heartbeat, make_scheduler, make_worker
 from lmcache_connector.p2p.config import parse_p2p_config
 from lmcache_connector.p2p.heartbeat import Heartbeat
-from lmcache_connector.p2p.metric_table import METRICS
-from lmcache_connector.p2p.metrics import P2PMetrics, log_fields
-from lmcache_connector.p2p.scheduler_side import SchedulerSide
-from lmcache_connector.prom_metrics import ConnectorStats
-from lmcache_connector.stats import Samples
+from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
+from lmcache_connector.p2p.scheduler.metrics import METRICS, P2PMetrics, log_fields
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from lmcache_connector.p2p.worker import P2PWorker  # noqa: F401 - named in a string
+    from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter  # noqa: F401 - named in a string
 
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class P2PStats(ConnectorStats):
         return dict(log_fields(self.samples))
 
 
-class LMCacheP2PConnector(ConnectorFacade[SchedulerSide, "P2PWorker"]):
+class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]):
     """Hands the KV of prompts from prefill to decode instances. See docs/disaggregated.md."""
 
     _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmcache_connector.p2p.address import PeerAddress
+from lmcache_connector.p2p.control.address import PeerAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class HandoverHold:
     """A finished request whose blocks wait until its saves have been copied."""
 
     request_id: str
@@ -51,7 +51,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class HandoverLoad:
     """Fill blocks ``first_block`` and on of a prompt from a hand-over.
 
     ``block_ids[i]`` takes block ``first_block + i``. ``source``: the producer's rank 0.
@@ -76,7 +76,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class HandoverPlan:
     """``announced``: transfers whose requests wait to be computed. ``vacated``: transfers whose
     blocks vLLM takes back before this step (preemption).
     ``cancelled_loads``: by request. ``idle``: no forward pass runs. ``waits_for_room``: a prompt
@@ -85,10 +85,10 @@ class StepPlan:
     announced: tuple[str, ...] = ()
     starts: tuple[Start, ...] = ()
     saves: tuple[Save, ...] = ()
-    holds: tuple[Hold, ...] = ()
+    holds: tuple[HandoverHold, ...] = ()
     drops: tuple[Drop, ...] = ()
     vacated: tuple[str, ...] = ()
-    loads: tuple[Load, ...] = ()
+    loads: tuple[HandoverLoad, ...] = ()
     cancelled_loads: tuple[str, ...] = ()
     releases: tuple[Release, ...] = ()
     idle: bool = False
@@ -96,7 +96,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadResult:
+class HandoverResult:
     """``num_blocks`` of the load's blocks arrived, from its first on. ``reason``: why not all.
 
     ``seconds`` since vLLM asked. ``wire_bytes`` came within ``wire_seconds``, perhaps before that.
@@ -112,11 +112,11 @@ class LoadResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
+class HandoverReport:
     """``released``: transfers whose memory is free again. ``unsent``: those among them that
     reached nobody, or not whole, with the reason."""
 
     rank: int
-    loads: tuple[LoadResult, ...] = ()
+    loads: tuple[HandoverResult, ...] = ()
     released: tuple[str, ...] = ()
     unsent: tuple[tuple[str, str], ...] = ()

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.api_servers import CachedTokens, cached_tokens, wait_ready
 from benchmarks.peers import PeerError, reason
-from tests.engine.api_server import ApiServer
+from tests.support.api_server import ApiServer
 
 METRICS = """\
 # HELP vllm:prompt_tokens_total Number of prefill tokens processed.

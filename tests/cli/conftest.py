@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_connector.cli.app import app
-from tests.servers import Server, running_server, valkey_binary
+from tests.support.servers import Server, running_server, valkey_binary
 
 
 @dataclass(frozen=True)

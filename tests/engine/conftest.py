@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.instance import VllmInstance
-from examples.tiny_model import ModelShape, build_tiny_model
-from tests.servers import Server, running_server, valkey_binary
-
-BLOCK_SIZE = 128
-CHUNK_SIZE = 2 * BLOCK_SIZE  # so that a hit can begin inside a chunk
+from tests.support.engine_settings import kv_transfer
+from tests.support.instance import VllmInstance
+from tests.support.servers import Server, running_server, valkey_binary
+from tests.support.tiny_model import ModelShape, build_tiny_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,20 +32,6 @@ def valkey() -> Iterator[Server]:
         yield server
 
 
-def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    """The JSON of ``--kv-transfer-config``. Hits are loaded, whatever that costs."""
-    return {
-        "kv_connector": "LMCacheTieredConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {
-            "cpu_gib": 0.25,
-            "chunk_size": CHUNK_SIZE,
-            "compute_or_load": "always",
-            **extra,
-        },
-    }
-
-
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmInstance]:
     """Makes an instance, to be used in a ``with``."""
@@ -61,8 +44,3 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         return VllmInstance(folder, transfer or kv_transfer(), log, **settings)
 
     return make
-
-
-def random_prompt(seed: int, num_tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 2000) for _ in range(num_tokens)]

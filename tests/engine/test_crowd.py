@@ -15,12 +15,12 @@ import msgspec
 import pytest
 import zmq
 
-from examples.instance import VllmInstance
-from examples.probe import EngineProbe
-from tests.engine.asks import Ask, Round, ask_all
-from tests.engine.conftest import BLOCK_SIZE, kv_transfer, random_prompt
 from tests.engine.test_tiers import check_integrity, wait_for_keys
-from tests.servers import Server, free_port
+from tests.support.asks import Ask, Round, ask_all
+from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
+from tests.support.instance import VllmInstance
+from tests.support.probe import EngineProbe
+from tests.support.servers import Server, free_port
 
 Start = Callable[..., VllmInstance]
 CHUNK_BYTES = 1 << 20

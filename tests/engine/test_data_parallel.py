@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.api_server import ApiServer, running_api
-from tests.engine.conftest import CHUNK_SIZE, kv_transfer, random_prompt
-from tests.servers import Server
+from tests.support.api_server import ApiServer, running_api
+from tests.support.engine_settings import CHUNK_SIZE, kv_transfer, random_prompt
+from tests.support.servers import Server
 
 PROMPT_TOKENS, FULL_CHUNKS = 1500, 5
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(600)]

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from examples.instance import VllmInstance
-from examples.probe import EngineProbe, Served
-from tests.engine.conftest import BLOCK_SIZE, kv_transfer, random_prompt
 from tests.engine.test_tiers import check_integrity, value_names, wait_for_keys
-from tests.servers import Server, free_port
+from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
+from tests.support.instance import VllmInstance
+from tests.support.probe import EngineProbe, Served
+from tests.support.servers import Server, free_port
 
 Start = Callable[..., VllmInstance]
 NUM_TOKENS = 2100
@@ -149,19 +149,19 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
 
     probe.reset_prefix_cache()
     hits = probe.connector._scheduler._hits
-    answered = hits.remote_answered
+    answered = hits.redis_answered
 
     def vanish(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
         done = answered(state, num_computed_tokens, is_idle=is_idle)
-        if done and state.remote_chunks:
+        if done and state.redis_chunks:
             redis.Redis(port=port).flushall()
         return done
 
-    hits.remote_answered = vanish
+    hits.redis_answered = vanish
     try:
         return probe.serve(prompt).token_ids
     finally:
-        hits.remote_answered = answered
+        hits.redis_answered = answered
 
 
 def test_redis_that_stops_and_comes_back(start: Start, valkey: Server) -> None:
@@ -203,20 +203,20 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
     import signal
 
     hits = probe.connector._scheduler._hits
-    answered = hits.remote_answered
+    answered = hits.redis_answered
 
     def stall(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
         done = answered(state, num_computed_tokens, is_idle=is_idle)
-        if done and state.remote_chunks:
+        if done and state.redis_chunks:
             os.kill(pid, signal.SIGSTOP)
         return done
 
-    hits.remote_answered = stall
+    hits.redis_answered = stall
     try:
         return probe.serve(prompt).token_ids
     finally:
         os.kill(pid, signal.SIGCONT)
-        hits.remote_answered = answered
+        hits.redis_answered = answered
 
 
 def test_no_redis_at_start(start: Start) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from examples.instance import VllmInstance
-from examples.probe import EngineProbe
-from tests.engine.asks import Ask, Round, ask_again, ask_all
-from tests.engine.conftest import BLOCK_SIZE, kv_transfer, random_prompt
 from tests.engine.test_tiers import check_integrity
-from tests.engine.tiny_variants import IMAGE_TOKENS, build_adapter, build_seeing_model
+from tests.support.asks import Ask, Round, ask_again, ask_all
+from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
+from tests.support.instance import VllmInstance
+from tests.support.probe import EngineProbe
+from tests.support.tiny_variants import IMAGE_TOKENS, build_adapter, build_seeing_model
 
 Start = Callable[..., VllmInstance]
 NUM_TOKENS = 700

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.dashboard import ROOT, dashboard
-from tests.engine.api_server import running_api
-from tests.engine.conftest import kv_transfer, random_prompt
-from tests.servers import Server, free_port
+from tests.support import ROOT
+from tests.support.api_server import running_api
+from tests.support.dashboard import dashboard
+from tests.support.engine_settings import kv_transfer, random_prompt
+from tests.support.servers import Server, free_port
 
 EXAMPLE = ROOT / "examples" / "observability"
 # By reason or result: no series before there was one. Every hit is loaded, and none from Redis.

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.instance import InstanceError, VllmInstance
-from examples.tiny_model import ModelShape, build_tiny_model
-from tests.engine.conftest import kv_transfer
+from tests.support.engine_settings import kv_transfer
+from tests.support.instance import InstanceError, VllmInstance
+from tests.support.tiny_model import ModelShape, build_tiny_model
 
 Start = Callable[..., VllmInstance]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from examples.instance import VllmInstance
-from tests.engine.conftest import kv_transfer, random_prompt
 from tests.engine.test_sharing import chunk_keys
 from tests.engine.test_tiers import check_integrity, wait_for_keys
-from tests.servers import Server
+from tests.support.engine_settings import kv_transfer, random_prompt
+from tests.support.instance import VllmInstance
+from tests.support.servers import Server
 
 Start = Callable[..., VllmInstance]
 

@@ -18,12 +18,13 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_connector.cli.app import app
-from lmcache_connector.cli.bench import model_token_bytes
-from lmcache_connector.metric_table import METRICS, Kind
-from tests.dashboard import ROOT, used_metrics
-from tests.engine.api_server import ApiServer, running_api
-from tests.engine.conftest import CHUNK_SIZE, kv_transfer, random_prompt
-from tests.servers import Server
+from lmcache_connector.cli.engine.bench import model_token_bytes
+from lmcache_connector.metrics.table import METRICS, Kind
+from tests.support import ROOT
+from tests.support.api_server import ApiServer, running_api
+from tests.support.dashboard import used_metrics
+from tests.support.engine_settings import CHUNK_SIZE, kv_transfer, random_prompt
+from tests.support.servers import Server
 
 # Room for about 50 chunks: the others push a prompt out of memory, and it comes from Redis.
 CPU_GIB = 0.05

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from benchmarks.sharing import Shape
-from examples.instance import VllmInstance
-from examples.probe import EngineProbe, Served
-from tests.engine.conftest import CHUNK_SIZE, kv_transfer, random_prompt
 from tests.engine.test_tiers import check_integrity
-from tests.servers import Server
+from tests.support.engine_settings import CHUNK_SIZE, kv_transfer, random_prompt
+from tests.support.instance import VllmInstance
+from tests.support.probe import EngineProbe, Served
+from tests.support.servers import Server
 
 Start = Callable[..., VllmInstance]
 
@@ -64,7 +64,7 @@ def chunk_tags(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
 
 
 def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
-    from lmcache_connector.request_keys import RequestIdentity, RequestKeys
+    from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 
     adapter = probe.connector._scheduler
     keys = RequestKeys(adapter._hasher, RequestIdentity(weight_epoch=adapter._epoch))
@@ -124,9 +124,9 @@ def test_another_tensor_parallel_size_reads_it(
 ) -> None:
     cold = serve_cold(request.getfixturevalue(writer), valkey, prompt)
     instance: VllmInstance = request.getfixturevalue(reader)
-    before = instance.counters()["remote_load_bytes"]
+    before = instance.counters()["redis_load_bytes"]
     assert_same_bytes(instance.serve(prompt), cold)
-    loaded = instance.counters()["remote_load_bytes"] - before
+    loaded = instance.counters()["redis_load_bytes"] - before
     assert loaded == HIT * 4 * 4 * 2 * 64 * 2  # layers, heads, K and V, elements, bytes
 
 
@@ -192,10 +192,10 @@ def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
         pipeline.reset_prefix_cache()
         assert_same_bytes(pipeline.serve(prompt), cold)
         pipeline.call(empty_cpu_tiers, prompt)
-        before = pipeline.counters()["remote_load_bytes"]
+        before = pipeline.counters()["redis_load_bytes"]
         pipeline.serve(random_prompt(next(seeds), 10))  # any step brings the news
         assert_same_bytes(pipeline.serve(prompt), cold)
-        assert pipeline.counters()["remote_load_bytes"] > before
+        assert pipeline.counters()["redis_load_bytes"] > before
         assert failed_loads(pipeline) == 0
         pipeline.call(check_integrity)
     before = failed_loads(one)

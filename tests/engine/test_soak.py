@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from examples.instance import VllmInstance
-from tests.engine.conftest import kv_transfer
-from tests.engine.soak import Tally, run_storm
 from tests.engine.test_tiers import check_integrity
-from tests.servers import Server, running_server, valkey_binary
+from tests.support.engine_settings import kv_transfer
+from tests.support.instance import VllmInstance
+from tests.support.servers import Server, running_server, valkey_binary
+from tests.support.storm import Tally, run_storm
 
 Start = Callable[..., VllmInstance]
 MIB = 1 << 20
@@ -45,8 +45,8 @@ def assert_flawless(tally: Tally) -> None:
     assert tally.checked_blocks > 0
     assert tally.preemptions > 0
     assert tally.evictions > 0
-    assert tally.counters["local_hit_tokens"] > 0
-    assert tally.counters["remote_hit_tokens"] > 0
+    assert tally.counters["cpu_hit_tokens"] > 0
+    assert tally.counters["redis_hit_tokens"] > 0
     assert tally.rss_bytes[-1] < tally.rss_bytes[0] + _FLAT_BYTES
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from examples.instance import VllmInstance
-from examples.probe import EngineProbe
-from tests.engine.asks import Ask, Round, ask_all, far_blocks, kv_at_first_token
-from tests.engine.conftest import BLOCK_SIZE, kv_transfer, random_prompt
 from tests.engine.test_tiers import check_integrity
+from tests.support.asks import Ask, Round, ask_all, far_blocks, kv_at_first_token
+from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
+from tests.support.instance import VllmInstance
+from tests.support.probe import EngineProbe
 
 Start = Callable[..., VllmInstance]
 NGRAM = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from examples.instance import VllmInstance
-from examples.probe import EngineProbe, Served
-from tests.engine.conftest import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, random_prompt
-from tests.servers import Server
+from tests.support.engine_settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, random_prompt
+from tests.support.instance import VllmInstance
+from tests.support.probe import EngineProbe, Served
+from tests.support.servers import Server
 
 Start = Callable[..., VllmInstance]
 
@@ -187,7 +187,7 @@ def test_another_process_finds_it_in_redis(
         assert_loaded(hit, cold, 2000 // CHUNK_SIZE * CHUNK_SIZE)
         again = reader.serve(prompt)  # without vLLM's prefix cache: from the CPU tier
         assert_loaded(again, cold, 2000 // CHUNK_SIZE * CHUNK_SIZE)
-        assert reader.counters()["local_load_bytes"] > 0
+        assert reader.counters()["cpu_load_bytes"] > 0
         reader.call(check_integrity)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.p2p.address import PeerAddress
 from lmcache_connector.p2p.config import P2PConfig, parse_p2p_config
+from lmcache_connector.p2p.control.address import PeerAddress
+from tests.support import ROOT
 from tests.test_readme import default_words
 
-DOCS = Path(__file__).parent.parent.parent / "docs" / "disaggregated.md"
+DOCS = ROOT / "docs" / "disaggregated.md"
 
 
 def test_nothing_has_to_be_set() -> None:

@@ -1,0 +1,93 @@
+"""``stats``: engines since their start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmcache_connector.cli.engine.scrape import TIERS, fetch, summarize
+from lmcache_connector.cli.report import CliError, Report, duration, size
+
+_TITLES = {"cpu": "CPU", "redis": "Redis"}
+
+
+def run(report: Report, urls: Sequence[str]) -> int:
+    """What can be had of some is shown when others are away."""
+    engines: list[dict[str, Any]] = []
+    problems: list[CliError] = []
+    for url in urls:
+        try:
+            engines.append(summarize(fetch(url)))
+        except CliError as error:
+            problems.append(error)
+    if problems and not engines:
+        raise problems[0]
+    if report.as_json:
+        away = [problem.as_json() for problem in problems]
+        report.emit({"ok": not problems, "engines": engines, "problems": away})
+    else:
+        for engine in engines:
+            _print(report, engine)
+        for problem in problems:
+            report.err.print(f"Error: {problem}", style="red", highlight=False, markup=False)
+    return max((problem.code for problem in problems), default=0)
+
+
+def _print(report: Report, engine: dict[str, Any]) -> None:
+    report.say(f"\n{engine['url']}  {', '.join(engine['models'])}")
+    rows = [
+        (
+            _TITLES[tier],
+            f"{engine['lookups'][tier]:.0f}",
+            f"{engine['lookup_hits'][tier]:.0f}",
+            f"{engine['hit_tokens'][tier]:,.0f}",
+            size(engine["loaded_bytes"][tier]),
+            _speed(engine["load"][tier]),
+            size(engine["stored_bytes"][tier]),
+            _speed(engine["store"][tier]),
+        )
+        for tier in TIERS
+    ]
+    columns = ("tier", "lookups ", "hits ", "hit tokens ", "loaded ", "at", "stored ", "at")
+    report.table("", columns, rows)
+    for line in _lines(engine):
+        report.say(line)
+
+
+def _lines(engine: dict[str, Any]) -> list[str]:
+    rate = engine["hit_rate"]
+    hits = f"{rate:.1%}" if rate is not None else "nothing asked yet"
+    lines = [
+        f"hit rate {hits} of {engine['queried_tokens']:,.0f} tokens that vLLM did not have itself",
+        f"prefill saved: {engine['prefill_saved_tokens']:,.0f} tokens, about "
+        f"{duration(engine['prefill_saved_seconds'])} of compute",
+        f"CPU tier {size(engine['cpu_used_bytes'])} of {size(engine['cpu_capacity_bytes'])}, "
+        f"{engine['evicted_chunks']:.0f} chunks evicted; waiting for Redis: "
+        f"{size(engine['write_queue_bytes'])}",
+    ]
+    titles = {
+        "decisions": "decisions",
+        "failed_loads": "failed loads",
+        "failed_stores": "failed stores",
+        "dropped_writes": "writes to Redis dropped",
+        "redis_chunks": "chunks asked of Redis",
+    }
+    lines += [f"{title}: {_counts(engine[key])}" for key, title in titles.items() if engine[key]]
+    if engine["declined_tokens"]:
+        lines.append(f"{engine['declined_tokens']:,.0f} hit tokens computed, as that is quicker")
+    if engine["recomputed_tokens"]:
+        lines.append(f"{engine['recomputed_tokens']:,.0f} tokens recomputed after failed loads")
+    lines += [f"Redis {node}: circuit {state}" for node, state in engine["circuits"].items()]
+    return lines
+
+
+def _counts(counts: Mapping[str, float]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name.replace('_', ' ')} {count:,.0f}" for name, count in ordered)
+
+
+def _speed(figures: Mapping[str, float | None]) -> str:
+    speed = figures["bytes_per_second"]
+    if speed is None:
+        return "-"
+    return f"{size(speed)}/s, p95 {duration(figures['seconds_p95'])}"

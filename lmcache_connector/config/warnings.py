@@ -1,0 +1,97 @@
+"""Settings that are valid and yet not what anybody wants: one sentence each, and what to do.
+
+What stops a start instead is an error of :mod:`lmcache_connector.config.tiered`; what only a server
+can tell is said when it is connected to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmcache_connector.config.tiered import ConnectorConfig
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the settings meet. ``chunk_bytes``: of one rank. ``available_bytes``: of this host, not
+    counting the CPU tiers; ``None``: unknown."""
+
+    max_model_len: int
+    chunk_bytes: int
+    ranks_on_host: int
+    available_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartupWarning:
+    """What is wrong, and how to mend it."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.remedy}"
+
+
+def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[StartupWarning]:
+    """What the settings alone give away."""
+    if config.redis_url is not None:
+        return
+    idle = sorted(k for k in config.model_fields_set if k.startswith(("redis_", "lookup_")))
+    if idle:
+        yield StartupWarning(
+            f"without redis_url nothing is done with {' and '.join(idle)}",
+            "set it, or leave them out",
+        )
+    if kv_role == "kv_consumer":
+        yield StartupWarning(
+            "kv_role kv_consumer loads only, and without redis_url nobody stores what it could "
+            "load, so every request is a miss",
+            "set redis_url, or kv_role kv_both",
+        )
+    if kv_role == "kv_producer":
+        yield StartupWarning(
+            "kv_role kv_producer stores only, and without redis_url nobody can load what it stores",
+            "set redis_url, or kv_role kv_both",
+        )
+
+
+def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[StartupWarning]:
+    """What does not fit together."""
+    if config.chunk_size > around.max_model_len:
+        yield StartupWarning(
+            f"chunk_size {config.chunk_size} is more than max_model_len {around.max_model_len}, so "
+            "no request ever fills a chunk",
+            "lower chunk_size",
+        )
+        return
+    longest_bytes = around.max_model_len // config.chunk_size * around.chunk_bytes
+    if longest_bytes > config.cpu_gib * _GIB:
+        yield StartupWarning(
+            f"cpu_gib {config.cpu_gib:g} holds less than one prompt of max_model_len "
+            f"{around.max_model_len}, whose end would push out its beginning",
+            f"raise cpu_gib to {longest_bytes / _GIB + 0.05:.1f} or more",
+        )
+    available, wanted = around.available_bytes, config.cpu_gib * around.ranks_on_host * _GIB
+    if available is not None and wanted > available:
+        yield StartupWarning(
+            f"cpu_gib {config.cpu_gib:g} for each of {around.ranks_on_host} ranks is more than the "
+            f"{available / _GIB:.1f} GiB this host has left, which may run out as the tier fills",
+            "lower cpu_gib",
+        )
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that programs can still have; ``None`` where the system does not say."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,244 @@
+"""What vLLM's calls have in common for every connector here: a side by role, and a plan per step.
+
+The scheduler side turns each step into a plan, vLLM carries it to the workers, and their reports
+come back with the step's output. A connector adds which sides there are and what is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from lmcache_connector.metrics.prometheus import ConnectorStats, TablePromMetrics
+from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.metrics.table import Metric
+from lmcache_connector.plans import StepOutput
+from lmcache_connector.startup import log_through
+from lmcache_connector.vllm_compat.model import check_versions
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class SchedulerPart(Protocol):
+    """The scheduler side of a connector, as far as all are alike."""
+
+    def on_new_request(self, request: Request) -> None: ...
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]: ...
+
+    def build_plan(self, scheduler_output: SchedulerOutput) -> Any:
+        """Plain data for the workers."""
+        ...
+
+    def update_from_reports(self, reports: tuple[Any, ...]) -> None: ...
+
+
+class WorkerPart(Protocol):
+    """The worker side of a connector, as far as all are alike."""
+
+    def handle_preemptions(self, plan: Any) -> None:
+        """Before the forward pass overwrites blocks of preempted requests."""
+        ...
+
+    def start_forward(self, plan: Any) -> None:
+        """Right before the forward pass."""
+        ...
+
+    def start_loads(self, plan: Any) -> None:
+        """vLLM calls this after it has submitted the forward pass; no load is for this pass."""
+        ...
+
+    def end_forward(self, plan: Any) -> None:
+        """After the forward pass was submitted."""
+        ...
+
+    def finish_step(self) -> StepOutput[Any]:
+        """Collect what ended."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+SchedulerT = TypeVar("SchedulerT", bound=SchedulerPart)
+WorkerT = TypeVar("WorkerT", bound=WorkerPart)
+
+
+@dataclass
+class PlanMetadata(KVConnectorMetadata):
+    """The scheduler side's plan of one step, on its way to the workers."""
+
+    plan: Any
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """The reports of some ranks, on their way to the scheduler side."""
+
+    reports: tuple[Any, ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.reports + other.reports)
+
+
+class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
+    """A subclass sets ``_scheduler`` when it is built for that role, and ``_worker`` in
+    ``register_kv_caches``. ``_metrics`` is its table, ``_stats_type`` how its log line reads."""
+
+    _metrics: ClassVar[Mapping[str, Metric]]
+    _stats_type: ClassVar[type[ConnectorStats]]
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        log_through("vllm")
+        check_versions()
+        super().__init__(vllm_config, role, kv_cache_config)
+        # KV that does not come is recomputed. vLLM's default would fail the request; it reads this
+        # after it has built the connector.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._scheduler: SchedulerT | None = None
+        self._worker: WorkerT | None = None
+        self._plan: Any = None
+        self._step_output: StepOutput[Any] | None = None
+
+    # -- scheduler side ------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
+        return PlanMetadata(self._scheduler_side.build_plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, ReportMetadata):
+            self._scheduler_side.update_from_reports(meta.reports)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        delay, params = self.request_finished_all_groups(request, (block_ids,))
+        return delay, params
+
+    # -- worker side ---------------------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(kv_connector_metadata, PlanMetadata):
+            self._worker_side.handle_preemptions(kv_connector_metadata.plan)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The last call before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
+            self._plan = connector_metadata.plan
+            self._worker.start_forward(self._plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker_side.start_loads(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: what a forward pass reads has arrived before it starts."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing, unless a connector saves layer by layer."""
+
+    def wait_for_save(self) -> None:
+        self._worker_side.end_forward(self._plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._step_output = self._worker_side.finish_step()
+        return KVConnectorTransferResults(
+            finished_sending=set(self._step_output.finished_sending),
+            finished_recving=set(self._step_output.finished_recving),
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set(self._step_output.invalid_block_ids) if self._step_output else set()
+
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        output, self._step_output = self._step_output, None
+        if output is None or output.report is None:
+            return None
+        return ReportMetadata((output.report,))
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """Asked after every step, on both sides; vLLM adds up what all of them say."""
+        samples = self._take_samples()
+        return self._stats_type.of(samples) if samples is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return cls._stats_type(data=data) if data is not None else cls._stats_type.of(Samples())
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TablePromMetrics:
+        return TablePromMetrics(
+            cls._metrics, vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+
+    def _take_samples(self) -> Samples | None:
+        """What is new on this side since the last call; ``None`` if nothing is."""
+        raise NotImplementedError
+
+    # -- details -------------------------------------------------------------------------------
+
+    @property
+    def _scheduler_side(self) -> SchedulerT:
+        if self._scheduler is None:
+            raise RuntimeError("this connector has the worker role")
+        return self._scheduler
+
+    @property
+    def _worker_side(self) -> WorkerT:
+        if self._worker is None:
+            raise RuntimeError("register_kv_caches has not been called")
+        return self._worker

@@ -1,0 +1,116 @@
+"""The copy engine: moves KV blocks between a paged cache and chunks, or another paged cache.
+
+``Copier`` is the interface of a transfer worker, with one implementation per kind of device.
+``copy_kv_blocks`` is the plain function, in the shape of vLLM's ``CopyBlocksOp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from lmcache_connector.copy_kv_blocks.plan import CopyError
+from lmcache_connector.kv_layout.paged_cache import BlockSpace, LayerSpec, LayoutError, PagedLayout
+
+__all__ = ["Copier", "CopyError", "Direction", "Fence", "copy_kv_blocks", "make_copier"]
+
+Direction = Literal["h2d", "d2h"]
+KVCaches = Mapping[str, torch.Tensor] | BlockSpace
+
+
+class Fence(Protocol):
+    """A moment in the work of a device that a copy can wait for (a CUDA event)."""
+
+    def query(self) -> bool:
+        """Whether that work is done."""
+
+
+class Copier(Protocol):
+    """Copies blocks for one device. Making one compiles or allocates all that copies need."""
+
+    def fence(self) -> Fence | None:
+        """Mark what the device has been given so far. Cheap; called between forward passes."""
+
+    def copy(
+        self,
+        src: BlockSpace,
+        dst: BlockSpace,
+        src_block_ids: Sequence[int],
+        dst_block_ids: Sequence[int],
+        direction: Direction,
+        after: Fence | None = None,
+    ) -> int:
+        """Copy block ``src_block_ids[i]`` to ``dst_block_ids[i]``, all layers; returns bytes moved.
+
+        Starts when ``after`` is reached and blocks the calling thread, not the GIL, until the
+        bytes have arrived. Raises :class:`CopyError` before anything moved.
+        """
+
+    def close(self) -> None:
+        """Give back what the copier holds. No copy may run or follow."""
+
+
+def make_copier(device: torch.device) -> Copier:
+    """The copier for KV caches on ``device``. Raises LayoutError for a kind it cannot serve."""
+    if device.type == "cpu":
+        from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
+
+        return CpuCopier()
+    if device.type == "cuda" and torch.version.hip is None:
+        from lmcache_connector.copy_kv_blocks.cuda import CudaCopier
+
+        return CudaCopier(device)
+    raise LayoutError(f"KV caches on {device.type!r} devices are not supported")
+
+
+def copy_kv_blocks(
+    src_kv_caches: KVCaches,
+    dst_kv_caches: KVCaches,
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    direction: Direction,
+    copier: Copier | None = None,
+    after: Fence | None = None,
+) -> int:
+    """Copy blocks between two KV caches; returns the bytes moved, when they have arrived.
+
+    KV caches are tensors by layer name, each logical (blocks, KV heads, tokens, content) with any
+    strides, or spaces described before. ``direction`` says which side is the host's. Without a
+    ``copier`` one is made for the call, which costs about a second.
+
+    Raises CopyError or LayoutError, both ValueErrors, before the first byte moves.
+    """
+    if direction not in ("h2d", "d2h"):
+        raise CopyError(f"direction must be 'h2d' or 'd2h', not {direction!r}")
+    src, dst = _space(src_kv_caches), _space(dst_kv_caches)
+    if isinstance(src, PagedLayout) and isinstance(dst, PagedLayout):
+        _check_same_layers(src, dst)
+    device = src.device if direction == "d2h" else dst.device
+    own = copier or make_copier(device)
+    try:
+        return own.copy(src, dst, src_block_ids, dst_block_ids, direction, after)
+    finally:
+        if copier is None:
+            own.close()
+
+
+def _space(kv_caches: KVCaches) -> BlockSpace:
+    if not isinstance(kv_caches, Mapping):
+        return kv_caches
+    specs = {}
+    for name, tensor in kv_caches.items():
+        if tensor.dim() != 4:
+            raise LayoutError(f"{name}: expected a (blocks, heads, tokens, content) tensor")
+        _, heads, tokens, content = tensor.shape
+        specs[name] = LayerSpec(heads, tokens, content * tensor.element_size())
+    return PagedLayout.from_kv_caches(kv_caches, specs)
+
+
+def _check_same_layers(src: PagedLayout, dst: PagedLayout) -> None:
+    if src.names != dst.names:
+        odd = sorted(set(src.names) ^ set(dst.names))
+        raise CopyError(f"source and destination differ in their layers: {odd or 'other order'}")
+    if src.dtypes != dst.dtypes:
+        raise CopyError(f"source dtypes {src.dtypes} differ from destination {dst.dtypes}")

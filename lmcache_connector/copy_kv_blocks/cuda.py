@@ -1,0 +1,201 @@
+"""Copies between host memory and a KV cache on a CUDA device.
+
+Each direction is a *lane* with two side streams and a staging slot on each, so one slot's gather
+or scatter overlaps the other's transfer, and both overlap the forward pass on the compute stream.
+Streams order everything inside a slot; the only waits are the side streams' for the caller's fence
+and the calling thread's for the end. Copies of long runs go without staging.
+
+Memory: ``2 lanes * 2 slots * slot bytes`` on the device, taken at the first copy of each lane (the
+self-test at start), never per copy. Host memory should be pinned; it is slower, but right, if not.
+
+Threads: one copy per lane at a time; further ones wait their turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lmcache_connector.copy_kv_blocks.cuda_driver import CudaDriver
+from lmcache_connector.copy_kv_blocks.cuda_gather import RowCopyKernel
+from lmcache_connector.copy_kv_blocks.cuda_staging import StagedCopy, covers_chunks, expand, stage
+from lmcache_connector.copy_kv_blocks.plan import CopyPlan, Move, check_devices, plan_copy
+from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
+from lmcache_connector.kv_layout.paged_cache import BlockSpace
+
+DIRECT_MIN_RUN_BYTES = 256 << 10
+"""Runs from here on need no staging: the bus is busy long enough with each.
+
+Not yet measured; ``python -m benchmarks copy --device cuda --direct-min-bytes`` is for that.
+"""
+SLOT_BYTES = 32 << 20
+"""A staging slot: long enough for the bus, and at least one chunk."""
+SLOTS_PER_LANE = 2
+TABLE_WORDS = 1 << 16
+"""64-bit words of a lane's tables to begin with: enough for about 16,000 blocks in one copy."""
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    stream: torch.cuda.Stream
+    memory: torch.Tensor
+
+
+class _Lane:
+    """One direction's streams, staging and tables. Used by one thread at a time."""
+
+    def __init__(self, device: torch.device, driver: CudaDriver, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._driver = driver
+        self._device = device
+        self._slots = [
+            _Slot(torch.cuda.Stream(device), torch.empty(0, dtype=torch.uint8, device=device))
+            for _ in range(SLOTS_PER_LANE)
+        ]
+        self._tables = torch.empty(0, dtype=torch.int64, device=device)
+        self._host_tables = torch.empty(0, dtype=torch.int64)
+        self._ready = torch.cuda.Event()
+        self._done = [torch.cuda.Event(blocking=True) for _ in self._slots]
+
+    def run_direct(self, plan: CopyPlan, after: torch.cuda.Event | None) -> None:
+        """Every run is a transfer of its own."""
+        runs = expand(plan)
+        stream = self._slots[0].stream
+        if after is not None:
+            stream.wait_event(after)
+        try:
+            self._driver.copy_many(runs.dst, runs.src, runs.num_bytes, stream.cuda_stream)
+        finally:
+            self._wait()
+
+    def run_staged(
+        self, plan: CopyPlan, host: ChunkBuffers, to_host: bool, after: torch.cuda.Event | None
+    ) -> None:
+        """Whole chunks cross the bus; a kernel moves their rows between slot and cache."""
+        self._reserve_slots(host.geometry.chunk_bytes)
+        slot_bytes = self._slots[0].memory.nbytes
+        slots = [slot.memory.data_ptr() for slot in self._slots]
+        staged = stage(plan, host, to_host, slots, slot_bytes)
+        try:
+            self._enqueue(plan, staged, to_host, after)
+        finally:
+            self._wait()
+
+    def _enqueue(
+        self, plan: CopyPlan, staged: StagedCopy, to_host: bool, after: torch.cuda.Event | None
+    ) -> None:
+        first = self._slots[0].stream
+        if after is not None:
+            first.wait_event(after)
+        moves, rows = self._upload(plan, staged, first)
+        self._ready.record(first)
+        for slot in self._slots[1:]:
+            slot.stream.wait_event(self._ready)
+        kernel = RowCopyKernel(plan.moves, staged.rows)
+        for tile in staged.tiles:
+            stream = self._slots[tile.slot].stream
+            with torch.cuda.stream(stream):
+                if to_host:
+                    kernel.launch(moves, rows, tile.first_row, tile.last_row)
+                for transfer in tile.transfers:
+                    ends = (transfer.host, transfer.staged)
+                    dst, src = ends if to_host else ends[::-1]
+                    self._driver.copy(dst, src, transfer.num_bytes, stream.cuda_stream)
+                if not to_host:
+                    kernel.launch(moves, rows, tile.first_row, tile.last_row)
+
+    def _upload(
+        self, plan: CopyPlan, staged: StagedCopy, stream: torch.cuda.Stream
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The plan's tables on the device, once ``stream`` comes to it."""
+        words = plan.moves.size + staged.rows.size
+        if words > len(self._tables):
+            capacity = max(TABLE_WORDS, 2 * words)
+            self._tables = torch.empty(capacity, dtype=torch.int64, device=self._device)
+            self._host_tables = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        flat = self._host_tables.numpy()
+        flat[: plan.moves.size] = plan.moves.ravel()
+        flat[plan.moves.size : words] = staged.rows.ravel()
+        with torch.cuda.stream(stream):
+            self._tables[:words].copy_(self._host_tables[:words], non_blocking=True)
+        return self._tables[: plan.moves.size], self._tables[plan.moves.size : words]
+
+    def _reserve_slots(self, chunk_bytes: int) -> None:
+        size = max(self._slot_bytes, chunk_bytes)
+        for slot in self._slots:
+            if slot.memory.nbytes < size:
+                slot.memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+                slot.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def _wait(self) -> None:
+        """Until all streams are idle, also after an error: then nothing touches memory any more."""
+        for slot, done in zip(self._slots, self._done, strict=True):
+            done.record(slot.stream)
+        for done in self._done:
+            done.synchronize()
+
+
+class CudaCopier:
+    """Copies for KV caches on one CUDA device."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        direct_min_run_bytes: int = DIRECT_MIN_RUN_BYTES,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._device = torch.device("cuda", index)
+        self._direct_min_run_bytes = direct_min_run_bytes
+        self._driver = CudaDriver(index)
+        self._lanes = {way: _Lane(self._device, self._driver, slot_bytes) for way in ("h2d", "d2h")}
+        self._locks = {way: threading.Lock() for way in self._lanes}
+
+    def fence(self) -> torch.cuda.Event:
+        """Mark the end of what the compute stream has been given; no synchronisation."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy(
+        self,
+        src: BlockSpace,
+        dst: BlockSpace,
+        src_block_ids: Sequence[int],
+        dst_block_ids: Sequence[int],
+        direction: Literal["h2d", "d2h"],
+        after: torch.cuda.Event | None = None,
+    ) -> int:
+        """Copy blocks; returns the bytes moved. Raises CopyError before anything moved."""
+        to_host = direction == "d2h"
+        ends = (self._device, _HOST) if to_host else (_HOST, self._device)
+        check_devices(src, dst, *ends)
+        plan = plan_copy(src, dst, src_block_ids, dst_block_ids)
+        if plan.num_bytes == 0:
+            return 0
+        host = dst if to_host else src
+        with self._locks[direction], torch.cuda.device(self._device):
+            self._driver.bind()
+            lane = self._lanes[direction]
+            if isinstance(host, ChunkBuffers) and self._stages(plan, host, to_host):
+                lane.run_staged(plan, host, to_host, after)
+            else:
+                lane.run_direct(plan, after)
+        return plan.num_bytes
+
+    def _stages(self, plan: CopyPlan, host: ChunkBuffers, to_host: bool) -> bool:
+        if int(plan.moves[:, Move.RUN_BYTES].min()) >= self._direct_min_run_bytes:
+            return False
+        return not to_host or covers_chunks(plan, host)
+
+    def close(self) -> None:
+        """Free the staging memory."""
+        self._lanes.clear()
+        self._driver.close()

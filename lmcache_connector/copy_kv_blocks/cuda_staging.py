@@ -1,0 +1,132 @@
+"""How a copy between chunks and a cache on a device is cut into long transfers.
+
+A run of a paged cache may be as short as one token of one head; a bus wants megabytes. So a chunk
+crosses the bus in one piece, to or from a *staging slot*: device memory that holds chunks in their
+canonical form. Between the slot and the paged cache a kernel moves the rows, by the same plan as
+the whole copy, with only the chunks' addresses replaced by places in the slot::
+
+    paged cache  --gather-->  slot 0  --one transfer per chunk-->  chunk 0
+                 --gather-->  slot 1  --------------------------->  chunk 1   (overlaps with slot 0)
+
+This module only computes; :mod:`lmcache_connector.copy_kv_blocks.cuda` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmcache_connector.copy_kv_blocks.plan import CopyPlan, Move
+from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
+from lmcache_connector.kv_layout.paged_cache import Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One chunk between host memory and a slot, in bytes and addresses."""
+
+    host: int
+    staged: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What passes through slot number ``slot`` at once: rows ``[first_row, last_row)``."""
+
+    slot: int
+    first_row: int
+    last_row: int
+    transfers: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedCopy:
+    """``rows``: int64 ``[4, rows]``: anchor and index at the source, then at the destination."""
+
+    rows: Int64s
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Every run of a plan on its own, int64 ``[runs]`` each."""
+
+    src: Int64s
+    dst: Int64s
+    num_bytes: Int64s
+
+
+def covers_chunks(plan: CopyPlan, host: ChunkBuffers) -> bool:
+    """Whether the copy writes all bytes of every chunk it touches.
+
+    If not, whole chunks must not travel to the host: they would bring bytes nobody asked for.
+    """
+    return plan.num_bytes == len(np.unique(plan.dst.anchor)) * host.geometry.chunk_bytes
+
+
+def stage(
+    plan: CopyPlan, host: ChunkBuffers, to_host: bool, slots: Sequence[int], slot_bytes: int
+) -> StagedCopy:
+    """Cut a copy into tiles that use ``slots`` (device addresses) in turn.
+
+    A slot holds at least one chunk. Rows are put in the order of their chunks.
+    """
+    chunk_bytes = host.geometry.chunk_bytes
+    anchors = plan.dst.anchor if to_host else plan.src.anchor
+    order = np.argsort(anchors, kind="stable")
+    addresses, first_rows = np.unique(anchors[order], return_index=True)
+    chunk = np.repeat(np.arange(len(addresses)), np.diff([*first_rows, len(order)]))
+    per_slot = slot_bytes // chunk_bytes
+    place = np.arange(len(addresses))
+    staged = np.asarray(slots, np.int64)[place // per_slot % len(slots)]
+    staged = staged + place % per_slot * chunk_bytes
+    paged, chunks = (plan.src, plan.dst) if to_host else (plan.dst, plan.src)
+    paged_side = [paged.anchor[order], paged.index[order]]
+    slot_side = [staged[chunk], chunks.index[order]]
+    borders = [*first_rows.tolist(), len(order)]
+    tiles = []
+    for first in range(0, len(addresses), per_slot):
+        last = min(first + per_slot, len(addresses))
+        transfers = tuple(
+            Transfer(int(addresses[i]), int(staged[i]), chunk_bytes) for i in range(first, last)
+        )
+        slot = first // per_slot % len(slots)
+        tiles.append(Tile(slot, borders[first], borders[last], transfers))
+    sides = paged_side + slot_side if to_host else slot_side + paged_side
+    return StagedCopy(np.stack(sides), tuple(tiles))
+
+
+def expand(plan: CopyPlan) -> Runs:
+    """Write a plan out run by run, for copies whose runs are long or few."""
+    parts = [_layer_runs(plan, move) for move in plan.moves]
+    src, dst, sizes = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return Runs(src, dst, sizes)
+
+
+def _layer_runs(plan: CopyPlan, move: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    rows = plan.groups[:-1] if move[Move.ROWS_JOIN] else np.arange(len(plan.src.index))
+    lengths = np.diff(plan.groups) if move[Move.ROWS_JOIN] else np.ones_like(rows)
+    outer = np.arange(move[Move.OUTER_COUNT])[:, None]
+    inner = np.arange(move[Move.INNER_COUNT])[None, :]
+    src_rows = (
+        plan.src.anchor[rows]
+        + move[Move.SRC_OFFSET]
+        + plan.src.index[rows] * move[Move.SRC_ROW_STRIDE]
+    )
+    dst_rows = (
+        plan.dst.anchor[rows]
+        + move[Move.DST_OFFSET]
+        + plan.dst.index[rows] * move[Move.DST_ROW_STRIDE]
+    )
+    src = (
+        src_rows[:, None]
+        + (outer * move[Move.OUTER_SRC_STRIDE] + inner * move[Move.INNER_SRC_STRIDE]).ravel()
+    ).ravel()
+    dst = (
+        dst_rows[:, None]
+        + (outer * move[Move.OUTER_DST_STRIDE] + inner * move[Move.INNER_DST_STRIDE]).ravel()
+    ).ravel()
+    return src, dst, np.repeat(lengths * move[Move.RUN_BYTES], outer.size * inner.size)

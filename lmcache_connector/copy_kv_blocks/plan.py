@@ -1,0 +1,215 @@
+"""A checked copy between two block spaces, boiled down to integers.
+
+Everything that can be wrong with a copy is found here, before the first byte moves. What is left
+is a table of moves per layer and the rows to apply it to: nothing per run, so a job of a million
+runs costs the same Python as a job of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from lmcache_connector.kv_layout.paged_cache import (
+    BlockSpace,
+    ElementOrder,
+    Int64s,
+    LayerTable,
+    Rows,
+)
+
+_HOST = torch.device("cpu")
+
+
+class Move(IntEnum):
+    """Columns of ``CopyPlan.moves``; strides in bytes.
+
+    ``ROWS_JOIN`` says that consecutive rows are one run in both spaces.
+    """
+
+    SRC_OFFSET = 0
+    DST_OFFSET = 1
+    SRC_ROW_STRIDE = 2
+    DST_ROW_STRIDE = 3
+    OUTER_COUNT = 4
+    OUTER_SRC_STRIDE = 5
+    OUTER_DST_STRIDE = 6
+    INNER_COUNT = 7
+    INNER_SRC_STRIDE = 8
+    INNER_DST_STRIDE = 9
+    RUN_BYTES = 10
+    ROWS_JOIN = 11
+
+
+class CopyError(ValueError):
+    """A copy that must not run. Nothing was moved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """``moves``: int64 ``[layers, len(Move)]``. ``groups``: int64 ``[n + 1]``, borders of
+    the rows that follow each other in both spaces.
+
+    ``order``: int64 ``[planes of a layer, elements of a plane in a row]``, if elements change
+    places: which element of the source is the first, second, ... of the destination. Then the outer
+    loop of a move is over heads, the inner over all runs of one.
+    """
+
+    moves: Int64s
+    src: Rows
+    dst: Rows
+    groups: Int64s
+    num_bytes: int
+    order: Int64s | None
+
+
+def check_devices(
+    src: BlockSpace, dst: BlockSpace, src_device: torch.device, dst_device: torch.device
+) -> None:
+    """Addresses mean nothing on another device. Raises :class:`CopyError`."""
+    if (src.device, dst.device) != (src_device, dst_device):
+        raise CopyError(
+            f"a copy from {src.device} to {dst.device} was given to a copier "
+            f"from {src_device} to {dst_device}"
+        )
+
+
+def plan_copy(
+    src: BlockSpace, dst: BlockSpace, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
+) -> CopyPlan:
+    """Check a copy of blocks and prepare it. Raises :class:`CopyError`."""
+    src_ids = _block_ids("source", src_block_ids, src.num_blocks)
+    dst_ids = _block_ids("destination", dst_block_ids, dst.num_blocks)
+    if len(src_ids) != len(dst_ids):
+        raise CopyError(f"{len(src_ids)} source blocks for {len(dst_ids)} destination blocks")
+    if len(np.unique(dst_ids)) != len(dst_ids):
+        raise CopyError("a destination block is listed more than once")
+    if src.block_size != dst.block_size:
+        raise CopyError(f"blocks of {src.block_size} tokens into blocks of {dst.block_size}")
+    _check_memory(src.spans, dst.spans)
+    row_tokens = min(src.row_tokens, dst.row_tokens)
+    table = _move_table(src.layers(row_tokens), dst.layers(row_tokens))
+    if table.order is not None and not src.device == dst.device == _HOST:
+        raise CopyError("elements can change places in host memory only")
+    src_rows, dst_rows = src.rows(src_ids, row_tokens), dst.rows(dst_ids, row_tokens)
+    return CopyPlan(
+        moves=table.moves,
+        src=src_rows,
+        dst=dst_rows,
+        groups=_groups(src_rows, dst_rows),
+        num_bytes=len(src_rows.index) * table.row_bytes,
+        order=table.order,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MoveTable:
+    """What all copies between two layer tables have in common: see :class:`CopyPlan`."""
+
+    moves: Int64s
+    row_bytes: int
+    order: Int64s | None
+
+
+@lru_cache(maxsize=256)
+def _move_table(src: LayerTable, dst: LayerTable) -> _MoveTable:
+    """Tables are told apart by identity; an engine's jobs are all between the same few."""
+    _check_layers(src, dst)
+    order = _order(src.order, dst.order)
+    moves = _moves(src, dst) if order is None else _ordered_moves(src, dst)
+    return _MoveTable(moves, src.row_bytes, order)
+
+
+def _block_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> Int64s:
+    ids = np.asarray(block_ids)
+    if ids.size == 0:
+        return np.empty(0, np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise CopyError(f"{side} block ids must be a list of integers")
+    if ids.min() < 0 or ids.max() >= num_blocks:
+        raise CopyError(
+            f"{side} block ids reach from {ids.min()} to {ids.max()}, there are {num_blocks} blocks"
+        )
+    return ids.astype(np.int64)
+
+
+def _check_memory(src_spans: Int64s, dst_spans: Int64s) -> None:
+    """No byte may be written twice, or be written and read."""
+    if (dst_spans[1:, 0] < dst_spans[:-1, 1]).any():
+        raise CopyError("destination chunks overlap in memory")
+    first = np.searchsorted(dst_spans[:, 1], src_spans[:, 0], side="right")
+    last = np.searchsorted(dst_spans[:, 0], src_spans[:, 1], side="left")
+    if (first < last).any():
+        raise CopyError("source and destination overlap in memory")
+
+
+def _check_layers(src: LayerTable, dst: LayerTable) -> None:
+    if len(src.offset) != len(dst.offset):
+        raise CopyError(f"{len(src.offset)} source layers for {len(dst.offset)}")
+    differ = (src.num_heads != dst.num_heads) | (src.content_bytes != dst.content_bytes)
+    differ |= src.num_runs != dst.num_runs
+    if differ.any():
+        at = int(np.flatnonzero(differ)[0])
+        raise CopyError(f"layer {at}: {_shape(src, at)} into {_shape(dst, at)}")
+
+
+def _shape(table: LayerTable, at: int) -> str:
+    runs = f"{table.num_runs[at]} runs of " if table.num_runs[at] != table.row_tokens else ""
+    return f"{table.num_heads[at]} heads of {runs}{table.content_bytes[at]} bytes"
+
+
+def _order(src: ElementOrder | None, dst: ElementOrder | None) -> Int64s | None:
+    if src is not None and dst is not None:
+        if not np.array_equal(src.taken, dst.taken):
+            raise CopyError("source and destination have elements in different orders")
+        return None
+    if src is not None:
+        return src.taken
+    return dst.placed if dst is not None else None
+
+
+def _ordered_moves(src: LayerTable, dst: LayerTable) -> Int64s:
+    """As :func:`_moves`, but nothing is folded: an order is that of one plane of one head."""
+    by_head = [src.num_heads, src.head_stride, dst.head_stride]
+    by_run = [src.num_runs, src.token_stride, dst.token_stride]
+    columns = [src.offset, dst.offset, src.row_stride, dst.row_stride, *by_head, *by_run]
+    return np.stack([*columns, src.content_bytes, np.zeros_like(src.offset)], axis=1)
+
+
+def _moves(src: LayerTable, dst: LayerTable) -> Int64s:
+    """Per layer at most two loops around a run that is as long as both sides allow."""
+    run = src.content_bytes
+    tokens = src.num_runs
+    heads = src.num_heads
+    run, tokens = _fold(run, tokens, src.token_stride, dst.token_stride)
+    run, heads = _fold(run, heads, src.head_stride, dst.head_stride)
+    run, tokens = _fold(run, tokens, src.token_stride, dst.token_stride)
+    rows_join = (heads * tokens == 1) & (src.row_stride == run) & (dst.row_stride == run)
+    # Read in the order of memory: prefetching matters more than where streaming stores go.
+    heads_inner = src.head_stride < src.token_stride
+    by_token = (tokens, src.token_stride, dst.token_stride)
+    by_head = (heads, src.head_stride, dst.head_stride)
+    outer = [np.where(heads_inner, a, b) for a, b in zip(by_token, by_head, strict=True)]
+    inner = [np.where(heads_inner, b, a) for a, b in zip(by_token, by_head, strict=True)]
+    columns = [src.offset, dst.offset, src.row_stride, dst.row_stride, *outer, *inner]
+    return np.stack([*columns, run, rows_join.astype(np.int64)], axis=1)
+
+
+def _fold(run: Int64s, count: Int64s, src: Int64s, dst: Int64s) -> tuple[Int64s, Int64s]:
+    """Take an axis into the run wherever it continues the run on both sides."""
+    joins = (src == run) & (dst == run)
+    return np.where(joins, run * count, run), np.where(joins, 1, count)
+
+
+def _groups(src: Rows, dst: Rows) -> Int64s:
+    if len(src.index) == 0:
+        return np.zeros(1, np.int64)
+    breaks = np.zeros(len(src.index) - 1, bool)
+    for side in (src, dst):
+        breaks |= (np.diff(side.index) != 1) | (np.diff(side.anchor) != 0)
+    return np.concatenate(([0], np.flatnonzero(breaks) + 1, [len(src.index)])).astype(np.int64)

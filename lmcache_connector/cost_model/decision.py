@@ -1,0 +1,100 @@
+"""What the cost model is asked, what it answers, and what it shows of itself: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lmcache_connector.plans import Tier
+
+
+class Reason(Enum):
+    """Why a decision is as it is; a metrics label."""
+
+    NO_HIT = "no_hit"
+    ALWAYS = "always"
+    UNMEASURED = "unmeasured"
+    LOAD_FASTER = "load_faster"
+    COMPUTE_FASTER = "compute_faster"
+    SOURCE_STALLED = "source_stalled"
+    EXPLORE = "explore"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOffer:
+    """A hit to decide on.
+
+    ``context_tokens`` of ``prompt_tokens`` are computed already; ``sources`` names, in prompt
+    order, where each hit chunk from there on lies. The first may be computed in part.
+    ``chunk_bytes`` is what the rank with the largest part moves per chunk. ``queued_bytes`` waits
+    ahead of this job per source. ``running_requests`` are the others.
+    """
+
+    context_tokens: int
+    prompt_tokens: int
+    chunk_tokens: int
+    chunk_bytes: int
+    sources: tuple[Tier, ...]
+    queued_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    running_requests: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens <= 0 or self.chunk_bytes <= 0:
+            raise ValueError("chunks have tokens and bytes")
+        if not 0 <= self.context_tokens < self.prompt_tokens:
+            raise ValueError("at least one token of the prompt must be left to compute")
+
+    def tokens_after(self, num_chunks: int) -> int:
+        """Tokens computed or loaded after that many chunks; the last one is always computed."""
+        end = (self.context_tokens // self.chunk_tokens + num_chunks) * self.chunk_tokens
+        return min(max(end, self.context_tokens), self.prompt_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """Load the first ``num_chunks`` of ``num_hit_chunks``, and wait ``deadline_seconds`` for them.
+
+    ``predicted_load_seconds`` is that load's; ``predicted_compute_seconds`` is recompute alone,
+    with nothing loaded. Both are 0 where nothing is known.
+    """
+
+    num_chunks: int
+    num_hit_chunks: int
+    deadline_seconds: float
+    predicted_load_seconds: float
+    predicted_compute_seconds: float
+    reason: Reason
+    exploring: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"load {self.num_chunks} of {self.num_hit_chunks} chunks ({self.reason.value}): "
+            f"load {self.predicted_load_seconds:.4f} s, "
+            f"recompute {self.predicted_compute_seconds:.4f} s, "
+            f"deadline {self.deadline_seconds:.4f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """One source as the model sees it. ``bytes_per_second`` is infinite when nothing is known."""
+
+    known: bool
+    stalled: bool
+    latency_seconds: float
+    bytes_per_second: float
+    spread: float
+    failure_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostFigures:
+    """The model at one moment, for metrics. ``decisions`` counts since the start."""
+
+    links: Mapping[Tier, LinkFigures]
+    prefill_known: bool
+    prefill_seconds_per_token: float
+    prefill_seconds_per_token_pair: float
+    prefill_seconds_per_token_and_request: float
+    decisions: Mapping[Reason, int]

@@ -1,0 +1,238 @@
+"""Compute or load, as the scheduler side asks it: keeps the cost model supplied with figures.
+
+Where the figures come from:
+
+- at start every rank times a load from memory (the self-test) and from Redis (a probe), and hands
+  both over before the first request (:meth:`LoadPolicy.calibrate`);
+- every load reports the time it was served, without the time it stood in line;
+- the worker times each forward pass that computes a few dozen prompt tokens or more. The
+  scheduler side cannot: with asynchronous scheduling it hears of a step while the next one runs;
+- while Redis is not loaded from although requests ask for what it holds, the worker reads a few
+  values of its own now and then. No request is ever slowed down to find out whether Redis is back.
+
+Waiting for Redis to say what it holds costs time too, hit or miss. It is waited for only as long as
+a small share of the prompt's own compute, and not at all where its last answer took longer.
+
+Runs on the scheduler thread only. Pure: time comes from ``clock``, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lmcache_connector.cost_model.cost_model import CostModel
+from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
+from lmcache_connector.plans import (
+    Calibration,
+    ForwardTime,
+    JobResult,
+    LoadJob,
+    Outcome,
+    RankReport,
+    Tier,
+    TransferTime,
+)
+
+LOOKUP_SHARE = 0.04
+"""Of a prompt's compute: the longest wait for Redis to say what it holds."""
+_MIN_LOOKUP_SECONDS = 0.002
+"""Two thread switches and a round trip on one host; prompts this cheap lose nothing that shows."""
+_FRESH_SECONDS = 60.0
+"""After that long without news from Redis, requests that could use it have it probed."""
+_MIN_PROBE_SECONDS, _MAX_PROBE_SECONDS = 2.0, 60.0
+"""Between two probes; doubles while they change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A load on its way. ``num_bytes``: of the rank with the largest part, per source."""
+
+    redis_keys: tuple[bytes, ...]
+    num_bytes: dict[Tier, int]
+
+
+class LoadPolicy:
+    """``chunk_bytes``: of the rank with the largest part. ``num_stages``: of the pipeline."""
+
+    def __init__(
+        self,
+        model: CostModel,
+        chunk_tokens: int,
+        chunk_bytes: int,
+        clock: Callable[[], float],
+        num_stages: int = 1,
+    ) -> None:
+        self.model = model
+        self._chunk_tokens = chunk_tokens
+        self._chunk_bytes = chunk_bytes
+        self._clock = clock
+        self._num_stages = num_stages
+        self._running: dict[int, _Running] = {}
+        self._queued_bytes = dict.fromkeys(Tier, 0)
+        self._fetching: Counter[bytes] = Counter()
+        self._num_requests = 0
+        self._redis_news_at = float("-inf")
+        self._next_probe_at = float("-inf")
+        self._probe_pause = _MIN_PROBE_SECONDS
+        self._probe_wanted = False
+
+    # -- decisions -----------------------------------------------------------------------------
+
+    def decide(
+        self,
+        context_tokens: int,
+        prompt_tokens: int,
+        keys: Sequence[bytes],
+        are_in_cpu: Iterable[bool],
+    ) -> LoadDecision:
+        """Decide one request, once. ``keys``: its hit chunks, from the one being computed on."""
+        sources = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu)
+        queued = dict(self._queued_bytes)
+        # What others fetch already is waited for, and copied from memory then.
+        shared = sum(key in self._fetching for key in keys) if self._fetching else 0
+        queued[Tier.REDIS] = max(0, queued[Tier.REDIS] - shared * self._chunk_bytes)
+        decision = self.model.decide(
+            LoadOffer(
+                context_tokens=context_tokens,
+                prompt_tokens=prompt_tokens,
+                chunk_tokens=self._chunk_tokens,
+                chunk_bytes=self._chunk_bytes,
+                sources=sources,
+                queued_bytes=queued,
+                running_requests=self._num_requests,
+            )
+        )
+        if Tier.REDIS in sources[decision.num_chunks :]:
+            self._want_probe()
+        return decision
+
+    def lookup_seconds(
+        self, context_tokens: int, prompt_tokens: int, last_lookup_seconds: float
+    ) -> float:
+        """How long to wait for Redis to say what it holds of a prompt; 0: not at all."""
+        if self.model.mode == "always":
+            return float("inf")
+        if self._clock() - self._redis_news_at > _FRESH_SECONDS:
+            self._want_probe()
+        if self.model.is_stalled(Tier.REDIS):
+            self._want_probe()
+            return 0.0
+        compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
+        if compute is None:
+            return float("inf")
+        longest = max(LOOKUP_SHARE * compute, _MIN_LOOKUP_SECONDS)
+        return longest if last_lookup_seconds <= longest else 0.0
+
+    def probe_now(self) -> None:
+        """Have Redis measured with the next step, however short ago it was."""
+        self._probe_wanted, self._next_probe_at = True, float("-inf")
+
+    def take_probe(self) -> bool:
+        """Whether the workers shall measure Redis, asked once per step."""
+        if not self._probe_wanted:
+            return False
+        self._probe_wanted = False
+        now = self._clock()
+        if now < self._next_probe_at:
+            return False
+        self._next_probe_at = now + self._probe_pause
+        self._probe_pause = min(2 * self._probe_pause, _MAX_PROBE_SECONDS)
+        return True
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def step_planned(self, num_requests: int) -> None:
+        """So many requests run in this step."""
+        self._num_requests = num_requests
+
+    def load_planned(self, job: LoadJob, redis_keys: tuple[bytes, ...]) -> None:
+        num_bytes = {
+            Tier.CPU: (len(job.keys) - len(redis_keys)) * self._chunk_bytes,
+            Tier.REDIS: len(redis_keys) * self._chunk_bytes,
+        }
+        self._running[job.job_id] = _Running(redis_keys, num_bytes)
+        self._fetching.update(redis_keys)
+        for source, count in num_bytes.items():
+            self._queued_bytes[source] += count
+
+    def load_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
+        """All ranks have reported. The one that failed, or else the slowest, counts."""
+        running = self._running.pop(job_id)
+        for source, count in running.num_bytes.items():
+            self._queued_bytes[source] -= count
+        self._fetching.subtract(running.redis_keys)
+        for key in running.redis_keys:
+            if not self._fetching[key]:
+                del self._fetching[key]
+        self._observe_load(max(results, key=lambda r: (r.redis_failed, r.seconds)))
+
+    def observe_reports(self, reports: Iterable[RankReport]) -> None:
+        """Forward passes and probes, of one step's reports. The slowest rank counts."""
+        forwards: list[ForwardTime] = []
+        probes: list[TransferTime] = []
+        for report in reports:
+            forwards += report.forwards
+            if report.redis is not None:
+                probes.append(report.redis)
+        slowest: dict[object, ForwardTime] = {}
+        for forward in forwards:
+            if forward.seconds > getattr(slowest.get(forward.work), "seconds", -1.0):
+                slowest[forward.work] = forward
+        for forward in slowest.values():
+            work = forward.work
+            self.model.observe_prefill(
+                work.num_tokens,
+                work.context_tokens,
+                forward.seconds * self._num_stages,
+                work.running_requests,
+            )
+        if probes:
+            self._observe_redis(min(probes, key=_speed))
+
+    def calibrate(self, calibrations: Iterable[Calibration]) -> None:
+        """Take over what the ranks measured at start."""
+        ranks = list(calibrations)
+        local = [rank.local for rank in ranks if rank.local is not None]
+        redis = [rank.redis for rank in ranks if rank.redis is not None]
+        if local:
+            self.model.calibrate(Tier.CPU, _speed(min(local, key=_speed)), 0.0)
+        if redis:
+            self._observe_redis(min(redis, key=_speed))
+
+    # -- details -------------------------------------------------------------------------------
+
+    def _observe_load(self, result: JobResult) -> None:
+        copy_seconds = max(0.0, result.seconds - result.redis_seconds)
+        if result.redis_failed:
+            self._redis_news_at = self._clock()
+            self.model.observe_load_failed(Tier.REDIS, result.redis_seconds, result.redis_bytes)
+        elif result.redis_bytes > 0:
+            self._redis_news_at = self._clock()
+            share = min(1.0, result.redis_bytes / max(1, result.num_bytes))
+            seconds = result.redis_seconds + share * copy_seconds
+            self.model.observe_load(Tier.REDIS, result.redis_bytes, seconds)
+        elif result.outcome is Outcome.DONE and result.num_bytes > 0:
+            self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
+
+    def _observe_redis(self, measured: TransferTime) -> None:
+        """A load is a fetch and then a copy: the copy's time is added to what was measured."""
+        self._redis_news_at = self._clock()
+        if measured.num_bytes == 0:
+            self.model.observe_load_failed(Tier.REDIS, measured.seconds)
+            return
+        was_stalled = self.model.is_stalled(Tier.REDIS)
+        copy_speed = self.model.snapshot().links[Tier.CPU].bytes_per_second
+        speed = 1.0 / (1.0 / _speed(measured) + 1.0 / copy_speed)
+        self.model.calibrate(Tier.REDIS, speed, measured.latency_seconds)
+        if was_stalled:
+            self._probe_pause = _MIN_PROBE_SECONDS
+
+    def _want_probe(self) -> None:
+        self._probe_wanted = True
+
+
+def _speed(measured: TransferTime) -> float:
+    """Bytes per second after the latency; 0 if nothing came."""
+    return measured.num_bytes / max(measured.seconds - measured.latency_seconds, 1e-6)

@@ -1,0 +1,87 @@
+"""The chunk keys of one request, extended as its tokens grow.
+
+What makes the KV of a request unique beyond its tokens stands in :class:`RequestIdentity`: for the
+whole request (salt, LoRA, weight epoch) or for the chunks it touches (images, prompt embeddings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalSpan:
+    """An image, audio clip, ... whose placeholder tokens lie at ``[start, end)``."""
+
+    content_hash: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIdentity:
+    """What separates the KV of this request from that of others with the same tokens.
+
+    ``embeds_digest(start, end)`` names the prompt embeddings of a token range.
+    """
+
+    cache_salt: str | None = None
+    lora: str | None = None
+    weight_epoch: str = ""
+    multimodal: tuple[MultimodalSpan, ...] = ()
+    embeds_digest: Callable[[int, int], str] | None = None
+
+    @property
+    def has_extras(self) -> bool:
+        return bool(self.multimodal) or self.embeds_digest is not None
+
+    def root(self) -> dict[str, object]:
+        return {"salt": self.cache_salt, "lora": self.lora, "epoch": self.weight_epoch}
+
+    def extras(self, start: int, end: int) -> bytes:
+        """What the chunk of tokens ``[start, end)`` holds beside token ids.
+
+        Offsets are relative to the chunk, as in vLLM's own block hashes, so that a span keeps its
+        key wherever the prefix puts it.
+        """
+        spans = [
+            [span.content_hash, span.start - start]
+            for span in self.multimodal
+            if span.start < end and span.end > start
+        ]
+        embeds = self.embeds_digest(start, end) if self.embeds_digest else None
+        if not spans and embeds is None:
+            return b""
+        return canonical_bytes({"mm": spans, "embeds": embeds})
+
+
+class RequestKeys:
+    """Chunk keys of all full chunks of a request. Owns nothing but them."""
+
+    def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
+        self._hasher = hasher
+        self._identity = identity
+        self._tail = hasher.root_key(identity.root())
+        self.keys: list[bytes] = []
+
+    @property
+    def num_hashed_tokens(self) -> int:
+        return len(self.keys) * self._hasher.chunk_size
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Hash the full chunks of ``token_ids`` (the whole request) not hashed yet."""
+        start = self.num_hashed_tokens
+        chunk_size = self._hasher.chunk_size
+        end = len(token_ids) // chunk_size * chunk_size
+        if end <= start:
+            return
+        extras: list[bytes] = []
+        if self._identity.has_extras:
+            extras = [
+                self._identity.extras(at, at + chunk_size) for at in range(start, end, chunk_size)
+            ]
+        self.keys += self._hasher.extend(self._tail, token_ids[start:end], extras)
+        self._tail = self.keys[-1]

@@ -1,0 +1,121 @@
+"""Chunks in host memory, seen as blocks: the other side of a copy from or to a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from lmcache_connector.kv_layout.paged_cache import (
+    Int64s,
+    LayerTable,
+    LayoutError,
+    Plane,
+    Rows,
+    check_planes,
+    split_rows,
+)
+from lmcache_connector.storage.geometry import ChunkGeometry
+
+
+class ChunkBuffers:
+    """Chunks in host memory in the canonical form, seen as blocks.
+
+    Block ``i * blocks_per_chunk + j`` is block ``j`` of chunk ``i``. ``addresses`` are host
+    addresses of ``geometry.chunk_bytes`` each; ``owners`` keeps their memory alive.
+    ``first_layer`` and ``num_layers`` narrow the view to some layers of the geometry, for caches
+    whose groups have block ids of their own. ``planes`` are those of the paged cache.
+    """
+
+    def __init__(
+        self,
+        geometry: ChunkGeometry,
+        block_size: int,
+        addresses: Sequence[int],
+        owners: object,
+        first_layer: int = 0,
+        num_layers: int | None = None,
+        planes: tuple[Plane, ...] = (),
+    ) -> None:
+        if num_layers is None:
+            num_layers = len(geometry.layer_widths) - first_layer
+        last_layer = first_layer + num_layers
+        if block_size <= 0 or geometry.num_tokens % block_size:
+            raise LayoutError(f"chunks of {geometry.num_tokens} tokens, blocks of {block_size}")
+        if not 0 <= first_layer < last_layer <= len(geometry.layer_widths):
+            raise LayoutError(f"no layers {first_layer} to {last_layer} in the chunk")
+        if min(addresses, default=1) <= 0:
+            raise LayoutError("a chunk has no memory")
+        self.geometry = geometry
+        self.block_size = block_size
+        self.device = torch.device("cpu")
+        self.owners = owners
+        self.addresses = np.asarray(addresses, np.int64)
+        self._layers = range(first_layer, last_layer)
+        for width in set(geometry.layer_widths[first_layer:last_layer]):
+            check_planes("a chunk", planes, width)
+        self._planes = planes
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        return self.geometry.num_tokens // self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.addresses) * self.blocks_per_chunk
+
+    @property
+    def row_tokens(self) -> int:
+        return self.block_size
+
+    @property
+    def spans(self) -> Int64s:
+        starts = np.sort(self.addresses)
+        return np.stack((starts, starts + self.geometry.chunk_bytes), axis=1)
+
+    def layers(self, row_tokens: int) -> LayerTable:
+        return _chunk_table(self.geometry, self._layers, self._planes, row_tokens)
+
+    def rows(self, block_ids: Int64s, row_tokens: int) -> Rows:
+        split = self.block_size // row_tokens
+        chunk, block = np.divmod(block_ids, self.blocks_per_chunk)
+        return Rows(np.repeat(self.addresses[chunk], split), split_rows(block, split))
+
+
+@lru_cache(maxsize=256)
+def _chunk_table(
+    geometry: ChunkGeometry, layers: range, planes: tuple[Plane, ...], row_tokens: int
+) -> LayerTable:
+    """The layers of a chunk, in rows of ``row_tokens`` tokens. Jobs of one engine share it."""
+    entries = [
+        (geometry.layer_offsets[layer] + start, *run)
+        for layer in layers
+        for start, *run in _runs(geometry, geometry.layer_widths[layer], planes, row_tokens)
+    ]
+    offset, num_runs, content, row_stride, run_stride = np.array(entries, np.int64).T.copy()
+    return LayerTable(
+        num_heads=np.full_like(offset, len(geometry.shards)),
+        row_tokens=row_tokens,
+        num_runs=num_runs,
+        content_bytes=content,
+        offset=offset,
+        row_stride=row_stride,
+        head_stride=np.full_like(offset, geometry.shard_bytes),
+        token_stride=run_stride,
+    )
+
+
+def _runs(
+    geometry: ChunkGeometry, width: int, planes: tuple[Plane, ...], row_tokens: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Offset, runs, bytes of a run, row stride, run stride of each entry of one layer."""
+    if not planes:
+        yield 0, row_tokens, width, width * row_tokens, width
+    offset = 0
+    for plane in planes:
+        run = plane.run_token_bytes * row_tokens
+        stride = plane.run_token_bytes * geometry.num_tokens
+        yield offset, plane.num_runs, run, run, stride
+        offset += plane.num_runs * stride

@@ -1,0 +1,310 @@
+"""Where every KV byte lies: a paged KV cache and a list of chunks, seen the same way.
+
+The paged side is here, that of chunks in :mod:`lmcache_connector.kv_layout.chunk_buffers`.
+
+Both sides of a copy answer one question, the address of a token's content::
+
+    address(layer, row, head, token) = anchor[row] + offset[layer] + index[row] * row_stride[layer]
+                                     + head * head_stride[layer] + token * token_stride[layer]
+
+A *row* is a run of ``row_tokens`` tokens over all layers: one block, or one kernel block where an
+attention backend splits vLLM's blocks. In a paged cache ``anchor`` is 0 and ``index`` the number of
+the row; in a list of chunks ``anchor`` is the chunk's address and ``index`` the place in the chunk.
+
+Nothing here is guessed from a shape: strides come from the tensors, sizes from the KV cache spec,
+and what cannot be proved to agree is refused with :class:`LayoutError`.
+
+Some backends use the memory of one head's part of a block otherwise than token after token (see
+:class:`Plane`). A table then has one entry per layer and plane, and "token" above counts the runs
+of a plane. In a chunk such a layer lies as the backend would lay it in one block of the size of
+the chunk, so that block sizes do not show. Where that takes the elements of a block in another
+order, the paged side has an :class:`ElementOrder`, and its addresses are those they would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lmcache_connector.kv_layout.overlap import Box, find_overlap, spans
+
+Int64s = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+
+class LayoutError(ValueError):
+    """The memory does not prove to be what the KV cache spec says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Part of a head's memory in a block, as ``[num_runs][tokens][run_token_bytes]``.
+
+    For example K with tokens innermost: one run of 2-byte elements per element of the head.
+    ``order``: which element of that memory is the first, second, ... of this form, where they do
+    not lie so themselves.
+    """
+
+    num_runs: int
+    run_token_bytes: int
+    order: tuple[int, ...] = ()
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_runs * self.run_token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What vLLM's KV cache spec says of one layer.
+
+    ``content_bytes`` is the K and V of one token of one KV head; ``block_size`` is in tokens.
+    ``planes`` follow one another in a head's part of a block; none: it lies token after token.
+    """
+
+    num_kv_heads: int
+    block_size: int
+    content_bytes: int
+    planes: tuple[Plane, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ElementOrder:
+    """Int64 ``[planes of a layer, elements of a plane in a row]``.
+
+    ``taken`` has the elements of a row in the order of the plane's form, as ``Plane.order`` does,
+    ``placed`` those of the form in the order of a row.
+    """
+
+    taken: Int64s
+    placed: Int64s
+
+    @classmethod
+    def of(cls, planes: tuple[Plane, ...]) -> ElementOrder | None:
+        """``None`` if all planes lie in order."""
+        if not any(plane.order for plane in planes):
+            return None
+        taken = np.array([plane.order for plane in planes], np.int64)
+        return cls(taken, taken.argsort(axis=1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTable:
+    """Counts, and sizes and strides in bytes. Arrays are int64 ``[layers * planes of a layer]``.
+
+    A space gives the same object each time, so that what two tables make of each other can be kept.
+    ``num_runs``: runs of content in one row of one head, its tokens where there are no planes.
+    """
+
+    num_heads: Int64s
+    row_tokens: int
+    num_runs: Int64s
+    content_bytes: Int64s
+    offset: Int64s
+    row_stride: Int64s
+    head_stride: Int64s
+    token_stride: Int64s
+    order: ElementOrder | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all layers."""
+        return int((self.num_heads * self.num_runs * self.content_bytes).sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Which rows a copy touches, int64 ``[rows]`` each."""
+
+    anchor: Int64s
+    index: Int64s
+
+
+class BlockSpace(Protocol):
+    """One side of a copy. ``spans`` is int64 ``[n, 2]``: the memory it lies in."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def row_tokens(self) -> int: ...
+    @property
+    def spans(self) -> Int64s: ...
+    def layers(self, row_tokens: int) -> LayerTable: ...
+    def rows(self, block_ids: Int64s, row_tokens: int) -> Rows: ...
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLayout:
+    """A paged KV cache: every layer as logical (blocks, KV heads, tokens, content) with strides.
+
+    ``row_tokens`` divides ``block_size``: an attention backend may split vLLM's blocks. The tensors
+    are kept alive as long as this object.
+    """
+
+    names: tuple[str, ...]
+    device: torch.device
+    block_size: int
+    num_blocks: int
+    table: LayerTable
+    spans: Int64s
+    owners: tuple[torch.Tensor, ...]
+    planes: tuple[Plane, ...] = ()
+
+    @classmethod
+    def from_kv_caches(
+        cls, kv_caches: Mapping[str, torch.Tensor], specs: Mapping[str, LayerSpec]
+    ) -> PagedLayout:
+        """View the tensors vLLM registered, one per layer, in the order of ``specs``.
+
+        All layers share block ids. Raises :class:`LayoutError` for whatever cannot be proved.
+        """
+        if not specs or kv_caches.keys() != specs.keys():
+            odd = sorted(kv_caches.keys() ^ specs.keys())
+            raise LayoutError(f"layers of the KV cache and of its spec differ: {odd or 'none'}")
+        for name, spec in specs.items():
+            _check_layer(name, kv_caches[name], spec)
+        tensors = [kv_caches[name] for name in specs]
+        device = _the_one("device", [tensor.device for tensor in tensors])
+        block_size = _the_one("block size", [spec.block_size for spec in specs.values()])
+        planes = _the_one("planes", [spec.planes for spec in specs.values()])
+        row_tokens = _the_one("kernel block size", [tensor.shape[2] for tensor in tensors])
+        num_rows = _the_one("number of blocks", [tensor.shape[0] for tensor in tensors])
+        split = block_size // row_tokens
+        if num_rows % split:
+            raise LayoutError(f"{num_rows} kernel blocks are no multiple of {split} per block")
+        boxes = [_box(name, kv_caches[name]) for name in specs]
+        if (overlap := find_overlap(boxes)) is not None:
+            raise LayoutError(f"layers {overlap[0]!r} and {overlap[1]!r} may overlap in memory")
+        return cls(
+            names=tuple(specs),
+            device=device,
+            block_size=block_size,
+            num_blocks=num_rows // split,
+            table=_paged_table(tensors, planes),
+            spans=np.array(spans(boxes), np.int64),
+            owners=tuple(tensors),
+            planes=planes,
+        )
+
+    @property
+    def row_tokens(self) -> int:
+        return self.table.row_tokens
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(tensor.dtype for tensor in self.owners)
+
+    def layers(self, row_tokens: int) -> LayerTable:
+        if row_tokens != self.row_tokens:
+            raise LayoutError(f"rows of {row_tokens} tokens in a cache of {self.row_tokens}")
+        return self.table
+
+    def rows(self, block_ids: Int64s, row_tokens: int) -> Rows:
+        index = split_rows(block_ids, self.block_size // row_tokens)
+        return Rows(np.zeros_like(index), index)
+
+
+def _check_layer(name: str, tensor: object, spec: LayerSpec) -> None:
+    """One layer's tensor against its spec, by shape and the contiguity of its content."""
+    if min(spec.num_kv_heads, spec.block_size, spec.content_bytes) <= 0:
+        raise LayoutError(f"{name}: {spec} has a size that is not positive")
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or tensor.is_sparse:
+        raise LayoutError(f"{name}: expected a (blocks, heads, tokens, content) tensor")
+    _, heads, tokens, content = tensor.shape
+    if heads != spec.num_kv_heads:
+        raise LayoutError(f"{name}: {heads} KV heads, the spec has {spec.num_kv_heads}")
+    if tokens == 0 or spec.block_size % tokens:
+        raise LayoutError(f"{name}: blocks of {tokens} tokens, the spec has {spec.block_size}")
+    if content * tensor.element_size() != spec.content_bytes:
+        raise LayoutError(
+            f"{name}: a token's content has {content * tensor.element_size()} bytes, "
+            f"the spec has {spec.content_bytes}"
+        )
+    if content > 1 and tensor.stride(3) != 1:
+        raise LayoutError(f"{name}: a token's content is not contiguous {tuple(tensor.stride())}")
+    check_planes(name, spec.planes, spec.content_bytes)
+    if spec.planes and tokens > 1 and tensor.stride(2) != content:
+        raise LayoutError(f"{name}: a block is not contiguous {tuple(tensor.stride())}")
+    if any(plane.order for plane in spec.planes):
+        _check_orders(name, tensor, spec.planes)
+
+
+def check_planes(name: str, planes: tuple[Plane, ...], content_bytes: int) -> None:
+    """The planes of a token must be all of its content. Raises :class:`LayoutError`."""
+    if planes and sum(plane.token_bytes for plane in planes) != content_bytes:
+        raise LayoutError(f"{name}: {planes} are not the {content_bytes} bytes of a token")
+
+
+def _check_orders(name: str, tensor: torch.Tensor, planes: tuple[Plane, ...]) -> None:
+    """Every element of a plane must come once: copies rely on it to stay inside the plane."""
+    for plane in planes:
+        num_bytes = len(plane.order) * tensor.element_size()
+        if (
+            num_bytes != planes[0].token_bytes * tensor.shape[2]
+            or num_bytes != plane.token_bytes * tensor.shape[2]
+            or sorted(plane.order) != list(range(len(plane.order)))
+        ):
+            raise LayoutError(f"{name}: an order does not name each element of a plane once")
+
+
+def _box(name: str, tensor: torch.Tensor) -> Box:
+    size = tensor.element_size()
+    return Box(
+        name=name,
+        base=tensor.data_ptr(),
+        width=tensor.shape[3] * size,
+        axes=tuple((tensor.stride(axis) * size, tensor.shape[axis]) for axis in range(3)),
+    )
+
+
+def _paged_table(tensors: Sequence[torch.Tensor], planes: tuple[Plane, ...]) -> LayerTable:
+    facts = np.array([fact for tensor in tensors for fact in _facts(tensor, planes)], np.int64)
+    heads, num_runs, content, offset, row_stride, head_stride, run_stride = facts.T.copy()
+    return LayerTable(
+        num_heads=heads,
+        row_tokens=tensors[0].shape[2],
+        num_runs=num_runs,
+        content_bytes=content,
+        offset=offset,
+        row_stride=row_stride,
+        head_stride=head_stride,
+        token_stride=run_stride,
+        order=ElementOrder.of(planes),
+    )
+
+
+def _facts(tensor: torch.Tensor, planes: tuple[Plane, ...]) -> Iterator[tuple[int, ...]]:
+    """The entries of one layer, in the order of the fields of :class:`LayerTable`."""
+    size, (_, heads, tokens, content) = tensor.element_size(), tensor.shape
+    row_stride, head_stride, token_stride = (tensor.stride(axis) * size for axis in range(3))
+    address = tensor.data_ptr()
+    if not planes:
+        yield heads, tokens, content * size, address, row_stride, head_stride, token_stride
+        return
+    for plane in planes:
+        run = plane.run_token_bytes * tokens
+        yield heads, plane.num_runs, run, address, row_stride, head_stride, run
+        address += plane.num_runs * run
+
+
+def _the_one(what: str, values: Sequence[T]) -> T:
+    """The value all layers share."""
+    if len(set(values)) != 1:
+        raise LayoutError(f"layers differ in their {what}: {sorted(map(str, set(values)))}")
+    return values[0]
+
+
+def split_rows(index: Int64s, parts: int) -> Int64s:
+    """Each index as ``parts`` consecutive finer ones."""
+    if parts == 1:
+        return index
+    return (index[:, None] * parts + np.arange(parts, dtype=np.int64)).ravel()

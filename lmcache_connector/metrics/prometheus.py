@@ -1,0 +1,108 @@
+"""The connector's figures as vLLM wants them: a stats container, and Prometheus metrics.
+
+Runs in vLLM's front end, which may serve several engines (data parallel): each has its own label
+values. Nothing here touches the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from lmcache_connector.metrics.samples import Samples, log_fields, sample_key, split_key
+from lmcache_connector.metrics.table import Kind, Metric
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass
+class ConnectorStats(KVConnectorStats):
+    """``data`` is a :class:`Samples`, as plain data. A subclass says how the log line reads."""
+
+    @classmethod
+    def of(cls, samples: Samples) -> Self:
+        return cls(data=samples.to_data())
+
+    @property
+    def samples(self) -> Samples:
+        return Samples.from_data(self.data)
+
+    def reset(self) -> None:
+        self.data = Samples().to_data()
+
+    def aggregate(self, other: KVConnectorStats) -> Self:
+        """Another rank's or interval's are added to these."""
+        total = self.samples
+        total.merge(Samples.from_data(other.data))
+        self.data = total.to_data()
+        return self
+
+    def is_empty(self) -> bool:
+        return self.samples.is_empty
+
+
+@dataclass
+class TieredStats(ConnectorStats):
+    """Of the tiers."""
+
+    def reduce(self) -> dict[str, Any]:
+        """For the periodic log line."""
+        return dict(log_fields(self.samples))
+
+
+class TablePromMetrics(KVConnectorPromMetrics):
+    """Registers every metric of a table, once per process; known label values start at zero."""
+
+    def __init__(
+        self,
+        table: Mapping[str, Metric],
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {name: self._register(metric) for name, metric in table.items()}
+        self._children: dict[tuple[int, str], Any] = {}
+        for engine_index in per_engine_labelvalues:
+            for metric in table.values():
+                for labels in metric.known:
+                    self._child(engine_index, sample_key(metric.name, *labels))
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for key, amount in transfer_stats_data["counters"].items():
+            self._child(engine_idx, key).inc(amount)
+        for key, value in transfer_stats_data["gauges"].items():
+            self._child(engine_idx, key).set(value)
+        for key, values in transfer_stats_data["observations"].items():
+            child = self._child(engine_idx, key)
+            for value in values:
+                child.observe(value)
+
+    def _register(self, metric: Metric) -> Any:
+        options: dict[str, Any] = {
+            "name": metric.full_name,
+            "documentation": metric.documentation,
+            "labelnames": [*self._labelnames, *metric.labels],
+        }
+        if metric.kind is Kind.COUNTER:
+            return self._counter_cls(**options)
+        if metric.kind is Kind.GAUGE:
+            return self._gauge_cls(**options, multiprocess_mode="mostrecent")
+        return self._histogram_cls(**options, buckets=list(metric.buckets))
+
+    def _child(self, engine_index: int, key: str) -> Any:
+        child = self._children.get((engine_index, key))
+        if child is None:
+            name, labels = split_key(key)
+            values: Sequence[object] = (*self.per_engine_labelvalues[engine_index], *labels)
+            child = self._metrics[name].labels(*values)
+            self._children[engine_index, key] = child
+        return child

@@ -1,0 +1,287 @@
+"""The data plane over TCP, without a copy on either side.
+
+A frame leaves in one ``sendmsg`` from the memory its blocks were copied to, and its payload is
+received straight into the memory they will be copied from, in calls that release the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.wire import Wire, WireError
+from lmcache_connector.p2p.control.handshake import answer, proves
+from lmcache_connector.p2p.data.base import KeyOf, Landing, Session, Sink
+from lmcache_connector.p2p.data.frame import HEAD_BYTES, Frame, unpack_head
+from lmcache_connector.p2p.errors import PeerError
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"LMPD"
+_VERSION = 1
+_CHALLENGE_BYTES = 32
+_GREETING = struct.Struct("<4sH16s32s")
+_WELCOME = b"\x06"
+_HANDSHAKE_SECONDS = 2.0
+_POLL_MILLISECONDS = 100
+_MAX_LINKS = 1024
+PIECE_BYTES = 16 << 20
+"""Paths that cannot take any length at once cut each head's payload after so many bytes."""
+_FOREVER_SECONDS = 1e9
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Raises ``PeerError`` if the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise PeerError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+class TcpTransport:
+    """``stall_seconds``: how long a connection may go without a byte while it owes some."""
+
+    def __init__(self, stall_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = "tcp"
+        self._stall_seconds = stall_seconds
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._links: dict[socket.socket, threading.Thread] = {}
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+
+    def listen(self, host: str, port: int, sink: Sink, key_of: KeyOf) -> int:
+        self._listener = listening_socket(host, port)
+        self._acceptor = threading.Thread(
+            target=self._accept, args=(self._listener, host, sink, key_of), name="lmc-p2p-accept"
+        )
+        self._acceptor.daemon = True
+        self._acceptor.start()
+        bound: int = self._listener.getsockname()[1]
+        return bound
+
+    def connect(self, host: str, port: int, session: Session, seconds: float) -> TcpOutlet:
+        deadline = Deadline(self._clock() + seconds, self._clock)
+        try:
+            sock = socket.create_connection((host, port), timeout=seconds)
+        except OSError as error:
+            raise PeerError(f"no data connection to {host}:{port}: {error}") from error
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire = Wire(sock, self._clock, self._stall_seconds)
+        try:
+            challenge, welcome = bytearray(_CHALLENGE_BYTES), bytearray(1)
+            wire.receive([memoryview(challenge)], deadline)
+            proof = answer(session.key, bytes(challenge))
+            wire.send([_GREETING.pack(_MAGIC, _VERSION, session.name, proof)], deadline)
+            wire.receive([memoryview(welcome)], deadline)
+        except WireError as error:
+            wire.close()
+            raise PeerError(f"{host}:{port} let no data connection in: {error}") from error
+        try:
+            path = self._link_sender(wire, host)
+        except PeerError:
+            wire.close()
+            raise
+        return TcpOutlet(wire, path, self._clock)
+
+    def close(self, seconds: float) -> None:
+        self._stopping.set()
+        end = self._clock() + seconds
+        with self._lock:
+            links = dict(self._links)
+        for sock in links:
+            with contextlib.suppress(OSError):  # it may have gone by itself
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in (*links.values(), self._acceptor):
+            if thread is not None:
+                thread.join(max(0.0, end - self._clock()))
+
+    # -- how payloads cross, once a connection is let in ---------------------------------------
+
+    def _link_sender(self, wire: Wire, host: str) -> PayloadPath:
+        return _WirePath(wire, self._clock)
+
+    def _link_receiver(self, wire: Wire, host: str) -> PayloadPath:
+        return _WirePath(wire, self._clock)
+
+    # -- the acceptor's thread -----------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
+        with listener:
+            while not self._stopping.is_set():
+                if not _readable(listener):
+                    continue
+                try:
+                    sock, _ = listener.accept()
+                except OSError as error:
+                    logger.debug("A data connection was not accepted: %s", error)
+                    continue
+                self._start(sock, host, sink, key_of)
+
+    def _start(self, sock: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(sock, host, sink, key_of), name="lmc-p2p-receive", daemon=True
+        )
+        with self._lock:
+            if len(self._links) >= _MAX_LINKS:
+                sock.close()
+                return
+            self._links[sock] = thread
+        thread.start()
+
+    # -- one thread per connection -------------------------------------------------------------
+
+    def _serve(self, sock: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire = Wire(sock, self._clock, self._stall_seconds)
+        session: bytes | None = None
+        path: PayloadPath | None = None
+        reason = "the connection ended"
+        try:
+            session = self._let_in(wire, key_of)
+            path = self._link_receiver(wire, host)
+            self._receive(sock, wire, path, session, sink)
+        except WireError as error:
+            reason = str(error)
+        except PeerError as error:
+            reason = str(error)
+            logger.warning("A data connection was cut: %s", error)
+        finally:
+            if path is not None:
+                path.close()
+            wire.close()
+            with self._lock:
+                self._links.pop(sock, None)
+            if session is not None:
+                sink.lost(session, reason)
+
+    def _let_in(self, wire: Wire, key_of: KeyOf) -> bytes:
+        deadline = Deadline(self._clock() + _HANDSHAKE_SECONDS, self._clock)
+        challenge = os.urandom(_CHALLENGE_BYTES)
+        greeting = bytearray(_GREETING.size)
+        wire.send([challenge], deadline)
+        wire.receive([memoryview(greeting)], deadline)
+        magic, version, name, proof = _GREETING.unpack(greeting)
+        if magic != _MAGIC or version != _VERSION:
+            raise PeerError("a stranger or another version on the data port")
+        key = key_of(name)
+        if key is None or not proves(proof, answer(key, challenge)):
+            raise PeerError("a data connection without a session")
+        wire.send([_WELCOME], deadline)
+        return bytes(name)
+
+    def _receive(
+        self, sock: socket.socket, wire: Wire, path: PayloadPath, session: bytes, sink: Sink
+    ) -> None:
+        head = bytearray(HEAD_BYTES)
+        while not self._stopping.is_set():
+            if not _readable(sock):
+                continue
+            wire.receive([memoryview(head)], self._patience())
+            frame_head = unpack_head(bytes(head))
+            tail = bytearray(frame_head.tail_bytes)
+            wire.receive([memoryview(tail)], self._patience())
+            self._receive_payload(path, session, sink, frame_head.with_tail(bytes(tail)))
+
+    def _receive_payload(self, path: PayloadPath, session: bytes, sink: Sink, frame: Frame) -> None:
+        landing = sink.land(session, frame)
+        if landing is None:
+            # Piece by piece and head by head, as a process group sends it.
+            for _ in range(frame.num_heads):
+                for views in _scratch(frame.head_bytes):
+                    path.receive(views, self._patience())
+            return
+        with _given_back(sink, landing):
+            path.receive(landing.views, self._patience())
+
+    def _patience(self) -> Deadline:
+        """As long as bytes keep coming; the wire itself knows what a stall is."""
+        return Deadline(
+            self._clock() + _FOREVER_SECONDS, self._clock, cancelled=self._stopping.is_set
+        )
+
+
+class TcpOutlet:
+    """See :class:`~lmcache_connector.p2p.data.base.Outlet`."""
+
+    def __init__(self, wire: Wire, path: PayloadPath, clock: Callable[[], float]) -> None:
+        self._wire = wire
+        self._path = path
+        self._clock = clock
+
+    def send(self, frame: Frame, views: Sequence[memoryview]) -> None:
+        forever = Deadline(self._clock() + _FOREVER_SECONDS, self._clock)
+        try:
+            if isinstance(self._path, _WirePath):  # head and payload in one call
+                self._wire.send([frame.pack(), *views], forever)
+            else:
+                self._wire.send([frame.pack()], forever)
+                self._path.send(views)
+        except WireError as error:
+            raise PeerError(f"the data connection broke: {error}") from error
+
+    def close(self) -> None:
+        self._path.close()
+        self._wire.close()
+
+
+class PayloadPath(Protocol):
+    """Carries the payload of frames on one connection, one side of it. Raises ``PeerError`` or
+    ``WireError``; then the connection is of no more use."""
+
+    def send(self, views: Sequence[memoryview]) -> None: ...
+
+    def receive(self, views: Sequence[memoryview], patience: Deadline) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _WirePath:
+    """Payload behind its head, on the same connection."""
+
+    def __init__(self, wire: Wire, clock: Callable[[], float]) -> None:
+        self._wire = wire
+        self._clock = clock
+
+    def send(self, views: Sequence[memoryview]) -> None:
+        self._wire.send(views, Deadline(self._clock() + _FOREVER_SECONDS, self._clock))
+
+    def receive(self, views: Sequence[memoryview], patience: Deadline) -> None:
+        self._wire.receive(views, patience)
+
+    def close(self) -> None:
+        """The wire is closed by whoever has it."""
+
+
+@contextlib.contextmanager
+def _given_back(sink: Sink, landing: Landing) -> Iterator[None]:
+    complete = False
+    try:
+        yield
+        complete = True
+    finally:
+        sink.landed(landing, complete=complete)
+
+
+def _scratch(num_bytes: int) -> Iterator[list[memoryview]]:
+    scratch = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
+    while num_bytes > 0:
+        yield [scratch[:num_bytes]]
+        num_bytes -= len(scratch)
+
+
+def _readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(_POLL_MILLISECONDS))

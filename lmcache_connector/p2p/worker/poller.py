@@ -1,0 +1,182 @@
+"""Ask producers for what requests wait for, one thread per producer instance.
+
+As long as a request waits, its producer is asked again and again whether the KV is still coming: a
+producer that died, was restarted or gave the hand-over up is found out within moments, not at the
+deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lmcache_connector.kv_layout.topology import RankTopology
+from lmcache_connector.p2p.control import messages
+from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.control.peers import concerned, ranks_of
+from lmcache_connector.p2p.control.sessions import ControlClient
+from lmcache_connector.p2p.errors import AddressError, PeerError
+from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
+from lmcache_connector.p2p.worker.transfer import Waiting
+
+logger = logging.getLogger(__name__)
+
+_ASK_SECONDS = 0.2
+_IDLE_SECONDS = 60.0
+
+Connect = Callable[[PeerAddress], ControlClient]
+
+
+@dataclass(eq=False)
+class _Asker:
+    """One producer instance. ``forgets``: transfers it may forget. Guarded by ``changed``."""
+
+    source: PeerAddress
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    waiting: list[Waiting] = field(default_factory=list)
+    asked: list[Waiting] = field(default_factory=list)
+    forgets: list[tuple[str, str]] = field(default_factory=list)
+    thread: threading.Thread | None = None
+    closed: bool = False
+
+
+class Poller:
+    """``own``: this rank. ``grace_seconds``: how long a producer may not know a transfer."""
+
+    def __init__(
+        self,
+        inbox: ReceiveBuffer,
+        own: RankTopology,
+        connect: Connect,
+        grace_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._inbox = inbox
+        self._own = own
+        self._connect = connect
+        self._grace_seconds = grace_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._askers: dict[PeerAddress, _Asker] = {}
+        self._stopping = False
+
+    def watch(self, waiting: Waiting) -> None:
+        """Until it is over, keep asking for it. Never waits."""
+        self._tell(waiting.load.source, waiting, None)
+
+    def forget(self, source: PeerAddress, transfer_id: str, reason: str) -> None:
+        """Tell the producer, once, if it can be reached. Never waits."""
+        self._tell(source, None, (transfer_id, reason))
+
+    def close(self, seconds: float) -> None:
+        with self._lock:
+            self._stopping = True
+            askers = list(self._askers.values())
+        end = self._clock() + seconds
+        for asker in askers:
+            with asker.changed:
+                asker.changed.notify_all()
+        for asker in askers:
+            if asker.thread is not None:
+                asker.thread.join(max(0.0, end - self._clock()))
+
+    def _tell(
+        self, source: PeerAddress, waiting: Waiting | None, forget: tuple[str, str] | None
+    ) -> None:
+        with self._lock:
+            asker = self._askers.get(source)
+            if asker is None or asker.closed:
+                asker = self._askers[source] = _Asker(source)
+                asker.thread = threading.Thread(
+                    target=self._work, args=(asker,), name="lmc-p2p-ask", daemon=True
+                )
+                asker.thread.start()
+            with asker.changed:
+                if waiting is not None:
+                    asker.waiting.append(waiting)
+                if forget is not None:
+                    asker.forgets.append(forget)
+                asker.changed.notify_all()
+
+    # -- an asker's thread ---------------------------------------------------------------------
+
+    def _work(self, asker: _Asker) -> None:
+        sessions: list[ControlClient] = []
+        try:
+            while (todo := self._next(asker)) is not None:
+                waiting, forgets = todo
+                try:
+                    sessions = sessions or self._open(asker.source)
+                    for each in waiting:
+                        self._want(asker.source, sessions, each)
+                    for transfer_id, reason in forgets:
+                        for session in sessions:
+                            session.ask(messages.Forget(transfer_id, reason))
+                except PeerError as error:
+                    self._lose(waiting, error)
+                    _close(sessions)
+                    sessions = []
+        finally:
+            _close(sessions)
+
+    def _next(self, asker: _Asker) -> tuple[list[Waiting], list[tuple[str, str]]] | None:
+        """What to ask and tell now: at once what is new, the rest again after a while."""
+        with asker.changed:
+            now = self._clock()
+            while not self._stopping:
+                asker.waiting = [w for w in asker.waiting if not self._inbox.is_over(w)]
+                is_new = any(w not in asker.asked for w in asker.waiting) or asker.forgets
+                if is_new or (asker.waiting and self._clock() - now >= _ASK_SECONDS):
+                    forgets, asker.forgets = asker.forgets, []
+                    asker.asked = list(asker.waiting)
+                    return asker.asked, forgets
+                if not asker.waiting and self._clock() - now > _IDLE_SECONDS:
+                    break
+                asker.changed.wait(_ASK_SECONDS if asker.waiting else _IDLE_SECONDS)
+            asker.closed = True
+            return None
+
+    def _open(self, source: PeerAddress) -> list[ControlClient]:
+        """Sessions with all ranks of the producer that have something for this one."""
+        first = self._connect(source)
+        sessions = [first]
+        try:
+            ranks = concerned(self._own, ranks_of(first.peer.card), sends=False)
+            sessions += [self._connect(source.of_rank(rank)) for rank in ranks if rank]
+            if 0 not in ranks:
+                sessions.remove(first)
+                first.close()
+        except (PeerError, AddressError) as error:
+            _close(sessions)
+            raise PeerError(str(error)) from error
+        return sessions
+
+    def _want(self, source: PeerAddress, sessions: list[ControlClient], waiting: Waiting) -> None:
+        load = waiting.load
+        want = messages.Want(load.transfer_id, load.digest, load.first_block)
+        for session in sessions:
+            answer = session.ask(want)
+            if isinstance(answer, messages.Gone):
+                self._inbox.fail(load.transfer_id, f"{source} says: {answer.reason}")
+            elif self._is_patient(waiting):
+                continue
+            elif isinstance(answer, messages.Unknown):
+                self._inbox.fail(load.transfer_id, f"{source} has never heard of it")
+            elif isinstance(answer, messages.Sent):
+                self._inbox.fail(load.transfer_id, f"{source} has sent it, but it did not arrive")
+
+    def _is_patient(self, waiting: Waiting) -> bool:
+        """Bytes may be on their way to us, or the prompt's request on its way to the producer."""
+        return self._clock() - self._inbox.last_progress(waiting) < self._grace_seconds
+
+    def _lose(self, waiting: list[Waiting], error: PeerError) -> None:
+        for each in waiting:
+            if not self._inbox.is_over(each):
+                self._inbox.fail(each.load.transfer_id, str(error))
+
+
+def _close(sessions: list[ControlClient]) -> None:
+    for session in sessions:
+        session.close()

@@ -1,0 +1,299 @@
+"""Bring what the outbox holds to the consumers, one thread per consumer rank.
+
+A courier offers a transfer on the control plane, gets a ticket, and sends piece after piece on the
+data plane as they are saved. A consumer without room answers ``Busy``: the transfer waits where it
+is and others go first. A peer that fails loses its couriers' deliveries; the transfers stay in the
+outbox until somebody asks for them again or their lease ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import xxhash
+
+from lmcache_connector.kv_layout.topology import RankTopology
+from lmcache_connector.p2p.control import messages
+from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.control.messages import Card
+from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
+from lmcache_connector.p2p.control.sessions import ControlClient
+from lmcache_connector.p2p.data.base import Outlet, Session, Transport
+from lmcache_connector.p2p.data.frame import Frame
+from lmcache_connector.p2p.errors import AddressError, PeerError, RefusedError
+from lmcache_connector.p2p.worker.send_buffer import Delivery, Destination, Piece, SendBuffer
+
+logger = logging.getLogger(__name__)
+
+_BUSY_SECONDS = 0.02
+_IDLE_SECONDS = 60.0
+_WAKE_SECONDS = 0.5
+
+Connect = Callable[[PeerAddress], ControlClient]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An instance that consumes: its ranks this one has something for."""
+
+    address: PeerAddress
+    parts: dict[Destination, Overlap]
+
+
+@dataclass(eq=False)
+class _Courier:
+    """One consumer rank, and what is to go there. Guarded by the outbox's condition."""
+
+    to: Destination
+    address: PeerAddress
+    deliveries: list[Delivery] = field(default_factory=list)
+    busy_until: dict[Delivery, float] = field(default_factory=dict)
+    thread: threading.Thread | None = None
+
+
+class Sender:
+    """``own``: this rank. ``connect`` opens control sessions; ``transports`` by name."""
+
+    def __init__(
+        self,
+        outbox: SendBuffer,
+        own: RankTopology,
+        connect: Connect,
+        transports: dict[str, Transport],
+        seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._outbox = outbox
+        self._own = own
+        self._connect = connect
+        self._transports = transports
+        self._seconds = seconds
+        self._clock = clock
+        self._couriers: dict[Destination, _Courier] = {}
+        self._routes: dict[PeerAddress, Route] = {}
+        self._stopping = False
+
+    def push(self, transfer_id: str, target: PeerAddress) -> None:
+        """Deliver to all ranks of the instance at ``target``; never waits."""
+        with self._outbox.changed:
+            route = self._routes.get(target)
+        if route is not None:
+            self._carry(route, self._outbox.route(transfer_id, route.parts))
+            return
+        work = partial(self._find_and_push, transfer_id, target)
+        threading.Thread(target=work, name="lmc-p2p-find", daemon=True).start()
+
+    def fetch(self, transfer_id: str, card: Card, first_block: int) -> None:
+        """Deliver to the one rank that asked; never waits. Raises ``PeerError``."""
+        route = self._route_to(card)
+        only = Destination(card.engine_id, card.rank)
+        self._carry(route, self._outbox.route(transfer_id, route.parts, only, first_block))
+
+    def close(self, seconds: float) -> None:
+        with self._outbox.changed:
+            self._stopping = True
+            self._outbox.changed.notify_all()
+            threads = [courier.thread for courier in self._couriers.values()]
+        end = self._clock() + seconds
+        for thread in threads:
+            if thread is not None:
+                thread.join(max(0.0, end - self._clock()))
+
+    # -- who is to get what --------------------------------------------------------------------
+
+    def _find_and_push(self, transfer_id: str, target: PeerAddress) -> None:
+        try:
+            client = self._connect(target)
+            client.close()
+            route = self._route_to(client.peer.card, target)
+        except PeerError as error:
+            logger.warning("KV cannot be pushed to a decode instance: %s", error)
+            return
+        with self._outbox.changed:
+            self._routes[target] = route
+        self._carry(route, self._outbox.route(transfer_id, route.parts))
+
+    def _route_to(self, card: Card, address: PeerAddress | None = None) -> Route:
+        try:
+            address = address or PeerAddress(card.host, card.port)
+        except AddressError as error:
+            raise RefusedError(str(error)) from error
+        parts = {
+            Destination(card.engine_id, rank.rank): part
+            for rank in ranks_of(card)
+            if (part := overlap(self._own, rank)) is not None
+        }
+        return Route(address, parts)
+
+    def _carry(self, route: Route, deliveries: Iterable[Delivery]) -> None:
+        with self._outbox.changed:
+            for delivery in deliveries:
+                courier = self._couriers.get(delivery.to)
+                if courier is None:
+                    courier = _Courier(delivery.to, route.address)
+                    courier.thread = threading.Thread(
+                        target=self._work, args=(courier,), name="lmc-p2p-courier", daemon=True
+                    )
+                    self._couriers[delivery.to] = courier
+                    courier.thread.start()
+                courier.deliveries.append(delivery)
+            self._outbox.changed.notify_all()
+
+    # -- a courier's thread --------------------------------------------------------------------
+
+    def _work(self, courier: _Courier) -> None:
+        link: _Link | None = None
+        try:
+            while (delivery := self._next(courier)) is not None:
+                try:
+                    link = link or self._open(courier)
+                    self._advance(courier, link, delivery)
+                except PeerError as error:
+                    logger.warning("KV did not reach a decode instance: %s", error)
+                    self._give_up(courier)
+                    if link is not None:
+                        link.close()
+                    link = None
+        finally:
+            if link is not None:
+                link.close()
+
+    def _next(self, courier: _Courier) -> Delivery | None:
+        """The first delivery with something to do. ``None``: the courier shall end."""
+        idle_since = self._clock()
+        with self._outbox.changed:
+            while not self._stopping:
+                now = self._clock()
+                courier.deliveries = [
+                    d for d in courier.deliveries if not d.over or (d.transfer.failed and d.ticket)
+                ]
+                for delivery in courier.deliveries:
+                    if delivery.transfer.failed:
+                        return delivery
+                    if courier.busy_until.get(delivery, 0.0) <= now and (
+                        delivery.sent < len(delivery.transfer.pieces)
+                    ):
+                        return delivery
+                if courier.deliveries:
+                    idle_since = now
+                elif now - idle_since > _IDLE_SECONDS:
+                    break
+                wait = min(
+                    [_WAKE_SECONDS, *(t - now for t in courier.busy_until.values() if t > now)]
+                )
+                self._outbox.changed.wait(wait)
+            self._couriers.pop(courier.to, None)
+            return None
+
+    def _open(self, courier: _Courier) -> _Link:
+        address = courier.address.of_rank(courier.to.rank)
+        client = self._connect(address)
+        card = client.peer.card
+        try:
+            if (card.engine_id, card.rank) != (courier.to.engine_id, courier.to.rank):
+                raise PeerError(f"another instance is at {address} now")
+            transport = next((t for t in self._transports if t in card.transports), None)
+            if transport is None:
+                raise PeerError(f"{address} shares no transport with this instance")
+            outlet = self._transports[transport].connect(
+                courier.address.host,
+                card.transports[transport],
+                Session(client.peer.session, client.peer.data_key),
+                self._seconds,
+            )
+        except PeerError:
+            client.close()
+            raise
+        return _Link(client, outlet)
+
+    def _advance(self, courier: _Courier, link: _Link, delivery: Delivery) -> None:
+        """Do the next thing for a delivery: tell of its end, offer it, or send a piece."""
+        outgoing = delivery.transfer
+        if outgoing.failed:
+            self._outbox.finish(delivery)
+            delivery.ticket, ticket = None, delivery.ticket
+            if ticket is not None and not outgoing.superseded:
+                link.client.ask(messages.Forget(outgoing.transfer_id, outgoing.failed))
+            return
+        if delivery.ticket is None and not self._offer(courier, link, delivery):
+            return
+        piece = self._outbox.next_piece(delivery)
+        if piece is None:
+            return
+        try:
+            _send(link.outlet, delivery, piece)
+        except PeerError:
+            self._outbox.abandon(delivery, pinned=True)
+            raise
+        self._outbox.piece_sent(delivery)
+
+    def _offer(self, courier: _Courier, link: _Link, delivery: Delivery) -> bool:
+        """Whether there is a ticket now."""
+        start = delivery.transfer.start
+        try:
+            answer = link.client.ask(
+                messages.Offer(start.transfer_id, start.digest, start.num_tokens)
+            )
+        except RefusedError as error:
+            logger.warning("A hand-over was refused: %s", error)
+            answer = messages.Settled()
+        if isinstance(answer, messages.Accepted):
+            courier.busy_until.pop(delivery, None)
+            delivery.ticket = answer.ticket
+            return True
+        if isinstance(answer, messages.Busy):
+            courier.busy_until[delivery] = self._clock() + _BUSY_SECONDS
+        else:
+            courier.busy_until.pop(delivery, None)
+            self._outbox.finish(delivery)
+        return False
+
+    def _give_up(self, courier: _Courier) -> None:
+        with self._outbox.changed:
+            self._routes = {k: r for k, r in self._routes.items() if courier.to not in r.parts}
+            for delivery in courier.deliveries:
+                if not delivery.over:
+                    self._outbox.abandon(delivery, pinned=False)
+            courier.deliveries.clear()
+            courier.busy_until.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    client: ControlClient
+    outlet: Outlet
+
+    def close(self) -> None:
+        self.outlet.close()
+        self.client.close()
+
+
+def _send(outlet: Outlet, delivery: Delivery, piece: Piece) -> None:
+    """The part of a piece that concerns the consumer rank, if any."""
+    outgoing, part = delivery.transfer, delivery.part
+    first = max(piece.first_block, delivery.first_block)
+    if piece.layer not in part.layers() or first >= piece.last_block:
+        return
+    views = [outgoing.run(piece.layer, head, first, piece.last_block) for head in part.heads]
+    checksums: tuple[int, ...] = ()
+    if piece.checksums and first == piece.first_block:
+        places = map(outgoing.geometry.shards.index, part.heads)
+        checksums = tuple(piece.checksums[place] for place in places)
+    elif piece.checksums:
+        checksums = tuple(map(xxhash.xxh3_64_intdigest, views))
+    assert delivery.ticket is not None
+    frame = Frame(
+        ticket=delivery.ticket,
+        layer=piece.layer,
+        first_head=part.heads[0],
+        num_heads=len(part.heads),
+        first_block=first,
+        num_blocks=piece.last_block - first,
+        head_bytes=len(views[0]),
+        checksums=checksums,
+    )
+    outlet.send(frame, views)

@@ -1,0 +1,124 @@
+"""Builds the parts of the connector from its configuration and the model."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.cost_model.cost_model import CostModel
+from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.keys.request_identity import RequestIdentifier
+from lmcache_connector.keys.weight_epoch import LocalEpoch, WeightEpoch
+from lmcache_connector.plans import Tier
+from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.background_lookup import BackgroundLookup
+from lmcache_connector.scheduler.kv_events import KvEventLog
+from lmcache_connector.scheduler.request_state import SchedulerSettings
+
+if TYPE_CHECKING:
+    from lmcache_connector.storage.redis.config import RedisTierConfig
+    from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.vllm_compat.model import ModelDescription
+
+logger = logging.getLogger(__name__)
+
+_NUM_PROBE_CHUNKS = 8
+_FIRST_EPOCH_SECONDS = 1.0
+
+
+def build_scheduler(
+    config: ConnectorConfig,
+    model: ModelDescription,
+    *,
+    loads: bool,
+    stores: bool,
+    kv_events: bool,
+) -> SchedulerAdapter:
+    """``loads`` and ``stores``: what ``kv_role`` allows."""
+    return SchedulerAdapter(
+        SchedulerSettings(
+            chunk_size=config.chunk_size,
+            block_sizes=(model.block_size,),
+            world_size=model.world_size,
+            loads=loads,
+            stores=stores,
+            store_generated=config.store_generated,
+            redis_only_reused=config.redis_admission == "reused",
+            load_deadline_seconds=config.load_deadline_seconds,
+            lookup_wait_seconds=config.lookup_wait_seconds,
+        ),
+        PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes),
+        RequestIdentifier(config.require_cache_salt).identify,
+        _make_lookup(config, model),
+        _make_choice(config, model),
+        kv_events=KvEventLog(model.world_size) if kv_events else None,
+    )
+
+
+def probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
+    """Chunks of our own in Redis, to measure it with; none if nobody asks how fast it is."""
+    if config.compute_or_load == "always":
+        return ()
+    hasher = PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes)
+    return tuple(hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS))
+
+
+def make_redis_tier(tier_config: RedisTierConfig, model: ModelDescription) -> RedisTier:
+    from lmcache_connector.storage.redis.tier import RedisTier
+
+    return RedisTier(
+        tier_config, model.geometries[model.rank], model.ranks[model.rank].write_shards
+    )
+
+
+def make_epoch(config: ConnectorConfig, model: ModelDescription) -> WeightEpoch:
+    def nonce() -> str:
+        return uuid.uuid4().hex
+
+    tier_config = config.redis_tier_config()
+    if tier_config is None:
+        return WeightEpoch(LocalEpoch(), nonce)
+    from lmcache_connector.storage.redis.epoch import RedisEpoch
+
+    fleet = RedisEpoch(tier_config, model.fingerprint)
+    if not fleet.wait(_FIRST_EPOCH_SECONDS):
+        logger.warning("Redis has not answered yet; its chunks will be used once it does")
+    return WeightEpoch(fleet, nonce)
+
+
+def _make_lookup(config: ConnectorConfig, model: ModelDescription) -> BackgroundLookup | None:
+    tier_config = config.redis_tier_config()
+    if tier_config is None:
+        return None
+    from lmcache_connector.storage.redis.lookup import RedisLookup
+
+    lookup = RedisLookup(tier_config, model.geometries)
+    return BackgroundLookup(
+        lookup,
+        config.lookup_deadline_seconds,
+        time.monotonic,
+        servers=lambda: lookup.stats().servers,
+    )
+
+
+def _make_choice(config: ConnectorConfig, model: ModelDescription) -> LoadPolicy:
+    """Requests may try the CPU tier, which cannot stall; Redis is measured by a probe."""
+    cost_model = CostModel(
+        clock=time.monotonic,
+        rng=random.Random(),
+        max_deadline_seconds=config.load_deadline_seconds,
+        mode=config.compute_or_load,
+        explores=frozenset({Tier.CPU}),
+    )
+    return LoadPolicy(
+        cost_model,
+        chunk_tokens=config.chunk_size,
+        chunk_bytes=max(geometry.chunk_bytes for geometry in model.geometries),
+        clock=time.monotonic,
+        num_stages=len({rank.layer_start for rank in model.ranks}),
+    )

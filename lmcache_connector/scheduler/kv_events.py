@@ -1,0 +1,137 @@
+"""What routers are told: which blocks entered and left which tier of this instance.
+
+Blocks are named as vLLM names them in its own events, so that a block of GPU memory and the same
+block in a lower tier have one name. A chunk is in a tier when every rank has put it there. What
+Redis drops by itself is learned only when it is looked for and missing.
+
+Runs on the scheduler's thread. Keeps a description, about 4 bytes a token, of every chunk that is
+in a tier, or on its way there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_connector.plans import RankReport, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """The consecutive blocks of one chunk, ``block_size`` tokens each.
+
+    ``parent_hash`` names the block before them, if any. ``extra_keys``: what vLLM adds to the hash
+    of each block beside its tokens.
+    """
+
+    hashes: tuple[bytes, ...]
+    parent_hash: bytes | None
+    token_ids: array[int]
+    block_size: int
+    lora: tuple[int, str] | None = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    tier: Tier
+    blocks: BlockRun
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    tier: Tier
+    hashes: tuple[bytes, ...]
+
+
+KvEvent = BlocksStored | BlocksRemoved
+
+
+@dataclass(slots=True)
+class _Chunk:
+    blocks: BlockRun
+    holders: dict[Tier, int] = field(default_factory=dict)  # bit sets of ranks
+
+    @property
+    def is_nowhere(self) -> bool:
+        return not any(self.holders.values())
+
+
+class KvEventLog:
+    """Turns the ranks' reports into events. ``world_size``: how many ranks make a whole chunk.
+
+    Chunks nobody has described, as those of the self-test, are passed over.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._all_ranks = (1 << world_size) - 1
+        self._chunks: dict[bytes, _Chunk] = {}
+        self._events: list[KvEvent] = []
+
+    def __len__(self) -> int:
+        """Chunks described."""
+        return len(self._chunks)
+
+    def describe(self, key: bytes, describe: Callable[[], BlockRun]) -> None:
+        """Before a job that may bring the chunk to a tier; ``describe`` is called if it is new."""
+        if key not in self._chunks:
+            self._chunks[key] = _Chunk(describe())
+
+    def apply(self, report: RankReport) -> None:
+        """What one rank's tiers took in and let go."""
+        # A chunk may leave memory once it is written: it must be known still.
+        for key in report.written:
+            self._hold(Tier.REDIS, report.rank, key)
+        for event in report.events:
+            if event.admitted:
+                self._hold(Tier.CPU, report.rank, event.key)
+            else:
+                self.gone(Tier.CPU, report.rank, event.key)
+
+    def gone(self, tier: Tier, rank: int, key: bytes) -> None:
+        """This rank's part of a chunk has left the tier."""
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            return
+        before = chunk.holders.get(tier, 0)
+        chunk.holders[tier] = before & ~(1 << rank)
+        if before == self._all_ranks:
+            self._events.append(BlocksRemoved(tier, chunk.blocks.hashes))
+        if chunk.is_nowhere:
+            del self._chunks[key]
+
+    def missing(self, key: bytes) -> None:
+        """Redis was asked for a chunk and does not have it."""
+        for rank in range(self._all_ranks.bit_length()):
+            self.gone(Tier.REDIS, rank, key)
+
+    def settle(self, keys: Iterable[bytes]) -> None:
+        """A job has ended: what it brought nowhere is forgotten."""
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is not None and chunk.is_nowhere:
+                del self._chunks[key]
+
+    def clear(self) -> None:
+        """Nothing stored before can be hit any more."""
+        for chunk in self._chunks.values():
+            for tier, holders in chunk.holders.items():
+                if holders == self._all_ranks:
+                    self._events.append(BlocksRemoved(tier, chunk.blocks.hashes))
+        self._chunks.clear()
+
+    def take(self) -> list[KvEvent]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _hold(self, tier: Tier, rank: int, key: bytes) -> None:
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            return
+        before = chunk.holders.get(tier, 0)
+        chunk.holders[tier] = after = before | 1 << rank
+        if before != after == self._all_ranks:
+            self._events.append(BlocksStored(tier, chunk.blocks))

@@ -1,0 +1,38 @@
+"""What an engine step computes of prompts, so that its duration teaches what recompute costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lmcache_connector.cost_model.prefill_speed import MIN_PREFILL_TOKENS
+from lmcache_connector.plans import PrefillWork
+from lmcache_connector.scheduler.request_state import RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+def prefill_work(
+    scheduler_output: SchedulerOutput, states: Mapping[str, RequestState]
+) -> PrefillWork | None:
+    """``None`` if there is nothing to learn from the step; at once for one that only decodes."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    if scheduler_output.total_num_scheduled_tokens < len(scheduled) + MIN_PREFILL_TOKENS:
+        return None
+    num_tokens, num_reads, num_prompts = 0, 0.0, 0
+    for request_id, count in scheduled.items():
+        if count == 1:
+            continue
+        state = states.get(request_id)
+        if state is None:
+            return None  # a request that bypasses the cache
+        context = state.request.num_computed_tokens
+        if context < state.request.num_tokens - 1:  # else it is speculation
+            num_tokens += count
+            num_reads += count * (context + count / 2)
+            num_prompts += 1
+    if num_tokens < MIN_PREFILL_TOKENS:
+        return None
+    context = max(0, round(num_reads / num_tokens - num_tokens / 2))
+    return PrefillWork(num_tokens, context, len(scheduled) - num_prompts)

@@ -1,0 +1,80 @@
+"""Between vLLM's requests and KV cache events and ours."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+
+from lmcache_connector.plans import Tier
+from lmcache_connector.scheduler.kv_events import BlockRun, BlocksStored, KvEvent
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_MEDIUM = {Tier.CPU: "CPU", Tier.REDIS: "STORAGE"}
+_LOCALITY = {Tier.CPU: "LOCAL", Tier.REDIS: "REMOTE"}
+_GROUP = 0  # models with several KV cache groups are refused
+
+
+def describe_chunk(
+    request: Request, index: int, keys: Sequence[bytes], chunk_size: int, block_size: int
+) -> BlockRun:
+    """Chunk ``index`` of a request whose chunk keys are ``keys``.
+
+    Where vLLM's prefix caching is off its blocks have no names: the chunk then counts as one block,
+    named by its key.
+    """
+    start, per_chunk = index * chunk_size, chunk_size // block_size
+    hashes = request.block_hashes[index * per_chunk : (index + 1) * per_chunk]
+    parent = request.block_hashes[index * per_chunk - 1] if index and hashes else None
+    if len(hashes) < per_chunk:
+        hashes, block_size = [BlockHash(keys[index])], chunk_size
+        parent = BlockHash(keys[index - 1]) if index else None
+    borders = range(start, start + chunk_size, block_size)
+    lora = request.lora_request
+    return BlockRun(
+        hashes=tuple(hashes),
+        parent_hash=parent,
+        token_ids=array("I", request.all_token_ids[start : start + chunk_size]),
+        block_size=block_size,
+        lora=(lora.adapter_id, lora.name) if lora else None,
+        extra_keys=tuple(
+            generate_block_hash_extra_keys(request, at, at + block_size, 0)[0] for at in borders
+        ),
+    )
+
+
+def to_vllm(event: KvEvent) -> KVCacheEvent:
+    """The same as vLLM publishes it."""
+    medium, locality = _MEDIUM[event.tier], _LOCALITY[event.tier]
+    if not isinstance(event, BlocksStored):
+        return BlockRemoved(
+            block_hashes=[maybe_convert_block_hash(BlockHash(h)) for h in event.hashes],
+            medium=medium,
+            group_idx=_GROUP,
+            locality=locality,
+        )
+    blocks = event.blocks
+    lora_id, lora_name = blocks.lora or (None, None)
+    parent = blocks.parent_hash
+    return BlockStored(
+        block_hashes=[maybe_convert_block_hash(BlockHash(h)) for h in blocks.hashes],
+        parent_block_hash=maybe_convert_block_hash(BlockHash(parent)) if parent else None,
+        token_ids=list(blocks.token_ids),
+        block_size=blocks.block_size,
+        lora_id=lora_id,
+        medium=medium,
+        lora_name=lora_name,
+        extra_keys=to_event_extra_keys(blocks.extra_keys),
+        group_idx=_GROUP,
+        locality=locality,
+    )

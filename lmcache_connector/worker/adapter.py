@@ -1,0 +1,309 @@
+"""The worker side: runs the plans of one rank, and reports.
+
+Nothing here blocks the forward pass. ``start_load`` and ``start_store`` hand jobs to the lanes of a
+:class:`JobQueue`; a store waits for the forward pass that fills its blocks through the copier's
+fence. Only a step with nothing to compute waits, a few milliseconds at most, for a job to end:
+spinning would keep the interpreter lock from the very threads it waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
+from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.plans import (
+    CacheEvent,
+    Calibration,
+    Hold,
+    JobResult,
+    LoadJob,
+    Outcome,
+    RankReport,
+    StepOutput,
+    StepPlan,
+    StoreJob,
+    TransferTime,
+)
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
+from lmcache_connector.worker.forward_timer import ForwardTimer
+from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
+from lmcache_connector.worker.lmcache_engine import EngineSettings, LMCacheEngineAdapter
+from lmcache_connector.worker.lmcache_plugs import Transfer
+from lmcache_connector.worker.metrics import RankFigures, WorkerMetrics
+from lmcache_connector.worker.redis_probe import RedisProbe
+from lmcache_connector.worker.self_test import SelfTestResult, run_self_test
+
+if TYPE_CHECKING:
+    from lmcache_connector.storage.redis.tier import RedisTier
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_SECONDS = 0.005
+_VACATE_SECONDS = 0.02
+_FIRST_PROBE_SECONDS = 2.0
+# After a forward pass on CPU: stores leave the cores that long to whoever samples its tokens. New
+# prompts of 3,000 tokens were answered 2 to 3 % sooner.
+_STORE_DELAY_SECONDS = 0.03
+# After a forward pass on CPU: writes wait that long for the next one.
+_HOLD_SECONDS = 0.01
+_NO_NEWS: StepOutput[RankReport] = StepOutput()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What the worker side needs of the configuration.
+
+    ``probe_keys``: chunks of our own in Redis, to measure it with; none: it is not measured.
+    """
+
+    engine: EngineSettings
+    geometry: ChunkGeometry
+    num_kv_heads: int
+    layer_widths: dict[str, int]
+    self_test: bool
+    shutdown_seconds: float
+    redis_lanes: int = 2
+    probe_keys: tuple[bytes, ...] = ()
+    planes: tuple[Plane, ...] = ()
+
+
+class WorkerAdapter:
+    """Maps vLLM's worker-side connector calls onto jobs. ``redis_tier`` is closed with it."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        kv_caches: dict[str, torch.Tensor],
+        make_redis_tier: Callable[[], RedisTier] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        paged = _describe(settings, kv_caches)
+        device = next(iter(kv_caches.values())).device
+        if device.type == "cpu":
+            ask_for_amx()  # the first forward pass may follow a hit of the whole prompt
+        self._copier: Copier = make_copier(device)
+        self._timer = ForwardTimer(device, clock)
+        tier = self._tier = make_redis_tier() if make_redis_tier else None
+        # Where the cores that would write compute the model.
+        self._held_tier = tier if device.type == "cpu" else None
+        self._engine = LMCacheEngineAdapter(
+            settings.engine, settings.geometry, paged, self._copier, tier
+        )
+        self._probe: RedisProbe | None = None
+        if tier is not None and settings.probe_keys:
+            self._probe = RedisProbe(tier, settings.probe_keys, clock)
+        self.self_test: SelfTestResult | None = None
+        if settings.self_test:
+            self.self_test = run_self_test(
+                self._engine,
+                kv_caches,
+                settings.layer_widths,
+                settings.engine.block_size,
+                settings.geometry.num_tokens,
+                clock,
+            )
+        self._board = JobQueue(
+            self._run,
+            settings.redis_lanes if make_redis_tier is not None else 0,
+            clock,
+            _STORE_DELAY_SECONDS if device.type == "cpu" else 0.0,
+        )
+        self._metrics = WorkerMetrics(settings.engine.rank, self._figures, clock)
+        self._holds: list[Hold] = []
+        self._idle = False
+
+    def calibration(self) -> Calibration:
+        """What was measured at start. Waits for Redis, a few seconds at most."""
+        local = None
+        if self.self_test is not None:
+            local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
+        redis = self._probe.wait(_FIRST_PROBE_SECONDS) if self._probe is not None else None
+        return Calibration(local, redis)
+
+    # -- the engine's step ---------------------------------------------------------------------
+
+    def handle_preemptions(self, plan: StepPlan) -> None:
+        """Before the forward pass: let go of blocks that are about to be overwritten."""
+        if plan.vacated_stores:
+            self._board.settle(plan.vacated_stores, _VACATE_SECONDS)
+
+    def start_forward(self, plan: StepPlan) -> None:
+        if self._held_tier is not None and not plan.idle:
+            self._held_tier.hold_writes(float("inf"))
+        self._timer.start(plan.prefill)
+
+    def start_loads(self, plan: StepPlan) -> None:
+        self._timer.stop()
+        self._idle = plan.idle
+        if plan.probe and self._probe is not None:
+            self._probe.request()
+        if plan.loads:
+            fence = self._copier.fence()
+            for job in plan.loads_and_earlier_stores():
+                self._board.submit(job, fence)
+        if plan.cancelled_loads:
+            self._board.cancel(plan.cancelled_loads)
+
+    def end_forward(self, plan: StepPlan) -> None:
+        if not (plan.stores or plan.holds):
+            return
+        stores = plan.later_stores()
+        if stores:
+            fence = self._copier.fence()
+            for job in stores:
+                self._board.submit(job, fence)
+        self._holds += plan.holds
+
+    def finish_step(self) -> StepOutput[RankReport]:
+        """Collect what ended; on an idle step, wait a moment for something to end."""
+        if self._held_tier is not None:
+            self._held_tier.hold_writes(self._clock() + _HOLD_SECONDS)
+        if self._idle:
+            self._board.wait_for_result(_IDLE_WAIT_SECONDS)
+        if not self._has_news():
+            return _NO_NEWS
+        # Before the results are taken: a released request's last result must go with it, there may
+        # be no next step.
+        released = frozenset(self._released())
+        ended = self._board.take_results()
+        events, written = self._engine.take_events(), self._engine.take_written()
+        self._count(ended, events)
+        forwards = self._timer.take()
+        redis = self._probe.take() if self._probe is not None else None
+        report = None
+        if ended or events or forwards or redis or written:
+            results = tuple(running.result for running in ended if running.result is not None)
+            rank = self._settings.engine.rank
+            report = RankReport(rank, events, results, forwards, redis, written)
+        return StepOutput(
+            finished_sending=released,
+            finished_recving=frozenset(
+                running.job.request_id for running in ended if isinstance(running.job, LoadJob)
+            ),
+            invalid_block_ids=frozenset(_failed_blocks(ended, self._blocks_per_chunk)),
+            report=report,
+        )
+
+    def take_metrics(self) -> Samples | None:
+        """What is new since the last call; ``None`` if nothing is."""
+        return self._metrics.take()
+
+    def shutdown(self) -> None:
+        """Bounded by ``shutdown_seconds`` (for the lanes, and again for writes to Redis)."""
+        seconds = self._settings.shutdown_seconds
+        if self._probe is not None:
+            self._probe.close(seconds)
+        if not self._board.close(seconds):
+            logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
+        self._engine.close(seconds)
+        self._copier.close()
+
+    # -- jobs, on the lanes' threads -----------------------------------------------------------
+
+    def _run(self, running: QueuedJob) -> JobResult:
+        started = self._clock()
+        job = running.job
+        if isinstance(job, StoreJob):
+            transfer = self._engine.store(job, running.fence, running.cancelled)
+        else:
+            transfer = self._engine.load(job, running.fence, running.cancelled, running.deadline)
+        seconds = self._clock() - started
+        return JobResult(
+            job_id=job.job_id,
+            outcome=self._outcome(running, transfer),
+            num_chunks=transfer.num_chunks,
+            num_bytes=transfer.num_bytes,
+            redis_bytes=transfer.redis_bytes,
+            seconds=seconds,
+            redis_seconds=transfer.redis_seconds,
+            redis_failed=transfer.redis_failed,
+        )
+
+    def _outcome(self, running: QueuedJob, transfer: Transfer) -> Outcome:
+        if transfer.num_chunks == len(transfer.keys):
+            return Outcome.DONE
+        if running.cancelled.is_set():
+            return Outcome.CANCELLED
+        return Outcome.DEADLINE if self._clock() >= running.deadline else Outcome.MISSING
+
+    # -- details -------------------------------------------------------------------------------
+
+    def _has_news(self) -> bool:
+        """Nearly every decode step ends here. It touches as little as it can: a forward pass has
+        driven all of it out of the processor's caches."""
+        return bool(
+            self._holds
+            or self._board.is_busy
+            or self._engine.has_news
+            or self._timer.has_news
+            or (self._probe is not None and self._probe.has_news)
+        )
+
+    @property
+    def _blocks_per_chunk(self) -> int:
+        return self._settings.geometry.num_tokens // self._settings.engine.block_size
+
+    def _count(self, ended: Iterable[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
+        for running in ended:
+            if running.result is not None:
+                self._metrics.job_ended(running.job, running.result)
+        if events:
+            self._metrics.cache_changed(events)
+
+    def _figures(self) -> RankFigures:
+        settings = self._settings
+        return RankFigures(
+            queued_jobs=self._board.num_open,
+            cpu_used_bytes=self._engine.num_chunks * settings.geometry.chunk_bytes,
+            cpu_capacity_bytes=int(settings.engine.cpu_gib * 2**30),
+            redis=self._tier.stats() if self._tier is not None else None,
+            redis_writes=self._tier.take_write_times() if self._tier is not None else (),
+        )
+
+    def _released(self) -> Iterable[str]:
+        """Finished requests whose last store has ended."""
+        open_holds: list[Hold] = []
+        for hold in self._holds:
+            if any(self._board.is_open(job_id) for job_id in hold.job_ids):
+                open_holds.append(hold)
+            else:
+                yield hold.request_id
+        self._holds = open_holds
+
+
+def _describe(settings: WorkerSettings, kv_caches: dict[str, torch.Tensor]) -> PagedLayout:
+    """The layers of the KV cache group in canonical order.
+
+    A layer that shares another's cache has no width of its own and is left out.
+    """
+    specs = {
+        name: LayerSpec(
+            num_kv_heads=settings.num_kv_heads,
+            block_size=settings.engine.block_size,
+            content_bytes=width,
+            planes=settings.planes,
+        )
+        for name, width in settings.layer_widths.items()
+    }
+    return PagedLayout.from_kv_caches({name: kv_caches[name] for name in specs}, specs)
+
+
+def _failed_blocks(ended: Iterable[QueuedJob], per_chunk: int) -> Iterable[int]:
+    """Blocks of loads that did not arrive, from the first missing chunk on."""
+    for running in ended:
+        job, result = running.job, running.result
+        if isinstance(job, LoadJob) and result is not None and result.num_chunks < len(job.keys):
+            first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
+            for block_ids in job.block_ids:
+                yield from block_ids[first:]

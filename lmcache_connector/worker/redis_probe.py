@@ -1,0 +1,159 @@
+"""Measures how fast Redis is, without a request that waits for it.
+
+A handful of chunks of our own, of random bytes, are written once and read again whenever a figure
+is wanted: first one, then several, which tells latency from bandwidth. Instances with the same
+model and namespace share them; Redis may evict them like any other value.
+
+One thread, off the engine's steps. It reads through the tier as loads do.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from lmcache_connector.plans import TransferTime
+
+if TYPE_CHECKING:
+    from lmcache_connector.storage.redis.tier import RedisTier
+
+_MAX_BYTES = 16 << 20
+_PATIENCE_SECONDS = 1.0
+"""For each of the two reads. A link that brings no chunk in a second is slower than compute."""
+_CONNECT_SECONDS = 0.5
+"""After the start it takes a moment until the tier is connected."""
+_RETRY_SECONDS = 0.01
+_WRITE_SECONDS = 10.0
+
+
+class RedisProbe:
+    """``keys``: names for up to that many chunks, the same in every instance of the model."""
+
+    def __init__(
+        self,
+        tier: RedisTier,
+        keys: Sequence[bytes],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tier = tier
+        chunk_bytes = tier.geometry.chunk_bytes
+        self._keys = list(keys[: max(1, _MAX_BYTES // chunk_bytes)])
+        self._chunk_bytes = chunk_bytes
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._wanted = True  # the first one is for the start
+        self._result: TransferTime | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="lmc-probe", daemon=True)
+        self._thread.start()
+
+    def request(self) -> None:
+        """Measure soon, unless that is under way."""
+        with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
+
+    @property
+    def is_busy(self) -> bool:
+        with self._changed:
+            return self._wanted
+
+    @property
+    def has_news(self) -> bool:
+        return self._result is not None
+
+    def take(self) -> TransferTime | None:
+        """What was measured since the last call."""
+        with self._changed:
+            result, self._result = self._result, None
+            return result
+
+    def wait(self, seconds: float) -> TransferTime | None:
+        """What the first one measured; after that long, that nothing came.
+
+        ``None`` if Redis answers, but lets us write nothing to measure with.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._wanted, seconds):
+                return TransferTime(0, seconds)
+        return self.take()
+
+    def close(self, seconds: float) -> None:
+        """Bounded: a read ends at its deadline, or when this cancels it."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(seconds)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._closed.is_set())
+            if self._closed.is_set():
+                return
+            result = self._measure()
+            with self._changed:
+                self._wanted, self._result = False, result
+                self._changed.notify_all()
+
+    def _measure(self) -> TransferTime | None:
+        buffers = [memoryview(bytearray(self._chunk_bytes)) for _ in self._keys]
+        started = self._clock()
+        until = started + _CONNECT_SECONDS
+        while True:
+            one = self._tier.fetch(self._keys[:1], buffers[:1], self._deadline(), self._is_closed)
+            if one.hits[0] or not one.cut_off or self._clock() >= until:
+                break
+            self._closed.wait(_RETRY_SECONDS)  # not connected yet
+        if one.cut_off:
+            return TransferTime(0, self._clock() - started)
+        if not one.hits[0]:
+            if not self._write(buffers):
+                return None
+            one = self._tier.fetch(self._keys[:1], buffers[:1], self._deadline(), self._is_closed)
+            if not one.hits[0]:
+                return TransferTime(0, self._clock() - started) if one.cut_off else None
+        if len(self._keys) == 1:
+            return TransferTime(self._chunk_bytes, one.seconds)
+        many = self._tier.fetch(self._keys, buffers, self._deadline(), self._is_closed)
+        return _line(one.seconds, sum(many.hits), many.seconds, self._chunk_bytes)
+
+    def _write(self, buffers: Sequence[memoryview]) -> bool:
+        """Write the chunks, over values that turned out unsound too. False if that failed."""
+        written = threading.Semaphore(0)
+        stored: list[bool] = []
+
+        def on_done(ok: bool) -> None:
+            stored.append(ok)
+            written.release()
+
+        for key, buffer in zip(self._keys, buffers, strict=True):
+            buffer[:] = os.urandom(self._chunk_bytes)
+            self._tier.put(key, buffer, on_done)
+        until = self._clock() + _WRITE_SECONDS
+        for _ in self._keys:
+            while not written.acquire(timeout=_RETRY_SECONDS):
+                if self._closed.is_set() or self._clock() >= until:
+                    return False
+        return all(stored)
+
+    def _deadline(self) -> float:
+        return self._clock() + _PATIENCE_SECONDS
+
+    def _is_closed(self) -> bool:
+        return self._closed.is_set()
+
+
+def _line(one_seconds: float, num_chunks: int, seconds: float, chunk_bytes: int) -> TransferTime:
+    """Latency and bandwidth from a read of one chunk and one of ``num_chunks``.
+
+    Where noise hides the bandwidth, because more took no longer, half of the time counts as each.
+    """
+    if num_chunks < 2:
+        return TransferTime(chunk_bytes, one_seconds)
+    chunk_seconds = (seconds - one_seconds) / (num_chunks - 1)
+    latency = max(0.0, one_seconds - chunk_seconds) if chunk_seconds > 0 else seconds / 2
+    return TransferTime(num_chunks * chunk_bytes, seconds, latency)

@@ -1,0 +1,131 @@
+"""``check`` finds what would go wrong, says how to mend it, and keeps secrets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_connector.config.warnings import available_memory
+from tests.cli.conftest import Outcome
+from tests.support.servers import Server, running_server, valkey_binary
+
+Cli = Callable[..., Outcome]
+
+
+def transfer(**extra: Any) -> str:
+    return json.dumps(
+        {
+            "kv_connector": "LMCacheTieredConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_gib": 0.1, **extra},
+        }
+    )
+
+
+def verdicts(outcome: Outcome) -> dict[str, str]:
+    return {f["name"]: f["verdict"] for f in outcome.document["findings"]}
+
+
+def test_a_sound_configuration_goes_through_every_tier(cli: Cli, valkey: Server) -> None:
+    outcome = cli("check", transfer(redis_url=valkey.url), "--json")
+    assert outcome.code == 0
+    assert set(verdicts(outcome).values()) == {"ok"}
+    assert {"redis write", "redis look up", "redis read and compare"} <= verdicts(outcome).keys()
+    with valkey.client() as client:
+        assert client.dbsize() == 0  # its chunks are gone again
+
+
+def test_a_file_and_stdin_do_as_well(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "transfer.json"
+    file.write_text(transfer())
+    assert cli("check", str(file)).code == 0
+    assert "none is configured" in cli("check", "-", typed=transfer()).out
+
+
+def test_every_wrong_setting_is_named(cli: Cli) -> None:
+    outcome = cli("check", transfer(cpu_gb=4, chunk_size="256", hash_key="hunter2-short"))
+    assert outcome.code == 2
+    assert "did you mean 'cpu_gib'?" in outcome.out
+    assert "'chunk_size'" in outcome.out
+    assert "would refuse to start" in outcome.out
+    assert "hunter2" not in outcome.out + outcome.err
+
+
+def test_settings_that_nobody_wants_are_warned_of(cli: Cli) -> None:
+    outcome = cli("check", transfer(redis_ttl_seconds=60), "--json")
+    assert outcome.code == 0
+    (warning,) = [f for f in outcome.document["findings"] if f["verdict"] == "warning"]
+    assert warning["detail"] == "without redis_url nothing is done with redis_ttl_seconds"
+    assert warning["hint"] == "set it, or leave them out"
+
+
+def test_a_wrong_connector_or_role_is_named(cli: Cli) -> None:
+    outcome = cli("check", '{"kv_connector": "LMCacheConnectorV1"}', "--json")
+    assert outcome.code == 1
+    (finding, *_) = outcome.document["findings"]
+    assert "kv_connector must be" in finding["detail"]
+    assert "kv_role must be" in finding["detail"]
+    assert "kv_connector_extra_config" in finding["hint"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"kv_connector": ', "[]", "/no/such/file", "redis://u:hunter2@h", '"redis://u:hunter2@h"'],
+)
+def test_what_is_no_configuration_is_said_in_words(cli: Cli, text: str) -> None:
+    outcome = cli("check", text)
+    assert outcome.code == 2
+    assert "Error: " in outcome.err
+    assert "Try: " in outcome.err
+    assert "hunter2" not in outcome.err
+    assert cli("check", text, "--json").document["ok"] is False
+
+
+def test_too_much_memory_is_an_error(cli: Cli) -> None:
+    outcome = cli("check", transfer(cpu_gib=60000.0), "--json")
+    assert outcome.code == 1
+    assert verdicts(outcome)["cpu tier"] == "error"
+
+
+def test_memory_is_read_where_linux_keeps_it(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 99 kB\nMemAvailable:   2048 kB\n")
+    assert available_memory(meminfo) == 2 << 20
+    assert available_memory(tmp_path / "none") is None
+
+
+def test_wrong_credentials_are_told_from_a_server_that_is_away(cli: Cli) -> None:
+    with running_server(valkey_binary() or "", {"requirepass": "open-sesame"}) as server:
+        right = server.url.replace("//", "//:open-sesame@")
+        wrong = server.url.replace("//", "//:hunter2@")
+        assert cli("check", transfer(redis_url=right)).code == 0
+        for url in (wrong, server.url):
+            outcome = cli("check", transfer(redis_url=url))
+            assert outcome.code == 3
+            assert "set user and password in the URL" in outcome.out
+            assert "hunter2" not in outcome.out + outcome.err
+    away = cli("check", transfer(redis_url=right))
+    assert away.code == 3
+    assert "refused" in away.out
+    assert "open-sesame" not in away.out + away.err
+
+
+def test_a_server_that_may_not_be_written_is_found(cli: Cli) -> None:
+    with running_server(valkey_binary() or "", {"maxmemory": "1mb"}) as server:
+        outcome = cli("check", transfer(redis_url=server.url), "--json")
+    assert outcome.code == 1
+    assert verdicts(outcome)["redis write"] == "error"
+    assert verdicts(outcome)["redis server"] == "warning"  # noeviction
+
+
+def test_a_server_without_limit_is_warned_of(cli: Cli) -> None:
+    with running_server(valkey_binary() or "") as server:
+        endless = cli("check", transfer(redis_url=server.url), "--json")
+    assert endless.code == 0
+    (server_finding,) = [f for f in endless.document["findings"] if f["name"] == "redis server"]
+    assert server_finding["verdict"] == "warning"
+    assert "maxmemory-policy allkeys-lru" in server_finding["hint"]

@@ -1,0 +1,179 @@
+"""``stats`` and ``top`` on metrics as the connector registers them, served over HTTP."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from lmcache_connector import __version__
+from lmcache_connector.cli.engine.bench import Link, crossover_tokens
+from lmcache_connector.cli.engine.scrape import interpolate
+from lmcache_connector.cli.engine.top import sparkline
+from lmcache_connector.metrics.prometheus import TablePromMetrics
+from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.metrics.table import METRICS
+from tests.cli.conftest import Outcome
+from tests.support.servers import free_port
+
+Cli = Callable[..., Outcome]
+
+
+class Engine:
+    """What vLLM's front end does with our figures, without vLLM's engine."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        types = {
+            kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)
+        }
+        config: Any = SimpleNamespace(kv_transfer_config=None)
+        labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+        self._prom = TablePromMetrics(METRICS, config, types, ["model_name", "engine"], labels)
+        self.url = ""
+
+    def happened(self, engine: int, fill: Callable[[Samples], None]) -> None:
+        samples = Samples()
+        fill(samples)
+        self._prom.observe(samples.to_data(), engine)
+
+
+@contextmanager
+def served(body: Callable[[], bytes]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body())
+
+        def log_message(self, *_: Any) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    with served(lambda: generate_latest(engine.registry)) as url:
+        engine.url = url
+        yield engine
+
+
+def some_traffic(samples: Samples) -> None:
+    samples.count("queried_tokens", amount=1000)
+    samples.count("hit_tokens", "cpu", amount=512)
+    samples.count("hit_tokens", "redis", amount=256)
+    samples.count("loaded_bytes", "redis", amount=1 << 20)
+    samples.observe("load_seconds", "redis", value=0.5)
+    samples.count("failed_loads", "deadline", amount=2)
+    samples.set("circuit_state", "0", "h:1", value=2)
+    samples.set("cpu_capacity_bytes", "0", value=100)
+
+
+def test_stats_adds_up_the_engines_of_one_server(cli: Cli, engine: Engine) -> None:
+    engine.happened(0, some_traffic)
+    engine.happened(1, some_traffic)
+    (found,) = cli("stats", engine.url, "--json").document["engines"]
+    assert found["queried_tokens"] == 2000
+    assert found["hit_tokens"] == {"cpu": 1024, "redis": 512}
+    assert found["hit_rate"] == 0.768
+    assert found["load"]["redis"]["bytes_per_second"] == 2 << 20
+    assert 0.25 < found["load"]["redis"]["seconds_p50"] <= 0.5
+    assert found["failed_loads"] == {"deadline": 4}
+    assert found["circuits"] == {"h:1": "open"}
+    assert found["cpu_capacity_bytes"] == 200
+    people = cli("stats", engine.url).out
+    assert "hit rate 76.8% of 2,000 tokens" in people
+    assert "failed loads: deadline 4" in people
+    assert "circuit open" in people
+
+
+def test_top_shows_what_happens_between_two_looks(cli: Cli, engine: Engine) -> None:
+    engine.happened(0, some_traffic)  # before the first look: history
+    runner = threading.Timer(0.3, lambda: engine.happened(0, some_traffic))
+    runner.start()
+    outcome = cli("top", engine.url, "--count", "1", "--interval", "1", "--json")
+    runner.join()
+    (seen,) = outcome.document["engines"]
+    assert math.isclose(seen["hit_rate"], 0.768)
+    assert math.isclose(
+        seen["queried_tokens_per_second"] / seen["cpu_hit_tokens_per_second"], 1000 / 512
+    )
+    assert seen["redis_loaded_bytes_per_second"] > 0
+    quiet = cli("top", engine.url, "--count", "1", "--interval", "0.1")
+    assert "DOWN" in quiet.out
+
+
+def test_an_engine_that_goes_away_is_shown_as_away(cli: Cli, engine: Engine) -> None:
+    away = f"127.0.0.1:{free_port()}"
+    outcome = cli("top", engine.url, away, "--count", "1", "--interval", "0.1", "--json")
+    assert outcome.code == 0
+    here, gone = outcome.document["engines"]
+    assert here["problem"] is None
+    assert "refused" in gone["problem"]
+    some = cli("stats", engine.url, away, "--json")
+    assert some.code == 3
+    assert (len(some.document["engines"]), len(some.document["problems"])) == (1, 1)
+    people = cli("stats", engine.url, away)
+    assert "hit rate" in people.out
+    assert "refused" in people.err
+    assert cli("top", away).code == 3
+    assert cli("stats", away).code == 3
+
+
+def test_what_is_no_engine_is_said_in_words(cli: Cli) -> None:
+    for body in (b"vllm:num_requests_running 1\n", b"<html>{{{"):
+        with served(lambda body=body: body) as url:  # type: ignore[misc]
+            outcome = cli("stats", url)
+        assert outcome.code in (1, 2)
+        assert "Error: " in outcome.err
+    assert cli("stats", "http://user:hunter2@host").code == 2
+    assert "hunter2" not in cli("stats", "http://user:hunter2@host").err
+    assert cli("stats", "ftp://host").code == 2
+    document = cli("stats", "ftp://host", "--json").document
+    assert document["ok"] is False
+
+
+def test_quantiles_are_prometheus_own() -> None:
+    inf = float("inf")
+    assert interpolate([(1.0, 0), (2.0, 10), (inf, 10)], 0.5) == 1.5
+    assert interpolate([(1.0, 10), (inf, 20)], 0.99) == 1.0
+    assert interpolate([(1.0, 0), (inf, 0)], 0.5) is None
+    assert interpolate([], 0.5) is None
+
+
+def test_sparklines() -> None:
+    assert sparkline([0.0, 0.5, None, 1.0], 1.0) == "▁▄ █"
+    assert sparkline([0.0, 0.0]) == "  "
+
+
+def test_the_crossover_is_where_both_take_as_long() -> None:
+    link = Link(0.1, 1000.0, 1.0)
+    # 0.1 s + n * 0.01 s of load = n * 0.02 s of compute, at n = 10
+    assert crossover_tokens(link, 10, 50) == 128
+    assert crossover_tokens(Link(10.0, 1000.0, 1.0), 10, 50) == 1024
+    assert crossover_tokens(link, 10, 100) is None
+
+
+def test_help_names_every_command(cli: Cli) -> None:
+    out = cli("--help").out
+    for command in ("check", "stats", "top", "ls", "inspect", "verify", "purge", "bench"):
+        assert command in out
+    assert cli("--version").out.strip() == __version__

@@ -1,0 +1,224 @@
+"""``ls``, ``inspect``, ``verify`` and ``purge`` on chunks that the real tier has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from lmcache_connector.storage.redis.value_names import parse_value_name
+from tests.cli.conftest import Outcome
+from tests.support.chunks import GEOMETRY, chunk_key, open_tier, put_all
+from tests.support.servers import Server
+
+Cli = Callable[..., Outcome]
+HASH_KEY = "a secret of enough bytes"
+VALUES_PER_CHUNK = 2 * 2  # heads, values per head
+
+
+def fill(server: Server, num_chunks: int, **settings: object) -> None:
+    with open_tier(server.url, **settings) as tier:  # type: ignore[arg-type]
+        assert all(put_all(tier, range(num_chunks)))
+
+
+def commands_seen(server: Server) -> dict[str, int]:
+    with server.client() as client:
+        stats = client.info("commandstats")
+    return {name.removeprefix("cmdstat_"): int(fields["calls"]) for name, fields in stats.items()}
+
+
+def test_ls_counts_namespaces_chunks_and_bytes(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 5, namespace="one")
+    fill(valkey, 3, namespace="two", ttl_seconds=600)
+    with valkey.client() as client:
+        client.set("someone-elses", b"x")
+        client.set("lmc:{one:nonsense}:0-1:0", b"x")
+        client.config_resetstat()
+    groups = cli("ls", "--redis-url", valkey.url, "--json").document["groups"]
+    assert [(g["namespace"], g["chunks"], g["values"]) for g in groups] == [
+        ("one", 5, 5 * VALUES_PER_CHUNK),
+        ("two", 3, 3 * VALUES_PER_CHUNK),
+    ]
+    assert groups[0]["bytes"] == 5 * (GEOMETRY.chunk_bytes + VALUES_PER_CHUNK * 128)
+    assert groups[0]["tokens"] == 5 * GEOMETRY.num_tokens
+    assert (groups[0]["layers"], groups[0]["kv_heads"], groups[0]["dtype"]) == (4, 2, "bfloat16")
+    assert groups[0]["ttl_seconds"] == [None, None]
+    assert 0 < groups[1]["ttl_seconds"][0] <= groups[1]["ttl_seconds"][1] <= 600
+    only = cli("ls", "--redis-url", valkey.url, "-n", "two", "--json").document["groups"]
+    assert [g["namespace"] for g in only] == ["two"]
+    seen = commands_seen(valkey)
+    assert seen["scan"] >= 2
+    assert not {"keys", "get", "flushall", "del"} & seen.keys()
+
+
+def test_ls_does_not_make_values_recently_used(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 1)
+    with valkey.client() as client:
+        name = next(iter(client.scan_iter("lmc:*:0-*:0")))
+        # As if unused for an hour: RESTORE is the way to say so.
+        dump = client.dump(name)
+        client.restore(name, 0, dump, replace=True, idletime=3600)
+        first = cli("ls", "--redis-url", valkey.url, "--json").document["groups"][0]
+        again = cli("ls", "--redis-url", valkey.url, "--json").document["groups"][0]
+    assert first["idle_seconds"][1] >= 3600
+    assert again["idle_seconds"][1] >= 3600
+
+
+def test_ls_speaks_to_people(cli: Cli, valkey: Server) -> None:
+    assert "No chunks here" in cli("ls", "--redis-url", valkey.url).out
+    fill(valkey, 2)
+    out = cli("ls", "--redis-url", valkey.url).out
+    assert "default" in out
+    assert "16.5 KiB" in out or "17.0 KiB" in out
+
+
+def test_inspect_shows_each_value_of_a_chunk(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 2)
+    key = chunk_key(0).hex()
+    values = cli("inspect", key[:12], "--redis-url", valkey.url, "--json").document["values"]
+    assert [(v["header"]["shard"], v["header"]["layer_start"]) for v in values] == [
+        *((0, 0), (0, values[1]["header"]["layer_start"])),
+        *((1, 0), (1, values[1]["header"]["layer_start"])),
+    ]
+    assert {v["chunk"] for v in values} == {key}
+    assert all(v["problem"] is None for v in values)
+    missing = cli("inspect", "0" * 20, "--redis-url", valkey.url)
+    assert (missing.code, missing.out) == (1, "")
+    assert "no chunk begins with" in missing.err
+    assert cli("inspect", "xyz", "--redis-url", valkey.url).code == 2
+
+
+def damage(server: Server, index: int, change: Callable[[bytes], bytes]) -> str:
+    """Change one value of a chunk. Its name."""
+    with server.client() as client:
+        name = sorted(client.scan_iter(f"lmc:*{chunk_key(index).hex()}*"))[index]
+        client.set(name, change(client.get(name)))
+    assert parse_value_name(name) is not None
+    return str(name.decode())
+
+
+def test_verify_finds_exactly_what_is_damaged(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 4)
+    good = cli("verify", "--redis-url", valkey.url, "--json")
+    assert good.code == 0
+    assert good.document["values"] == {"sound": 4 * VALUES_PER_CHUNK}
+    flipped = damage(valkey, 1, lambda v: v[:-1] + bytes([v[-1] ^ 1]))
+    cut = damage(valkey, 2, lambda v: v[:100])
+    other = damage(valkey, 3, lambda v: v[:44] + bytes(32) + v[76:])
+    bad = cli("verify", "--redis-url", valkey.url, "--json")
+    assert bad.code == 1
+    assert {v["name"]: v["problem"] for v in bad.document["unsound"]} == {
+        flipped: "bad_checksum",
+        cut: "truncated_header",
+        other: "foreign_key",
+    }
+    people = cli("verify", "--redis-url", valkey.url)
+    assert f"{4 * VALUES_PER_CHUNK - 3} of {4 * VALUES_PER_CHUNK} values sound" in people.out
+    limited = cli("verify", "--redis-url", valkey.url, "--limit", "5", "--json").document
+    assert sum(limited["values"].values()) == 5
+
+
+def test_verify_of_keyed_values_takes_the_key(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 2, hash_key=HASH_KEY.encode())
+    without = cli("verify", "--redis-url", valkey.url, "--json").document
+    assert without["values"] == {"needs_hash_key": 2 * VALUES_PER_CHUNK}
+    config = json.dumps(
+        {"kv_connector_extra_config": {"redis_url": valkey.url, "hash_key": HASH_KEY}}
+    )
+    keyed = cli("verify", "--config", config, "--json").document
+    assert keyed["values"] == {"sound": 2 * VALUES_PER_CHUNK}
+    wrong = config.replace(HASH_KEY, "another secret of enough bytes")
+    outcome = cli("verify", "--config", wrong, "--json")
+    assert outcome.code == 1
+    assert {v["problem"] for v in outcome.document["unsound"]} == {"forged_tag"}
+    assert "another secret" not in outcome.out + outcome.err
+
+
+def test_purge_asks_first_and_only_takes_what_was_named(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 80, namespace="go")
+    fill(valkey, 2, namespace="stay")
+    purge = ("purge", "--redis-url", valkey.url, "--namespace", "go")
+    with valkey.client() as client:
+        client.set("someone-elses", b"x")
+        total = client.dbsize()
+        dry = cli(*purge, "--dry-run", "--json").document
+        assert (dry["matching_values"], dry["removed_values"]) == (80 * VALUES_PER_CHUNK, 0)
+        refused = cli(*purge, typed="n\n")
+        assert refused.code == 1
+        assert "Remove 320 values" in refused.err
+        assert cli(*purge, "--json").code == 2  # nobody to ask
+        assert client.dbsize() == total
+        client.config_resetstat()
+        done = cli(*purge, typed="y\n")
+        assert done.code == 0
+        assert "320 values removed" in done.out
+        assert not list(client.scan_iter("lmc:{go:*}:*-*"))
+        assert len(list(client.scan_iter("lmc:{stay:*}:*-*"))) == 2 * VALUES_PER_CHUNK
+        assert client.exists("someone-elses")
+    assert not {"del", "flushall", "flushdb", "keys"} & commands_seen(valkey).keys()
+
+
+def test_purge_of_idle_values_leaves_the_others(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 2)
+    with valkey.client() as client:
+        name = next(iter(client.scan_iter("lmc:*:0-*:0")))
+        client.restore(name, 0, client.dump(name), replace=True, idletime=7200)
+        purge = ("purge", "--redis-url", valkey.url, "--all", "--yes", "--json")
+        gone = cli(*purge, "--idle", "1h").document
+        assert gone["removed_values"] == 1
+        assert not client.exists(name)
+        assert cli(*purge).document["removed_values"] == 2 * VALUES_PER_CHUNK - 1
+    assert cli(*purge, "--idle", "soon").code == 2
+
+
+def test_purge_wants_to_know_what(cli: Cli, valkey: Server) -> None:
+    neither = cli("purge", "--redis-url", valkey.url, "--yes")
+    both = cli("purge", "--redis-url", valkey.url, "--yes", "--all", "-n", "x")
+    assert (neither.code, both.code) == (2, 2)
+    assert "--namespace" in neither.err
+
+
+def test_purge_lets_others_be_served(cli: Cli, valkey: Server) -> None:
+    """The server does one thing at a time: each command of it is about one value, or one step of
+    a scan, and others get their turn in between."""
+    fill(valkey, 200)
+    with valkey.client() as client:
+        client.config_resetstat()
+        cli("purge", "--redis-url", valkey.url, "--all", "--yes")
+    seen = commands_seen(valkey)
+    assert seen["unlink"] == 200 * VALUES_PER_CHUNK
+    assert seen["scan"] >= 2 * 200 * VALUES_PER_CHUNK // 512
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["purge", "--all", "--yes"], ["bench"]])
+def test_a_server_that_is_not_there_is_said_in_words(cli: Cli, command: list[str]) -> None:
+    url = "redis://user:hunter2@127.0.0.1:1"
+    outcome = cli(*command, "--redis-url", url)
+    assert outcome.code == 3
+    assert "refused" in outcome.err
+    assert "Try: start the server" in outcome.err
+    document = cli(*command, "--redis-url", url, "--json").document
+    assert document["ok"] is False
+    assert "hunter2" not in outcome.err + outcome.out + json.dumps(document)
+
+
+def test_a_url_that_is_none_is_said_in_words(cli: Cli) -> None:
+    outcome = cli("ls", "--redis-url", "http://user:hunter2@host")
+    assert outcome.code == 2
+    assert "unknown scheme" in outcome.err
+    assert "hunter2" not in outcome.err
+    assert "None was named" in cli("ls").err
+
+
+def test_bench_says_where_loading_wins(cli: Cli, valkey: Server) -> None:
+    bench = ("bench", "--redis-url", valkey.url, "--token-bytes", "1024", "--mib", "2", "--json")
+    unknown = cli(*bench).document
+    assert unknown["crossover_tokens"] is None
+    assert unknown["read_bytes_per_second"] > 0
+    slow = cli(*bench, "--prefill", "1").document
+    assert slow["crossover_tokens"] == 128
+    fast = cli(*bench, "--prefill", "1e15").document
+    assert fast["crossover_tokens"] is None
+    with valkey.client() as client:
+        assert client.dbsize() == 0  # it clears up after itself

@@ -1,0 +1,130 @@
+"""Configuration: every problem named at once, and no secret ever shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.errors import ConfigError
+
+SECRET = "hunter2-very-secret"
+
+
+def problems(**settings: Any) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(settings)
+    return str(raised.value).splitlines()[1:]
+
+
+def test_nothing_set_is_the_cpu_tier_alone() -> None:
+    config = parse_config({})
+    assert config.redis_tier_config() is None
+    assert config.hash_key_bytes is None
+    assert config == ConnectorConfig()
+
+
+def test_every_problem_is_named_at_once() -> None:
+    lines = problems(
+        chunk_sise=256,
+        cpu_gib="8",
+        chunk_size=0,
+        compute_or_load="sometimes",
+        self_test=1,
+        namespace="a b",
+        load_deadline_seconds=float("inf"),
+        qqqqqq=1,
+    )
+    text = "\n".join(lines)
+    assert len(lines) == 8
+    assert "'chunk_sise' is not a key: did you mean 'chunk_size'?" in text
+    assert "'qqqqqq' is not a key: valid keys are chunk_size, cpu_gib" in text
+    for name in ("cpu_gib", "chunk_size", "compute_or_load", "self_test", "namespace"):
+        assert any(line.startswith(f"  - '{name}': ") for line in lines), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chunk_size": True},
+        {"chunk_size": 256.0},
+        {"chunk_size": "256"},
+        {"cpu_gib": 0},
+        {"cpu_gib": float("nan")},
+        {"redis_url": 6379},
+        {"redis_url": ""},
+        {"hash_key": ""},
+        {"hash_key": None, "store_generated": "yes"},
+        {"namespace": ""},
+        {"namespace": "a/b"},
+        {"namespace": "x" * 65},
+        {"model_digest": ""},
+        {"redis_ttl_seconds": 0},
+        {"lookup_wait_seconds": -1},
+        {"lmcache": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_one_problem(settings: dict[str, Any]) -> None:
+    assert len(problems(**settings)) == 1
+
+
+def test_whole_numbers_may_stand_for_seconds_and_gib() -> None:
+    assert parse_config({"cpu_gib": 2, "load_deadline_seconds": 3}).cpu_gib == 2.0
+
+
+def test_lmcache_keys_pass_through_and_nothing_else_does() -> None:
+    config = parse_config({"lmcache.cache_policy": "LRU", "lmcache.x.y": 3})
+    assert config.lmcache == {"cache_policy": "LRU", "x.y": 3}
+    assert len(problems(**{"lmcach.cache_policy": "LRU"})) == 1
+
+
+def test_secrets_come_from_variables_and_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MY_KEY", SECRET)
+    file = tmp_path / "key"
+    file.write_text(f"{SECRET}\n")
+    for reference in (SECRET, "env:MY_KEY", f"file:{file}"):
+        assert parse_config({"hash_key": reference}).hash_key_bytes == SECRET.encode()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"  \n", b"\xff\xfe"], ids=str)
+def test_a_secret_that_cannot_be_read_is_a_problem_that_names_the_file(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    (line,) = problems(hash_key=f"file:{file}")
+    assert "'hash_key'" in line
+    assert str(file) in line
+
+
+def test_a_missing_variable_is_a_problem_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    (line,) = problems(hash_key="env:NO_SUCH_KEY")
+    assert "NO_SUCH_KEY" in line
+
+
+def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", SECRET)
+    url = f"redis://user:{SECRET}@host:6379"
+    config = parse_config({"redis_url": url, "hash_key": "env:MY_KEY"})
+    shown = [repr(config), str(config), repr(config.model_dump()), config.model_dump_json()]
+    for settings in (
+        {"redis_url": url, "hash_key": SECRET, "chunk_size": 0},
+        {"redis_url": f"redis://user:{SECRET}@host:not-a-port"},
+        {"redis_url": f"nonsense://user:{SECRET}@host"},
+        {"redis_url": [url]},
+        {"hash_key": {"key": SECRET}},
+    ):
+        shown += problems(**settings)
+    assert not [line for line in shown if SECRET in line]
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        setattr(parse_config({}), "chunk_size", 5)  # noqa: B010 - mypy knows it is frozen too

@@ -1,0 +1,66 @@
+"""Valid settings that nobody wants get one sentence each, sound ones none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmcache_connector.config.tiered import parse_config
+from lmcache_connector.config.warnings import Surroundings, settings_warnings, size_warnings
+
+MIB, GIB = 1 << 20, 1 << 30
+SOUND = Surroundings(
+    max_model_len=8192, chunk_bytes=16 * MIB, ranks_on_host=2, available_bytes=64 * GIB
+)
+
+
+def of_settings(kv_role: str = "kv_both", **extra: Any) -> list[str]:
+    return list(map(str, settings_warnings(parse_config(extra), kv_role)))
+
+
+def of_sizes(around: Surroundings = SOUND, **extra: Any) -> list[str]:
+    config = parse_config({"chunk_size": 256, "cpu_gib": 8.0} | extra)
+    return list(map(str, size_warnings(config, around)))
+
+
+@pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer", "kv_consumer"])
+def test_sound_settings_are_not_talked_about(kv_role: str) -> None:
+    extra: dict[str, Any] = {"redis_url": "redis://h", "redis_ttl_seconds": 60}
+    assert of_settings(kv_role, **extra, redis_ttl_refresh=True) == []
+    assert of_sizes() == []
+
+
+def test_the_defaults_are_sound() -> None:
+    assert of_settings() == []
+
+
+def test_settings_of_redis_without_redis() -> None:
+    (warning,) = of_settings(redis_ttl_seconds=60, lookup_wait_seconds=0.01)
+    assert "nothing is done with lookup_wait_seconds and redis_ttl_seconds" in warning
+
+
+@pytest.mark.parametrize(("kv_role", "what"), [("kv_consumer", "load"), ("kv_producer", "store")])
+def test_half_a_connector_needs_the_other_half(kv_role: str, what: str) -> None:
+    (warning,) = of_settings(kv_role)
+    assert f"{kv_role} {what}s only" in warning
+    assert "set redis_url, or kv_role kv_both" in warning
+
+
+def test_chunks_that_no_request_fills() -> None:
+    (warning,) = of_sizes(chunk_size=16384)
+    assert "chunk_size 16384 is more than max_model_len 8192" in warning
+
+
+def test_a_tier_that_cannot_hold_one_prompt_says_how_much_would_do() -> None:
+    (warning,) = of_sizes(cpu_gib=0.25)  # 16 chunks; the longest prompt has 32, 0.5 GiB
+    assert "max_model_len 8192" in warning
+    assert "raise cpu_gib to 0.6 or more" in warning
+    assert of_sizes(cpu_gib=0.6) == []
+
+
+def test_more_memory_than_there_is() -> None:
+    (warning,) = of_sizes(cpu_gib=33.0)
+    assert "for each of 2 ranks is more than the 64.0 GiB" in warning
+    unknown = Surroundings(8192, 16 * MIB, 2, available_bytes=None)
+    assert of_sizes(unknown, cpu_gib=33.0) == []

@@ -1,0 +1,462 @@
+"""The contract of the copy engine: every copier, every layout, the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_connector.copy_kv_blocks.copier import (
+    Copier,
+    CopyError,
+    Direction,
+    copy_kv_blocks,
+    make_copier,
+)
+from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
+from lmcache_connector.copy_kv_blocks.plan import plan_copy
+from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
+from tests.support.copy_reference import (
+    LAYOUTS,
+    Chunks,
+    Paged,
+    chunks,
+    expected_blocks,
+    paged,
+    same,
+)
+
+CUDA_OPTIONS = {
+    "cuda": {},
+    "cuda-many-tiles": {"slot_bytes": 1},
+    "cuda-direct": {"direct_min_run_bytes": 1},
+}
+COPIERS = [
+    "cpu",
+    "cpu-streaming",
+    *(pytest.param(name, marks=pytest.mark.cuda) for name in CUDA_OPTIONS),
+]
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_torch_thread() -> Iterator[None]:
+    """The reference's copies are tiny: starting threads for them takes longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CpuCopier:
+    """Made when it is needed: it loads numba, which no engine started later would survive."""
+    return CpuCopier(stream_min_job_bytes=0)
+
+
+@pytest.fixture(scope="module", params=COPIERS)
+def copier(request: pytest.FixtureRequest, cpu: CpuCopier) -> Copier:
+    if request.param == "cpu-streaming":
+        return cpu
+    if request.param == "cpu":
+        return make_copier(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        pytest.skip("runs on a machine with a CUDA GPU")
+    from lmcache_connector.copy_kv_blocks.cuda import CudaCopier  # loads Triton
+
+    return CudaCopier(torch.device("cuda", 0), **CUDA_OPTIONS[request.param])
+
+
+@pytest.fixture
+def device(copier: Copier) -> str:
+    return "cpu" if isinstance(copier, CpuCopier) else "cuda"
+
+
+def check_copy(
+    copier: Copier, src: Paged | Chunks, dst: Paged | Chunks, ids: list[int], to: list[int]
+) -> None:
+    """Copy, then compare every byte of both sides with what it must be."""
+    direction: Direction = "d2h" if isinstance(dst, Chunks) else "h2d"
+    expected, source = expected_blocks(src, dst, ids, to), src.blocks()
+    gaps = [] if isinstance(dst, Chunks) else [gap_bytes(dst)]
+    moved = copier.copy(space(src), space(dst), ids, to, direction, copier.fence())
+    assert same(dst.blocks(), expected)
+    assert same(src.blocks(), source)
+    assert moved == sum(layer[0].numel() for layer in source) * len(ids)
+    assert same([] if isinstance(dst, Chunks) else [gap_bytes(dst)], gaps)
+
+
+def space(side: Paged | Chunks) -> PagedLayout | ChunkBuffers:
+    return side.layout if isinstance(side, Paged) else side.buffers
+
+
+def gap_bytes(cache: Paged) -> torch.Tensor:
+    """The bytes between the contents of tokens."""
+    content = next(iter(cache.specs.values())).content_bytes
+    return cache.memory[..., content:].clone()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("tokens", "head_size"), [(16, 256), (16, 64), (128, 80), (256, 128)])
+def test_store_and_load_every_layout(
+    copier: Copier, device: str, layout: str, tokens: int, head_size: int
+) -> None:
+    cache = paged(layout, tokens=tokens, content=2 * head_size * 2, device=device)
+    host = chunks(cache, num_chunks=2)
+    check_copy(copier, cache, host, [5, 1, 2, 3], [0, 1, 2, 3])
+    other = paged(layout, tokens=tokens, content=2 * head_size * 2, device=device, seed=2)
+    check_copy(copier, host, other, [0, 1, 2, 3], [6, 3, 4, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+def test_any_dtype_and_odd_head_sizes(
+    copier: Copier, device: str, layout: str, dtype: torch.dtype
+) -> None:
+    content = 2 * 37 * dtype.itemsize
+    cache = paged(layout, content=content, dtype=dtype, device=device)
+    host = chunks(cache, num_chunks=2)
+    check_copy(copier, cache, host, [6, 0, 3, 2], [0, 1, 2, 3])
+    check_copy(copier, host, cache, [1, 2], [4, 5])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mla_has_one_head(copier: Copier, device: str, layout: str) -> None:
+    cache = paged(layout, heads=1, content=576 * 2, device=device)
+    host = chunks(cache, num_chunks=2)
+    check_copy(copier, cache, host, [2, 3, 4, 0], [0, 1, 2, 3])
+    check_copy(copier, host, cache, [0, 1, 2, 3], [3, 4, 5, 6])
+
+
+def test_layers_of_different_widths(copier: Copier, device: str) -> None:
+    wide, narrow = paged("LBHNC", content=48, device=device), paged("LBNHC", device=device, seed=3)
+    caches = {"wide": wide.caches["layers.0"], "narrow": narrow.caches["layers.1"]}
+    specs = {"wide": LayerSpec(2, 16, 48), "narrow": LayerSpec(2, 16, 24)}
+    mixed = Paged(wide.memory, caches, specs)
+    host = chunks(mixed, num_chunks=2)
+    check_copy(copier, mixed, host, [5, 6, 1, 0], [0, 1, 2, 3])
+    check_copy(copier, host, mixed, [3, 0], [2, 4])
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_kernel_blocks_smaller_than_blocks(copier: Copier, device: str, layout: str) -> None:
+    cache = paged(layout, tokens=64, kernel_tokens=16, device=device)
+    host = chunks(cache, num_chunks=2)
+    check_copy(copier, cache, host, [5, 0, 1, 2], [0, 1, 2, 3])
+    check_copy(copier, host, cache, [1, 2, 3], [6, 4, 3])
+
+
+def test_loading_may_start_inside_a_chunk(copier: Copier, device: str) -> None:
+    cache = paged("LBHNC", device=device)
+    check_copy(copier, chunks(cache, 2, blocks_per_chunk=3), cache, [2, 3, 4], [0, 6, 1])
+
+
+def test_storing_part_of_a_chunk_leaves_the_rest(copier: Copier, device: str) -> None:
+    cache = paged("LBNHC", device=device)
+    check_copy(copier, cache, chunks(cache, 3, blocks_per_chunk=3), [4, 0, 6], [1, 3, 8])
+
+
+def test_nothing_to_copy(copier: Copier, device: str) -> None:
+    cache = paged("LBHNC", device=device)
+    check_copy(copier, cache, chunks(cache, 1), [], [])
+
+
+def test_one_source_block_may_fill_several(copier: Copier, device: str) -> None:
+    cache = paged("BLHNC", device=device)
+    check_copy(copier, cache, chunks(cache, 2), [3, 3, 3, 0], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("second", LAYOUTS)
+def test_a_chunk_outlives_layout_and_block_size(
+    copier: Copier, device: str, first: str, second: str
+) -> None:
+    small = paged(first, tokens=16, blocks=20, device=device)
+    host = chunks(small, num_chunks=1, blocks_per_chunk=16)
+    check_copy(copier, small, host, list(range(19, 3, -1)), list(range(16)))
+    large = paged(second, tokens=128, blocks=3, device=device, seed=4)
+    check_copy(copier, Chunks(host.pool, host.geometry, 128), large, [0, 1], [2, 0])
+    stored = [layer[range(19, 3, -1)].transpose(0, 1).flatten(1, 2) for layer in small.blocks()]
+    loaded = [layer[[2, 0]].transpose(0, 1).flatten(1, 2) for layer in large.blocks()]
+    assert same(loaded, stored)
+
+
+def test_a_view_of_some_layers_touches_no_others(copier: Copier, device: str) -> None:
+    """KV cache groups have block ids of their own: each is copied on its own."""
+    cache = paged("LBHNC", layers=4, device=device)
+    host = chunks(cache, num_chunks=2)
+    names = list(cache.caches)[1:3]
+    group = Paged(
+        cache.memory, {n: cache.caches[n] for n in names}, {n: cache.specs[n] for n in names}
+    )
+    addresses = [chunk.data_ptr() for chunk in host.pool]
+    view = ChunkBuffers(host.geometry, 16, addresses, host.pool, first_layer=1, num_layers=2)
+    expected = host.blocks()
+    for layer, source in zip(expected[1:3], group.blocks(), strict=True):
+        layer[[0, 1, 2, 3]] = source[[4, 5, 1, 0]]
+    copier.copy(group.layout, view, [4, 5, 1, 0], [0, 1, 2, 3], "d2h")
+    assert same(host.blocks(), expected)
+
+
+# -- elements in another order: on CPU alone ------------------------------------------------------
+
+IN_HOST_MEMORY = pytest.mark.parametrize("copier", COPIERS[:2], indirect=True)
+
+
+def shuffled(tokens: int, runs: tuple[int, int], token_bytes: int, size: int) -> tuple[Plane, ...]:
+    """K and V of ``token_bytes`` each in so many runs, their elements in two random orders."""
+    count = token_bytes * tokens // size
+    return tuple(
+        Plane(num, token_bytes // num, tuple(torch.randperm(count, generator=generator).tolist()))
+        for num, generator in zip(
+            runs, (torch.Generator().manual_seed(seed) for seed in (7, 8)), strict=True
+        )
+    )
+
+
+@IN_HOST_MEMORY
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.endswith("NC")])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_elements_in_another_order(copier: Copier, layout: str, dtype: torch.dtype) -> None:
+    token_bytes = 6 * 8 * dtype.itemsize
+    planes = shuffled(16, (2, 6), token_bytes, dtype.itemsize)
+    shape = {"content": 2 * token_bytes, "dtype": dtype, "planes": planes}
+    cache = paged(layout, **shape)
+    host = chunks(cache, num_chunks=3, blocks_per_chunk=3)
+    check_copy(copier, cache, host, [5, 1, 2, 3, 0, 6, 4], [0, 1, 2, 8, 4, 5, 6])
+    other = paged(layout, **shape, seed=2)
+    check_copy(copier, host, other, [2, 4, 5, 6], [6, 3, 4, 0])
+    check_copy(copier, host, other, [], [])
+
+
+@IN_HOST_MEMORY
+def test_an_order_does_not_show_in_a_chunk(copier: Copier) -> None:
+    """Block sizes that differ in their orders alone, down to none, read each other."""
+    small = paged("LBHNC", content=64, blocks=16, planes=shuffled(16, (4, 1), 32, 2),
+                  dtype=torch.bfloat16)  # fmt: skip
+    host = chunks(small, num_chunks=1, blocks_per_chunk=16)
+    check_copy(copier, small, host, list(range(15, -1, -1)), list(range(16)))
+    for planes in (shuffled(128, (4, 1), 32, 2), (Plane(4, 8), Plane(1, 32))):
+        large = paged("BLHNC", tokens=128, blocks=3, content=64, planes=planes,
+                      dtype=torch.bfloat16, seed=4)  # fmt: skip
+        check_copy(copier, Chunks(host.pool, host.geometry, 128, planes), large, [0, 1], [2, 0])
+
+
+@IN_HOST_MEMORY
+def test_an_order_on_both_sides_is_the_same_or_refused(copier: Copier) -> None:
+    planes = shuffled(16, (1, 2), 32, 2)
+    source = paged("LBHNC", content=64, dtype=torch.bfloat16, planes=planes)
+    target = paged("BLHNC", content=64, dtype=torch.bfloat16, planes=planes, seed=5)
+    check_copy(copier, source, target, [1, 4], [6, 0])
+    other = tuple(replace(plane, order=plane.order[::-1]) for plane in planes)
+    reversed_target = replace(
+        target, specs=dict.fromkeys(target.specs, LayerSpec(2, 16, 64, other))
+    )
+    with pytest.raises(CopyError, match="different orders"):
+        copier.copy(source.layout, reversed_target.layout, [1], [2], "d2h")
+
+
+def test_elements_change_places_in_host_memory_only() -> None:
+    cache = torch.empty(4, 2, 16, 32, dtype=torch.bfloat16, device="meta")
+    spec = LayerSpec(2, 16, 64, shuffled(16, (1, 2), 32, 2))
+    host = chunks(paged("LBHNC", layers=1, content=64), num_chunks=1)
+    layout = PagedLayout.from_kv_caches({"a": cache}, {"a": spec})
+    buffers = Chunks(host.pool, host.geometry, 16, spec.planes).buffers
+    with pytest.raises(CopyError, match="in host memory only"):
+        plan_copy(layout, buffers, [0], [0])
+
+
+def test_paged_to_paged_in_the_shape_of_vllm(copier: Copier, device: str) -> None:
+    source, target = paged("LBNHC"), paged("BLHNC", device=device, seed=5)
+    expected = expected_blocks(source, target, [1, 4], [6, 0])
+    copy_kv_blocks(source.caches, target.caches, [1, 4], [6, 0], "h2d", copier)
+    assert same(target.blocks(), expected)
+    back = paged("LHBNC", seed=6)
+    expected = expected_blocks(target, back, [6, 0], [2, 3])
+    copy_kv_blocks(target.caches, back.caches, [6, 0], [2, 3], "d2h", copier)
+    assert same(back.blocks(), expected)
+
+
+def test_copy_makes_a_copier_of_its_own() -> None:
+    source, target = paged("LBHNC"), paged("LBHNC", seed=7)
+    expected = expected_blocks(source, target, [0], [1])
+    copy_kv_blocks(source.caches, target.caches, [0], [1], "d2h")
+    assert same(target.blocks(), expected)
+
+
+@pytest.mark.parametrize(
+    ("ids", "to", "message"),
+    [
+        ([0, 1], [0], "2 source blocks for 1"),
+        ([0, 1], [2, 2], "more than once"),
+        ([7], [0], "source block ids reach from 7"),
+        ([0], [4], "destination block ids reach from 4"),
+        ([-1], [0], "from -1"),
+        ([0.5], [0], "list of integers"),
+        ([True], [0], "list of integers"),
+        ([[0]], [0], "list of integers"),
+    ],
+)
+def test_bad_block_lists_move_nothing(
+    copier: Copier, device: str, ids: list[int], to: list[int], message: str
+) -> None:
+    cache = paged("LBHNC", device=device)
+    host = chunks(cache, num_chunks=2)
+    before = host.pool.clone()
+    with pytest.raises(CopyError, match=message):
+        copier.copy(cache.layout, host.buffers, ids, to, "d2h")
+    assert torch.equal(host.pool, before)
+
+
+def test_layers_that_do_not_fit_are_refused(copier: Copier, device: str) -> None:
+    cache = paged("LBHNC", device=device)
+    for other, message in (
+        (paged("LBHNC", layers=2, device=device), "2 layers|3 source layers for 2"),
+        (paged("LBHNC", heads=3, device=device), "2 heads of 24 bytes into 3 heads"),
+        (paged("LBHNC", content=26, device=device), "24 bytes into"),
+        (paged("LBHNC", tokens=32, device=device), "blocks of 16 tokens into blocks of 32"),
+    ):
+        with pytest.raises(CopyError, match=message):
+            copier.copy(cache.layout, chunks(other, 1).buffers, [0], [0], "d2h")
+
+
+def test_memory_written_twice_or_read_and_written_is_refused(copier: Copier, device: str) -> None:
+    cache = paged("LBHNC", device=device)
+    host = chunks(cache, num_chunks=1)
+    twice = ChunkBuffers(host.geometry, 16, [host.pool.data_ptr()] * 2, host.pool)
+    with pytest.raises(CopyError, match="destination chunks overlap"):
+        copier.copy(cache.layout, twice, [0, 1], [0, 2], "d2h")
+    with pytest.raises(CopyError, match="source and destination overlap"):
+        copy_kv_blocks(cache.caches, cache.caches, [0], [1], "d2h", copier)
+
+
+def test_caches_with_other_layers_or_dtypes_are_refused(cpu: CpuCopier) -> None:
+    cache = paged("LBHNC")
+    renamed = {f"x.{name}": tensor.clone() for name, tensor in cache.caches.items()}
+    with pytest.raises(CopyError, match="differ in their layers"):
+        copy_kv_blocks(cache.caches, renamed, [0], [0], "d2h", cpu)
+    signed = {name: tensor.clone().view(torch.int8) for name, tensor in cache.caches.items()}
+    with pytest.raises(CopyError, match="dtypes"):
+        copy_kv_blocks(cache.caches, signed, [0], [0], "d2h", cpu)
+    with pytest.raises(CopyError, match="direction"):
+        copy_kv_blocks(cache.caches, signed, [0], [0], "sideways", cpu)  # type: ignore[arg-type]
+    flat = {name: tensor.flatten() for name, tensor in cache.caches.items()}
+    with pytest.raises(LayoutError, match="expected a"):
+        copy_kv_blocks(flat, flat, [0], [0], "d2h", cpu)
+
+
+def test_a_cache_on_another_device_is_refused(cpu: CpuCopier) -> None:
+    cache = paged("LBHNC")
+    elsewhere = {name: tensor.to("meta") for name, tensor in cache.caches.items()}
+    with pytest.raises(LayoutError, match="overlap"):  # meta tensors have no addresses
+        copy_kv_blocks(elsewhere, cache.caches, [0], [0], "h2d", cpu)
+    one = {"a": torch.empty(5, 2, 16, 24, dtype=torch.uint8)}
+    with pytest.raises(CopyError, match="from meta to cpu was given to a copier from cpu to cpu"):
+        copy_kv_blocks({"a": one["a"].to("meta")}, one, [0], [0], "h2d", cpu)
+
+
+def test_copies_on_many_threads_do_not_mix(copier: Copier, device: str) -> None:
+    caches = [paged("LBNHC", device=device, seed=seed) for seed in range(6)]
+    hosts = [chunks(cache, num_chunks=2, seed=9) for cache in caches]
+    pairs = list(zip(caches, hosts, strict=True))
+    expected = [expected_blocks(cache, host, [4, 2, 6, 1], range(4)) for cache, host in pairs]
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        for _ in range(20):
+            jobs = [
+                pool.submit(copier.copy, cache.layout, host.buffers, [4, 2, 6, 1], range(4), "d2h")
+                for cache, host in pairs
+            ]
+            for job in jobs:
+                job.result()
+    assert all(same(host.blocks(), want) for host, want in zip(hosts, expected, strict=True))
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(LayoutError, match="meta"):
+        make_copier(torch.device("meta"))
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[Paged, Chunks, list[int], list[int]]:
+    """A cache of any layout with or without gaps, chunks for it, and blocks to copy."""
+    kernel_tokens, split = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    cache = paged(
+        draw(st.sampled_from(LAYOUTS)),
+        layers=draw(st.integers(1, 3)),
+        blocks=draw(st.integers(1, 6)),
+        heads=draw(st.integers(1, 3)),
+        tokens=kernel_tokens * split,
+        kernel_tokens=kernel_tokens,
+        content=draw(st.sampled_from([1, 2, 7, 64, 600])),
+        padding=draw(st.sampled_from([0, 1, 8])),
+    )
+    num_chunks, per_chunk = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    host = chunks(cache, num_chunks, per_chunk)
+    chunk_ids = draw(st.lists(st.integers(0, num_chunks * per_chunk - 1), unique=True))
+    num_blocks = next(iter(cache.blocks())).shape[0]
+    paged_ids = draw(st.permutations(range(num_blocks)))
+    count = min(len(chunk_ids), len(paged_ids))
+    return cache, host, list(paged_ids[:count]), chunk_ids[:count]
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=copies(), store=st.booleans())
+def test_random_copies_match_the_reference(
+    cpu: CpuCopier, case: tuple[Paged, Chunks, list[int], list[int]], store: bool
+) -> None:
+    cache, host, paged_ids, chunk_ids = case
+    if store:
+        check_copy(cpu, cache, host, paged_ids, chunk_ids)
+    else:
+        check_copy(cpu, host, cache, chunk_ids, paged_ids)
+
+
+@st.composite
+def ordered_planes(draw: st.DrawFn, tokens: int, element_bytes: int) -> tuple[Plane, ...]:
+    """Two planes of as many elements each, in any orders."""
+    elements = draw(st.sampled_from([1, 4, 6]))
+    return tuple(
+        Plane(
+            num_runs := draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if elements % n == 0])),
+            elements * element_bytes // num_runs,
+            tuple(draw(st.permutations(range(elements * tokens)))),
+        )
+        for _ in range(2)
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), store=st.booleans())
+def test_random_orders_match_the_reference(
+    cpu: CpuCopier, data: st.DataObject, store: bool
+) -> None:
+    tokens, dtype = data.draw(st.integers(1, 8)), data.draw(st.sampled_from(DTYPES))
+    planes = data.draw(ordered_planes(tokens, dtype.itemsize))
+    cache = paged(
+        data.draw(st.sampled_from(["LBHNC", "BHLNC"])),
+        heads=data.draw(st.integers(1, 3)),
+        tokens=tokens,
+        content=2 * planes[0].token_bytes,
+        dtype=dtype,
+        planes=planes,
+    )
+    host = chunks(cache, num_chunks=2, blocks_per_chunk=data.draw(st.integers(1, 3)))
+    chunk_ids = data.draw(st.lists(st.integers(0, host.buffers.num_blocks - 1), unique=True))
+    paged_ids = data.draw(st.permutations(range(7)))[: len(chunk_ids)]
+    if store:
+        check_copy(cpu, cache, host, paged_ids, chunk_ids)
+    else:
+        check_copy(cpu, host, cache, chunk_ids, paged_ids)

@@ -1,0 +1,79 @@
+"""Copies through staging slots: run by Triton's interpreter, and compiled for a real GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.copy_kv_blocks.cuda_staging import covers_chunks, stage
+from lmcache_connector.copy_kv_blocks.plan import plan_copy
+from tests.support import ROOT
+from tests.support.copy_reference import chunks, paged
+
+COMPILE = """
+import sys
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lmcache_connector.copy_kv_blocks.cuda_gather import _copy_rows
+pointers, counts = ("moves", "rows"), ("num_rows", "first_row")
+constants = {"WORD": tl.int64, "WORD_BYTES": 8, "RUNS": 16, "WORDS": 64}
+signature = dict.fromkeys(pointers, "*i64") | dict.fromkeys(counts, "i32")
+signature |= dict.fromkeys(constants, "constexpr")
+source = ASTSource(_copy_rows, signature, constants)
+print(len(triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32)).asm["cubin"]))
+"""
+
+
+def run_python(*arguments: str, **environment: str) -> str:
+    """In a process of its own: Triton decides when it is loaded whether it interprets."""
+    pytest.importorskip("triton", reason="runs where Triton is installed")
+    found = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    return found.stdout
+
+
+def test_staged_copies_under_the_interpreter() -> None:
+    script = "tests/copy_kv_blocks/gather_interpreted.py"
+    output = run_python("-m", "pytest", "-q", script, TRITON_INTERPRET="1")
+    assert "66 passed" in output
+
+
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
+def test_the_kernel_compiles_for_gpus(capability: str, tmp_path: Path) -> None:
+    output = run_python("-c", COMPILE, capability, TRITON_CACHE_DIR=str(tmp_path))
+    assert int(output.split()[-1]) > 1000
+
+
+def test_tiles_use_the_slots_in_turn() -> None:
+    cache = paged("LBHNC", blocks=12)
+    host = chunks(cache, num_chunks=5).buffers
+    plan = plan_copy(cache.layout, host, range(10), range(10))
+    size = host.geometry.chunk_bytes
+    staged = stage(plan, host, True, [1 << 20, 1 << 24], 2 * size + 1)
+    assert [tile.slot for tile in staged.tiles] == [0, 1, 0]
+    assert [(tile.first_row, tile.last_row) for tile in staged.tiles] == [(0, 4), (4, 8), (8, 10)]
+    places = [transfer.staged for tile in staged.tiles for transfer in tile.transfers]
+    assert places == [1 << 20, (1 << 20) + size, 1 << 24, (1 << 24) + size, 1 << 20]
+    hosts = [transfer.host for tile in staged.tiles for transfer in tile.transfers]
+    assert hosts == sorted(host.addresses.tolist())
+
+
+def test_only_whole_chunks_travel_to_the_host_whole() -> None:
+    cache = paged("LBHNC")
+    host = chunks(cache, num_chunks=3).buffers
+    whole = plan_copy(cache.layout, host, range(4), [4, 0, 5, 1])
+    assert covers_chunks(whole, host)
+    assert not covers_chunks(plan_copy(cache.layout, host, range(3), [4, 0, 5]), host)

@@ -1,0 +1,313 @@
+"""Real vLLM engines hand over: the decode engine's KV is the prefill engine's, byte by byte."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_connector.cli.engine.bench import model_token_bytes
+from tests.support.handover import (
+    Answer,
+    Ask,
+    add,
+    ask,
+    ask_all,
+    at_rest,
+    counters,
+    log_stats,
+    metrics,
+)
+from tests.support.instance import VllmInstance
+from tests.support.p2p_engines import Engines
+from tests.support.probe import EngineProbe
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 2000) for _ in range(num_tokens)]
+
+
+def check(cold: Answer, served: Answer, num_tokens: int) -> None:
+    """All of the prompt was handed over, and is the same."""
+    assert served.served.external_hit_tokens == num_tokens
+    assert () != served.served.block_digests == cold.served.block_digests
+    assert served.finish_reason == "length"
+
+
+def rest(engines: Engines) -> None:
+    for instance, _ in engines.prefill + engines.decode:
+        instance.call(at_rest)
+
+
+def test_a_decode_engine_that_never_computed_a_prompt_serves_one(engines: Engines) -> None:
+    """Its first forward pass is a decode step."""
+    cold, served = engines.hand_over(prompt_of(300, 1))
+    check(cold, served, 300)
+    assert cold.params is None
+    rest(engines)
+
+
+def test_in_several_steps_layer_by_layer(engines: Engines) -> None:
+    # Not 128: vLLM computes the last token of a prompt once more, and that block would differ.
+    for seed, num_tokens in enumerate((1, 127, 129, 2000, 3001), start=10):
+        cold, served = engines.hand_over(prompt_of(num_tokens, seed))
+        assert served.served.external_hit_tokens == num_tokens
+        assert served.served.block_digests == cold.served.block_digests
+        assert len(served.served.block_digests) == num_tokens // 128
+    rest(engines)
+
+
+def test_by_the_parameters_that_routers_pass_on(engines: Engines) -> None:
+    cold, served = engines.hand_over_by_params(prompt_of(1700, 2))
+    check(cold, served, 1700)
+    assert cold.params is not None
+    assert cold.params["do_remote_prefill"] is True
+    assert cold.params["remote_port"] == engines.prefill[0][1]
+    rest(engines)
+
+
+def test_what_the_prefill_engine_has_cached_is_handed_over_too(engines: Engines) -> None:
+    prompt = prompt_of(1500, 3)
+    check(*engines.hand_over(prompt), 1500)
+    engines.decode[0][0].reset_prefix_cache()
+    cold, served = engines.hand_over(prompt)
+    assert cold.served.cached_tokens > 1000
+    check(cold, served, 1500)
+
+
+def test_what_the_decode_engine_has_cached_is_not_fetched_again(engines: Engines) -> None:
+    prompt = prompt_of(1500, 4)
+    check(*engines.hand_over(prompt), 1500)
+    longer = prompt + prompt_of(500, 5)
+    before = engines.decode[0][0].call(counters)
+    cold, served = engines.hand_over_by_params(longer)
+    after = engines.decode[0][0].call(counters)
+    assert served.served.external_hit_tokens == 2000 - 11 * 128
+    assert served.served.block_digests == cold.served.block_digests
+    assert after["loads"] == before["loads"] + 1
+    engines.hand_over(longer)  # nothing is missing but the last block
+    rest(engines)
+
+
+def test_many_at_once(engines: Engines) -> None:
+    prompts = [prompt_of(301 + 170 * i, 20 + i) for i in range(8)]  # no multiple of 128
+    names = [engines.name() for _ in prompts]
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    waiting = threading.Thread(
+        target=prefill.call,
+        args=(ask_all, [Ask(n, p, 1) for n, p in zip(names, prompts, strict=True)]),
+    )
+    waiting.start()  # they are served while they are computed
+    served = decode.call(ask_all, [Ask(n, p) for n, p in zip(names, prompts, strict=True)])
+    waiting.join()
+    assert sum(len(p) for p in prompts) == served[0].served.external_hit_tokens
+    for name, prompt, answer in zip(names, prompts, served, strict=True):
+        again = prefill.call(ask, Ask(f"again-{name[-6:]}", prompt))
+        assert () != answer.served.block_digests == again.served.block_digests
+    rest(engines)
+
+
+def preempt_while_computing(probe: EngineProbe, request: Ask) -> Answer:
+    """Step until part of the prompt is computed, take its blocks away, then serve it."""
+    add(probe, request)
+    for _ in range(2):
+        probe.engine.step()
+    (running,) = probe.scheduler.running
+    assert 0 < running.num_computed_tokens < len(request.prompt)
+    assert probe.engine.reset_prefix_cache(reset_running_requests=True)
+    num_preemptions = running.num_preemptions
+    assert num_preemptions == 1
+    from tests.support.probe import _Progress
+
+    progress = _Progress(len(request.prompt))
+    while progress.output is None:
+        for output in probe.engine.step():
+            progress.ttft_seconds = 1.0
+            probe._digest(progress, output.request_id)
+            progress.output = output if output.finished else None
+    probe.drain()
+    return Answer(progress.served(0), None, str(progress.output.outputs[0].finish_reason))
+
+
+def test_a_preempted_prompt_is_handed_over_as_computed_last(engines: Engines) -> None:
+    prompt, name = prompt_of(2000, 30), engines.name()
+    cold = engines.prefill[0][0].call(preempt_while_computing, Ask(name, prompt, 1))
+    served = engines.decode[0][0].call(ask, Ask(name, prompt))
+    check(cold, served, 2000)
+    rest(engines)
+
+
+def abort_while_computing(probe: EngineProbe, request: Ask) -> None:
+    add(probe, request)
+    for _ in range(2):
+        probe.engine.step()
+    probe.engine.abort_request([request.request_id])
+    probe.engine.step()
+    probe.drain()
+
+
+def abort_while_waiting(probe: EngineProbe, request: Ask) -> int:
+    """Returns how many KV blocks are free afterwards less those before."""
+    pool = probe.scheduler.kv_cache_manager.block_pool
+    before: int = pool.get_num_free_blocks()
+    add(probe, request)
+    for _ in range(3):
+        probe.engine.step()
+    assert probe.connector._scheduler._consuming
+    probe.engine.abort_request([request.request_id])
+    probe.drain()
+    after: int = pool.get_num_free_blocks()
+    return after - before
+
+
+def test_aborts_on_either_side(engines: Engines) -> None:
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    name, prompt = engines.name(), prompt_of(2000, 40)
+    prefill.call(abort_while_computing, Ask(name, prompt, 1))
+    started = time.monotonic()
+    served = decode.call(ask, Ask(name, prompt))
+    assert time.monotonic() - started < 10
+    assert served.finish_reason == "length"
+    assert served.served.external_hit_tokens < 2000
+    assert decode.call(abort_while_waiting, Ask(engines.name(), prompt_of(1000, 41))) == 0
+    rest(engines)
+
+
+def test_a_malformed_request_is_served_alone(engines: Engines) -> None:
+    decode, _ = engines.decode[0]
+    before = decode.call(counters)["malformed"]
+    bad = [
+        Ask("___prefill_addr_here___decode_addr_there_1", prompt_of(200, 50)),
+        Ask("bad-1", prompt_of(200, 51), params={"do_remote_prefill": True}),
+        Ask("bad-2", prompt_of(200, 52), params={"do_remote_prefill": "yes"}),
+        Ask("bad-3", prompt_of(200, 53), params=_elsewhere("10.9.8.7")),
+    ]
+    for answer in decode.call(ask_all, bad):
+        assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
+    assert decode.call(counters)["malformed"] == before + 4
+    check(*engines.hand_over(prompt_of(400, 54)), 400)
+
+
+def _elsewhere(host: str, port: int = 9) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "remote_host": host,
+        "remote_port": port,
+        "remote_request_id": "x",
+    }
+
+
+def test_nobody_at_the_address_costs_a_recompute(engines: Engines) -> None:
+    decode, _ = engines.decode[0]
+    started = time.monotonic()
+    answer = decode.call(ask, Ask("gone-1", prompt_of(600, 60), params=_elsewhere("127.0.0.1")))
+    assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
+    assert time.monotonic() - started < 5
+    rest(engines)
+
+
+def test_prometheus_is_told_what_was_sent(engines: Engines, tiny_model: Path) -> None:
+    """Through vLLM's own loggers: two hand-overs, one that nobody has, one request in error."""
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    both = prefill, decode
+    before = [instance.call(metrics) for instance in both]
+    check(*engines.hand_over(prompt_of(1700, 65)), 1700)
+    check(*engines.hand_over_by_params(prompt_of(600, 66)), 600)
+    unreachable = _elsewhere("127.0.0.1") | {"remote_request_id": "never asked for before"}
+    decode.call(ask, Ask("gone-2", prompt_of(500, 67), params=unreachable))
+    decode.call(ask, Ask("bad-5", prompt_of(200, 68), params=_elsewhere("10.9.8.7")))
+    after = [instance.call(metrics) for instance in both]
+    sent, received = (
+        {name: now[name] - then[name] for name in now if now[name] != then[name]}
+        for then, now in zip(before, after, strict=True)
+    )
+    assert sent.pop("handovers_total") == 2
+    assert sent.keys() <= {"reserved_bytes"}
+    assert received.pop("load_seconds_sum") > 0
+    assert received.pop("receive_seconds_total") > 0
+    num_blocks = -(-1700 // 128) + -(-600 // 128)
+    assert received == {
+        "loads_total": 3,
+        "load_seconds_count": 3,
+        "hit_tokens_total": 2300,
+        "recomputed_tokens_total": 500,
+        "failed_loads_total unreachable": 1,
+        "malformed_requests_total": 1,
+        "received_bytes_total": num_blocks * 128 * model_token_bytes(tiny_model),
+    }
+    for instance, told in zip(both, after, strict=True):
+        totals = instance.call(counters)
+        assert told["handovers_total"] == totals["handovers"]
+        assert told["hit_tokens_total"] == totals["remote_hit_tokens"]
+        assert told["load_seconds_sum"] == pytest.approx(totals["load_seconds"])
+        assert told["capacity_bytes"] == 2 << 30
+        assert told["reserved_bytes"] == instance.call(at_rest)["reserved_bytes"]
+        instance.call(log_stats)
+    assert re.search(r"KV Transfer metrics: .*handed over=\d+ prompt", prefill.log)
+    assert re.search(r"KV Transfer metrics: .*taken over=\d+ tokens by \d+ loads?", decode.log)
+
+
+def _prefill_in_background(engines: Engines, request: Ask) -> threading.Thread:
+    thread = threading.Thread(target=_until_it_dies, args=(engines.prefill[0][0], request))
+    thread.start()
+    return thread
+
+
+def _until_it_dies(instance: VllmInstance, request: Ask) -> None:
+    with contextlib.suppress(RuntimeError):  # killed, as it was meant to be
+        instance.call(ask, request)
+
+
+def _signal_when_bytes_flow(engines: Engines, number: int) -> threading.Thread:
+    """Send a signal to the prefill engine shortly after it has begun to compute."""
+    process = engines.prefill[0][0].pid
+
+    def strike() -> None:
+        time.sleep(0.25)
+        os.kill(process, number)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    return thread
+
+
+def test_a_stalled_prefill_engine_costs_a_recompute(engines: Engines) -> None:
+    name, prompt = engines.name(), prompt_of(7900, 70)
+    computing = _prefill_in_background(engines, Ask(name, prompt, 1))
+    striking = _signal_when_bytes_flow(engines, signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        answer = engines.decode[0][0].call(ask, Ask(name, prompt))
+    finally:
+        striking.join()
+        os.kill(engines.prefill[0][0].pid, signal.SIGCONT)
+    assert answer.finish_reason == "length"
+    assert answer.served.external_hit_tokens < 7900
+    assert time.monotonic() - started < 15
+    computing.join()
+    check(*engines.hand_over(prompt_of(500, 71)), 500)  # and it is used again
+
+
+def test_a_killed_prefill_engine_costs_a_recompute(engines: Engines) -> None:
+    """Last of all: the prefill engine is gone after it."""
+    name, prompt = engines.name(), prompt_of(7900, 80)
+    computing = _prefill_in_background(engines, Ask(name, prompt, 1))
+    striking = _signal_when_bytes_flow(engines, signal.SIGKILL)
+    started = time.monotonic()
+    answer = engines.decode[0][0].call(ask, Ask(name, prompt))
+    assert answer.finish_reason == "length"
+    assert answer.served.external_hit_tokens < 7900
+    assert time.monotonic() - started < 15
+    for thread in (computing, striking):
+        thread.join()
+    assert sum(engines.decode[0][0].call(counters)["failed_loads"].values()) > 0
+    engines.decode[0][0].call(at_rest)

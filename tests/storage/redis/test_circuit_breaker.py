@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from lmcache_connector.storage.redis.circuit_breaker import Backoff, CircuitBreaker, CircuitState
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(clock: Clock, jitter: float = 1.0) -> CircuitBreaker:
+    return CircuitBreaker(Backoff(1.0, 8.0, lambda: jitter), clock, threshold=3)
+
+
+def test_opens_after_failures_in_a_row_only() -> None:
+    breaker = make(Clock())
+    assert not breaker.failed()
+    assert not breaker.failed()
+    breaker.succeeded()
+    assert not breaker.failed()
+    assert not breaker.failed()
+    assert breaker.state.value == "closed"
+    assert breaker.failed(), "says so once"
+    assert not breaker.failed()
+    assert breaker.state is CircuitState.OPEN
+
+
+def test_one_attempt_per_back_off_and_each_twice_as_late() -> None:
+    clock = Clock()
+    breaker = make(clock)
+    breaker.failed(at_once=True)
+    waits = []
+    for _ in range(6):
+        wait = breaker.seconds_until_retry()
+        assert wait is not None
+        waits.append(wait)
+        assert not breaker.may_connect()
+        clock.now += wait
+        assert breaker.may_connect()
+        assert not breaker.may_connect(), "the second asker waits for the next turn"
+    assert waits == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+
+
+def test_a_connection_is_a_trial_and_work_closes_it() -> None:
+    clock = Clock()
+    breaker = make(clock)
+    breaker.failed(at_once=True)
+    clock.now += 1.0
+    assert breaker.may_connect()
+    assert breaker.connected(), "had been open"
+    assert breaker.state.value == "trial"
+    assert breaker.failed(), "one failure on trial is enough"
+    assert breaker.seconds_until_retry() == 4.0, "and it does not start from the beginning"
+    clock.now += 4.0
+    breaker.may_connect()
+    breaker.connected()
+    breaker.succeeded()
+    assert breaker.state is CircuitState.CLOSED
+    breaker.failed(at_once=True)
+    assert breaker.seconds_until_retry() == 1.0
+
+
+def test_jitter_spreads_over_the_upper_half() -> None:
+    low, high = Backoff(1.0, 8.0, lambda: 0.0), Backoff(1.0, 8.0, lambda: 1.0)
+    assert [low.next_delay() for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, 4.0]
+    assert [high.next_delay() for _ in range(5)] == [1.0, 2.0, 4.0, 8.0, 8.0]

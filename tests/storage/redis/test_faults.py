@@ -1,0 +1,263 @@
+"""The Redis tier behind a proxy that misbehaves: never wrong, never late, never leaking.
+
+"In time" allows for a busy machine: what these tests would catch is a wait without a bound.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.chunks import (
+    GEOMETRY,
+    Ends,
+    chunk_data,
+    chunk_key,
+    config,
+    get_all,
+    open_tier,
+    put_all,
+)
+from tests.support.fault_proxy import Direction, Fault, FaultProxy, Kind, fault_proxy
+from tests.support.server_groups import wait_until
+from tests.support.servers import Server, running_server
+
+DEADLINE_SECONDS = 0.5
+GRACE_SECONDS = 5.0
+TIMEOUTS: dict[str, Any] = {"read_timeout_seconds": 0.3, "write_timeout_seconds": 0.3}
+# Payloads of GEOMETRY at 4 KiB a value: 3 layers, then 1.
+LINE_BYTES = len(b"$3200\r\n")
+FIRST_PAYLOAD = 3 * 16 * 64
+# Where in a reply a fault can strike: each class ends the reply in another part.
+OFFSETS = {
+    "first byte": 0,
+    "in the line": 3,
+    "line end": LINE_BYTES - 1,
+    "header start": LINE_BYTES,
+    "in the key": LINE_BYTES + 50,
+    "in the seal": LINE_BYTES + 100,
+    "payload start": LINE_BYTES + HEADER_BYTES,
+    "mid-payload": LINE_BYTES + HEADER_BYTES + FIRST_PAYLOAD // 2,
+    "payload end": LINE_BYTES + HEADER_BYTES + FIRST_PAYLOAD - 1,
+    "carriage return": LINE_BYTES + HEADER_BYTES + FIRST_PAYLOAD,
+    "line feed": LINE_BYTES + HEADER_BYTES + FIRST_PAYLOAD + 1,
+    "next reply": LINE_BYTES + HEADER_BYTES + FIRST_PAYLOAD + 2,
+}
+
+
+@pytest.fixture
+def proxy(valkey: Server) -> Iterator[FaultProxy]:
+    with fault_proxy(valkey.port) as proxy:
+        yield proxy
+
+
+def checked_get(tier: RedisTier, indices: range | list[int]) -> list[bool]:
+    """Hits, each compared byte for byte, in time."""
+    begun = time.monotonic()
+    hits, data = get_all(tier, indices, seconds=DEADLINE_SECONDS)
+    assert time.monotonic() - begun < DEADLINE_SECONDS + GRACE_SECONDS
+    for i, hit, found in zip(indices, hits, data, strict=True):
+        assert not hit or found == chunk_data(i)
+    return hits
+
+
+@pytest.mark.parametrize("offset", OFFSETS.values(), ids=OFFSETS.keys())
+@pytest.mark.parametrize("kind", Kind)
+def test_a_fault_in_a_reply_never_reaches_a_buffer_that_counts(
+    proxy: FaultProxy, kind: Kind, offset: int
+) -> None:
+    with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
+        wait_until(lambda: all(put_all(tier, range(4))), "not writable at first")
+        wait_until(lambda: all(checked_get(tier, range(4))), "not readable at first")
+        proxy.arm(Fault(kind, offset))
+        hits = checked_get(tier, range(4))
+        assert proxy.num_struck == 1
+        assert all(hits) == (kind is Kind.DELAY)
+        assert sum(tier.stats().misses.values()) == 4 - sum(hits)
+        wait_until(lambda: all(checked_get(tier, range(4))), "the tier did not recover")
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("kind", Kind)
+def test_a_fault_in_a_write_never_leaves_a_chunk_that_counts(
+    proxy: FaultProxy, valkey: Server, kind: Kind, direction: Direction
+) -> None:
+    with open_tier(proxy.url, num_connections=1, claim_seconds=0.001, **TIMEOUTS) as tier:
+        wait_until(lambda: put_all(tier, [9]) == [True], "not writable at first")
+        proxy.arm(Fault(kind, 5 if direction is Direction.REPLY else 3000, direction))
+        written = put_all(tier, [0, 1])
+        assert proxy.num_struck == 1
+        with open_tier(valkey.url) as witness:
+            for i, stored in enumerate(written):
+                hits, data = get_all(witness, [i])
+                assert not hits[0] or data[0] == chunk_data(i)
+                # A bit may flip in what the server stores and answers OK to; only reading tells.
+                assert hits[0] or not stored or kind is Kind.FLIP
+        wait_until(lambda: all(put_all(tier, [0, 1])), "the tier did not recover")
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_fault_while_connecting_costs_one_connection(proxy: FaultProxy, kind: Kind) -> None:
+    """From the handshake to the question about the memory, which is answered at length."""
+    for offset in (0, 3, 20, 60, 200, 900):
+        proxy.arm(Fault(kind, offset))
+        with open_tier(proxy.url, num_connections=1, **TIMEOUTS) as tier:
+            wait_until(lambda: all(put_all(tier, range(2))), "not writable")
+            wait_until(lambda: all(checked_get(tier, range(2))), "not readable")
+    assert proxy.num_struck
+
+
+def test_a_stalled_server_is_left_alone_after_a_while(proxy: FaultProxy) -> None:
+    with open_tier(proxy.url, num_connections=1, backoff_min_seconds=30.0,
+                   backoff_max_seconds=30.0, read_timeout_seconds=1.0) as tier:  # fmt: skip
+        assert all(put_all(tier, range(2)))
+        for _ in range(3):
+            proxy.arm(Fault(Kind.STALL))
+            assert checked_get(tier, range(2)) == [False, False]
+        wait_until(lambda: tier.stats().servers[0][1] == "open", "the circuit did not open")
+        # From now on a miss costs nothing at all: not even the deadline is looked at.
+        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
+        assert tier.get_into([chunk_key(0)], [buffer], time.monotonic() + 3600.0) == [False]
+        assert tier.stats().misses["unavailable"] >= 1
+
+
+def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -> None:
+    with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
+        wait_until(lambda: all(put_all(tier, range(1))), "not writable at first")
+        wait_until(lambda: all(checked_get(tier, range(1))), "not readable at first")
+        proxy.arm(Fault(Kind.STALL))
+        cancelled = threading.Event()
+        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
+        threading.Timer(0.1, cancelled.set).start()
+        far = time.monotonic() + 3600.0
+        assert tier.get_into([chunk_key(0)], [buffer], far, cancelled.is_set) == [False]
+        assert tier.stats().misses == {"cancelled": 1}
+
+
+def test_closing_does_not_wait_for_a_silent_server(proxy: FaultProxy) -> None:
+    ends = Ends()
+    tier = RedisTier(config(proxy.url, write_timeout_seconds=3600.0), GEOMETRY)
+    wait_until(lambda: put_all(tier, [9]) == [True], "not writable at first")
+    proxy.arm(Fault(Kind.STALL))
+    for i in range(5):
+        tier.put(chunk_key(i), memoryview(chunk_data(i)), ends, i)
+    assert tier.close(0.2)
+    assert len(ends.wait(5)) == 5
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_look_up_counts_no_more_than_is_there(proxy: FaultProxy, kind: Kind) -> None:
+    with open_tier(proxy.url) as tier:
+        wait_until(lambda: all(put_all(tier, range(6))), "not writable at first")
+    lookup = RedisLookup(config(proxy.url, **TIMEOUTS), [GEOMETRY])
+    keys = [chunk_key(i) for i in range(8)]
+
+    def ask() -> int:
+        return lookup.exists_prefix(keys, time.monotonic() + DEADLINE_SECONDS)
+
+    wait_until(lambda: ask() == 6, "no answer at first")
+    proxy.arm(Fault(kind, offset=5))
+    assert ask() <= 6
+    assert proxy.num_struck == 1
+    wait_until(lambda: ask() == 6, "the look-up did not recover")
+    lookup.close()
+
+
+class Storm:
+    """Seeded random traffic, faults and server deaths, with a model of what may be found."""
+
+    NUM_CHUNKS = 24
+
+    def __init__(self, server: Server, proxy: FaultProxy, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.server = server
+        self.proxy = proxy
+        self.num_puts = 0
+        self.num_hits = 0
+        self.ends = Ends()
+
+    def step(self, tier: RedisTier, lookup: RedisLookup) -> None:
+        action = self.random.choices(
+            [self.get, self.put, self.look_up, self.harm, self.evict, self.kill],
+            [40, 30, 10, 14, 6, 0.3],
+        )[0]
+        action(tier, lookup)
+
+    def get(self, tier: RedisTier, lookup: RedisLookup) -> None:
+        first = self.random.randrange(self.NUM_CHUNKS)
+        count = self.random.randint(1, 6)
+        self.num_hits += sum(checked_get(tier, range(first, first + count)))
+
+    def put(self, tier: RedisTier, lookup: RedisLookup) -> None:
+        index = self.random.randrange(self.NUM_CHUNKS)
+        tier.put(chunk_key(index), memoryview(chunk_data(index)), self.ends, index)
+        self.num_puts += 1
+
+    def look_up(self, tier: RedisTier, lookup: RedisLookup) -> None:
+        begun = time.monotonic()
+        keys = [chunk_key(i) for i in range(self.NUM_CHUNKS)]
+        found = lookup.exists_prefix(keys, begun + DEADLINE_SECONDS)
+        assert time.monotonic() - begun < DEADLINE_SECONDS + GRACE_SECONDS
+        assert 0 <= found <= len(keys)
+
+    def harm(self, tier: RedisTier, lookup: RedisLookup) -> None:
+        kind = self.random.choice([k for k in Kind if k is not Kind.STALL or self.chance(0.2)])
+        direction = self.random.choice(list(Direction))
+        self.proxy.arm(Fault(kind, self.random.randrange(12_000), direction, seconds=0.02))
+
+    def evict(self, tier: RedisTier, lookup: RedisLookup) -> None:
+        with self.server.client() as client:
+            keys = client.keys("lmc:*")
+            for key in self.random.sample(keys, k=min(3, len(keys))):
+                client.delete(key)
+
+    def kill(self, tier: RedisTier, lookup: RedisLookup) -> None:
+        self.server.kill()
+        checked_get(tier, range(3))
+        self.server.start()
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _storm(valkey_path: str, seed: int, steps: int) -> None:
+    threads, files = threading.active_count(), open_files()
+    with running_server(valkey_path) as server, fault_proxy(server.port) as proxy:
+        storm = Storm(server, proxy, seed)
+        settings: dict[str, Any] = {"claim_seconds": 0.01, "read_timeout_seconds": 0.1}
+        settings |= {"write_timeout_seconds": 0.1, "write_queue_bytes": 1 << 17}
+        lookup = RedisLookup(config(proxy.url, **settings), [GEOMETRY])
+        with open_tier(proxy.url, **settings) as tier:
+            for _ in range(steps):
+                storm.step(tier, lookup)
+            proxy.arm(None)
+            wait_until(lambda: all(put_all(tier, range(3))), "no writes after the storm")
+            wait_until(lambda: all(checked_get(tier, range(3))), "no reads after the storm")
+        lookup.close()
+        assert len(storm.ends.results) == storm.num_puts
+        assert storm.num_hits > steps // 20
+    wait_until(lambda: threading.active_count() == threads, "a thread leaked")
+    wait_until(lambda: open_files() == files, "a connection leaked")
+
+
+def test_a_storm_of_faults(valkey_path: str) -> None:
+    _storm(valkey_path, seed=1, steps=3000)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_many_storms(valkey_path: str, seed: int) -> None:
+    _storm(valkey_path, seed, steps=5000)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from tests.support.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
+from tests.support.servers import Server, running_server
+
+
+@contextmanager
+def open_lookup(url: str, geometries: list[ChunkGeometry] | None = None) -> Iterator[RedisLookup]:
+    lookup = RedisLookup(config(url), geometries or [GEOMETRY])
+    try:
+        yield lookup
+    finally:
+        lookup.close()
+
+
+def ask(lookup: RedisLookup, indices: range, seconds: float = 5.0) -> int:
+    return lookup.exists_prefix([chunk_key(i) for i in indices], time.monotonic() + seconds)
+
+
+def test_the_first_missing_chunk_ends_the_hit(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier, open_lookup(valkey.url) as lookup:
+        assert ask(lookup, range(8)) == 0
+        put_all(tier, [0, 1, 2, 4, 5])
+        assert ask(lookup, range(8)) == 3
+        assert ask(lookup, range(3, 8)) == 0
+        assert ask(lookup, range(4, 6)) == 2
+        assert ask(lookup, range(0)) == 0
+        assert lookup.stats().chunks_found == 5
+
+
+def test_a_chunk_counts_only_with_all_values_of_all_ranks(valkey: Server) -> None:
+    ranks = [ChunkGeometry(16, 0, (64,) * 4, (shard,), 2, "bfloat16") for shard in (0, 1)]
+    with open_lookup(valkey.url, ranks) as lookup:
+        with open_tier(valkey.url, ranks[0]) as tier:
+            put_all(tier, range(3))
+        assert ask(lookup, range(3)) == 0
+        with open_tier(valkey.url, ranks[1]) as tier:
+            put_all(tier, range(2))
+        assert ask(lookup, range(3)) == 2
+        with valkey.client() as client:
+            client.delete(client.keys(f"*{chunk_key(1).hex()}*-*")[0])
+        assert ask(lookup, range(3)) == 1
+
+
+def test_a_whole_prompt_is_one_round_trip(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier, open_lookup(valkey.url) as lookup:
+        put_all(tier, range(128))
+        assert ask(lookup, range(128)) == 128
+        with valkey.client() as client:
+            before = client.info("stats"), client.info("commandstats")
+            assert ask(lookup, range(128)) == 128
+            after = client.info("stats"), client.info("commandstats")
+    calls = [stats["cmdstat_exists"]["calls"] for _, stats in (before, after)]
+    assert calls[1] - calls[0] == 128, "one command a chunk, however many values it has"
+    reads = [stats["total_reads_processed"] for stats, _ in (before, after)]
+    # Not one read per command: they came together. (INFO itself costs some.)
+    assert reads[1] - reads[0] < 20
+
+
+def test_no_server_is_no_hit_and_a_new_one_is_found(valkey_path: str) -> None:
+    with running_server(valkey_path) as server, open_lookup(server.url) as lookup:
+        with open_tier(server.url) as tier:
+            put_all(tier, range(2))
+        assert ask(lookup, range(2)) == 2
+        server.kill()
+        assert ask(lookup, range(2), seconds=0.5) == 0
+        assert lookup.stats().failures >= 1
+        server.start()
+        with open_tier(server.url) as tier:
+            put_all(tier, range(2))
+        until = time.monotonic() + 10.0
+        while ask(lookup, range(2)) != 2:
+            assert time.monotonic() < until
+
+
+def test_a_question_past_its_deadline_is_no_hit(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier, open_lookup(valkey.url) as lookup:
+        put_all(tier, range(1))
+        assert ask(lookup, range(1), seconds=-1.0) == 0

@@ -1,0 +1,176 @@
+"""Lifetime and memory: TTL, eviction policies, a full server, a full queue, duplicate writers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.chunks import (
+    GEOMETRY,
+    Ends,
+    chunk_data,
+    chunk_key,
+    config,
+    get_all,
+    open_tier,
+    put_all,
+)
+from tests.support.fault_proxy import Direction, Fault, Kind, fault_proxy
+from tests.support.server_groups import wait_until
+from tests.support.servers import Server, running_server
+
+# A few MiB; an empty server takes one or two of them.
+MAX_MEMORY = 5 << 20
+
+
+@pytest.fixture(params=["valkey", pytest.param("redis", marks=pytest.mark.redis_server)])
+def binary(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(f"{request.param}_path"))
+
+
+@pytest.fixture
+def small(binary: str, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server with a few MiB and the policy the test names."""
+    settings = {"maxmemory": f"{MAX_MEMORY}", "maxmemory-policy": request.param}
+    with running_server(binary, settings) as server:
+        yield server
+
+
+def remaining_ms(server: Server) -> list[int]:
+    with server.client() as client:
+        return [client.pttl(key) for key in client.keys("lmc:*-*")]
+
+
+def test_values_live_as_long_as_configured(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier:
+        put_all(tier, [0])
+        assert set(remaining_ms(valkey)) == {-1}
+    with valkey.client() as client:
+        client.flushall()
+    with open_tier(valkey.url, ttl_seconds=100.0) as tier:
+        put_all(tier, [0])
+        assert all(90_000 < left <= 100_000 for left in remaining_ms(valkey))
+
+
+def test_a_hit_renews_the_lifetime_if_asked(valkey: Server) -> None:
+    for refresh in (False, True):
+        with open_tier(valkey.url, ttl_seconds=100.0, refresh_ttl=refresh) as tier:
+            put_all(tier, [0])
+            with valkey.client() as client:
+                for key in client.keys("lmc:*-*"):
+                    client.pexpire(key, 50_000)
+            assert get_all(tier, [0]) == ([True], [chunk_data(0)])
+            assert all((left > 90_000) == refresh for left in remaining_ms(valkey))
+
+
+@pytest.mark.parametrize(
+    "small",
+    ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl"],
+    indirect=True,
+)
+def test_under_eviction_every_hit_is_right(small: Server) -> None:
+    """More than fits: some are there, what was evicted is a miss."""
+    count = 2 * MAX_MEMORY // GEOMETRY.chunk_bytes
+    with open_tier(small.url, ttl_seconds=600.0) as tier:
+        put_all(tier, range(count))
+        found = 0
+        for i in range(count):
+            hits, data = get_all(tier, [i])
+            assert not hits[0] or data[0] == chunk_data(i)
+            found += hits[0]
+        assert found < count
+        # Other policies may take one of the four values of every chunk.
+        newest_survive = small.settings["maxmemory-policy"] in ("allkeys-lru", "volatile-ttl")
+        assert found > 0 or not newest_survive
+        with small.client() as client:
+            assert client.info("stats")["evicted_keys"] > 0
+
+
+@pytest.mark.parametrize("small", ["noeviction"], indirect=True)
+def test_a_full_server_pauses_writes_and_serves_reads(small: Server) -> None:
+    count = 2 * MAX_MEMORY // GEOMETRY.chunk_bytes
+    with open_tier(small.url, backoff_min_seconds=600.0, backoff_max_seconds=600.0) as tier:
+        assert all(put_all(tier, range(10)))
+        assert not all(put_all(tier, range(10, count)))
+        assert tier.stats().writes_paused
+        dropped = tier.stats().chunks_dropped
+        assert put_all(tier, [0]) == [False], "not even asked while writes pause"
+        assert tier.stats().chunks_dropped == dropped + 1
+        assert all(state == "closed" for _, state in tier.stats().servers)
+        assert get_all(tier, range(10)) == ([True] * 10, [chunk_data(i) for i in range(10)])
+
+
+@pytest.mark.parametrize("small", ["noeviction"], indirect=True)
+def test_writes_go_on_when_there_is_room_again(small: Server) -> None:
+    with open_tier(small.url) as tier:
+        assert not all(put_all(tier, range(2 * MAX_MEMORY // GEOMETRY.chunk_bytes)))
+        with small.client() as client:
+            client.flushall()
+        wait_until(lambda: put_all(tier, [0]) == [True], "writes did not go on")
+        assert get_all(tier, [0]) == ([True], [chunk_data(0)])
+        assert not tier.stats().writes_paused
+
+
+def test_a_server_that_will_fill_its_machine_is_warned_of_once(
+    binary: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings(settings: dict[str, str]) -> int:
+        caplog.clear()
+        with running_server(binary, settings) as server, open_tier(server.url) as tier:
+            put_all(tier, [0])
+        return sum("noeviction" in r.message for r in caplog.records)
+
+    with caplog.at_level(logging.WARNING):
+        assert warnings({}) == 1
+        assert warnings({"maxmemory": "100mb"}) == 0
+        assert warnings({"maxmemory-policy": "allkeys-lru"}) == 0
+
+
+def test_a_full_queue_gives_up_the_deepest_chunks(valkey: Server) -> None:
+    with fault_proxy(valkey.port) as proxy:
+        room = 4 * GEOMETRY.chunk_bytes
+        tier = RedisTier(
+            config(
+                proxy.url, write_queue_bytes=room, num_connections=1, write_timeout_seconds=3600.0
+            ),
+            GEOMETRY,
+        )
+        wait_until(lambda: put_all(tier, [99]) == [True], "not writable at first")
+        proxy.arm(Fault(Kind.STALL, 0, Direction.REQUEST))
+        told: dict[int, Ends] = {}
+        for index in (0, 50, 51, 52, 1, 2, 60):
+            if index == 50:
+                wait_until(lambda: proxy.num_struck == 1, "the first write is not on its way")
+            told[index] = Ends()
+            tier.put(chunk_key(index), memoryview(chunk_data(index)), told[index], index)
+        # 0 is stuck on the wire; 52 and 51 made room for 1 and 2, and 60 found none.
+        assert {i for i, ends in told.items() if ends.results == [False]} == {51, 52, 60}
+        assert tier.stats().chunks_dropped == 3
+        assert tier.close(0.1)
+        assert all(len(ends.results) == 1 for ends in told.values())
+        with open_tier(valkey.url) as witness:
+            for index in (51, 52, 60):
+                assert get_all(witness, [index])[0] == [False]
+
+
+def test_writers_of_one_chunk_share_the_work(valkey: Server) -> None:
+    """The second writer of a chunk that is being written leaves it to the first."""
+    with fault_proxy(valkey.port) as proxy, open_tier(valkey.url) as other:
+        wait_until(lambda: put_all(other, [99]) == [True], "not writable at first")
+        slow = RedisTier(config(proxy.url, num_connections=1), GEOMETRY)
+        wait_until(lambda: put_all(slow, [98]) == [True], "not writable at first")
+        # Let the question through, hold back the values.
+        question_bytes = 600
+        proxy.arm(Fault(Kind.DELAY, question_bytes, Direction.REQUEST, seconds=0.5))
+        ends = Ends()
+        slow.put(chunk_key(0), memoryview(chunk_data(0)), ends)
+        wait_until(lambda: proxy.num_struck == 1, "the first writer has not begun")
+        assert put_all(other, [0]) == [False]
+        assert other.stats().chunks_claimed_elsewhere == 1
+        assert ends.wait(1) == [True]
+        assert get_all(other, [0]) == ([True], [chunk_data(0)])
+        assert put_all(other, [0]) == [True], "now it is there"
+        assert slow.close(1.0)

@@ -1,0 +1,69 @@
+"""No credential is ever shown: not in logs, errors, reprs, counts or what the system shows."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from tests.support.chunks import GEOMETRY, chunk_key, config, get_all, open_tier, put_all
+from tests.support.servers import Server, running_server
+
+SECRETS = ("hunter2", "us3rname", "another-s3cret")
+
+
+def everything_shown(url: str, caplog: pytest.LogCaptureFixture) -> str:
+    """Drive the tier and the look-up at ``url``, and gather whatever they let be seen."""
+    settings: dict[str, Any] = {"hash_key": b"another-s3cret-of-ours"}
+    shown = []
+    with caplog.at_level(logging.DEBUG), open_tier(url, **settings) as tier:
+        lookup = RedisLookup(config(url, **settings), [GEOMETRY])
+        put_all(tier, [0])
+        get_all(tier, [0, 1], seconds=0.5)
+        lookup.exists_prefix([chunk_key(0)], time.monotonic() + 0.5)
+        shown += [repr(tier), repr(lookup), repr(tier.stats()), repr(lookup.stats())]
+        shown += [repr(config(url, **settings)), repr(config(url, **settings).address)]
+        shown += [thread.name for thread in threading.enumerate()]
+        for path in Path("/proc/self/task").glob("*/comm"):
+            shown.append(path.read_text())
+        lookup.close()
+    shown.append(Path("/proc/self/cmdline").read_text())
+    formatter = logging.Formatter()
+    shown += [formatter.format(record) for record in caplog.records]
+    return "\n".join(shown)
+
+
+def credentials(server: Server) -> str:
+    return f"redis://us3rname:hunter2@127.0.0.1:{server.port}"
+
+
+@pytest.mark.parametrize("case", ["accepted", "refused", "no server", "forbidden"])
+def test_secrets_stay_secret(valkey_path: str, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    with running_server(valkey_path) as server:
+        with server.client() as client:
+            password = ">wrong" if case == "refused" else ">hunter2"
+            rights = ["+ping"] if case == "forbidden" else ["+@all"]
+            client.execute_command(
+                "ACL", "SETUSER", "us3rname", "on", password, "~*", "-@all", *rights
+            )
+        if case == "no server":
+            server.kill()
+        shown = everything_shown(credentials(server), caplog)
+        assert str(server.port) in shown, "the address is no secret"
+        for secret in SECRETS:
+            assert secret not in shown
+        if case != "accepted":
+            assert "cannot connect" in shown
+
+
+def test_a_look_at_the_server_shows_no_secret_either(valkey: Server) -> None:
+    """Values and names carry digests only."""
+    with open_tier(valkey.url, hash_key=b"another-s3cret-of-ours") as tier, valkey.client() as c:
+        put_all(tier, [0])
+        for key in c.keys("*"):
+            assert b"s3cret" not in key + c.get(key)

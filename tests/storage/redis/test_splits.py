@@ -1,0 +1,174 @@
+"""Instances split over other tensor and pipeline sizes read each other's chunks from a real server.
+
+A model of 12 layers whose values hold 3 layers each: pipeline borders at multiples of 3 are borders
+of values too, so any such splits share. Other borders cut a value in two: those instances miss.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from lmcache_connector.kv_layout.topology import RankTopology, all_ranks
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.chunks import Ends, chunk_key, config
+from tests.support.servers import Server
+
+LAYERS, HEADS, TOKENS, WIDTH = 12, 4, 16, 64
+LAYER_BYTES = TOKENS * WIDTH
+NUM_CHUNKS = 3
+
+Split = tuple[int, tuple[int, ...]]
+"""Tensor-parallel size, and layers per pipeline rank."""
+
+ALIGNED: list[Split] = [
+    (1, (12,)),
+    (2, (12,)),
+    (8, (12,)),  # two ranks hold the same head
+    (1, (6, 6)),
+    (2, (3, 9)),
+    (4, (3, 3, 3, 3)),
+]
+CROOKED: list[Split] = [(1, (5, 7)), (2, (6, 5, 1))]
+
+
+def whole_chunk(index: int) -> dict[tuple[int, int], bytes]:
+    """By KV head and layer: what every instance of this model computes for it."""
+    rng = random.Random(index)
+    return {(h, layer): rng.randbytes(LAYER_BYTES) for h in range(HEADS) for layer in range(LAYERS)}
+
+
+def part_of(index: int, rank: RankTopology) -> bytes:
+    """One rank's part of the chunk, as it lies in its buffer."""
+    whole = whole_chunk(index)
+    layers = range(rank.layer_start, rank.layer_end)
+    return b"".join(whole[h, layer] for h in rank.read_shards for layer in layers)
+
+
+def geometry_of(rank: RankTopology) -> ChunkGeometry:
+    return ChunkGeometry(
+        num_tokens=TOKENS,
+        layer_start=rank.layer_start,
+        layer_widths=(WIDTH,) * rank.num_layers,
+        shards=rank.read_shards,
+        num_shards_total=HEADS,
+        dtype="bfloat16",
+    )
+
+
+def ranks_of(split: Split) -> tuple[RankTopology, ...]:
+    return all_ranks(tp_size=split[0], layer_counts=split[1], num_kv_heads=HEADS)
+
+
+class Instance:
+    """All ranks' tiers, and the scheduler's look-up."""
+
+    def __init__(self, url: str, split: Split, stack: ExitStack) -> None:
+        self.ranks = ranks_of(split)
+        # Claims keep others from writing a chunk for a while; here they are to write it soon.
+        settings = config(url, claim_seconds=0.001)
+        self.tiers = [
+            RedisTier(settings, geometry_of(rank), rank.write_shards) for rank in self.ranks
+        ]
+        self.lookup = RedisLookup(settings, [geometry_of(rank) for rank in self.ranks])
+        for tier in self.tiers:
+            stack.callback(tier.close, 2.0)
+        stack.callback(self.lookup.close)
+
+    def write(self, skip_rank: int | None = None) -> None:
+        ends, expected = Ends(), 0
+        for rank, tier in zip(self.ranks, self.tiers, strict=True):
+            if rank.rank == skip_rank:
+                continue
+            for index in range(NUM_CHUNKS):
+                expected += 1
+                tier.put(chunk_key(index), memoryview(part_of(index, rank)), ends, index)
+        assert ends.wait(expected) == [True] * expected
+
+    def hits(self) -> int:
+        keys = [chunk_key(index) for index in range(NUM_CHUNKS)]
+        return self.lookup.exists_prefix(keys, time.monotonic() + 5)
+
+    def read(self, number: int) -> tuple[list[bool], list[bytes]]:
+        tier = self.tiers[number]
+        buffers = [bytearray(tier.geometry.chunk_bytes) for _ in range(NUM_CHUNKS)]
+        found = tier.get_into(
+            [chunk_key(index) for index in range(NUM_CHUNKS)],
+            [memoryview(buffer) for buffer in buffers],
+            time.monotonic() + 5,
+        )
+        return found, [bytes(buffer) for buffer in buffers]
+
+
+@pytest.mark.parametrize("reader", ALIGNED, ids=str)
+@pytest.mark.parametrize("writer", ALIGNED, ids=str)
+def test_aligned_splits_read_each_others_chunks(
+    valkey: Server, writer: Split, reader: Split
+) -> None:
+    with ExitStack() as stack:
+        Instance(valkey.url, writer, stack).write()
+        instance = Instance(valkey.url, reader, stack)
+        assert instance.hits() == NUM_CHUNKS
+        for rank in instance.ranks:
+            found, data = instance.read(rank.rank)
+            assert found == [True] * NUM_CHUNKS
+            assert data == [part_of(index, rank) for index in range(NUM_CHUNKS)]
+
+
+@pytest.mark.parametrize("split", CROOKED, ids=str)
+def test_the_same_crooked_split_shares(valkey: Server, split: Split) -> None:
+    with ExitStack() as stack:
+        Instance(valkey.url, split, stack).write()
+        instance = Instance(valkey.url, split, stack)
+        assert instance.hits() == NUM_CHUNKS
+        for rank in instance.ranks:
+            assert instance.read(rank.rank)[1] == [part_of(i, rank) for i in range(NUM_CHUNKS)]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [(CROOKED[0], ALIGNED[0]), (ALIGNED[0], CROOKED[0]), (ALIGNED[3], CROOKED[1]), CROOKED],
+    ids=str,
+)
+def test_splits_that_cut_values_apart_miss_cleanly(
+    valkey: Server, writer: Split, reader: Split
+) -> None:
+    """The look-up says so before anything is planned; a load that is tried all the same misses on
+    the ranks whose values are not there, and is right on the others."""
+    with ExitStack() as stack:
+        Instance(valkey.url, writer, stack).write()
+        instance = Instance(valkey.url, reader, stack)
+        assert instance.hits() == 0
+        results = [instance.read(rank.rank) for rank in instance.ranks]
+        assert not all(found[0] for found, _ in results)
+        for rank, (found, data) in zip(instance.ranks, results, strict=True):
+            for index in range(NUM_CHUNKS):
+                assert not found[index] or data[index] == part_of(index, rank)
+        # Both kinds of values live side by side.
+        instance.write()
+        assert instance.hits() == NUM_CHUNKS
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_chunk_that_one_rank_has_not_written_is_no_hit(valkey: Server, missing: int) -> None:
+    with ExitStack() as stack:
+        instance = Instance(valkey.url, (2, (6, 6)), stack)
+        instance.write(skip_rank=missing)
+        for split in ALIGNED:
+            assert Instance(valkey.url, split, stack).hits() == 0
+        instance.write()
+        assert Instance(valkey.url, (1, (12,)), stack).hits() == NUM_CHUNKS
+
+
+def test_replicas_write_each_value_once(valkey: Server) -> None:
+    with ExitStack() as stack:
+        instance = Instance(valkey.url, (8, (12,)), stack)
+        instance.write()
+        written = sum(tier.stats().bytes_written for tier in instance.tiers)
+        assert written == NUM_CHUNKS * HEADS * LAYERS * LAYER_BYTES
+        assert [tier.stats().bytes_written > 0 for tier in instance.tiers] == [True, False] * 4

@@ -1,0 +1,158 @@
+"""The Redis tier against a real server: what goes in comes out, or is a miss."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.chunks import (
+    GEOMETRY,
+    Ends,
+    chunk_data,
+    chunk_key,
+    config,
+    get_all,
+    open_tier,
+    put_all,
+)
+from tests.support.servers import Server
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def url(request: pytest.FixtureRequest, valkey: Server) -> str:
+    return valkey.url if request.param == "tcp" else valkey.unix_url
+
+
+def test_what_was_put_comes_back_byte_for_byte(url: str) -> None:
+    with open_tier(url) as tier:
+        assert put_all(tier, range(20)) == [True] * 20
+        hits, data = get_all(tier, range(20))
+        assert hits == [True] * 20
+        assert data == [chunk_data(i) for i in range(20)]
+        stats = tier.stats()
+        assert (stats.chunks_written, stats.chunks_hit) == (20, 20)
+        assert stats.bytes_written == stats.bytes_read == 20 * GEOMETRY.chunk_bytes
+
+
+def test_keyed_values_come_back(url: str) -> None:
+    with open_tier(url, hash_key=b"s" * 32) as tier:
+        put_all(tier, range(3))
+        assert get_all(tier, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)])
+
+
+def test_big_values_come_back(valkey: Server) -> None:
+    # The chunk of an 8B model: 8 heads of 4 MiB, so that one head takes two values.
+    big = ChunkGeometry(256, 0, (512,) * 32, tuple(range(8)), 8, "bfloat16")
+    with open_tier(valkey.url, big, max_value_bytes=4 << 20) as tier:
+        assert put_all(tier, range(2)) == [True] * 2
+        hits, data = get_all(tier, range(2))
+        assert hits == [True] * 2
+        assert data == [chunk_data(i, big) for i in range(2)]
+    with valkey.client() as client:
+        lengths = [client.strlen(key) for key in client.keys("lmc:*-*")]
+    assert len(lengths) == 32
+    assert max(lengths) <= 4 << 20
+
+
+def test_a_missing_chunk_is_a_miss_and_ends_the_load(url: str) -> None:
+    with open_tier(url) as tier:
+        put_all(tier, [0, 1, 2, 4, 5])
+        hits, data = get_all(tier, range(6))
+        assert hits[:4] == [True, True, True, False]
+        assert data[:3] == [chunk_data(i) for i in range(3)]
+        for i in (4, 5):
+            assert not hits[i] or data[i] == chunk_data(i)
+        assert tier.stats().misses["missing"] == 1
+        # And the tier goes on.
+        assert get_all(tier, [0, 1, 2, 4, 5])[0] == [True] * 5
+
+
+def test_a_chunk_with_one_value_gone_is_a_miss(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier, valkey.client() as client:
+        put_all(tier, range(3))
+        victim = client.keys(f"lmc:{{default:{chunk_key(1).hex()}}}*-*")[0]
+        client.delete(victim)
+        assert get_all(tier, range(3))[0][:2] == [True, False]
+
+
+def test_each_value_is_written_once(valkey: Server) -> None:
+    with open_tier(valkey.url) as one, open_tier(valkey.url) as other:
+        assert put_all(one, range(5)) == [True] * 5
+        assert put_all(other, range(5)) == [True] * 5
+        assert other.stats().chunks_already_there == 5
+        assert other.stats().bytes_written == 0
+
+
+def test_a_spoiled_value_is_written_anew(valkey: Server) -> None:
+    with open_tier(valkey.url, claim_seconds=0.001) as tier, valkey.client() as client:
+        put_all(tier, range(1))
+        victim = client.keys("lmc:*-*")[0]
+        client.setrange(victim, 1000, b"\xff\x00\xff\x00")
+        assert get_all(tier, range(1))[0] == [False]
+        assert tier.stats().misses["bad_checksum"] == 1
+        assert put_all(tier, range(1)) == [True]
+        assert get_all(tier, range(1)) == ([True], [chunk_data(0)])
+
+
+def test_ranks_share_one_chunk(valkey: Server) -> None:
+    """Two ranks write half the heads each; one rank of a smaller setup reads all."""
+    halves = [ChunkGeometry(16, 0, (64,) * 4, (shard,), 2, "bfloat16") for shard in (0, 1)]
+    whole = chunk_data(7)
+    size = halves[0].chunk_bytes
+    ends = Ends()
+    for geometry, data in zip(halves, (whole[:size], whole[size:]), strict=True):
+        with open_tier(valkey.url, geometry) as tier:
+            tier.put(chunk_key(7), memoryview(data), ends)
+            tier.flush(5.0)
+    assert ends.wait(2) == [True, True]
+    with open_tier(valkey.url) as tier:
+        assert get_all(tier, [7]) == ([True], [whole])
+
+
+def test_a_rank_that_writes_no_head_is_done_at_once(valkey: Server) -> None:
+    tier = RedisTier(config(valkey.url), GEOMETRY, ())
+    ends = Ends()
+    assert tier.put(chunk_key(0), memoryview(chunk_data(0)), ends)
+    assert ends.results == [True]
+    assert tier.close(1.0)
+
+
+def test_no_server_costs_misses_only() -> None:
+    with open_tier("redis://127.0.0.1:1") as tier:
+        begun = time.monotonic()
+        assert get_all(tier, range(3), seconds=1.0)[0] == [False] * 3
+        assert put_all(tier, range(3)) == [False] * 3
+        assert time.monotonic() - begun < 5.0
+
+
+def test_a_load_can_be_cancelled() -> None:
+    with open_tier("redis://192.0.2.1:6379", connect_timeout_seconds=30.0) as tier:
+        cancelled = threading.Event()
+        threading.Timer(0.05, cancelled.set).start()
+        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
+        far = time.monotonic() + 600.0
+        assert tier.get_into([chunk_key(0)], [buffer], far, cancelled.is_set) == [False]
+
+
+def test_a_callers_bug_raises(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier:
+        with pytest.raises(ValueError, match="bytes"):
+            tier.get_into([b"short"], [memoryview(bytearray(GEOMETRY.chunk_bytes))], 0.0)
+        with pytest.raises(ValueError, match="bytes"):
+            tier.get_into([chunk_key(0)], [memoryview(bytearray(3))], 0.0)
+        with pytest.raises(ValueError, match="keys"):
+            tier.get_into([chunk_key(0)], [], 0.0)
+
+
+def test_bursts_of_writes_are_timed_once(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier:
+        assert all(put_all(tier, range(5)))
+        bursts = tier.take_write_times()
+        assert sum(num_bytes for num_bytes, _ in bursts) == 5 * GEOMETRY.chunk_bytes
+        assert all(seconds > 0 for _, seconds in bursts)
+        assert all(put_all(tier, range(5)))  # they are there already
+        assert tier.take_write_times() == []

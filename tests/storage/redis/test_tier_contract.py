@@ -1,0 +1,157 @@
+"""What every tier promises. The in-memory one below keeps the interface honest; the suite is for
+any tier to come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.chunks import GEOMETRY, Ends, chunk_data, chunk_key, config
+from tests.support.servers import Server
+
+
+class Tier(Protocol):
+    @property
+    def geometry(self) -> ChunkGeometry: ...
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[bool]: ...
+
+    def put(
+        self, key: bytes, buffer: memoryview, on_done: Callable[[bool], None], order: int = 0
+    ) -> bool: ...
+
+    def close(self, timeout: float) -> bool: ...
+
+
+class MemoryTier:
+    """The simplest tier there is."""
+
+    def __init__(self, geometry: ChunkGeometry) -> None:
+        self.geometry = geometry
+        self._chunks: dict[bytes, bytes] = {}
+        self._closed = False
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[bool]:
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys, {len(buffers)} buffers")
+        hits = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            found = self._chunks.get(key) if time.monotonic() < deadline else None
+            if found is not None:
+                buffer[:] = found
+            hits.append(found is not None)
+        return hits
+
+    def put(
+        self, key: bytes, buffer: memoryview, on_done: Callable[[bool], None], order: int = 0
+    ) -> bool:
+        if not self._closed:
+            self._chunks.setdefault(key, bytes(buffer))
+        on_done(not self._closed)
+        return not self._closed
+
+    def close(self, timeout: float) -> bool:
+        self._closed = True
+        self._chunks.clear()
+        return True
+
+
+@pytest.fixture(params=["memory", "redis", "redis, keyed"])
+def tier(request: pytest.FixtureRequest, valkey: Server) -> Iterator[Tier]:
+    tier: Tier
+    if request.param == "memory":
+        tier = MemoryTier(GEOMETRY)
+    else:
+        hash_key = b"0123456789abcdef" if "keyed" in request.param else None
+        tier = RedisTier(config(valkey.url, hash_key=hash_key), GEOMETRY)
+    yield tier
+    assert tier.close(1.0)
+
+
+def put(tier: Tier, indices: Sequence[int]) -> list[bool]:
+    ends = Ends()
+    for order, index in enumerate(indices):
+        assert tier.put(chunk_key(index), memoryview(chunk_data(index)), ends, order)
+    return ends.wait(len(indices))
+
+
+def get(tier: Tier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes | None]:
+    """Bytes of the hits, None for the misses."""
+    buffers = [bytearray(tier.geometry.chunk_bytes) for _ in indices]
+    keys = [chunk_key(i) for i in indices]
+    deadline = time.monotonic() + seconds
+    hits = tier.get_into(keys, [memoryview(b) for b in buffers], deadline)
+    assert len(hits) == len(indices)
+    return [bytes(b) if hit else None for hit, b in zip(hits, buffers, strict=True)]
+
+
+def test_an_empty_tier_hits_nothing(tier: Tier) -> None:
+    assert get(tier, [0, 1]) == [None, None]
+    assert get(tier, []) == []
+
+
+def test_a_hit_is_byte_equal(tier: Tier) -> None:
+    assert put(tier, [0, 1, 2]) == [True] * 3
+    assert get(tier, [2, 0, 1]) == [chunk_data(2), chunk_data(0), chunk_data(1)]
+
+
+def test_the_same_chunk_may_be_asked_for_twice(tier: Tier) -> None:
+    put(tier, [0])
+    assert get(tier, [0, 0]) == [chunk_data(0)] * 2
+
+
+def test_what_is_there_is_not_overwritten(tier: Tier) -> None:
+    put(tier, [0])
+    ends = Ends()
+    tier.put(chunk_key(0), memoryview(chunk_data(1)), ends)
+    ends.wait(1)
+    assert get(tier, [0]) == [chunk_data(0)]
+
+
+def test_past_its_deadline_nothing_is_a_hit(tier: Tier) -> None:
+    put(tier, [0])
+    assert get(tier, [0], seconds=-1.0) == [None]
+
+
+def test_misused_it_raises(tier: Tier) -> None:
+    with pytest.raises(ValueError, match="keys"):
+        tier.get_into([chunk_key(0)], [], time.monotonic() + 1.0)
+
+
+def test_closed_it_is_a_miss_and_every_put_still_ends(tier: Tier) -> None:
+    put(tier, [0])
+    assert tier.close(1.0)
+    assert get(tier, [0]) == [None]
+    ends = Ends()
+    assert not tier.put(chunk_key(1), memoryview(chunk_data(1)), ends)
+    assert ends.results == [False]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(stored=st.sets(st.integers(100, 115)), asked=st.lists(st.integers(100, 115), max_size=12))
+def test_the_leading_hits_are_those_that_were_put(
+    shared_valkey: Server, stored: set[int], asked: list[int]
+) -> None:
+    with shared_valkey.client() as client:
+        client.flushall()
+    tiers: list[Tier] = [MemoryTier(GEOMETRY), RedisTier(config(shared_valkey.url), GEOMETRY)]
+    for tier in tiers:
+        put(tier, sorted(stored))
+        found = get(tier, asked)
+        end = next((i for i, index in enumerate(asked) if index not in stored), len(asked))
+        assert found[:end] == [chunk_data(i) for i in asked[:end]]
+        for index, data in zip(asked[end:], found[end:], strict=True):
+            assert data is None or data == chunk_data(index)
+        assert end == len(asked) or found[end] is None
+        tier.close(1.0)

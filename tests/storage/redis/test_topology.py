@@ -1,0 +1,219 @@
+"""Cluster, Sentinel, TLS and ACL, each against real servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from redis.crc import key_slot
+
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.redis.value_names import chunk_tag
+from tests.support.chunks import (
+    GEOMETRY,
+    chunk_data,
+    chunk_key,
+    config,
+    get_all,
+    open_tier,
+    put_all,
+)
+from tests.support.server_groups import (
+    Certificates,
+    Cluster,
+    Watched,
+    certificates,
+    running_cluster,
+    running_sentinels,
+    wait_until,
+)
+from tests.support.servers import Server, running_server
+
+
+def holds(tier: RedisTier, indices: range) -> bool:
+    """Whether all are hits now; a hit that is not byte-equal fails at once."""
+    hits, data = get_all(tier, indices)
+    for i, hit, found in zip(indices, hits, data, strict=True):
+        assert not hit or found == chunk_data(i)
+    return all(hits)
+
+
+def slot_of(index: int) -> int:
+    return int(key_slot(chunk_tag("default", chunk_key(index))))
+
+
+@pytest.fixture(
+    scope="module", params=["valkey", pytest.param("redis", marks=pytest.mark.redis_server)]
+)
+def binary(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(f"{request.param}_path"))
+
+
+class TestCluster:
+    @pytest.fixture(scope="class")
+    def shared_cluster(self, binary: str) -> Iterator[Cluster]:
+        with running_cluster(binary) as cluster:
+            yield cluster
+
+    @pytest.fixture
+    def cluster(self, shared_cluster: Cluster) -> Cluster:
+        shared_cluster.flush()
+        return shared_cluster
+
+    def test_chunks_spread_over_all_masters_and_come_back(self, cluster: Cluster) -> None:
+        with open_tier(cluster.url) as tier:
+            assert put_all(tier, range(30)) == [True] * 30
+            assert holds(tier, range(30))
+        for master in cluster.masters:
+            with master.client() as client:
+                assert client.dbsize() > 0
+
+    def test_look_up_counts_the_prefix_over_all_masters(self, cluster: Cluster) -> None:
+        with open_tier(cluster.url) as tier:
+            put_all(tier, [i for i in range(20) if i != 13])
+        lookup = RedisLookup(config(cluster.url), [GEOMETRY])
+        keys = [chunk_key(i) for i in range(20)]
+        assert lookup.exists_prefix(keys, time.monotonic() + 5.0) == 13
+        lookup.close()
+
+    def test_a_slot_moves_in_the_middle_of_traffic(self, cluster: Cluster) -> None:
+        slot = slot_of(0)
+        with open_tier(cluster.url) as tier:
+            put_all(tier, range(10))
+            assert holds(tier, range(10))
+            target = next(m for m in cluster.masters if m is not cluster.owner(slot))
+            cluster.migrate(slot, target)
+            try:
+                wait_until(lambda: holds(tier, range(10)), "the tier did not follow the slot")
+            finally:
+                self._migrate_back(cluster, slot, target)
+            wait_until(lambda: holds(tier, range(10)), "nor back again")
+
+    def _migrate_back(self, cluster: Cluster, slot: int, source: Server) -> None:
+        home = cluster.owner(slot)
+        with home.client() as new, source.client() as old:
+            ids = {"home": new.cluster("MYID").decode(), "away": old.cluster("MYID").decode()}
+            new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids["away"])
+            old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids["home"])
+            keys = old.execute_command("CLUSTER GETKEYSINSLOT", slot, 100)
+            old.execute_command("MIGRATE", "127.0.0.1", home.port, "", 0, 5000, "KEYS", *keys)
+            for client in (new, old):
+                client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids["home"])
+
+    def test_a_lost_master_costs_its_own_chunks_only(self, cluster: Cluster) -> None:
+        lost = cluster.masters[1]
+        on_lost = [i for i in range(40) if cluster.owner(slot_of(i)) is lost]
+        elsewhere = [i for i in range(40) if i not in on_lost]
+        with open_tier(cluster.url) as tier:
+            put_all(tier, range(40))
+            lost.kill()
+            try:
+                for i in on_lost:
+                    assert get_all(tier, [i])[0] == [False]
+                hits, data = get_all(tier, elsewhere)
+                assert hits == [True] * len(elsewhere)
+                assert data == [chunk_data(i) for i in elsewhere]
+            finally:
+                lost.start()
+            # Without its memory, but with its slots (its node file survives).
+            wait_until(lambda: all(put_all(tier, on_lost)), "the master was not taken back")
+            assert all(get_all(tier, on_lost)[0])
+
+
+class TestSentinel:
+    @pytest.fixture
+    def watched(self, binary: str) -> Iterator[Watched]:
+        with running_sentinels(binary) as watched:
+            yield watched
+
+    def test_a_failover_in_the_middle_of_traffic(self, watched: Watched) -> None:
+        with open_tier(watched.url) as tier:
+            put_all(tier, range(10))
+            assert holds(tier, range(10))
+            with watched.master.client() as client:
+                assert client.wait(1, 5000) == 1
+            watched.master.kill()
+            wait_until(lambda: holds(tier, range(10)), "the tier did not find the new master")
+            assert watched.master_port() == watched.replica.port
+            wait_until(lambda: put_all(tier, [20]) == [True], "no writes to the new master")
+            with watched.replica.client() as client:
+                assert client.exists(*client.keys(f"*{chunk_key(20).hex()}*-*"))
+
+
+@pytest.mark.redis_server
+class TestTls:
+    @pytest.fixture(scope="class")
+    def pem(self) -> Iterator[Certificates]:
+        with certificates() as pem:
+            yield pem
+
+    @pytest.fixture(scope="class")
+    def server(self, redis_path: str, pem: Certificates) -> Iterator[Server]:
+        settings = {
+            "port": "0",
+            "tls-cert-file": str(pem.certificate),
+            "tls-key-file": str(pem.key),
+            "tls-ca-cert-file": str(pem.ca),
+            "tls-auth-clients": "yes",
+        }
+        with running_server(redis_path, settings, tls=pem) as server:
+            yield server
+
+    def url(self, server: Server, pem: Certificates, **changes: object) -> str:
+        options = {"ssl_ca_certs": pem.ca, "ssl_certfile": pem.certificate, "ssl_keyfile": pem.key}
+        query = "&".join(f"{k}={v}" for k, v in (options | changes).items())
+        return f"rediss://127.0.0.1:{server.port}?{query}"
+
+    def test_chunks_come_back_over_tls(self, server: Server, pem: Certificates) -> None:
+        with open_tier(self.url(server, pem)) as tier:
+            assert put_all(tier, range(10)) == [True] * 10
+            assert holds(tier, range(10))
+            assert get_all(tier, [99])[0] == [False]
+            assert holds(tier, range(10))
+        lookup = RedisLookup(config(self.url(server, pem)), [GEOMETRY])
+        keys = [chunk_key(i) for i in range(12)]
+        assert lookup.exists_prefix(keys, time.monotonic() + 5.0) == 10
+        lookup.close()
+
+    def test_a_client_without_a_certificate_gets_nothing(
+        self, server: Server, pem: Certificates
+    ) -> None:
+        url = f"rediss://127.0.0.1:{server.port}?ssl_ca_certs={pem.ca}"
+        with open_tier(url) as tier:
+            assert put_all(tier, [0]) == [False]
+            assert get_all(tier, [0], seconds=1.0)[0] == [False]
+
+    def test_a_server_with_a_strange_certificate_is_not_trusted(
+        self, server: Server, pem: Certificates
+    ) -> None:
+        with open_tier(self.url(server, pem, ssl_ca_certs=pem.stranger_certificate)) as tier:
+            assert put_all(tier, [0]) == [False]
+
+
+class TestAcl:
+    # README lists the same.
+    MINIMAL = ("+get", "+getex", "+set", "+strlen", "+exists")
+
+    def test_the_minimal_command_set_is_enough(self, binary: str) -> None:
+        with running_server(binary) as server, server.client() as client:
+            client.execute_command(
+                "ACL", "SETUSER", "kv", "on", ">pass", "resetkeys", "~lmc:*", "-@all", *self.MINIMAL
+            )
+            url = f"redis://kv:pass@127.0.0.1:{server.port}"
+            with open_tier(url, ttl_seconds=600.0, refresh_ttl=True) as tier:
+                assert put_all(tier, range(5)) == [True] * 5
+                assert holds(tier, range(5))
+            lookup = RedisLookup(config(url), [GEOMETRY])
+            keys = [chunk_key(i) for i in range(5)]
+            assert lookup.exists_prefix(keys, time.monotonic() + 5.0) == 5
+            lookup.close()
+
+    def test_a_wrong_password_costs_misses_only(self, binary: str) -> None:
+        with running_server(binary, {"requirepass": "right"}) as server:
+            with open_tier(f"redis://:wrong@127.0.0.1:{server.port}") as tier:
+                assert put_all(tier, [0]) == [False]
+                assert get_all(tier, [0], seconds=1.0)[0] == [False]
+            with open_tier(f"redis://:right@127.0.0.1:{server.port}") as tier:
+                assert put_all(tier, [0]) == [True]

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.config.strict import resolve_secret
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.url import TopologyKind, parse_redis_url
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "tls", "hosts", "path", "master", "db"),
+    [
+        ("redis://h", TopologyKind.SINGLE, False, (("h", 6379),), "", "", 0),
+        ("redis://h:1/3", TopologyKind.SINGLE, False, (("h", 1),), "", "", 3),
+        ("redis://h:1?db=4", TopologyKind.SINGLE, False, (("h", 1),), "", "", 4),
+        ("redis://[::1]:7/", TopologyKind.SINGLE, False, (("::1", 7),), "", "", 0),
+        ("rediss://u:p@h", TopologyKind.SINGLE, True, (("h", 6379),), "", "", 0),
+        ("unix:///run/r.sock?db=2", TopologyKind.SINGLE, False, (), "/run/r.sock", "", 2),
+        (
+            "redis+sentinel://a,b:7/mymaster/1",
+            TopologyKind.SENTINEL,
+            False,
+            (("a", 26379), ("b", 7)),
+            "",
+            "mymaster",
+            1,
+        ),
+        ("rediss+cluster://a:1,b", TopologyKind.CLUSTER, True, (("a", 1), ("b", 6379)), "", "", 0),
+    ],
+)
+def test_url_forms(
+    url: str,
+    kind: TopologyKind,
+    tls: bool,
+    hosts: tuple[tuple[str, int], ...],
+    path: str,
+    master: str,
+    db: int,
+) -> None:
+    address = parse_redis_url(url)
+    assert (address.kind, address.tls, address.hosts) == (kind, tls, hosts)
+    assert (address.path, address.master, address.db) == (path, master, db)
+
+
+def test_credentials_are_decoded_and_never_shown() -> None:
+    address = parse_redis_url("redis://us%40er:p%3A%2Fss@h:1")
+    options = address.connection_options()
+    assert (options["username"], options["password"]) == ("us@er", "p:/ss")
+    assert parse_redis_url("redis://:only@h").password == "only"
+    for shown in (repr(address), str(address)):
+        assert "p:/ss" not in shown
+        assert "us@er" not in shown
+    assert str(address) == "redis://h:1"
+
+
+def test_tls_options_reach_the_connection(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.touch()
+    url = f"rediss://h?ssl_ca_certs={ca}&ssl_check_hostname=false"
+    options = parse_redis_url(url).connection_options()
+    assert options["ssl_ca_certs"] == str(ca)
+    assert options["ssl_check_hostname"] is False
+
+
+def test_sentinels_have_credentials_of_their_own() -> None:
+    url = "redis+sentinel://u:p@h/m?sentinel_password=other"
+    options = parse_redis_url(url).sentinel_options()
+    assert (options["username"], options["password"]) == (None, "other")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://secret@h", "scheme"),
+        ("h:6379", "scheme"),
+        ("redis://", "host"),
+        ("redis://h:port", "port"),
+        ("redis://h:99999", "port"),
+        ("redis://h/x", "number"),
+        ("redis://h/1/2", "path"),
+        ("redis://h?ssl_ca_certs=/x", "ssl_ca_certs"),
+        ("rediss://h?ssl_ca_certs=/no/such/file", "no file"),
+        ("redis://h?tiemout=3", "tiemout"),
+        ("unix://", "socket"),
+        ("redis+sentinel://h", "master"),
+        ("redis+cluster://h/1", "database 0"),
+        ("redis://a,b", "several hosts"),
+    ],
+)
+def test_impossible_urls_say_why_and_keep_the_secret(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        RedisTierConfig(url=url.replace("://", "://user:hunter2@"))
+    assert "hunter2" not in str(error.value)
+
+
+def test_config_lists_every_problem() -> None:
+    with pytest.raises(ValueError, match="namespace") as error:
+        RedisTierConfig(
+            url="nonsense",
+            namespace="a{b}",
+            num_connections=0,
+            refresh_ttl=True,
+            hash_key=b"short",
+            max_value_bytes=1,
+        )
+    message = str(error.value)
+    for name in ("num_connections", "refresh_ttl", "hash_key", "max_value_bytes", "redis_url"):
+        assert name in message
+
+
+def test_config_shows_no_secret() -> None:
+    shown = repr(RedisTierConfig(url="redis://u:hunter2@h", hash_key=b"another secret 1"))
+    assert "hunter2" not in shown
+    assert "another secret" not in shown
+
+
+def test_secrets_by_value_environment_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("from file\n")
+    environ = {"NAME": "from env", "EMPTY": ""}
+    assert resolve_secret("plain", environ) == "plain"
+    assert resolve_secret("env:NAME", environ) == "from env"
+    assert resolve_secret(f"file:{file}", environ) == "from file"
+    assert resolve_secret("redis://u:p@h", environ) == "redis://u:p@h"
+    for reference in ("env:MISSING", "env:EMPTY", "file:/no/such/file"):
+        with pytest.raises(ValueError, match=reference.split(":", 1)[1]):
+            resolve_secret(reference, environ)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="no secret"):
+        resolve_secret(f"file:{file}", environ)

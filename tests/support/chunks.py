@@ -1,0 +1,92 @@
+"""Small chunks and tiers for tests."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.tier import RedisTier
+
+# 16 tokens, 4 layers of 64 bytes, 2 heads: 8 KiB a chunk.
+GEOMETRY = ChunkGeometry(
+    num_tokens=16,
+    layer_start=0,
+    layer_widths=(64,) * 4,
+    shards=(0, 1),
+    num_shards_total=2,
+    dtype="bfloat16",
+)
+
+
+def chunk_key(index: int) -> bytes:
+    return random.Random(index).randbytes(32)
+
+
+def chunk_data(index: int, geometry: ChunkGeometry = GEOMETRY) -> bytes:
+    return random.Random(-1 - index).randbytes(geometry.chunk_bytes)
+
+
+def config(url: str, **changes: object) -> RedisTierConfig:
+    """Two values per head of ``GEOMETRY``, and back-offs a test can wait for."""
+    settings: dict[str, object] = {
+        "max_value_bytes": 4096,
+        "backoff_min_seconds": 0.02,
+        "backoff_max_seconds": 0.2,
+    }
+    return RedisTierConfig(url=url, **(settings | changes))  # type: ignore[arg-type]
+
+
+@contextmanager
+def open_tier(
+    url: str, geometry: ChunkGeometry = GEOMETRY, **changes: object
+) -> Iterator[RedisTier]:
+    tier = RedisTier(config(url, **changes), geometry)
+    try:
+        yield tier
+    finally:
+        assert tier.close(2.0)
+
+
+class Ends:
+    """Collects what ``on_done`` is told."""
+
+    def __init__(self) -> None:
+        self.results: list[bool] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, stored: bool) -> None:
+        with self._changed:
+            self.results.append(stored)
+            self._changed.notify_all()
+
+    def wait(self, count: int, seconds: float = 10.0) -> list[bool]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.results) >= count, seconds)
+            return list(self.results)
+
+
+def put_all(tier: RedisTier, indices: range | list[int]) -> list[bool]:
+    """Put the chunks of ``indices`` and wait for the end of each."""
+    ends = Ends()
+    for order, index in enumerate(indices):
+        data = memoryview(chunk_data(index, tier.geometry))
+        tier.put(chunk_key(index), data, ends, order)
+    return ends.wait(len(indices))
+
+
+def get_all(
+    tier: RedisTier, indices: range | list[int], seconds: float = 5.0
+) -> tuple[list[bool], list[bytes]]:
+    """Hits and bytes of the chunks of ``indices``."""
+    buffers = [bytearray(tier.geometry.chunk_bytes) for _ in indices]
+    hits = tier.get_into(
+        [chunk_key(i) for i in indices],
+        [memoryview(b) for b in buffers],
+        time.monotonic() + seconds,
+    )
+    return hits, [bytes(b) for b in buffers]

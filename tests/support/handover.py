@@ -1,0 +1,120 @@
+"""Requests that hand over, as a router would send them; run inside an engine's process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tests.support.probe import EngineProbe, Served
+
+_MAX_STEPS = 200_000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``params``: the ``kv_transfer_params`` of the answer, for the router to pass on."""
+
+    served: Served
+    params: dict[str, Any] | None
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. ``request_id`` as a client or router gave it."""
+
+    request_id: str
+    prompt: Sequence[int]
+    max_tokens: int = 2
+    params: dict[str, Any] | None = None
+
+
+def ask(probe: EngineProbe, request: Ask) -> Answer:
+    """Serve one request to its end, and look at its KV while it still holds its blocks."""
+    return ask_all(probe, [request])[0]
+
+
+def ask_all(probe: EngineProbe, requests: Sequence[Ask]) -> list[Answer]:
+    """Serve requests that arrive together."""
+    from tests.support.probe import _Progress
+
+    before = probe.external_hit_tokens()
+    started = time.perf_counter()
+    running = {}
+    for request in requests:
+        add(probe, request)
+        running[request.request_id] = _Progress(len(request.prompt))
+    outputs: dict[str, Any] = {}
+    for _ in range(_MAX_STEPS):
+        for output in probe.engine.step():
+            progress = running[output.request_id]
+            if not progress.ttft_seconds and output.outputs[0].token_ids:
+                progress.ttft_seconds = time.perf_counter() - started
+                probe._digest(progress, output.request_id)
+            if output.finished:
+                progress.output = outputs[output.request_id] = output
+        if len(outputs) == len(running):
+            break
+    else:
+        raise RuntimeError("requests did not finish")
+    probe.drain()
+    external = probe.external_hit_tokens() - before
+    return [
+        Answer(
+            running[request.request_id].served(external),
+            outputs[request.request_id].kv_transfer_params,
+            str(outputs[request.request_id].outputs[0].finish_reason),
+        )
+        for request in requests
+    ]
+
+
+def add(probe: EngineProbe, request: Ask) -> None:
+    """Add a request without stepping."""
+    from vllm import SamplingParams, TokensPrompt
+
+    extra = {"kv_transfer_params": request.params} if request.params is not None else None
+    params = SamplingParams(
+        max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra
+    )
+    prompt = TokensPrompt(prompt_token_ids=list(request.prompt))
+    probe.engine.add_request(request.request_id, prompt, params)
+
+
+def counters(probe: EngineProbe) -> dict[str, Any]:
+    """Of the scheduler side."""
+    return asdict(probe.connector._scheduler.counters)
+
+
+def metrics(probe: EngineProbe) -> dict[str, float]:
+    """Hand-overs as vLLM's own logger has them for Prometheus, by name and reason, in short."""
+    from prometheus_client import REGISTRY
+
+    prefix = "vllm:lmcache_p2p_"
+    return {
+        " ".join((sample.name.removeprefix(prefix), *_reason(sample.labels))): sample.value
+        for family in REGISTRY.collect()
+        if family.name.startswith(prefix)
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+def _reason(labels: dict[str, str]) -> tuple[str, ...]:
+    assert labels["engine"] == "0"
+    return (labels["reason"],) if "reason" in labels else ()
+
+
+def log_stats(probe: EngineProbe) -> None:
+    """What vLLM does every ten seconds."""
+    probe.engine.do_log_stats()
+
+
+def at_rest(probe: EngineProbe) -> dict[str, int]:
+    """Raises unless nothing is left over; returns bytes still reserved for hand-overs."""
+    probe.drain()
+    side = probe.connector._scheduler
+    side.check_integrity()
+    return {"reserved_bytes": side.reserved_bytes}

@@ -1,0 +1,146 @@
+"""A vLLM instance in a process of its own, driven from this one.
+
+What the instance prints goes to a log file. Its answers are plain data over a pipe.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+from tests.support.probe import EngineProbe, Served
+
+_START_SECONDS = 600.0
+_ANSWER_SECONDS = 600.0
+_STOP_SECONDS = 60.0
+_LOG_TAIL_BYTES = 4000
+
+
+def forks_from(module: str) -> ForkServerContext:
+    """Processes fork from one that has imported ``module``, and has its environment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
+
+
+class InstanceError(RuntimeError):
+    """The instance ended or did not answer. The message holds the end of its log."""
+
+
+class VllmInstance:
+    """Runs an :class:`~tests.support.probe.EngineProbe` in a new process; use it in a ``with``.
+
+    ``engine_args`` go to :class:`EngineProbe`. ``prepare()``, a top-level function, runs in the new
+    process before the engine starts. Entering waits until the engine serves.
+
+    ``context`` starts the processes. Those who start dozens may let them fork from one that has
+    imported vLLM (:func:`forks_from`): that is most of a start.
+    """
+
+    context: ClassVar[SpawnContext | ForkServerContext] = multiprocessing.get_context("spawn")
+
+    def __init__(
+        self,
+        model: Path,
+        kv_transfer: dict[str, Any] | None,
+        log: Path,
+        prepare: Callable[[], None] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        self._log = log
+        self._pipe, theirs = self.context.Pipe()
+        self._process = self.context.Process(
+            target=_run, args=(theirs, str(model), kv_transfer, str(log), prepare, engine_args)
+        )
+
+    def __enter__(self) -> VllmInstance:
+        self._process.start()
+        self._receive(_START_SECONDS)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.is_alive() and kind is None:
+            self._pipe.send(None)
+        self._process.join(_STOP_SECONDS if kind is None else 0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs the engine."""
+        assert self._process.pid is not None, "it has not been started"
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """All that it has printed."""
+        return self._log.read_text(errors="replace")
+
+    def serve(self, prompt: Sequence[int], max_tokens: int = 2, **sampling: Any) -> Served:
+        served: Served = self.call(EngineProbe.serve, list(prompt), max_tokens, **sampling)
+        return served
+
+    def reset_prefix_cache(self) -> None:
+        self.call(EngineProbe.reset_prefix_cache)
+
+    def counters(self) -> dict[str, Any]:
+        """The totals of the connector's scheduler side, as plain data."""
+        counters: dict[str, Any] = self.call(EngineProbe.counters)
+        return counters
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """``function(probe, *args, **kwargs)`` in the instance's process: a top-level function."""
+        self._pipe.send((function, args, kwargs))
+        return self._receive(_ANSWER_SECONDS)
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            if self._pipe.poll(seconds):
+                answer = self._pipe.recv()
+                if isinstance(answer, Exception):
+                    raise InstanceError(f"{answer}\n{self._log_tail()}")
+                return answer
+        except EOFError:
+            pass
+        raise InstanceError(f"the vLLM instance does not answer; its log ends:\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        return self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+def _run(
+    pipe: Connection,
+    model: str,
+    kv_transfer: dict[str, Any] | None,
+    log: str,
+    prepare: Callable[[], None] | None,
+    engine_args: dict[str, Any],
+) -> None:
+    """The other process: one answer per command until it is told to stop."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    try:
+        if prepare is not None:
+            prepare()
+        probe = EngineProbe(model, kv_transfer, **engine_args)
+        pipe.send("ready")
+        while (command := pipe.recv()) is not None:
+            function, args, kwargs = command
+            pipe.send(function(probe, *args, **kwargs))
+        probe.shutdown()
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        raise

@@ -1,0 +1,187 @@
+"""One vLLM engine in this process, opened up: exact times, exact KV bytes.
+
+The demo, the tests and the benchmarks use it to prove what they claim. :class:`EngineProbe` steps a
+real ``LLM`` by hand, so that it can look at a request's blocks while they are still its own. With
+several ranks the workers have processes of their own; the scheduler always runs in this one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Any
+
+from tests.support.kv_digests import block_digests, digest_on_rank, shard_digests
+
+DIGEST_TOKENS = 256
+_MAX_STEPS = 200_000
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of one request.
+
+    ``block_digests``: one per KV block that the prompt fills, over all layers. ``shard_digests``:
+    one per ``DIGEST_TOKENS`` tokens of the prompt and KV head of the model, the same for any block
+    size and number of ranks. ``cached_tokens``: what vLLM did not have to compute.
+    ``external_hit_tokens``: what the connector loaded meanwhile, for all requests served together.
+    """
+
+    token_ids: tuple[int, ...]
+    ttft_seconds: float
+    cached_tokens: int
+    external_hit_tokens: int
+    block_digests: tuple[str, ...]
+    shard_digests: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass
+class _Progress:
+    num_tokens: int
+    ttft_seconds: float = 0.0
+    block_digests: tuple[str, ...] = ()
+    shard_digests: tuple[tuple[str, ...], ...] = ()
+    output: Any = None
+
+    def served(self, external_hit_tokens: int) -> Served:
+        return Served(
+            token_ids=tuple(self.output.outputs[0].token_ids),
+            ttft_seconds=self.ttft_seconds,
+            cached_tokens=self.output.num_cached_tokens or 0,
+            external_hit_tokens=external_hit_tokens,
+            block_digests=self.block_digests,
+            shard_digests=self.shard_digests,
+        )
+
+
+class EngineProbe:
+    """A real engine. ``kv_transfer``: the JSON of ``--kv-transfer-config``, or none."""
+
+    def __init__(
+        self, model: str, kv_transfer: dict[str, Any] | None = None, **engine_args: Any
+    ) -> None:
+        # Not on import: programs that only name this class must not run their engines so.
+        os.environ.setdefault(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+        )  # the engine is in this process
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        settings: dict[str, Any] = {
+            "max_model_len": 16384,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 30,
+            "seed": 0,
+        }
+        settings |= engine_args
+        num_ranks = settings.get("tensor_parallel_size", 1)
+        num_ranks *= settings.get("pipeline_parallel_size", 1)
+        if num_ranks > 1:  # one core each; only vLLM's CPU build looks at it
+            cores = "|".join(map(str, range(num_ranks)))
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+        if kv_transfer is not None:
+            settings["kv_transfer_config"] = KVTransferConfig(**kv_transfer)
+        self._ids = count()
+        self._llm = LLM(model=model, disable_log_stats=False, **settings)
+        self.engine = self._llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler side of the connector."""
+        return self.scheduler.connector
+
+    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(worker, *args)`` in the process of every rank: a top-level function."""
+        answers: list[Any] = self.core.model_executor.collective_rpc(function, args=args)
+        return answers
+
+    def serve(self, prompt: Sequence[int], max_tokens: int = 2, **sampling: Any) -> Served:
+        """Serve one request to its end. ``prompt``: token ids. TTFT includes queueing and loads."""
+        return self.serve_many([prompt], max_tokens, **sampling)[0]
+
+    def serve_many(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 2, **sampling: Any
+    ) -> list[Served]:
+        """Serve requests that arrive together, to the end of the last."""
+        before = self.external_hit_tokens()
+        started = time.perf_counter()
+        running = {}
+        for prompt in prompts:
+            request = self.add(prompt, max_tokens, **sampling)
+            running[request] = _Progress(len(prompt))
+        for _ in range(_MAX_STEPS):
+            for output in self.engine.step():
+                progress = running[output.request_id]
+                if not progress.ttft_seconds and output.outputs[0].token_ids:
+                    progress.ttft_seconds = time.perf_counter() - started
+                    self._digest(progress, output.request_id)
+                if output.finished:
+                    progress.output = output
+            if all(progress.output is not None for progress in running.values()):
+                break
+        else:
+            raise RuntimeError("requests did not finish")
+        self.drain()
+        external = self.external_hit_tokens() - before
+        return [progress.served(external) for progress in running.values()]
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 2, **sampling: Any) -> str:
+        """Add a request without stepping; returns its id."""
+        from vllm import SamplingParams, TokensPrompt
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampling)
+        request_id = f"probe-{next(self._ids)}"
+        self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt)), params)
+        return request_id
+
+    def external_hit_tokens(self) -> int:
+        """Tokens the connector has loaded so far."""
+        adapter = getattr(self.connector, "_scheduler", None)
+        if adapter is None:
+            return 0
+        return int(adapter.counters.cpu_hit_tokens + adapter.counters.redis_hit_tokens)
+
+    def counters(self) -> dict[str, Any]:
+        """The totals of the connector's scheduler side, as plain data."""
+        return asdict(self.connector._scheduler.counters)
+
+    def drain(self) -> None:
+        """Step until the connector has let go of all blocks."""
+        for _ in range(_MAX_STEPS):
+            if not self.scheduler.has_requests():
+                return
+            self.engine.step()
+        raise RuntimeError("the engine does not come to rest")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget vLLM's own prefix cache, and nothing else."""
+        self.drain()
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache")
+
+    def shutdown(self) -> None:
+        self.engine.engine_core.shutdown()
+
+    def _digest(self, progress: _Progress, request_id: str) -> None:
+        """Digest the prompt's KV while the request still holds its blocks."""
+        request = next(
+            (r for r in self.scheduler.requests if r == request_id or r.startswith(request_id)),
+            None,
+        )
+        if request is None:
+            return
+        (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request)
+        size = self.scheduler.block_size
+        filled = block_ids[: progress.num_tokens // size]
+        ranks = self.on_ranks(digest_on_rank, filled, len(filled) * size, (size, DIGEST_TOKENS))
+        progress.block_digests = block_digests(ranks, size)
+        progress.shard_digests = shard_digests(ranks, DIGEST_TOKENS)

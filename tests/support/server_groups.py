@@ -1,0 +1,202 @@
+"""Several real servers together: a cluster, a master watched by sentinels, certificates."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import redis
+
+from tests.support.servers import Server, free_port, running_server
+
+NUM_SLOTS = 16384
+MASTER = "cache"
+_SECONDS = 30.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = _SECONDS) -> None:
+    """Poll a real server's state; there is no event to wait for."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError(what)
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Masters without replicas, slots dealt out evenly in order."""
+
+    masters: list[Server]
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{m.port}" for m in self.masters)
+
+    def flush(self) -> None:
+        for master in self.masters:
+            with master.client() as client:
+                client.flushall()
+
+    def owner(self, slot: int) -> Server:
+        return self.masters[min(slot * len(self.masters) // NUM_SLOTS, len(self.masters) - 1)]
+
+    def migrate(self, slot: int, target: Server) -> None:
+        """Move a slot with all its keys, the way redis-cli does it, keys first."""
+        source = self.owner(slot)
+        with source.client() as old, target.client() as new:
+            ids = {"old": old.cluster("MYID").decode(), "new": new.cluster("MYID").decode()}
+            new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids["old"])
+            old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids["new"])
+            while keys := old.execute_command("CLUSTER GETKEYSINSLOT", slot, 100):
+                old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+            for client in (new, old):
+                client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids["new"])
+
+
+@contextmanager
+def running_cluster(binary: str, num_masters: int = 3) -> Iterator[Cluster]:
+    settings = {
+        "cluster-enabled": "yes",
+        "cluster-node-timeout": "1000",
+        # What is left of a cluster that lost a master must go on serving its slots.
+        "cluster-require-full-coverage": "no",
+    }
+    with ExitStack() as stack:
+        masters = [
+            stack.enter_context(
+                running_server(binary, {**settings, "cluster-port": str(free_port())})
+            )
+            for _ in range(num_masters)
+        ]
+        _join(masters)
+        yield Cluster(masters)
+
+
+def _join(masters: list[Server]) -> None:
+    cluster = Cluster(masters)
+    slots: dict[int, list[int]] = {master.port: [] for master in masters}
+    for slot in range(NUM_SLOTS):
+        slots[cluster.owner(slot).port].append(slot)
+    first = masters[0]
+    for epoch, master in enumerate(masters, start=1):
+        with master.client() as client:
+            mine = slots[master.port]
+            client.execute_command("CLUSTER SET-CONFIG-EPOCH", epoch)
+            client.execute_command("CLUSTER ADDSLOTSRANGE", mine[0], mine[-1])
+            if master is not first:
+                bus = first.settings["cluster-port"]
+                client.execute_command("CLUSTER MEET", "127.0.0.1", first.port, bus)
+    for master in masters:
+        with master.client() as client:
+            wait_until(partial(_is_whole, client, len(masters)), "the cluster did not form")
+
+
+def _is_whole(client: redis.Redis, size: int) -> bool:
+    info = client.cluster("INFO")
+    wanted = {"state": "ok", "slots_ok": str(NUM_SLOTS), "known_nodes": str(size)}
+    return all(info[f"cluster_{name}"] == value for name, value in wanted.items())
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A master, its replica, and the sentinels that watch them under the name ``MASTER``."""
+
+    master: Server
+    replica: Server
+    sentinels: list[Server]
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{s.port}" for s in self.sentinels)
+        return f"redis+sentinel://{hosts}/{MASTER}"
+
+    def master_port(self) -> int:
+        with self.sentinels[0].client() as client:
+            address = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", MASTER)
+        return int(address[1])
+
+
+@contextmanager
+def running_sentinels(binary: str, num_sentinels: int = 3) -> Iterator[Watched]:
+    quorum = num_sentinels // 2 + 1
+    with ExitStack() as stack:
+        master = stack.enter_context(running_server(binary, {"repl-diskless-sync-delay": "0"}))
+        replica = stack.enter_context(
+            running_server(binary, {"replicaof": f"127.0.0.1 {master.port}"})
+        )
+        with replica.client() as client:
+            wait_until(
+                lambda: client.info("replication")["master_link_status"] == "up", "no replica"
+            )
+        watch = {
+            "sentinel monitor": f"{MASTER} 127.0.0.1 {master.port} {quorum}",
+            "sentinel down-after-milliseconds": f"{MASTER} 500",
+            "sentinel failover-timeout": f"{MASTER} 2000",
+        }
+        sentinels = [
+            stack.enter_context(running_server(binary, watch, arguments=("--sentinel",)))
+            for _ in range(num_sentinels)
+        ]
+        watched = Watched(master, replica, sentinels)
+        for sentinel in sentinels:
+            with sentinel.client() as client:
+                wait_until(partial(_sees_all, client, num_sentinels), "sentinels did not meet")
+        yield watched
+
+
+def _sees_all(client: redis.Redis, num_sentinels: int) -> bool:
+    state = client.execute_command("SENTINEL MASTER", MASTER)
+    fields = dict(zip(state[::2], state[1::2], strict=True)) if isinstance(state, list) else state
+    named = {k.decode() if isinstance(k, bytes) else k: v for k, v in fields.items()}
+    others, replicas = named["num-other-sentinels"], named["num-slaves"]
+    return int(others) == num_sentinels - 1 and int(replicas) == 1
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files: an authority, and a key pair for server and client signed by it."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+    # Signed by an authority nobody knows.
+    stranger_certificate: Path
+    stranger_key: Path
+
+
+@contextmanager
+def certificates() -> Iterator[Certificates]:
+    """Made anew with the openssl program."""
+    folder = Path(tempfile.mkdtemp(prefix="lmc-tls-"))
+    try:
+        ca, ca_key = _self_signed(folder, "ca")
+        request, key = folder / "peer.csr", folder / "peer.key"
+        _openssl("req", "-new", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1",
+                 "-keyout", key, "-out", request)  # fmt: skip
+        extensions = folder / "extensions"
+        extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        _openssl("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial",
+                 "-days", "1", "-extfile", extensions, "-out", folder / "peer.crt")  # fmt: skip
+        stranger, stranger_key = _self_signed(folder, "stranger")
+        yield Certificates(ca, folder / "peer.crt", key, stranger, stranger_key)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _self_signed(folder: Path, name: str) -> tuple[Path, Path]:
+    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
+    _openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj",
+             f"/CN={name}", "-keyout", key, "-out", certificate)  # fmt: skip
+    return certificate, key
+
+
+def _openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)

@@ -1,0 +1,298 @@
+"""A worker without a model: memory that knows what it holds, and jobs run in any legal order.
+
+The KV of a position is one integer, the *cell*: a digest of the salt, the weights' version and all
+tokens up to that position, as in a real model any change before it changes it. A forward pass reads
+all cells before the ones it writes, and fails if one is wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lmcache_connector.plans import (
+    CacheEvent,
+    Hold,
+    JobResult,
+    LoadJob,
+    Outcome,
+    RankReport,
+    StepPlan,
+    StoreJob,
+)
+
+BLOCK_SIZE = 16
+VOCABULARY = 61
+Cells = tuple[int, ...]
+
+
+def cell(before: int, token: int) -> int:
+    """The KV of a token after ``before``, the cell of the token before it."""
+    return hash((before, token))
+
+
+def root_cell(salt: str | None, version: int) -> int:
+    return hash((zlib.crc32((salt or "").encode()), version))
+
+
+def cells_of(tokens: Sequence[int], salt: str | None, version: int) -> Cells:
+    out, last = [], root_cell(salt, version)
+    for token in tokens:
+        last = cell(last, token)
+        out.append(last)
+    return tuple(out)
+
+
+class WrongKV(AssertionError):
+    """A block was read or written that is not the request's, or holds something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One request in one forward pass: compute positions ``[start, end)``."""
+
+    request_id: str
+    start: int
+    end: int
+    cells: Cells  # of all positions up to ``end``
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one engine step asks of a rank. ``tables``: whose blocks are whose, from here on."""
+
+    plan: StepPlan
+    passes: tuple[Pass, ...]
+    tables: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    finished_sending: frozenset[str]
+    finished_recving: frozenset[str]
+    invalid_block_ids: frozenset[int]
+    report: RankReport | None
+
+
+@dataclass
+class Faults:
+    """Chances, 0 to 1."""
+
+    failed_load: float = 0.0
+    no_memory: float = 0.0
+    slow: float = 0.5  # a job is left for later
+    stuck: bool = False  # while set, no job runs
+
+
+@dataclass
+class KeyBook:
+    """Which cells each key must name, as the first job that used it said."""
+
+    cells: dict[bytes, Cells] = field(default_factory=dict)
+
+    def check(self, key: bytes, cells: Cells) -> None:
+        if self.cells.setdefault(key, cells) != cells:
+            raise WrongKV("one key names two different chunks")
+
+
+@dataclass
+class ShadowRank:
+    """Memory, CPU tier and job lanes of one rank."""
+
+    rank: int
+    num_blocks: int
+    chunk_size: int
+    capacity: int  # chunks in the CPU tier
+    chance: random.Random
+    faults: Faults
+    book: KeyBook
+    remote: dict[bytes, Cells]  # this rank's part of every chunk in Redis
+
+    def __post_init__(self) -> None:
+        self._memory: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(self.num_blocks)]
+        self._tables: Mapping[str, tuple[int, ...]] = {}
+        self.tier: OrderedDict[bytes, Cells] = OrderedDict()
+        self._events: list[CacheEvent] = []
+        self._stores: deque[StoreJob] = deque()
+        self._loads: deque[LoadJob] = deque()
+        self._fetch: deque[LoadJob] = deque()
+        self._open: set[int] = set()
+        self._cancelled: set[int] = set()
+        self._holds: list[Hold] = []
+        self._done: list[tuple[LoadJob | StoreJob, JobResult]] = []
+        self.num_loaded_chunks = 0
+        self.num_stored_chunks = 0
+
+    # -- an engine step, in the order the real worker adapter takes -------------------------------
+
+    def run(self, step: Step) -> StepReport:
+        self._vacate(step.plan.vacated_stores)
+        self._tables = step.tables
+        for one in step.passes:
+            self._forward(one)
+            self.run_some_jobs()
+        for job in step.plan.loads_and_earlier_stores():
+            self._submit(job)
+        self._cancelled.update(self._open.intersection(step.plan.cancelled_loads))
+        self.run_some_jobs()
+        for store in step.plan.later_stores():
+            self._submit(store)
+        self._holds += step.plan.holds
+        self.run_some_jobs()
+        if step.plan.idle:
+            self._run_one()
+        return self._report()
+
+    def run_some_jobs(self) -> None:
+        while self.chance.random() >= self.faults.slow and self._run_one():
+            pass
+
+    def evict(self, count: int) -> None:
+        for _ in range(min(count, len(self.tier))):
+            self._drop(self.chance.choice(list(self.tier)))
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    # -- the forward pass --------------------------------------------------------------------------
+
+    def _forward(self, one: Pass) -> None:
+        blocks = self._tables[one.request_id]
+        for position in range(one.start):
+            held = self._memory[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+            if held != one.cells[position]:
+                raise WrongKV(f"{one.request_id} computes on wrong KV at position {position}")
+        for position in range(one.start, one.end):
+            self._memory[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE] = one.cells[
+                position
+            ]
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def _submit(self, job: LoadJob | StoreJob) -> None:
+        if isinstance(job, LoadJob) and job.needs_redis:
+            self._fetch.append(job)
+        else:
+            if isinstance(job, LoadJob) and job.after_job >= job.job_id:
+                raise WrongKV("a load waits for a later job")
+            if isinstance(job, StoreJob):
+                self._stores.append(job)
+            else:
+                self._loads.append(job)
+        self._open.add(job.job_id)
+
+    def _run_one(self) -> bool:
+        """Run one job the real lanes could run next; False if there is none."""
+        if self.faults.stuck:
+            return False
+        ready: list[LoadJob | StoreJob] = [*list(self._stores)[:1]]
+        ready += [job for job in (*self._loads, *self._fetch) if job.after_job not in self._open]
+        if not ready:
+            return False
+        job = self.chance.choice(ready)
+        if isinstance(job, StoreJob):
+            self._stores.popleft()
+        else:
+            (self._fetch if job.needs_redis else self._loads).remove(job)
+        result = self._load(job) if isinstance(job, LoadJob) else self._store(job)
+        self._open.discard(job.job_id)
+        self._done.append((job, result))
+        return True
+
+    def _vacate(self, job_ids: Iterable[int]) -> None:
+        """Let some of them end in time, cancel the rest."""
+        left = self._open.intersection(job_ids)
+        while left and self.chance.random() < 0.5 and self._run_one():
+            left &= self._open
+        self._cancelled |= left
+
+    def _store(self, job: StoreJob) -> JobResult:
+        if job.job_id in self._cancelled:
+            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+        per_chunk = self.chunk_size // BLOCK_SIZE
+        for i, key in enumerate(job.keys):
+            blocks = job.block_ids[0][i * per_chunk : (i + 1) * per_chunk]
+            self._check_owned(job.request_id, blocks)
+            read = tuple(c for block in blocks for c in self._memory[block])
+            if read != self.book.cells[key]:
+                raise WrongKV(f"{job.request_id} stores other KV than chunk {i}'s key names")
+            if self.chance.random() < self.faults.no_memory:
+                return JobResult(job.job_id, Outcome.MISSING, i, 0, 0, 0.0)
+            self._admit(key, self.book.cells[key])
+            if job.redis_keys is None or key in job.redis_keys:
+                self.remote[key] = self.book.cells[key]
+            self.num_stored_chunks += 1
+        return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+
+    def _load(self, job: LoadJob) -> JobResult:
+        if job.job_id in self._cancelled:
+            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+        self._check_owned(job.request_id, job.block_ids[0], alone=True)
+        fail_at = len(job.keys)
+        if self.chance.random() < self.faults.failed_load:
+            fail_at = self.chance.randrange(len(job.keys))
+        cells: list[int] = []
+        for i, key in enumerate(job.keys):
+            found = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
+            if i >= fail_at or found is None:
+                self._write(job, [*cells, *[-1] * self.chance.randrange(self.chunk_size)])
+                outcome = self.chance.choice([Outcome.MISSING, Outcome.DEADLINE])
+                return JobResult(job.job_id, outcome, i, 0, 0, 0.0)
+            self._admit(key, found)
+            cells += found
+        self._write(job, cells)
+        self.num_loaded_chunks += len(job.keys)
+        return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+
+    def _write(self, job: LoadJob, cells: list[int]) -> None:
+        skip = job.skip_blocks * BLOCK_SIZE
+        for at, value in enumerate(cells[skip:]):
+            self._memory[job.block_ids[0][at // BLOCK_SIZE]][at % BLOCK_SIZE] = value
+
+    def _check_owned(self, request_id: str, blocks: Iterable[int], alone: bool = False) -> None:
+        own = set(self._tables.get(request_id, ()))
+        if not own.issuperset(blocks):
+            raise WrongKV(f"a job of {request_id} touches blocks that are not its own")
+        if alone:
+            for other, table in self._tables.items():
+                if other != request_id and not set(table).isdisjoint(blocks):
+                    raise WrongKV(f"a load of {request_id} writes blocks of {other}")
+
+    # -- the CPU tier ----------------------------------------------------------------------------
+
+    def _admit(self, key: bytes, cells: Cells) -> None:
+        if key not in self.tier:
+            while len(self.tier) >= self.capacity:
+                self._drop(next(iter(self.tier)))
+            self.tier[key] = cells
+            self._events.append(CacheEvent(key, True))
+        self.tier.move_to_end(key)
+
+    def _drop(self, key: bytes) -> None:
+        del self.tier[key]
+        self._events.append(CacheEvent(key, False))
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def _report(self) -> StepReport:
+        released = [h for h in self._holds if self._open.isdisjoint(h.job_ids)]
+        self._holds = [h for h in self._holds if h not in released]
+        done, self._done = self._done, []
+        events, self._events = self._events, []
+        per_chunk = self.chunk_size // BLOCK_SIZE
+        invalid: set[int] = set()
+        for job, result in done:
+            if isinstance(job, LoadJob) and result.num_chunks < len(job.keys):
+                first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
+                invalid.update(job.block_ids[0][first:])
+        results = tuple(result for _, result in done)
+        return StepReport(
+            frozenset(hold.request_id for hold in released),
+            frozenset(job.request_id for job, _ in done if isinstance(job, LoadJob)),
+            frozenset(invalid),
+            RankReport(self.rank, tuple(events), results) if done or events else None,
+        )

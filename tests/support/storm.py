@@ -1,0 +1,193 @@
+"""A storm of requests on one engine, and a witness who saw every byte that was stored.
+
+Runs in the engine's process. The :class:`Witness` digests the blocks of each store as they lie in
+vLLM's cache, and those of each load when it has ended: whatever a load brought must have been
+stored under its key.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from lmcache_connector.plans import LoadJob, StoreJob
+from tests.support.asks import Ask, far_blocks, kv_at_first_token
+from tests.support.engine_settings import random_prompt
+from tests.support.probe import EngineProbe
+
+_MAX_IN_FLIGHT = 10
+_NUM_PREFIXES = 20
+_SAMPLES = 6
+
+
+@dataclass
+class Tally:
+    """What a storm came to. ``rss_bytes``: of the process, when it was warm and at the end."""
+
+    requests: int = 0
+    failed_requests: int = 0
+    aborted: int = 0
+    preemptions: int = 0
+    checked_blocks: int = 0
+    mismatches: int = 0
+    far_blocks: int = 0
+    evictions: int = 0
+    rss_bytes: list[int] = field(default_factory=list)
+    counters: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        counters = self.counters
+        warm, end = (f"{size / 2**20:.0f}" for size in (self.rss_bytes[0], self.rss_bytes[-1]))
+        return (
+            f"{self.requests} requests ({self.failed_requests} failed, {self.aborted} aborted), "
+            f"hits: {counters['cpu_hit_tokens']} tokens from memory, "
+            f"{counters['redis_hit_tokens']} from Redis, {self.evictions} evictions, "
+            f"{self.preemptions} preemptions, failed loads {counters['failed_loads']} "
+            f"({counters['recomputed_tokens']} tokens recomputed), {self.checked_blocks} loaded "
+            f"blocks checked, {self.mismatches} mismatches, {self.far_blocks} far from a "
+            f"recompute, memory {warm} -> {end} MiB"
+        )
+
+
+class Witness:
+    """Stands between the job lanes and the engine of the worker."""
+
+    def __init__(self, probe: EngineProbe, tally: Tally) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        engine = get_kv_transfer_group()._worker._engine
+        self._layers = probe.core.model_executor.driver_worker.worker.model_runner.kv_caches
+        self._tally = tally
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[bytes, int], set[bytes]] = defaultdict(set)
+        self._store, self._load, self._take = engine.store, engine.load, engine.take_events
+        engine.store, engine.load, engine.take_events = self.store, self.load, self.take_events
+
+    def store(self, job: StoreJob, *rest: Any) -> Any:
+        # Before the copy, which fails if the blocks are taken back by its end.
+        digests = [self._digest(block) for block in job.block_ids[0]]
+        transfer = self._store(job, *rest)
+        per_chunk = len(digests) // len(job.keys)
+        with self._lock:
+            for i, key in enumerate(job.keys):
+                if key in transfer.keys[: transfer.num_chunks]:
+                    for at in range(per_chunk):
+                        self._seen[key, at].add(digests[i * per_chunk + at])
+        return transfer
+
+    def load(self, job: LoadJob, *rest: Any) -> Any:
+        transfer = self._load(job, *rest)
+        per_chunk = (len(job.block_ids[0]) + job.skip_blocks) // len(job.keys)
+        arrived = transfer.num_chunks * per_chunk - job.skip_blocks
+        for at, block in enumerate(job.block_ids[0][: max(0, arrived)], start=job.skip_blocks):
+            digest = self._digest(block)
+            with self._lock:
+                self._tally.checked_blocks += 1
+                stored = self._seen[job.keys[at // per_chunk], at % per_chunk]
+                self._tally.mismatches += digest not in stored
+        return transfer
+
+    def take_events(self) -> Any:
+        events = self._take()
+        self._tally.evictions += sum(not event.admitted for event in events)
+        return events
+
+    def _digest(self, block: int) -> bytes:
+        import torch
+
+        hasher = blake3()
+        for layer in self._layers:
+            hasher.update(layer[block].contiguous().view(torch.uint8).numpy())
+        return hasher.digest()
+
+
+class Storm:
+    """Random requests on shared and own prefixes, a few of which are aborted."""
+
+    def __init__(self, probe: EngineProbe, seed: int) -> None:
+        self._probe = probe
+        self._chance = random.Random(seed)
+        self._prefixes = [
+            random_prompt(5000 + i, self._chance.choice([200, 512, 700, 1024, 1300]))
+            for i in range(_NUM_PREFIXES)
+        ]
+        self._wanted: dict[str, int] = {}
+        self.prompts: list[list[int]] = []
+        self.tally = Tally()
+        Witness(probe, self.tally)
+        self._count_preemptions()
+
+    def blow(self, num_requests: int) -> None:
+        """Serve that many more, to the end."""
+        probe, last = self._probe, self.tally.requests + num_requests
+        while self.tally.requests < last or self._wanted:
+            if self.tally.requests < last and len(self._wanted) < _MAX_IN_FLIGHT:
+                self._add()
+            for output in probe.engine.step():
+                if output.finished:
+                    wanted = self._wanted.pop(output.request_id, None)
+                    if wanted is not None:
+                        got = len(output.outputs[0].token_ids)
+                        self.tally.failed_requests += got != wanted
+            if self._wanted and self._chance.random() < 0.002:
+                victim = self._chance.choice(list(self._wanted))
+                del self._wanted[victim]
+                probe.engine.abort_request([victim])
+                self.tally.aborted += 1
+        probe.drain()
+
+    def check_against_recompute(self) -> None:
+        """Some prompts, loaded and computed anew, one at a time."""
+        for prompt in self._chance.sample(self.prompts, _SAMPLES):
+            self._probe.reset_prefix_cache()
+            served, _ = kv_at_first_token(self._probe, Ask(prompt))
+            fresh = {"skip_reading_prefix_cache": True}
+            computed, _ = kv_at_first_token(self._probe, Ask(prompt, sampling=fresh))
+            self.tally.far_blocks += len(far_blocks(served, computed))
+
+    def note_memory(self) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.tally.rss_bytes.append(pages * 4096)
+
+    def _add(self) -> None:
+        chance = self._chance
+        prefix: Sequence[int] = chance.choice(self._prefixes)
+        if chance.random() < 0.2:
+            prefix = random_prompt(chance.randrange(10**9), len(prefix))
+        prompt = [*prefix, *random_prompt(chance.randrange(10**9), chance.choice([5, 60, 300]))]
+        wanted = chance.choice([2, 10, 60, 150])
+        self._wanted[self._probe.add(prompt, wanted)] = wanted
+        self.tally.requests += 1
+        self.prompts.append(prompt)
+
+    def _count_preemptions(self) -> None:
+        scheduler = self._probe.scheduler
+        preempt = scheduler._preempt_request
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            self.tally.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = count
+
+
+def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) -> Tally:
+    """At least ``num_requests`` and ``seconds``; memory counts as warm after the first fifth."""
+    storm = Storm(probe, seed)
+    started = time.monotonic()
+    storm.blow(max(10, num_requests // 5))
+    storm.note_memory()
+    while storm.tally.requests < num_requests or time.monotonic() - started < seconds:
+        storm.blow(min(20, max(1, num_requests - storm.tally.requests)))
+    storm.note_memory()
+    storm.check_against_recompute()
+    storm.tally.counters = probe.counters()
+    return storm.tally

@@ -1,0 +1,214 @@
+"""Blocks packed by vLLM's own CPU kernel, of any size, make the same chunks and read each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.platforms import current_platform
+
+from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
+from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="runs on the CPU build")
+
+HEADS, HEAD_SIZE, CHUNK, NUM_CHUNKS = 2, 64, 256, 3
+NUM_TOKENS = CHUNK * NUM_CHUNKS
+BF16 = CpuAttention(HEAD_SIZE, torch.bfloat16, "auto", torch.bfloat16)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""vLLM's CPU backend declares multiples of 32; with AMX it packs 16 by other instructions."""
+
+
+class PackedCache:
+    """Two layers whose blocks vLLM's kernel fills, in an order of their own."""
+
+    def __init__(self, block_size: int, seed: int | None) -> None:
+        self.block_size = block_size
+        self.num_blocks = NUM_TOKENS // block_size
+        self.caches = {
+            name: torch.zeros(
+                self.num_blocks + 1, HEADS, block_size, 2 * HEAD_SIZE, dtype=torch.bfloat16
+            )
+            for name in ("a", "b")
+        }
+        generator = torch.Generator().manual_seed(block_size)
+        self.block_ids = torch.randperm(self.num_blocks + 1, generator=generator)[
+            : self.num_blocks
+        ].tolist()
+        if seed is not None:
+            for number, cache in enumerate(self.caches.values()):
+                self._fill(cache, seed + number)
+
+    def layout(self, packing: Packing) -> PagedLayout:
+        spec = LayerSpec(HEADS, self.block_size, 4 * HEAD_SIZE, packing.planes)
+        return PagedLayout.from_kv_caches(self.caches, dict.fromkeys(self.caches, spec))
+
+    def _fill(self, cache: torch.Tensor, seed: int) -> None:
+        from vllm import _custom_ops as ops
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        generator = torch.Generator().manual_seed(seed)
+        kv = torch.randn(2, NUM_TOKENS, HEADS, HEAD_SIZE, generator=generator).bfloat16()
+        tokens = torch.arange(NUM_TOKENS)
+        slots = torch.tensor(self.block_ids)[tokens // self.block_size] * self.block_size
+        view = cache.view(len(cache), HEADS, 2 * self.block_size, HEAD_SIZE)
+        isa = _get_attn_isa(torch.bfloat16, self.block_size, HEAD_SIZE, "auto")
+        ops.cpu_attn_reshape_and_cache(
+            kv[0], kv[1], *view.chunk(2, dim=2), slots + tokens % self.block_size, isa,
+            k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto",
+        )  # fmt: skip
+
+
+GEOMETRY = ChunkGeometry(
+    num_tokens=CHUNK,
+    layer_start=0,
+    layer_widths=(4 * HEAD_SIZE,) * 2,
+    shards=(0, 1),
+    num_shards_total=HEADS,
+    dtype="bfloat16",
+)
+
+
+def buffers(pool: torch.Tensor, block_size: int, planes: tuple[Plane, ...]) -> ChunkBuffers:
+    addresses = [chunk.data_ptr() for chunk in pool]
+    return ChunkBuffers(GEOMETRY, block_size, addresses, pool, planes=planes)
+
+
+def store(copier: CpuCopier, cache: PackedCache) -> torch.Tensor:
+    packing = find_packing(BF16, cache.block_size, CHUNK)
+    pool = torch.zeros(NUM_CHUNKS, GEOMETRY.chunk_bytes, dtype=torch.uint8)
+    chunks = buffers(pool, cache.block_size, packing.planes)
+    copier.copy(
+        cache.layout(packing), chunks, cache.block_ids, range(cache.num_blocks), "d2h"
+    )  # fmt: skip
+    return pool
+
+
+@pytest.fixture(scope="module")
+def copier() -> CpuCopier:
+    return CpuCopier()
+
+
+@pytest.mark.parametrize("reader_block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("writer_block_size", BLOCK_SIZES)
+def test_blocks_of_one_size_become_those_of_another(
+    copier: CpuCopier, writer_block_size: int, reader_block_size: int
+) -> None:
+    """What is loaded is, byte for byte, what the kernel itself would have put there."""
+    writer_packing = find_packing(BF16, writer_block_size, CHUNK)
+    reader_packing = find_packing(BF16, reader_block_size, CHUNK)
+    assert writer_packing.name == reader_packing.name
+    pool = store(copier, PackedCache(writer_block_size, seed=1))
+    reader, expected = PackedCache(reader_block_size, None), PackedCache(reader_block_size, seed=1)
+    copier.copy(
+        buffers(pool, reader_block_size, reader_packing.planes),
+        reader.layout(reader_packing),
+        range(reader.num_blocks),
+        reader.block_ids,
+        "h2d",
+    )
+    for name, cache in expected.caches.items():
+        assert cache.count_nonzero() > 0
+        assert torch.equal(reader.caches[name].view(torch.int16), cache.view(torch.int16))
+
+
+def test_every_block_size_stores_the_same_bytes(copier: CpuCopier) -> None:
+    pools = [store(copier, PackedCache(block_size, seed=3)) for block_size in BLOCK_SIZES]
+    assert all(torch.equal(pool, pools[0]) for pool in pools)
+    # The form of a chunk is that of one block as large as a chunk.
+    whole = PackedCache(CHUNK, seed=3)
+    first = whole.caches["a"][whole.block_ids[0]].view(torch.uint8).flatten(1)
+    in_chunk = pools[0][0].view(HEADS, GEOMETRY.shard_bytes)[:, : GEOMETRY.layer_offsets[1]]
+    assert torch.equal(first, in_chunk)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="runs on a CPU with AMX")
+@pytest.mark.parametrize("head_size", [32, 64, 128, 256])
+@pytest.mark.parametrize(("block_size", "chunk_size"), [(16, 256), (48, 384), (16, 1024)])
+def test_blocks_packed_by_other_instructions_take_another_order(
+    head_size: int, block_size: int, chunk_size: int
+) -> None:
+    kind = CpuAttention(head_size, torch.bfloat16, "auto", torch.bfloat16)
+    small, large = (find_packing(kind, size, chunk_size) for size in (block_size, 32))
+    assert small.name == large.name
+    assert [replace(plane, order=()) for plane in small.planes] == list(large.planes)
+    for plane in small.planes:
+        assert sorted(plane.order) == list(range(block_size * head_size))
+        assert plane.order != tuple(range(block_size * head_size))
+
+
+def lose_an_element(keys: torch.Tensor) -> None:
+    keys[:, :, 1, 3] = keys[:, :, 0, 5]
+
+
+def swap_elements_of_one_block(keys: torch.Tensor) -> None:
+    keys[-1, :, 0] = keys[-1, :, 0].flip(1)
+
+
+@pytest.mark.parametrize("damage", [lose_an_element, swap_elements_of_one_block])
+def test_blocks_that_no_order_explains_are_moved_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, damage: Callable[[torch.Tensor], None]
+) -> None:
+    """The kernel is vLLM's; what it has put into blocks of 16 is damaged afterwards."""
+    from vllm import _custom_ops as ops
+
+    pack = ops.cpu_attn_reshape_and_cache
+
+    def pack_badly(key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> None:
+        pack(key, value, *rest, **options)
+        if rest[0].shape[2] == 16:
+            damage(rest[0])
+
+    good = find_packing(BF16, 16, CHUNK)
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", pack_badly)
+    bad = find_packing(BF16, 16, CHUNK)
+    assert good.planes
+    assert bad.planes == ()
+    assert bad.name.startswith("blocks of 16: ")
+    assert find_packing(BF16, 32, CHUNK).name == good.name
+
+
+def test_what_vllm_does_not_pack_is_refused_as_it_does() -> None:
+    kind = CpuAttention(HEAD_SIZE, torch.bfloat16, "fp8_e4m3", torch.uint8)
+    with pytest.raises(RuntimeError, match="FP8 KV cache"):
+        find_packing(kind, 16, CHUNK)
+
+
+def test_other_kinds_of_cache_have_other_names() -> None:
+    kinds = [
+        BF16,
+        CpuAttention(HEAD_SIZE, torch.float32, "auto", torch.float32),
+        CpuAttention(128, torch.bfloat16, "auto", torch.bfloat16),
+        CpuAttention(HEAD_SIZE, torch.bfloat16, "fp8_e4m3", torch.uint8),
+        CpuAttention(HEAD_SIZE, torch.bfloat16, "fp8_e5m2", torch.uint8),
+    ]
+    packings = [find_packing(kind, 32, CHUNK) for kind in kinds]
+    assert len({packing.name for packing in packings}) == len(kinds)
+    for kind, packing in zip(kinds, packings, strict=True):
+        width = 2 * kind.head_size * kind.storage_dtype.itemsize
+        assert sum(plane.token_bytes for plane in packing.planes) in (0, width)
+        assert find_packing(kind, 128, CHUNK).name == packing.name or not packing.planes
+
+
+def test_planes_that_are_not_all_of_a_token_are_refused() -> None:
+    cache = torch.zeros(4, HEADS, 32, 2 * HEAD_SIZE, dtype=torch.bfloat16)
+    spec = LayerSpec(HEADS, 32, 4 * HEAD_SIZE, (Plane(64, 2),))
+    with pytest.raises(LayoutError, match="are not the 256 bytes of a token"):
+        PagedLayout.from_kv_caches({"a": cache}, {"a": spec})
+    with pytest.raises(LayoutError, match="are not the 256 bytes of a token"):
+        ChunkBuffers(GEOMETRY, 32, [4096], None, planes=(Plane(64, 2),))
+
+
+def test_packed_blocks_with_gaps_are_refused() -> None:
+    wide = torch.zeros(4, HEADS, 32, 2 * HEAD_SIZE + 8, dtype=torch.bfloat16)
+    spec = LayerSpec(HEADS, 32, 4 * HEAD_SIZE, (Plane(64, 2), Plane(1, 128)))
+    with pytest.raises(LayoutError, match="a block is not contiguous"):
+        PagedLayout.from_kv_caches({"a": wide[..., : 2 * HEAD_SIZE]}, {"a": spec})

@@ -1,0 +1,179 @@
+"""What separates models from each other, and what does not: with vLLM's own configurations.
+
+Every case runs ``EngineArgs(...).create_engine_config()``, as ``vllm serve`` would.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_connector.config.tiered import parse_config
+from lmcache_connector.vllm_compat.model import describe_model
+from tests.support.tiny_model import TINY
+
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+def fingerprint(model: Path, settings: dict[str, Any] | None = None, **args: Any) -> str:
+    """Of the model as an engine started with these arguments would describe it."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        get_kv_quant_mode,
+    )
+
+    if args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1) > 1:
+        args["distributed_executor_backend"] = "mp"
+    config = EngineArgs(model=str(model), **args).create_engine_config()
+    cache, found = config.cache_config, config.model_config
+    spec = FullAttentionSpec(
+        block_size=cache.block_size,
+        num_kv_heads=found.get_num_kv_heads(config.parallel_config),
+        head_size=found.get_head_size(),
+        dtype=kv_cache_dtype_str_to_dtype(cache.cache_dtype, found),
+        kv_quant_mode=get_kv_quant_mode(cache.cache_dtype),
+    )
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(TINY.num_layers)]
+    groups = [KVCacheGroupSpec(layers, spec)]
+    described = describe_model(
+        config,
+        KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups),
+        parse_config(settings or {}),
+    )
+    return described.fingerprint
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> str:
+    return fingerprint(model)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"served_model_name": "another"},
+        {"max_model_len": 512},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"block_size": 32},
+        {"block_size": 64},
+        {"dtype": "bfloat16"},  # what auto means here
+        {"kv_cache_dtype": "auto"},
+        {"seed": 7},
+        {"enforce_eager": True},
+        {"gpu_memory_utilization": 0.2},
+        {"max_num_batched_tokens": 2048, "max_num_seqs": 3},
+        {"enable_prefix_caching": False},
+        {"revision": "main"},  # of a folder it means nothing
+        {"generation_config": "vllm"},
+        {"tokenizer_revision": "old"},
+    ],
+    ids=lambda args: ",".join(args),
+)
+def test_how_an_instance_runs_is_no_part_of_it(
+    model: Path, plain: str, args: dict[str, Any]
+) -> None:
+    assert fingerprint(model, **args) == plain
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"dtype": "float32"},
+        {"dtype": "float16"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"quantization": "fp8"},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 1},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 1e4, **ROPE}}},
+        {"hf_overrides": {"rms_norm_eps": 1e-3}},
+        {"hf_overrides": {"architectures": ["MistralForCausalLM"]}},
+    ],
+    ids=lambda args: ",".join(f"{k}={v}" for k, v in args.items())[:60],
+)
+def test_what_changes_kv_bytes_is_part_of_it(model: Path, plain: str, args: dict[str, Any]) -> None:
+    assert fingerprint(model, **args) != plain
+
+
+def test_dummy_weights_are_those_of_their_seed(model: Path) -> None:
+    digests = {fingerprint(model, load_format="dummy", seed=seed) for seed in (0, 0, 1)}
+    assert len(digests) == 2
+
+
+def edited(model: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of the model with another ``config.json``."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        {},
+        {"_name_or_path": "org/another-name"},
+        {"transformers_version": "4.1.0"},
+        {"eos_token_id": 5, "pad_token_id": 3},
+        {"use_cache": False},
+    ],
+    ids=lambda noise: ",".join(noise) or "copy",
+)
+def test_a_copy_elsewhere_is_the_same_model(
+    model: Path, plain: str, tmp_path: Path, noise: dict[str, Any]
+) -> None:
+    assert fingerprint(edited(model, tmp_path / "copy", lambda c: c.update(noise))) == plain
+
+
+def test_a_copy_that_names_its_dtype_the_old_way_is_the_same_model(
+    model: Path, plain: str, tmp_path: Path
+) -> None:
+    def rename(config: dict[str, Any]) -> None:
+        config["torch_dtype"] = config.pop("dtype", None) or config.pop("torch_dtype")
+
+    assert fingerprint(edited(model, tmp_path / "copy", rename)) == plain
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 1e-3},
+        {"rope_parameters": {"rope_theta": 2e4, "rope_type": "default"}},
+        {"hidden_act": "gelu"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_copy_that_computes_otherwise_is_another_model(
+    model: Path, plain: str, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    assert fingerprint(edited(model, tmp_path / "copy", lambda c: c.update(change))) != plain
+
+
+def test_changed_weights_are_another_model(model: Path, plain: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    weights = next(copy.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert fingerprint(copy) != plain
+
+
+def test_settings_that_keep_instances_apart(model: Path, plain: str) -> None:
+    others = [
+        fingerprint(model, {"namespace": "mine"}),
+        fingerprint(model, {"model_digest": "mine"}),
+        fingerprint(model, {"model_digest": "full"}),
+    ]
+    assert len({plain, *others}) == 4

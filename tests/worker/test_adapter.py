@@ -1,0 +1,303 @@
+"""Loads of a real worker side behind a slow or silent Redis: what is used, and what is not touched.
+
+The paged cache, the copies, LMCache, the tier and Valkey are real; only vLLM is missing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+
+from lmcache_connector.plans import (
+    JobResult,
+    LoadJob,
+    Outcome,
+    PrefillWork,
+    StepPlan,
+    StoreJob,
+    TransferTime,
+)
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.lmcache_engine import EngineSettings
+from tests.support.servers import Server, running_server, valkey_binary
+from tests.support.slow_proxy import SlowLink, slow_proxy
+
+LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
+CHUNK_TOKENS, NUM_BLOCKS = 32, 128
+GEOMETRY = ChunkGeometry(
+    CHUNK_TOKENS, 0, (2 * WIDTH,) * LAYERS, tuple(range(HEADS)), HEADS, "bfloat16"
+)
+LONG = 60.0
+KEYS = tuple(random.Random(i).randbytes(32) for i in range(40))
+PROBE_KEYS = tuple(random.Random(-i - 1).randbytes(32) for i in range(4))
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[Server]:
+    with running_server(valkey_binary() or "valkey-server") as server:
+        yield server
+
+
+@pytest.fixture
+def link() -> SlowLink:
+    return SlowLink()
+
+
+@pytest.fixture
+def port(valkey: Server, link: SlowLink) -> Iterator[int]:
+    with slow_proxy(valkey.port, link) as proxy:
+        yield proxy.port
+        link.set()
+
+
+@dataclass
+class Instance:
+    """A worker and the paged cache it works on."""
+
+    worker: WorkerAdapter
+    cache: dict[str, torch.Tensor]
+    results: dict[int, JobResult] = field(default_factory=dict)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    redis_bytes: int = 0
+
+    def run(self, plan: StepPlan) -> None:
+        self.worker.handle_preemptions(plan)
+        self.worker.start_forward(plan)
+        self.worker.start_loads(plan)
+        self.worker.end_forward(plan)
+        self.collect()
+
+    def collect(self) -> None:
+        output = self.worker.finish_step()
+        self.invalid_block_ids |= output.invalid_block_ids
+        for result in output.report.results if output.report else ():
+            self.results[result.job_id] = result
+            self.redis_bytes += result.redis_bytes
+
+    def wait_for(self, job_id: int) -> JobResult:
+        for _ in range(20_000):
+            if job_id in self.results:
+                return self.results[job_id]
+            self.run(StepPlan(idle=True))  # waits a few milliseconds for something to end
+        raise AssertionError(f"job {job_id} does not end")
+
+    def blocks(self, block_ids: range) -> list[torch.Tensor]:
+        return [layer[list(block_ids)].clone() for layer in self.cache.values()]
+
+
+def make_instance(port: int, probe: bool = False) -> Instance:
+    torch.manual_seed(random.randrange(1 << 30))
+    cache = {
+        f"layers.{i}": torch.randn(NUM_BLOCKS, HEADS, BLOCK_SIZE, WIDTH).bfloat16()
+        for i in range(LAYERS)
+    }
+    settings = WorkerSettings(
+        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05, block_size=BLOCK_SIZE),
+        geometry=GEOMETRY,
+        num_kv_heads=HEADS,
+        layer_widths=dict.fromkeys(cache, 2 * WIDTH),
+        self_test=False,
+        shutdown_seconds=2.0,
+        probe_keys=PROBE_KEYS if probe else (),
+    )
+    config = RedisTierConfig(url=f"redis://127.0.0.1:{port}", read_timeout_seconds=LONG)
+    return Instance(WorkerAdapter(settings, cache, partial(RedisTier, config, GEOMETRY)), cache)
+
+
+@pytest.fixture
+def written(port: int, valkey: Server) -> list[torch.Tensor]:
+    """All chunks of KEYS are in Redis, and in no CPU tier; the blocks they were stored from."""
+    with valkey.client() as client:
+        client.flushall()
+    writer = make_instance(port)
+    block_ids = range(2 * len(KEYS))
+    job = StoreJob(1, "writer", KEYS, tuple(range(len(KEYS))), (tuple(block_ids),))
+    writer.run(StepPlan(stores=(job,)))
+    assert writer.wait_for(1).outcome is Outcome.DONE
+    kept = writer.blocks(block_ids)
+    writer.worker.shutdown()  # writes what is queued
+    return kept
+
+
+@pytest.fixture
+def reader(written: list[torch.Tensor], port: int) -> Iterator[Instance]:
+    instance = make_instance(port)
+    yield instance
+    instance.worker.shutdown()
+
+
+def test_of_chunks_in_memory_those_named_go_on_to_redis(port: int, valkey: Server) -> None:
+    with valkey.client() as client:
+        client.flushall()
+        instance = make_instance(port)
+        chunks, blocks = tuple(range(4)), (tuple(range(8)),)
+        for job_id, wanted in enumerate([frozenset[bytes](), frozenset(KEYS[1:3])], start=1):
+            job = StoreJob(job_id, "r", KEYS[:4], chunks, blocks, wanted)
+            instance.run(StepPlan(stores=(job,)))
+            assert instance.wait_for(job_id).outcome is Outcome.DONE
+            if not wanted:
+                assert client.dbsize() == 0
+        instance.worker.shutdown()  # writes what is queued
+        written = {key for key in KEYS for _ in client.scan_iter(f"lmc:*{key.hex()}*")}
+    assert written == set(KEYS[1:3])
+
+
+def test_settings_of_the_whole_process_stay_as_they_were(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache would set both, and a server started from here would inherit them."""
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    before = multiprocessing.get_start_method(allow_none=True)
+    instance = make_instance(port)
+    instance.worker.shutdown()
+    assert multiprocessing.get_start_method(allow_none=True) == before
+    assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ
+
+
+def load(job_id: int, chunks: range, first_block: int, deadline: float = LONG) -> LoadJob:
+    block_ids = tuple(range(first_block, first_block + 2 * len(chunks)))
+    keys = tuple(KEYS[i] for i in chunks)
+    return LoadJob(job_id, f"r{job_id}", keys, (block_ids,), 0, deadline, True, 0)
+
+
+def same(blocks: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(blocks, others, strict=True))
+
+
+def stored(written: list[torch.Tensor], chunks: range) -> list[torch.Tensor]:
+    return [layer[2 * chunks.start : 2 * chunks.stop] for layer in written]
+
+
+def connected(reader: Instance) -> None:
+    """Loads one chunk, so that the tier has its connections."""
+    for job_id in range(9000, 9100):
+        reader.run(StepPlan(loads=(load(job_id, range(39, 40), 126),)))
+        if reader.wait_for(job_id).outcome is Outcome.DONE:
+            return
+    raise AssertionError("the tier does not connect")
+
+
+def test_late_bytes_never_land_in_a_block_that_was_given_back(
+    reader: Instance, written: list[torch.Tensor], link: SlowLink
+) -> None:
+    connected(reader)
+    link.set(stalled=True)
+    before = reader.blocks(range(80))
+    reader.run(StepPlan(loads=(load(1, range(39), 0, deadline=0.1),)))
+    result = reader.wait_for(1)
+    assert (result.outcome, result.num_chunks) == (Outcome.DEADLINE, 0)
+    assert result.redis_failed
+    assert reader.invalid_block_ids >= set(range(78))
+    assert same(reader.blocks(range(80)), before)
+    link.set()  # now the bytes come, and find the blocks somebody else's
+    reader.run(StepPlan(loads=(load(2, range(20, 39), 80),)))
+    assert reader.wait_for(2).outcome is Outcome.DONE
+    assert same(reader.blocks(range(80, 80 + 38)), stored(written, range(20, 39)))
+    assert same(reader.blocks(range(80)), before)
+
+
+def test_what_arrived_by_the_deadline_is_used(
+    reader: Instance, written: list[torch.Tensor], link: SlowLink
+) -> None:
+    connected(reader)
+    link.set(bytes_per_second=GEOMETRY.chunk_bytes * 40)  # a second for all
+    before = reader.blocks(range(80))
+    reader.run(StepPlan(loads=(load(1, range(39), 0, deadline=0.5),)))
+    result = reader.wait_for(1)
+    assert result.outcome is Outcome.DEADLINE
+    assert 0 < result.num_chunks < 39
+    assert result.redis_bytes >= result.num_chunks * GEOMETRY.chunk_bytes
+    end = 2 * result.num_chunks
+    assert reader.invalid_block_ids == set(range(end, 78))
+    assert same(reader.blocks(range(end)), stored(written, range(result.num_chunks)))
+    assert same(reader.blocks(range(end, 80)), [layer[end:80] for layer in before])
+
+
+def test_a_load_is_cancelled_while_redis_is_silent(reader: Instance, link: SlowLink) -> None:
+    connected(reader)
+    link.set(stalled=True)
+    before = reader.blocks(range(80))
+    reader.run(StepPlan(loads=(load(1, range(39), 0),)))
+    reader.run(StepPlan(cancelled_loads=(1,), idle=True))
+    result = reader.wait_for(1)  # long before its deadline, or the test runs out of steps
+    assert result.outcome is Outcome.CANCELLED
+    assert not result.redis_failed
+    link.set()
+    reader.run(StepPlan(loads=(load(2, range(39), 80 - 2),)))
+    reader.wait_for(2)
+    assert same(reader.blocks(range(78)), [layer[:78] for layer in before])
+
+
+def test_requests_that_want_the_same_chunks_share_one_fetch(
+    reader: Instance, written: list[torch.Tensor], link: SlowLink
+) -> None:
+    connected(reader)
+    reader.redis_bytes = 0
+    link.set(latency_seconds=0.05)
+    jobs = tuple(load(i, range(10), 20 * (i - 1)) for i in range(1, 6))
+    reader.run(StepPlan(loads=jobs))
+    for job in jobs:
+        assert reader.wait_for(job.job_id).outcome is Outcome.DONE
+        first = job.block_ids[0][0]
+        assert same(reader.blocks(range(first, first + 20)), stored(written, range(10)))
+    assert reader.redis_bytes == 10 * GEOMETRY.chunk_bytes
+
+
+def test_the_probe_measures_and_notices_silence(
+    written: list[torch.Tensor], port: int, link: SlowLink
+) -> None:
+    link.set(latency_seconds=0.04)
+    instance = make_instance(port, probe=True)
+    try:
+        measured = instance.worker.calibration().redis
+        assert measured is not None
+        assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
+        assert measured.seconds >= 0.04
+        link.set(stalled=True)
+        assert probed(instance).num_bytes == 0
+        link.set()
+        assert probed(instance).num_bytes > 0
+    finally:
+        instance.worker.shutdown()
+
+
+def probed(instance: Instance) -> TransferTime:
+    instance.worker.start_loads(StepPlan(probe=True, idle=True))
+    for _ in range(20_000):
+        report = instance.worker.finish_step().report
+        if report is not None and report.redis is not None:
+            return report.redis
+        threading.Event().wait(0.001)
+    raise AssertionError("the probe does not answer")
+
+
+def test_writes_wait_while_the_same_cores_compute(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = make_instance(port)
+    tier = instance.worker._tier
+    assert tier is not None
+    told: list[float] = []
+    monkeypatch.setattr(tier, "hold_writes", told.append)
+    for plan in (StepPlan(prefill=PrefillWork(1000, 0, 0)), StepPlan()):  # one that only decodes
+        told.clear()
+        instance.run(plan)
+        forever, soon = told
+        assert forever == float("inf")
+        assert soon < time.monotonic() + 1.0
+    told.clear()
+    instance.run(StepPlan(idle=True))  # no forward pass
+    assert told == [pytest.approx(soon, abs=LONG)]
+    instance.worker.shutdown()
