@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import Wire, WireError
+from lmcache_connector.net.wire import Wire, WireError, WireFault
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.resp import command, first_line, is_redirection
@@ -75,7 +75,7 @@ class RedisEpoch:
         links = Connections(self._servers, self._config.read_timeout_seconds)
         while not self._closed.is_set():
             self._woken.clear()
-            links.refresh()
+            self._servers.refresh()
             self._exchange(links)
             self._woken.wait(self._poll_seconds)
         links.close()
@@ -91,7 +91,7 @@ class RedisEpoch:
         except UnavailableError:
             return
         except WireError as error:
-            links.drop(node, str(error), blame=error.is_servers_fault)
+            links.drop(node, str(error), blame=error.is_peers_fault)
 
     def _agree(self, wire: Wire) -> None:
         wire.send([command(b"GET", self._key)], self._deadline())
@@ -123,4 +123,6 @@ class RedisEpoch:
 
 
 def _unexpected(line: bytes) -> WireError:
-    return WireError("bad_reply", first_line(line), is_servers_fault=not is_redirection(line))
+    return WireError(
+        WireFault.OUT_OF_STEP, first_line(line), is_peers_fault=not is_redirection(line)
+    )
