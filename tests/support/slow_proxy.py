@@ -27,7 +27,7 @@ _Pieces = queue.Queue[tuple[float, bytes]]
 
 
 class SlowLink:
-    """The properties of the link, which any process may change. ``latency_seconds``: a round trip."""
+    """How fast the link is; any process may change that. ``latency_seconds``: of a round trip."""
 
     def __init__(self) -> None:
         self._bytes_per_second = multiprocessing.Value("d", float("inf"))
