@@ -23,18 +23,12 @@ from lmcache_connector.config.warnings import (
     size_warnings,
 )
 from lmcache_connector.connector_base import ConnectorBase
-from lmcache_connector.keys.weight_epoch import WeightEpoch
 from lmcache_connector.metrics.prometheus import TieredStats
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Calibration
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
-from lmcache_connector.scheduler.build import (
-    build_scheduler,
-    make_epoch,
-    make_redis_tier,
-    probe_keys,
-)
+from lmcache_connector.scheduler.build import build_scheduler, make_redis_tier, probe_keys
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.vllm_kv_events import to_vllm
 from lmcache_connector.startup import banner
@@ -72,7 +66,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._epoch: WeightEpoch | None = None
         self._scheduler_metrics: SchedulerMetrics | None = None
         if role is KVConnectorRole.SCHEDULER:
             model = describe_model(vllm_config, kv_cache_config, self._config)
@@ -83,7 +76,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 stores=self._kv_transfer_config.is_kv_producer,
                 kv_events=self._wants_kv_events,
             )
-            self._epoch = make_epoch(self._config, model)
             self._scheduler_metrics = SchedulerMetrics(
                 self._scheduler.counters,
                 lambda: self._scheduler_side.is_idle,
@@ -98,11 +90,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return False
 
     # -- scheduler side ------------------------------------------------------------------------
-
-    def on_new_request(self, request: Request) -> None:
-        if self._epoch is not None:
-            self._scheduler_side.follow_epoch(self._epoch.name())
-        super().on_new_request(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -139,8 +126,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return [to_vllm(event) for event in self._scheduler_side.take_kv_events()]
 
     def reset_cache(self) -> bool:
-        if self._epoch is not None:
-            self._scheduler_side.reset_cache(self._epoch.reset())
+        self._scheduler_side.reset_cache()
         return True
 
     # -- worker side ---------------------------------------------------------------------------
@@ -210,8 +196,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         super().shutdown()
         if self._scheduler is not None:
             self._scheduler.shutdown()
-        if self._epoch is not None:
-            self._epoch.close()
 
     # -- figures -------------------------------------------------------------------------------
 
