@@ -18,11 +18,7 @@ from lmcache_connector.scheduler.kv_events import KvEventLog
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 
 if TYPE_CHECKING:
-    from lmcache_connector.storage.redis.config import RedisTierConfig
-    from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.vllm_compat.model import ModelDescription
-
-_NUM_PROBE_CHUNKS = 8
 
 
 def build_scheduler(
@@ -51,22 +47,6 @@ def build_scheduler(
         _make_lookup(config, model),
         _make_choice(config, model),
         kv_events=KvEventLog(model.world_size) if kv_events else None,
-    )
-
-
-def probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
-    """Chunks of our own in Redis, to measure it with; none if nobody asks how fast it is."""
-    if config.compute_or_load == "always":
-        return ()
-    hasher = PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes)
-    return tuple(hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS))
-
-
-def make_redis_tier(tier_config: RedisTierConfig, model: ModelDescription) -> RedisTier:
-    from lmcache_connector.storage.redis.tier import RedisTier
-
-    return RedisTier(
-        tier_config, model.geometries[model.rank], model.ranks[model.rank].write_shards
     )
 
 
