@@ -1,10 +1,10 @@
 """The data plane through a torch process group: NCCL between GPUs (or Gloo, in tests).
 
-Every connection is a TCP connection that proves its session and carries the heads of frames, as in
-:mod:`tcp_transport`, and a process group of two beside it that carries the payload. The receiver
-keeps the store they meet at, on the interface it listens on, and names its port over the
-connection.
-A payload crosses in pieces of at most ``PIECE_BYTES``, through a buffer on the device.
+A connection is the TCP transport's (:mod:`lmcache_connector.p2p.data.tcp`), which proves its
+session and carries the heads of frames. A process group of two beside it carries the payload. The
+receiver keeps the store at which both meet, on the interface it listens on, and names the store's
+port over the connection. A payload crosses in pieces of at most ``PIECE_BYTES``, through a buffer
+on the device.
 """
 
 from __future__ import annotations

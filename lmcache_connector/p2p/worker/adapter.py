@@ -17,8 +17,10 @@ from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress, data_ports
+from lmcache_connector.p2p.control.client import ControlClient
 from lmcache_connector.p2p.control.messages import Card, Message
-from lmcache_connector.p2p.control.sessions import ControlClient, ControlServer, Peer
+from lmcache_connector.p2p.control.peers import Peer
+from lmcache_connector.p2p.control.server import ControlServer
 from lmcache_connector.p2p.data.base import Transport
 from lmcache_connector.p2p.data.tcp import TcpTransport
 from lmcache_connector.p2p.errors import PeerError

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmcache_connector.p2p.control import messages
+from lmcache_connector.p2p.control.client import Connect
 from lmcache_connector.p2p.control.messages import Message
-from lmcache_connector.p2p.control.sessions import Peer
+from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.plans import HandoverLoad, HandoverPlan, HandoverResult
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.loader import Loader
-from lmcache_connector.p2p.worker.poller import Connect, Poller
+from lmcache_connector.p2p.worker.poller import Poller
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer, ReceiveBufferSettings
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.control.client import Connect, ControlClient
 from lmcache_connector.p2p.control.peers import concerned, ranks_of
-from lmcache_connector.p2p.control.sessions import ControlClient
 from lmcache_connector.p2p.errors import AddressError, PeerError
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.transfer import Waiting
@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.2
 _IDLE_SECONDS = 60.0
-
-Connect = Callable[[PeerAddress], ControlClient]
 
 
 @dataclass(eq=False)

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
+from lmcache_connector.p2p.control.client import Connect
 from lmcache_connector.p2p.control.messages import Message
-from lmcache_connector.p2p.control.sessions import Peer
+from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.base import Transport
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.plans import HandoverHold, HandoverPlan, Save
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.saver import LayerSave, Saver
 from lmcache_connector.p2p.worker.send_buffer import Outgoing, SendBuffer
-from lmcache_connector.p2p.worker.sender import Connect, Sender
+from lmcache_connector.p2p.worker.sender import Sender
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ import numpy as np
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.messages import Message, Offer
-from lmcache_connector.p2p.control.peers import overlap, ranks_of
-from lmcache_connector.p2p.control.sessions import Peer
+from lmcache_connector.p2p.control.peers import Peer, overlap, ranks_of
 from lmcache_connector.p2p.data.base import Landing
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import PeerError

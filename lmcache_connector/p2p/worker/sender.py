@@ -19,9 +19,9 @@ import xxhash
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.control.client import Connect, ControlClient
 from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
-from lmcache_connector.p2p.control.sessions import ControlClient
 from lmcache_connector.p2p.data.base import Outlet, Session, Transport
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import AddressError, PeerError, RefusedError
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 _BUSY_SECONDS = 0.02
 _IDLE_SECONDS = 60.0
 _WAKE_SECONDS = 0.5
-
-Connect = Callable[[PeerAddress], ControlClient]
 
 
 @dataclass(frozen=True, slots=True)
