@@ -45,7 +45,7 @@ class ProcessGroupTransport(TcpTransport):
         self.name = backend
         self._device = device
 
-    def _link_receiver(self, wire: Wire, host: str) -> _GroupPath:
+    def _receiving_path(self, wire: Wire, host: str) -> _GroupPath:
         """Host the store, and let the sender find it."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
@@ -65,7 +65,7 @@ class ProcessGroupTransport(TcpTransport):
             )
             return _GroupPath(self._group(store, _RECEIVER), _SENDER, self._device, self._timeout)
 
-    def _link_sender(self, wire: Wire, host: str) -> _GroupPath:
+    def _sending_path(self, wire: Wire, host: str) -> _GroupPath:
         port = bytearray(_PORT.size)
         deadline = Deadline(self._clock() + self._stall_seconds, self._clock)
         try:

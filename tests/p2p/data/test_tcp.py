@@ -47,7 +47,7 @@ def test_half_a_frame_and_an_end() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"\0" * 100, os.urandom(500), b"LMPF" + b"\xff" * 96])
-def test_garbage_ends_the_link(garbage: bytes) -> None:
+def test_garbage_ends_the_connection(garbage: bytes) -> None:
     sink = Collector()
     transport, raw = let_in(sink)
     raw.sendall(garbage)

@@ -1,4 +1,4 @@
-"""One contract, passed by every transport: frames arrive as they left, or the link is cut."""
+"""One contract, passed by every transport: frames arrive as they left, or the connection is cut."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TestContract:
         assert [frame.ticket for frame, _ in sink.frames] == [1, 3]
         outlet.close()
 
-    def test_a_sink_that_objects_ends_the_link(self, make: Make) -> None:
+    def test_a_sink_that_objects_ends_the_connection(self, make: Make) -> None:
         sink = Collector()
         port = make().listen("127.0.0.1", 0, sink, key_of)
         outlet = make().connect("127.0.0.1", port, SESSION, 5.0)
