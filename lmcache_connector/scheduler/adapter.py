@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+
 
 class SchedulerAdapter:
     """Maps vLLM's scheduler-side connector calls onto plans.
@@ -161,7 +163,7 @@ class SchedulerAdapter:
         """No request is in the last plan, but those that have finished since."""
         return not self._scheduled
 
-    def lookup_servers(self) -> tuple[tuple[str, str], ...]:
+    def lookup_servers(self) -> tuple[tuple[str, CircuitState], ...]:
         """``(node, circuit state)`` of the servers that are asked."""
         return self._hits.lookup.servers() if self._hits.lookup is not None else ()
 

@@ -61,7 +61,7 @@ def _make_lookup(config: ConnectorConfig, model: ModelDescription) -> Background
         lookup,
         config.lookup_deadline_seconds,
         time.monotonic,
-        servers=lambda: lookup.stats().servers,
+        servers=lookup.servers,
     )
 
 
