@@ -51,9 +51,13 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """``name`` tells apart forms of a chunk. Without ``planes`` blocks are moved as they are."""
+    """How blocks lie in memory, beyond what the strides of the KV cache say.
 
-    name: str
+    ``name`` tells apart forms of a chunk; ``None``: strides say it all. Without ``planes`` blocks
+    are moved as they are.
+    """
+
+    name: str | None
     planes: tuple[Plane, ...]
 
 

@@ -147,7 +147,7 @@ def test_blocks_that_no_runs_explain_are_moved_as_they_are(
     bad = find_packing(BF16, 32, CHUNK)
     assert good.planes
     assert bad.planes == ()
-    assert bad.name.startswith("blocks of 32: ")
+    assert str(bad.name).startswith("blocks of 32: ")
     assert find_packing(BF16, 64, CHUNK) == good
 
 
