@@ -14,13 +14,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.connector_base import ConnectorBase
-from lmcache_connector.keys.weight_epoch import WeightEpoch
 from lmcache_connector.metrics.prometheus import TieredStats
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Calibration
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
-from lmcache_connector.scheduler.build import build_scheduler, make_epoch
+from lmcache_connector.scheduler.build import build_scheduler
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.vllm_kv_events import to_vllm
 from lmcache_connector.vllm_compat.model import describe_model
@@ -54,7 +53,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._epoch: WeightEpoch | None = None
         self._scheduler_metrics: SchedulerMetrics | None = None
         if role is KVConnectorRole.SCHEDULER:
             model = describe_model(
@@ -71,7 +69,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 stores=self._kv_transfer_config.is_kv_producer,
                 kv_events=self._wants_kv_events,
             )
-            self._epoch = make_epoch(self._config, model)
             self._scheduler_metrics = SchedulerMetrics(
                 self._scheduler.counters,
                 lambda: self._scheduler_side.is_idle,
@@ -86,11 +83,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return False
 
     # -- scheduler side ------------------------------------------------------------------------
-
-    def on_new_request(self, request: Request) -> None:
-        if self._epoch is not None:
-            self._scheduler_side.follow_epoch(self._epoch.name())
-        super().on_new_request(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -127,8 +119,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return [to_vllm(event) for event in self._scheduler_side.take_kv_events()]
 
     def reset_cache(self) -> bool:
-        if self._epoch is not None:
-            self._scheduler_side.reset_cache(self._epoch.reset())
+        self._scheduler_side.reset_cache()
         return True
 
     # -- worker side ---------------------------------------------------------------------------
@@ -160,8 +151,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         super().shutdown()
         if self._scheduler is not None:
             self._scheduler.shutdown()
-        if self._epoch is not None:
-            self._epoch.close()
 
     # -- figures -------------------------------------------------------------------------------
 

@@ -33,11 +33,6 @@ def probe_key(namespace: str) -> bytes:
     return f"lmc:{{{namespace}:}}:probe".encode()
 
 
-def epoch_key(namespace: str, model: str) -> bytes:
-    """How often the instances of one model were reset."""
-    return f"lmc:{{{namespace}:{model}}}:epoch".encode()
-
-
 @dataclass(frozen=True, slots=True)
 class ValueName:
     """What the name of a value says: ``key`` is the chunk key, layers are ``[first, end)``."""
