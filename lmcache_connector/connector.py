@@ -55,7 +55,13 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler_metrics: SchedulerMetrics | None = None
         if role is KVConnectorRole.SCHEDULER:
-            model = describe_model(vllm_config, kv_cache_config, self._config)
+            model = describe_model(
+                vllm_config,
+                kv_cache_config,
+                chunk_size=self._config.chunk_size,
+                namespace=self._config.namespace,
+                model_digest=self._config.model_digest,
+            )
             self._scheduler = build_scheduler(
                 self._config,
                 model,

@@ -48,7 +48,13 @@ def build_worker(
     have come to Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or
     ``SelfTestError`` for what cannot be served.
     """
-    model = describe_model(vllm_config, kv_cache_config, config)
+    model = describe_model(
+        vllm_config,
+        kv_cache_config,
+        chunk_size=config.chunk_size,
+        namespace=config.namespace,
+        model_digest=config.model_digest,
+    )
     settings = _worker_settings(config, model, vllm_config, kv_events)
     if model.rank == 0:
         _log_warnings(config, vllm_config, settings.geometry.chunk_bytes)
@@ -78,7 +84,7 @@ def _worker_settings(
         self_test=config.self_test,
         shutdown_seconds=config.shutdown_seconds,
         probe_keys=_probe_keys(config, model) if loads else (),
-        planes=model.packing.planes if model.packing else (),
+        planes=model.planes,
     )
 
 
