@@ -36,11 +36,6 @@ def probe_key(namespace: str) -> bytes:
     return f"lmc:{{{namespace}:}}:probe".encode()
 
 
-def epoch_key(namespace: str, model: str) -> bytes:
-    """How often the instances of one model were reset."""
-    return f"lmc:{{{namespace}:{model}}}:epoch".encode()
-
-
 @dataclass(frozen=True, slots=True)
 class ValueName:
     """A name in parts. ``key`` is the chunk key; the layers are ``[layer_start, layer_end)``."""
