@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from lmcache_connector.cost_model.decision import Reason
 from lmcache_connector.storage import chunk_codec
 from tests.storage.redis.test_topology import TestAcl as _AclTest
 from tests.support import ROOT
+from tests.test_imports import FLOORS
 from tests.test_readme import table_after
 
 DOCS = ROOT / "docs"
@@ -130,8 +132,6 @@ def named_files(text: str) -> list[str]:
 def named_modules(text: str) -> Iterator[str]:
     yield from re.findall(r"`(lmcache_connector(?:\.\w+)+)`", text)
     yield from re.findall(r"python -m ((?:examples|benchmarks)(?:\.\w+)*)", text)
-    for name in re.findall(r"python -m benchmarks ([a-z]\w+)", text):
-        yield f"benchmarks.{name}"
 
 
 def is_module(name: str) -> bool:
@@ -153,7 +153,6 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
         ("in `scheduler/outbox/`", ["scheduler/outbox/"]),
         ("run tests/nowhere now", ["tests/nowhere"]),
         ("see `couriers.py`", ["couriers.py"]),
-        ("`python -m benchmarks nothing --json -`", ["benchmarks.nothing"]),
         ("`lmcache_connector.storage.redis_tier`", ["lmcache_connector.storage.redis_tier"]),
     ],
 )
@@ -185,6 +184,16 @@ def test_every_make_target_is_listed_and_every_listed_one_exists() -> None:
     assert {row[0].strip("`").split()[1] for row in rows} == targets - {"help"}
     text = "\n".join(page.read_text() for page in PAGES)
     assert set(re.findall(r"(?:^ {4}|`)make (\w+)", text, re.MULTILINE)) <= targets
+
+
+def test_every_benchmark_that_is_named_exists() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--help"]
+    usage = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    known = set(re.findall(r"^(\w+): ", usage, re.MULTILINE))
+    text = "\n".join(page.read_text() for page in LINKED_PAGES)
+    named = set(re.findall(r"python -m benchmarks ([a-z]\w+)", text))
+    assert "overhead" in named
+    assert named <= known
 
 
 def test_the_reasons_of_decisions_are_those_of_the_cost_model() -> None:
@@ -241,3 +250,22 @@ def test_the_tree_of_the_architecture_is_the_real_one() -> None:
     }
     rooms = {folder for folder in folders if not folder.startswith("lmcache_connector/storage/")}
     assert {path for path in paths if path.endswith("/")} == rooms
+
+
+def test_the_arrows_of_the_architecture_are_those_that_hold() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    (drawn,) = re.findall(r"^```text\n(cli\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    lines = [re.findall(r"\w+", line) for line in drawn.splitlines()]
+    floors = [
+        [number for number, rooms in enumerate(FLOORS) for room in rooms if is_part(room, names)]
+        for names in lines
+    ]
+    for above, below in itertools.pairwise(floors):
+        assert max(above) <= min(below)
+    everything = {room for rooms in FLOORS for room in rooms} - {"startup", "errors"}
+    named = [name for names in lines for name in names]
+    assert {room for room in everything if not is_part(room, named)} == set()
+
+
+def is_part(room: str, names: list[str]) -> bool:
+    return room.split("/")[0] in names
