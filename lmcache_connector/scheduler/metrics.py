@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.increments import CountIncrements
 from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.worker.metrics import CIRCUIT_VALUES
+from lmcache_connector.metrics.table import CIRCUIT_VALUES
 
 if TYPE_CHECKING:
     from lmcache_connector.scheduler.counters import SchedulerCounters

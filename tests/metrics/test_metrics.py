@@ -20,7 +20,7 @@ from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, Sto
 from lmcache_connector.scheduler.counters import SchedulerCounters
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.storage.redis.tier import RedisTierStats
-from lmcache_connector.worker.metrics import RankFigures, WorkerMetrics
+from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 
 LOAD = LoadJob(1, "r", (b"k",), ((0,),), 0, 1.0, True, 0)
 STORE = StoreJob(2, "r", (b"k",), (0,), ((0,),))
@@ -79,9 +79,9 @@ class Rank:
         self.redis: RedisTierStats | None = TIER
         self.metrics = WorkerMetrics(0, self._look, lambda: self.now)
 
-    def _look(self) -> RankFigures:
+    def _look(self) -> RankSnapshot:
         self.looks += 1
-        return RankFigures(2, 10, 100, self.redis, [(100, 0.5)] if self.looks == 1 else [])
+        return RankSnapshot(2, 10, 100, self.redis, [(100, 0.5)] if self.looks == 1 else [])
 
 
 def test_a_load_counts_for_both_tiers_it_passed() -> None:
