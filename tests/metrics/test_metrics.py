@@ -22,7 +22,7 @@ from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
-from lmcache_connector.worker.metrics import RankFigures, WorkerMetrics
+from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 
 LOAD = LoadJob(1, "r", (b"k",), ((0,),), 0, 1.0, True, 0)
 STORE = StoreJob(2, "r", (b"k",), (0,), ((0,),))
@@ -77,9 +77,9 @@ class Rank:
         self.redis: RedisTierStats | None = TIER
         self.metrics = WorkerMetrics(0, self._look, lambda: self.now)
 
-    def _look(self) -> RankFigures:
+    def _look(self) -> RankSnapshot:
         self.looks += 1
-        return RankFigures(2, 10, 100, self.redis, [(100, 0.5)] if self.looks == 1 else [])
+        return RankSnapshot(2, 10, 100, self.redis, [(100, 0.5)] if self.looks == 1 else [])
 
 
 def test_a_load_counts_for_both_tiers_it_passed() -> None:
