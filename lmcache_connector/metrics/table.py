@@ -22,6 +22,9 @@ SECONDS_BUCKETS = (
 BANDWIDTH_BUCKETS = (1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1e11)
 
 
+CIRCUIT_VALUES = {"closed": 0, "trial": 1, "open": 2}
+"""The states of a circuit breaker as values of the gauge ``circuit_state``."""
+
 Known = tuple[tuple[str, ...], ...]
 _TIERS: Known = (("cpu",), ("redis",))
 

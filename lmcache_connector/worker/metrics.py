@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.metrics.table import CIRCUIT_VALUES
+from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTierStats
 
-CIRCUIT_VALUES = {"closed": 0, "trial": 1, "open": 2}
 _REFRESH_SECONDS = 1.0
 # Counts of the Redis tier that grow, and where they go: (field, metric, labels).
 _TIER_COUNTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -51,7 +52,7 @@ class WorkerMetrics:
         self._rank = str(rank)
         self._look = look
         self._clock = clock
-        self._samples = Samples()
+        self.tally = Tally()
         self._last_tier: RedisTierStats | None = None
         self._look_at = float("-inf")
 
@@ -64,7 +65,7 @@ class WorkerMetrics:
 
     def cache_changed(self, events: Iterable[CacheEvent]) -> None:
         evicted = sum(not event.admitted for event in events)
-        self._samples.count("evicted_chunks", "cpu", amount=evicted)
+        self.tally.count("evicted_chunks", "cpu", amount=evicted)
 
     def take(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""
@@ -72,21 +73,18 @@ class WorkerMetrics:
         if now >= self._look_at:
             self._look_at = now + _REFRESH_SECONDS
             self._take_figures(self._look())
-        if self._samples.is_empty:
-            return None
-        taken, self._samples = self._samples, Samples()
-        return taken
+        return self.tally.take()
 
     def _load_ended(self, result: JobResult) -> None:
         if result.outcome is not Outcome.DONE:
-            self._samples.count("failed_loads", result.outcome.value)
+            self.tally.count("failed_loads", result.outcome.value)
         copy_seconds = max(0.0, result.seconds - result.redis_seconds)
         self._moved("load", "loaded_bytes", "cpu", result.num_bytes, copy_seconds)
         self._moved("load", "loaded_bytes", "redis", result.redis_bytes, result.redis_seconds)
 
     def _store_ended(self, result: JobResult) -> None:
         if result.outcome is not Outcome.DONE:
-            self._samples.count("failed_stores", result.outcome.value)
+            self.tally.count("failed_stores", result.outcome.value)
         self._moved("store", "stored_bytes", "cpu", result.num_bytes, result.seconds)
 
     def _moved(
@@ -95,33 +93,33 @@ class WorkerMetrics:
         if num_bytes <= 0:
             return
         if counter is not None:
-            self._samples.count(counter, tier, amount=num_bytes)
+            self.tally.count(counter, tier, amount=num_bytes)
         if seconds > 0:
-            self._samples.observe(f"{verb}_seconds", tier, value=seconds)
-            self._samples.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
+            self.tally.observe(f"{verb}_seconds", tier, value=seconds)
+            self.tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
 
     def _take_figures(self, figures: RankFigures) -> None:
-        samples, rank = self._samples, self._rank
-        samples.set("queued_jobs", rank, value=figures.queued_jobs)
-        samples.set("cpu_used_bytes", rank, value=figures.cpu_used_bytes)
-        samples.set("cpu_capacity_bytes", rank, value=figures.cpu_capacity_bytes)
+        tally, rank = self.tally, self._rank
+        tally.set("queued_jobs", rank, value=figures.queued_jobs)
+        tally.set("cpu_used_bytes", rank, value=figures.cpu_used_bytes)
+        tally.set("cpu_capacity_bytes", rank, value=figures.cpu_capacity_bytes)
         for num_bytes, seconds in figures.redis_writes:
             self._moved("store", None, "redis", num_bytes, seconds)
         if figures.redis is not None:
             self._take_tier(figures.redis)
 
     def _take_tier(self, tier: RedisTierStats) -> None:
-        samples, last = self._samples, self._last_tier
-        samples.set("write_queue_bytes", self._rank, value=tier.queued_bytes)
-        samples.set("writes_paused", self._rank, value=float(tier.writes_paused))
+        tally, last = self.tally, self._last_tier
+        tally.set("write_queue_bytes", self._rank, value=tier.queued_bytes)
+        tally.set("writes_paused", self._rank, value=float(tier.writes_paused))
         for node, state in tier.servers:
-            samples.set("circuit_state", self._rank, node, value=CIRCUIT_VALUES[state])
+            tally.set("circuit_state", self._rank, node, value=CIRCUIT_VALUES[state])
         if tier == last:
             return
         for name, metric, labels in _TIER_COUNTS:
             before = getattr(last, name) if last is not None else 0
-            samples.count(metric, *labels, amount=getattr(tier, name) - before)
+            tally.count(metric, *labels, amount=getattr(tier, name) - before)
         for reason, count in tier.misses.items():
             before = last.misses.get(reason, 0) if last is not None else 0
-            samples.count("redis_chunks", reason, amount=count - before)
+            tally.count("redis_chunks", reason, amount=count - before)
         self._last_tier = tier
