@@ -47,7 +47,7 @@ class WorkerMetrics:
         self._rank = str(rank)
         self._take_snapshot = take_snapshot
         self._clock = clock
-        self._tally = Tally()
+        self.tally = Tally()
         self._last_counts = TierCounts()
         self._next_snapshot = _AT_ONCE
 
@@ -60,7 +60,7 @@ class WorkerMetrics:
 
     def cache_changed(self, events: Iterable[CacheEvent]) -> None:
         evicted = sum(not event.admitted for event in events)
-        self._tally.count("evicted_chunks", "cpu", amount=evicted)
+        self.tally.count("evicted_chunks", "cpu", amount=evicted)
 
     def take(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""
@@ -68,40 +68,40 @@ class WorkerMetrics:
         if now >= self._next_snapshot:
             self._next_snapshot = now + _REFRESH_SECONDS
             self._count_snapshot(self._take_snapshot())
-        return self._tally.take()
+        return self.tally.take()
 
     def _load_ended(self, result: JobResult) -> None:
         if result.outcome is not Outcome.DONE:
-            self._tally.count("failed_loads", result.outcome.value)
+            self.tally.count("failed_loads", result.outcome.value)
         copy_seconds = max(0.0, result.seconds - result.redis_seconds)
-        self._tally.count("loaded_bytes", "cpu", amount=result.num_bytes)
-        self._tally.count("loaded_bytes", "redis", amount=result.redis_bytes)
+        self.tally.count("loaded_bytes", "cpu", amount=result.num_bytes)
+        self.tally.count("loaded_bytes", "redis", amount=result.redis_bytes)
         self._observe("load", "cpu", result.num_bytes, copy_seconds)
         self._observe("load", "redis", result.redis_bytes, result.redis_seconds)
 
     def _store_ended(self, result: JobResult) -> None:
         if result.outcome is not Outcome.DONE:
-            self._tally.count("failed_stores", result.outcome.value)
-        self._tally.count("stored_bytes", "cpu", amount=result.num_bytes)
+            self.tally.count("failed_stores", result.outcome.value)
+        self.tally.count("stored_bytes", "cpu", amount=result.num_bytes)
         self._observe("store", "cpu", result.num_bytes, result.seconds)
 
     def _observe(self, verb: str, tier: str, num_bytes: int, seconds: float) -> None:
         """How long a transfer took, and how fast it was; nothing for one that moved nothing."""
         if num_bytes > 0 and seconds > 0:
-            self._tally.observe(f"{verb}_seconds", tier, value=seconds)
-            self._tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
+            self.tally.observe(f"{verb}_seconds", tier, value=seconds)
+            self.tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
 
     def _count_snapshot(self, snapshot: RankSnapshot) -> None:
-        self._tally.set("queued_jobs", self._rank, value=snapshot.queued_jobs)
-        self._tally.set("cpu_used_bytes", self._rank, value=snapshot.cpu_used_bytes)
-        self._tally.set("cpu_capacity_bytes", self._rank, value=snapshot.cpu_capacity_bytes)
+        self.tally.set("queued_jobs", self._rank, value=snapshot.queued_jobs)
+        self.tally.set("cpu_used_bytes", self._rank, value=snapshot.cpu_used_bytes)
+        self.tally.set("cpu_capacity_bytes", self._rank, value=snapshot.cpu_capacity_bytes)
         for num_bytes, seconds in snapshot.redis_writes:
             self._observe("store", "redis", num_bytes, seconds)
         if snapshot.redis is not None:
             self._count_tier(snapshot.redis)
 
     def _count_tier(self, tier: RedisTierStats) -> None:
-        tally, counts, last = self._tally, tier.counts, self._last_counts
+        tally, counts, last = self.tally, tier.counts, self._last_counts
         tally.set("write_queue_bytes", self._rank, value=tier.queued_bytes)
         tally.set("writes_paused", self._rank, value=float(tier.writes_paused))
         for node, state in tier.servers:
