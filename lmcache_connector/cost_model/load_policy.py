@@ -1,10 +1,10 @@
-"""Compute or load, as the scheduler side asks it: keeps the cost model supplied with figures.
+"""Compute or load, as the scheduler side asks it: keeps the cost model supplied with measurements.
 
-Where the figures come from:
+Where they come from:
 
 - at start every rank times a load from memory (the self-test) and from Redis (a probe), and hands
   both over before the first request (:meth:`LoadPolicy.calibrate`);
-- every load reports the time it was served, without the time it stood in line;
+- every load reports the time it was served, without the time it waited in a queue;
 - the worker times each forward pass that computes a few dozen prompt tokens or more. The
   scheduler side cannot: with asynchronous scheduling it hears of a step while the next one runs;
 - while Redis is not loaded from although requests ask for what it holds, the worker reads a few
@@ -47,7 +47,7 @@ _MIN_PROBE_SECONDS, _MAX_PROBE_SECONDS = 2.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A load on its way. ``num_bytes``: of the rank with the largest part, per source."""
+    """A load on its way. ``num_bytes``: of the rank with the largest part, per tier."""
 
     redis_keys: tuple[bytes, ...]
     num_bytes: dict[Tier, int]
@@ -88,7 +88,7 @@ class LoadPolicy:
         are_in_cpu: Iterable[bool],
     ) -> LoadDecision:
         """Decide one request, once. ``keys``: its hit chunks, from the one being computed on."""
-        sources = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu)
+        tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu)
         queued = dict(self._queued_bytes)
         # What others fetch already is waited for, and copied from memory then.
         shared = sum(key in self._fetching for key in keys) if self._fetching else 0
@@ -99,12 +99,12 @@ class LoadPolicy:
                 prompt_tokens=prompt_tokens,
                 chunk_tokens=self._chunk_tokens,
                 chunk_bytes=self._chunk_bytes,
-                sources=sources,
+                tiers=tiers,
                 queued_bytes=queued,
                 running_requests=self._num_requests,
             )
         )
-        if Tier.REDIS in sources[decision.num_chunks :]:
+        if Tier.REDIS in tiers[decision.num_chunks :]:
             self._want_probe()
         return decision
 
@@ -141,10 +141,10 @@ class LoadPolicy:
         self._probe_pause = min(2 * self._probe_pause, _MAX_PROBE_SECONDS)
         return True
 
-    # -- figures -------------------------------------------------------------------------------
+    # -- measurements --------------------------------------------------------------------------
 
     def step_planned(self, num_requests: int) -> None:
-        """So many requests run in this step."""
+        """``num_requests`` run in this step."""
         self._num_requests = num_requests
 
     def load_planned(self, job: LoadJob, redis_keys: tuple[bytes, ...]) -> None:
@@ -154,14 +154,14 @@ class LoadPolicy:
         }
         self._running[job.job_id] = _Running(redis_keys, num_bytes)
         self._fetching.update(redis_keys)
-        for source, count in num_bytes.items():
-            self._queued_bytes[source] += count
+        for tier, count in num_bytes.items():
+            self._queued_bytes[tier] += count
 
     def load_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
         """All ranks have reported. The one that failed, or else the slowest, counts."""
         running = self._running.pop(job_id)
-        for source, count in running.num_bytes.items():
-            self._queued_bytes[source] -= count
+        for tier, count in running.num_bytes.items():
+            self._queued_bytes[tier] -= count
         self._fetching.subtract(running.redis_keys)
         for key in running.redis_keys:
             if not self._fetching[key]:
@@ -223,7 +223,7 @@ class LoadPolicy:
             self.model.observe_load_failed(Tier.REDIS, measured.seconds)
             return
         was_stalled = self.model.is_stalled(Tier.REDIS)
-        copy_speed = self.model.snapshot().links[Tier.CPU].bytes_per_second
+        copy_speed = self.model.bytes_per_second(Tier.CPU)
         speed = 1.0 / (1.0 / _speed(measured) + 1.0 / copy_speed)
         self.model.calibrate(Tier.REDIS, speed, measured.latency_seconds)
         if was_stalled:
