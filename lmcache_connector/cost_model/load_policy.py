@@ -26,10 +26,10 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
 from lmcache_connector.plans import (
     Calibration,
-    ForwardTime,
     JobResult,
     LoadJob,
     Outcome,
+    PrefillWork,
     RankReport,
     Tier,
     TransferTime,
@@ -54,7 +54,12 @@ class _Running:
 
 
 class LoadPolicy:
-    """``chunk_bytes``: of the rank with the largest part. ``num_stages``: of the pipeline."""
+    """Decides which hits to load, and learns from what jobs, forward passes and probes took.
+
+    A chunk has ``chunk_tokens`` tokens, and ``chunk_bytes`` on the rank with the largest part. A
+    prompt passes ``num_stages`` of a pipeline one after the other. ``clock`` gives seconds,
+    monotonic.
+    """
 
     def __init__(
         self,
@@ -87,7 +92,11 @@ class LoadPolicy:
         keys: Sequence[bytes],
         are_in_cpu: Iterable[bool],
     ) -> LoadDecision:
-        """Decide one request, once. ``keys``: its hit chunks, from the one being computed on."""
+        """Decide one request, once.
+
+        ``keys`` are its hit chunks from the one that holds token ``context_tokens`` on;
+        ``are_in_cpu`` says of each whether memory holds it, else Redis does.
+        """
         tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu)
         queued = dict(self._queued_bytes)
         # What others fetch already is waited for, and copied from memory then.
@@ -111,7 +120,10 @@ class LoadPolicy:
     def lookup_seconds(
         self, context_tokens: int, prompt_tokens: int, last_lookup_seconds: float
     ) -> float:
-        """How long to wait for Redis to say what it holds of a prompt; 0: not at all."""
+        """Seconds to wait for Redis to say what it holds of a prompt; 0: do not ask it.
+
+        ``last_lookup_seconds``: how long its last answer took.
+        """
         if self.model.mode == "always":
             return float("inf")
         if self._clock() - self._redis_news_at > _FRESH_SECONDS:
@@ -148,6 +160,7 @@ class LoadPolicy:
         self._num_requests = num_requests
 
     def load_planned(self, job: LoadJob, redis_keys: tuple[bytes, ...]) -> None:
+        """``job`` is on its way. ``redis_keys``: those of its chunks that Redis must bring."""
         num_bytes = {
             Tier.CPU: (len(job.keys) - len(redis_keys)) * self._chunk_bytes,
             Tier.REDIS: len(redis_keys) * self._chunk_bytes,
@@ -169,23 +182,19 @@ class LoadPolicy:
         self._observe_load(max(results, key=lambda r: (r.redis_failed, r.seconds)))
 
     def observe_reports(self, reports: Iterable[RankReport]) -> None:
-        """Forward passes and probes, of one step's reports. The slowest rank counts."""
-        forwards: list[ForwardTime] = []
+        """Forward passes and probes of one step. The slowest rank counts."""
+        slowest: dict[PrefillWork, float] = {}
         probes: list[TransferTime] = []
         for report in reports:
-            forwards += report.forwards
+            for forward in report.forwards:
+                slowest[forward.work] = max(forward.seconds, slowest.get(forward.work, 0.0))
             if report.redis is not None:
                 probes.append(report.redis)
-        slowest: dict[object, ForwardTime] = {}
-        for forward in forwards:
-            if forward.seconds > getattr(slowest.get(forward.work), "seconds", -1.0):
-                slowest[forward.work] = forward
-        for forward in slowest.values():
-            work = forward.work
+        for work, seconds in slowest.items():
             self.model.observe_prefill(
                 work.num_tokens,
                 work.context_tokens,
-                forward.seconds * self._num_stages,
+                seconds * self._num_stages,
                 work.running_requests,
             )
         if probes:
