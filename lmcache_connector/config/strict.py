@@ -48,7 +48,11 @@ def parse(
     instead. Raises :class:`ConfigError` with one line per problem.
     """
     valid = [name for name in model.model_fields if name not in given]
-    problems = [_unknown_key(key, valid, hints) for key in raw if key not in valid]
+    problems = [
+        f"{key!r} is {hints[key]}" if key in hints else unknown_key(key, valid)
+        for key in raw
+        if key not in valid
+    ]
     known = {key: value for key, value in raw.items() if key in valid}
     try:
         settings = model(**known, **given)
@@ -60,11 +64,10 @@ def parse(
     return settings
 
 
-def _unknown_key(key: str, valid: Sequence[str], hints: Mapping[str, str]) -> str:
-    if key in hints:
-        return f"{key!r} is {hints[key]}"
+def unknown_key(key: str, valid: Sequence[str], valid_are: str = "valid keys are") -> str:
+    """Names the nearest valid key, or else all of them behind the words ``valid_are``."""
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"{valid_are} {', '.join(valid)}"
     return f"{key!r} is not a key: {hint}"
 
 
