@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import Tier
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
@@ -79,13 +77,10 @@ def _settings(
 
 
 def _make_policy(config: ConnectorConfig, model: ModelDescription) -> LoadPolicy:
-    """Requests may try the CPU tier, which cannot stall; Redis is measured by a probe."""
     cost_model = CostModel(
         clock=time.monotonic,
-        rng=random.Random(),
         max_deadline_seconds=config.load_deadline_seconds,
         mode=config.compute_or_load,
-        explores=frozenset({Tier.CPU}),
     )
     return LoadPolicy(
         cost_model,

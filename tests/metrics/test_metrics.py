@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from lmcache_connector.metrics.log_line import log_fields
 from lmcache_connector.metrics.prometheus import TablePromMetrics, TieredStats
-from lmcache_connector.metrics.samples import Samples, log_fields
+from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS, Kind
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob

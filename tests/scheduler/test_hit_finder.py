@@ -78,7 +78,7 @@ class Scene:
             stores=True,
             lookup_wait_seconds=lookup_wait_seconds,
         )
-        model = CostModel(clock=self.clock, rng=random.Random(0), max_deadline_seconds=10.0)
+        model = CostModel(clock=self.clock, max_deadline_seconds=10.0)
         for _ in range(8):
             model.observe_prefill(PROMPT_TOKENS, 0, 1.0)
         self.finder = RedisHitFinder(
