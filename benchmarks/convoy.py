@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             for times in (new, again):
                 for way in ways if number % 2 else reversed(ways):
                     times[way].append(_measure(way, alone, ours, prompts, args.max_tokens))
-        counters = ours.counters()
+        counts = ours.counts()
     return {
         "rounds": args.rounds,
         "requests": args.requests,
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "again_vs_none": _ratio(again, _OUT),
         "new_vs_other_process": _ratio(new, _ALONE),
         "again_vs_other_process": _ratio(again, _ALONE),
-        "hit_tokens": counters["cpu_hit_tokens"] + counters["redis_hit_tokens"],
+        "hit_tokens": int(counts.total("hit_tokens")),
     }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from tests.support.handover import Ask, ask, counters
+from tests.support.handover import Ask, ask
 from tests.support.instance import VllmInstance
 from tests.support.p2p_engines import kv_transfer, running
 from tests.support.p2p_instances import free_ports
@@ -104,12 +104,12 @@ class _Pair:
         )
         prompt = self._prompt()
         cold = self._prefill.call(ask, Ask(name, prompt, 1))
-        before = self._decode.call(counters)
+        before = self._decode.counts()
         hit = self._decode.call(ask, Ask(name, prompt))
-        after = self._decode.call(counters)
-        num_bytes = after["wire_bytes"] - before["wire_bytes"]
-        seconds = after["wire_seconds"] - before["wire_seconds"]
-        failed = sum(after["failed_loads"].values()) - sum(before["failed_loads"].values())
+        after = self._decode.counts()
+        num_bytes = int(after.total("p2p_received_bytes") - before.total("p2p_received_bytes"))
+        seconds = after.total("p2p_receive_seconds") - before.total("p2p_receive_seconds")
+        failed = int(after.total("p2p_failed_loads") - before.total("p2p_failed_loads"))
         return {
             "equal": () != hit.served.block_digests == cold.served.block_digests,
             "hit": hit.served.external_hit_tokens,

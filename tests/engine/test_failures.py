@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from lmcache_connector.scheduler.background_lookup import PENDING
 from tests.engine.test_tiers import check_integrity, value_names, wait_for_keys
 from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
 from tests.support.instance import VllmInstance
@@ -36,7 +37,7 @@ def reader(start: Start, valkey: Server, written: dict[int, Served]) -> Iterator
 
 
 def failed_loads(instance: VllmInstance) -> int:
-    return sum(instance.counters()["failed_loads"].values())
+    return int(instance.counts().total("failed_loads"))
 
 
 def serve_and_compare(reader: VllmInstance, cold: Served, seed: int) -> Served:
@@ -148,20 +149,20 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
     import redis
 
     probe.reset_prefix_cache()
-    hits = probe.connector._scheduler._hits
-    answered = hits.redis_answered
+    hits = probe.connector._scheduler.hits
+    find = hits.find
 
-    def vanish(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
-        done = answered(state, num_computed_tokens, is_idle=is_idle)
-        if done and state.redis_chunks:
+    def vanish(state, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
+        hit = find(state, num_computed_tokens, is_idle=is_idle)
+        if hit is not PENDING and state.lookup.redis_chunks:
             redis.Redis(port=port).flushall()
-        return done
+        return hit
 
-    hits.redis_answered = vanish
+    hits.find = vanish
     try:
         return probe.serve(prompt).token_ids
     finally:
-        hits.redis_answered = answered
+        hits.find = find
 
 
 def test_redis_that_stops_and_comes_back(start: Start, valkey: Server) -> None:
@@ -202,21 +203,21 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
     import os
     import signal
 
-    hits = probe.connector._scheduler._hits
-    answered = hits.redis_answered
+    hits = probe.connector._scheduler.hits
+    find = hits.find
 
-    def stall(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
-        done = answered(state, num_computed_tokens, is_idle=is_idle)
-        if done and state.redis_chunks:
+    def stall(state, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
+        hit = find(state, num_computed_tokens, is_idle=is_idle)
+        if hit is not PENDING and state.lookup.redis_chunks:
             os.kill(pid, signal.SIGSTOP)
-        return done
+        return hit
 
-    hits.redis_answered = stall
+    hits.find = stall
     try:
         return probe.serve(prompt).token_ids
     finally:
         os.kill(pid, signal.SIGCONT)
-        hits.redis_answered = answered
+        hits.find = find
 
 
 def test_no_redis_at_start(start: Start) -> None:
