@@ -107,9 +107,9 @@ class _Pair:
         before = self._decode.call(counters)
         hit = self._decode.call(ask, Ask(name, prompt))
         after = self._decode.call(counters)
-        num_bytes = after["wire_bytes"] - before["wire_bytes"]
-        seconds = after["wire_seconds"] - before["wire_seconds"]
-        failed = sum(after["failed_loads"].values()) - sum(before["failed_loads"].values())
+        num_bytes = after["p2p_received_bytes"] - before["p2p_received_bytes"]
+        seconds = after["p2p_receive_seconds"] - before["p2p_receive_seconds"]
+        failed = after["p2p_failed_loads"] - before["p2p_failed_loads"]
         return {
             "equal": () != hit.served.block_digests == cold.served.block_digests,
             "hit": hit.served.external_hit_tokens,

@@ -12,8 +12,9 @@ from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.control.peers import model_digests
 from lmcache_connector.p2p.heartbeat import Heartbeat, Registration
-from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter, P2PSchedulerSettings
+from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
+from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One engine's rank, as far as hand-overs go."""
+    """What hand-overs need to know of one rank of an engine."""
 
     model: ModelDescription
     address: PeerAddress
@@ -39,10 +40,6 @@ class Instance:
     produces: bool
     consumes: bool
     first_rank: int
-
-    @property
-    def rank(self) -> int:
-        return self.model.rank
 
 
 def describe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.reasons import Cause, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,10 @@ class HandoverHold:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A hand-over that will not be finished. ``reason`` is told to the consumer."""
+    """A hand-over that will not be finished. The consumer is told the cause."""
 
     transfer_id: str
-    reason: str
+    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +98,17 @@ class HandoverPlan:
 
 @dataclass(frozen=True, slots=True)
 class HandoverResult:
-    """``num_blocks`` of the load's blocks arrived, from its first on. ``reason``: why not all.
+    """``num_blocks`` of the load's blocks arrived, from its first on. ``cause``: why not all.
 
     ``seconds`` since vLLM asked. ``wire_bytes`` came within ``wire_seconds``, perhaps before that.
     """
 
     request_id: str
     num_blocks: int
-    num_bytes: int
     seconds: float
     wire_bytes: int = 0
     wire_seconds: float = 0.0
-    reason: str = ""
+    cause: Cause | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,6 @@ class HandoverReport:
     """``released``: transfers whose memory is free again. ``unsent``: those among them that
     reached nobody, or not whole, with the reason."""
 
-    rank: int
     loads: tuple[HandoverResult, ...] = ()
     released: tuple[str, ...] = ()
-    unsent: tuple[tuple[str, str], ...] = ()
+    unsent: tuple[tuple[str, Reason], ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support.probe import EngineProbe, Served
@@ -83,9 +83,12 @@ def add(probe: EngineProbe, request: Ask) -> None:
     probe.engine.add_request(request.request_id, prompt, params)
 
 
-def counters(probe: EngineProbe) -> dict[str, Any]:
-    """Of the scheduler side."""
-    return asdict(probe.connector._scheduler.counters)
+def counters(probe: EngineProbe) -> dict[str, float]:
+    """Totals of the scheduler side since its start, by metric and over all labels."""
+    from lmcache_connector.p2p.scheduler.metrics import METRICS
+
+    tally = probe.connector._scheduler.tally
+    return {name: tally.total(name) for name in METRICS}
 
 
 def metrics(probe: EngineProbe) -> dict[str, float]:

@@ -15,6 +15,7 @@ from lmcache_connector.p2p.control.handshake import SessionKey, Transcript, prov
 from lmcache_connector.p2p.control.messages import Card, Message, Packet, ProtocolError
 from lmcache_connector.p2p.control.peers import Peer, check_peer
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.reasons import Reason
 
 
 class ControlClient:
@@ -46,7 +47,7 @@ class ControlClient:
             self.peer, self._key = self._introduce(card, secret)
         except zmq.ZMQError as error:
             self.close()
-            raise PeerError(f"{address} cannot be reached: {error.strerror}") from error
+            raise _unreachable(address, error.strerror or error) from error
         except PeerError:
             self.close()
             raise
@@ -58,7 +59,7 @@ class ControlClient:
         if not self._key.accepts(packet):
             # Only a refusal may come without a tag: a peer that was restarted knows no session.
             if isinstance(messages.decode(packet.body), messages.Refused):
-                raise PeerError(f"{self._address} has ended the session")
+                raise PeerError(f"{self._address} has ended the session", Reason.LOST)
             raise ProtocolError(f"{self._address} answered with a packet of another session")
         return self._read(packet)
 
@@ -86,15 +87,17 @@ class ControlClient:
         try:
             self._socket.send(packet, zmq.NOBLOCK)
             if not self._socket.poll(int(self._seconds * 1000)):
-                raise PeerError(f"{self._address} gave no answer within {self._seconds:g} s")
+                silence = f"{self._address} gave no answer within {self._seconds:g} s"
+                raise PeerError(silence, Reason.NO_ANSWER)
             return messages.unpack(self._socket.recv(zmq.NOBLOCK))
         except zmq.ZMQError as error:
-            raise PeerError(f"{self._address} cannot be reached: {error.strerror}") from error
+            raise _unreachable(self._address, error.strerror) from error
 
     def _read(self, packet: Packet) -> Message:
         message = messages.decode(packet.body)
         if isinstance(message, messages.Refused):
-            raise RefusedError(f"{self._address} refused: {message.reason}")
+            cause = message.cause
+            raise RefusedError(f"{self._address} refused: {cause.text}", cause.reason)
         return message
 
 
@@ -107,4 +110,8 @@ def _knock(address: PeerAddress, seconds: float) -> None:
     try:
         socket.create_connection((address.host, address.port), timeout=seconds).close()
     except OSError as error:
-        raise PeerError(f"{address} cannot be reached: {error.strerror or error}") from error
+        raise _unreachable(address, error.strerror or error) from error
+
+
+def _unreachable(address: PeerAddress, why: object) -> PeerError:
+    return PeerError(f"{address} cannot be reached: {why}", Reason.UNREACHABLE)

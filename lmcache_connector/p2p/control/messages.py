@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.reasons import MAX_WIRE_CHARACTERS, Cause, Reason
 
 VERSION = 1
 MAX_PACKET_BYTES = 1 << 20
@@ -32,7 +33,8 @@ _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Tag = Annotated[bytes, Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
 _Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Name = Annotated[str, Meta(min_length=1, max_length=512)]
-_Words = Annotated[str, Meta(max_length=1024)]
+_Words = Annotated[str, Meta(max_length=MAX_WIRE_CHARACTERS)]
+"""A :class:`Cause`: ``WORD: TEXT``."""
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, Meta(ge=1, lt=1 << 16)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -94,6 +96,14 @@ class Refused(_Message, frozen=True):
 
     reason: _Words
 
+    @classmethod
+    def of(cls, text: str, reason: Reason = Reason.REFUSED) -> Refused:
+        return cls(Cause(reason, text).to_wire())
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.from_wire(self.reason, Reason.REFUSED)
+
 
 class Offer(_Message, frozen=True):
     """Producer to consumer: KV of a prompt is coming. ``digest`` names the prompt."""
@@ -142,12 +152,20 @@ class Gone(_Message, frozen=True):
 
     reason: _Words
 
+    @property
+    def cause(self) -> Cause:
+        return Cause.from_wire(self.reason)
+
 
 class Forget(_Message, frozen=True):
     """Either way: this transfer is over, free its memory."""
 
     transfer_id: _Name
     reason: _Words
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.from_wire(self.reason)
 
 
 class Done(_Message, frozen=True):
@@ -192,6 +210,9 @@ class Packet:
 
 class ProtocolError(PeerError):
     """Not a message of this protocol."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, Reason.PROTOCOL)
 
 
 def encode(message: Message) -> bytes:

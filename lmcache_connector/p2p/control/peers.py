@@ -11,6 +11,7 @@ from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
 from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.errors import RefusedError
+from lmcache_connector.p2p.reasons import Reason
 
 _DIGEST_CHARACTERS = 16
 _MAX_RANKS = 4096
@@ -41,24 +42,24 @@ def check_peer(own: Card, peer: Card) -> None:
         if own.model.get(name) != peer.model.get(name)
     )
     if own.block_size != peer.block_size:
-        raise RefusedError(
+        raise _mismatch(
             f"blocks of {peer.block_size} and of {own.block_size} tokens do not fit: "
             "start both instances with the same --block-size"
         )
     if names:
-        raise RefusedError(f"the models differ in {', '.join(names)}")
+        raise _mismatch(f"the models differ in {', '.join(names)}")
     if (own.num_kv_heads, own.is_mla) != (peer.num_kv_heads, peer.is_mla):
-        raise RefusedError("the models differ in their KV heads")
+        raise _mismatch("the models differ in their KV heads")
     if sum(own.layer_counts) != sum(peer.layer_counts):
-        raise RefusedError("the models differ in their layers")
+        raise _mismatch("the models differ in their layers")
     if peer.rank >= len(ranks_of(peer)):
-        raise RefusedError(f"there is no rank {peer.rank} in that topology")
+        raise _mismatch(f"there is no rank {peer.rank} in that topology")
 
 
 def ranks_of(card: Card) -> tuple[RankTopology, ...]:
     """All ranks of a peer's instance. Raises :class:`RefusedError` for an impossible topology."""
     if card.tp_size * len(card.layer_counts) > _MAX_RANKS:
-        raise RefusedError(f"more than {_MAX_RANKS} ranks are not believed")
+        raise _mismatch(f"more than {_MAX_RANKS} ranks are not believed")
     try:
         return all_ranks(
             tp_size=card.tp_size,
@@ -67,7 +68,11 @@ def ranks_of(card: Card) -> tuple[RankTopology, ...]:
             is_mla=card.is_mla,
         )
     except TopologyError as error:
-        raise RefusedError(str(error)) from error
+        raise _mismatch(str(error)) from error
+
+
+def _mismatch(text: str) -> RefusedError:
+    return RefusedError(text, Reason.MISMATCH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from lmcache_connector.p2p.control.handshake import SessionKey, Transcript, prov
 from lmcache_connector.p2p.control.messages import Card, Message, Packet
 from lmcache_connector.p2p.control.peers import Peer, check_peer
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class ControlServer:
             raise RefusedError("say hello first")
         except PeerError as error:
             self._num_rejected += 1
-            return messages.pack(sequence, messages.encode(messages.Refused(str(error)[:1024])))
+            return messages.pack(sequence, messages.encode(messages.Refused(error.cause.to_wire())))
 
     def _welcome(self, route: bytes, hello: messages.Hello, packet: Packet) -> bytes:
         check_peer(self._card, hello.card)
@@ -195,5 +196,5 @@ class ControlServer:
             answer = self._handle(session.peer, message)
         except Exception:  # one question must not end the server
             logger.exception("A control message of kind %s failed", type(message).__name__)
-            answer = messages.Refused("an error inside, see my log")
+            answer = messages.Refused.of("an error inside, see my log", Reason.OTHER)
         return session.key.seal(packet.sequence, messages.encode(answer))

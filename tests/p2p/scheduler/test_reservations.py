@@ -5,13 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.p2p.scheduler.reservations import Reservations
 
 CAPACITY = 100
 
 
 def test_a_reservation_lasts_until_every_rank_has_let_go() -> None:
-    room = Reservations(CAPACITY, num_ranks=2)
+    room = Reservations(CAPACITY, num_ranks=2, tally=Tally())
     assert room.reserve("a", 60)
     room.release("a")
     assert not room.reserve("b", 60)
@@ -21,7 +22,7 @@ def test_a_reservation_lasts_until_every_rank_has_let_go() -> None:
 
 
 def test_nobody_else_is_released_by_a_late_word() -> None:
-    room = Reservations(CAPACITY, num_ranks=1)
+    room = Reservations(CAPACITY, num_ranks=1, tally=Tally())
     room.reserve("a", 60)
     room.cancel("a")
     room.release("a")
@@ -40,7 +41,11 @@ def test_nobody_else_is_released_by_a_late_word() -> None:
     )
 )
 def test_what_is_promised_is_what_is_reserved(actions: list[tuple[str, str, int]]) -> None:
-    room, expected, heard = Reservations(CAPACITY, num_ranks=2), dict[str, int](), dict[str, int]()
+    room, expected, heard = (
+        Reservations(CAPACITY, num_ranks=2, tally=Tally()),
+        dict[str, int](),
+        dict[str, int](),
+    )
     for action, name, num_bytes in actions:
         if action == "reserve":
             fits = sum(expected.values()) + num_bytes <= CAPACITY

@@ -16,6 +16,7 @@ from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.plans import HandoverLoad
+from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer, ReceiveBufferSettings
 from lmcache_connector.storage.geometry import ChunkGeometry
@@ -141,7 +142,8 @@ def test_one_name_is_one_prompt() -> None:
     other = Offer("t", bytes(32), 3 * BLOCK)
     assert isinstance(buffer.offered(peer(1, 2, b"other"), other), Refused)
     waiting = buffer.expect(load(digest=bytes(32)))
-    assert "another prompt" in waiting.end
+    assert waiting.cause is not None
+    assert waiting.cause.reason is Reason.OTHER_PROMPT
 
 
 def test_a_second_offer_begins_its_part_anew() -> None:
@@ -198,7 +200,8 @@ def test_a_deadline_uses_what_came_without_a_gap() -> None:
     buffer.end_overdue()
     arrived = buffer.next_arrived()
     assert arrived is not None
-    assert (arrived.num_blocks, arrived.waiting.end) == (2, "it did not come within 3 s")
+    late = Cause(Reason.DEADLINE, "it did not come within 3 s")
+    assert (arrived.num_blocks, arrived.waiting.cause) == (2, late)
     buffer.loaded(arrived)
     assert buffer._host_buffer.used_bytes == 0
     assert buffer.num_waiting == 0
