@@ -105,7 +105,8 @@ def make_worker(
     instance: Instance, config: P2PConfig, kv_caches: dict[str, torch.Tensor]
 ) -> P2PWorkerAdapter:
     # Imported here: what it brings along must not be imported before vLLM's worker has started.
-    from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter, P2PWorkerSettings
+    from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
+    from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 
     model = instance.model
     own = model.ranks[model.rank]
@@ -126,7 +127,7 @@ def make_worker(
         config=config,
         card=card,
         own=own,
-        geometry=model.geometries[model.rank],
+        block_geometry=model.geometries[model.rank],
         layer_widths=model.layer_widths,
         num_kv_heads=model.num_kv_heads,
         max_blocks=-(-instance.max_model_len // model.block_size),

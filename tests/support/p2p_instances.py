@@ -28,7 +28,8 @@ from lmcache_connector.p2p.plans import (
     Start,
 )
 from lmcache_connector.p2p.reasons import Reason
-from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter, P2PWorkerSettings
+from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
+from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.plans import StepOutput
 from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.support.servers import free_port
@@ -271,7 +272,7 @@ def running_instance(
                     transports={},
                 ),
                 own=topology,
-                geometry=ChunkGeometry(
+                block_geometry=ChunkGeometry(
                     block_size, 0, (WIDTH,) * NUM_LAYERS, topology.read_shards, num_heads, "uint8"
                 ),
                 layer_widths=dict.fromkeys(LAYERS, WIDTH),

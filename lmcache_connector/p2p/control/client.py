@@ -71,7 +71,7 @@ class ControlClient:
         welcome = self._read(self._exchange(messages.pack(1, hello)))
         if not isinstance(welcome, messages.Welcome):
             raise ProtocolError(f"{self._address} did not answer a hello")
-        transcript = Transcript.of(hello, welcome.nonce, messages.encode_card(welcome.card))
+        transcript = Transcript.of(hello, welcome.nonce, messages.encode(welcome.card))
         if not proves(welcome.proof, transcript.server_proof(secret)):
             raise RefusedError(f"{self._address} does not know the shared secret")
         check_peer(card, welcome.card)

@@ -215,12 +215,8 @@ class ProtocolError(PeerError):
         super().__init__(text, Reason.PROTOCOL)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | Card) -> bytes:
     return _encoder.encode(message)
-
-
-def encode_card(card: Card) -> bytes:
-    return _encoder.encode(card)
 
 
 def pack(sequence: int, body: bytes, tag: bytes = bytes(TAG_BYTES)) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -93,12 +92,3 @@ def overlap(producer: RankTopology, consumer: RankTopology) -> Overlap | None:
     first = max(producer.layer_start, consumer.layer_start)
     last = min(producer.layer_end, consumer.layer_end)
     return Overlap(heads, first, last) if heads and first < last else None
-
-
-def concerned(own: RankTopology, ranks: Iterable[RankTopology], *, sends: bool) -> tuple[int, ...]:
-    """The peer's ranks this one sends to (``sends``), or receives from."""
-    return tuple(
-        rank.rank
-        for rank in ranks
-        if (overlap(own, rank) if sends else overlap(rank, own)) is not None
-    )

@@ -99,15 +99,9 @@ class ControlServer:
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._admitted: dict[bytes, Peer] = {}  # by session name
         self._stopping = threading.Event()
-        self._num_rejected = 0
         self._socket = bound_socket(context, host, port)
         self._thread = threading.Thread(target=self._serve, name="lmc-p2p-control", daemon=True)
         self._thread.start()
-
-    @property
-    def num_rejected(self) -> int:
-        """Packets that were refused or not understood."""
-        return self._num_rejected
 
     def peer_of_session(self, session: bytes) -> Peer | None:
         """For the data plane: whom a session belongs to."""
@@ -134,8 +128,6 @@ class ControlServer:
                     continue
                 if len(frames) == 2:
                     self._reply(frames[0], self._answer(frames[0], frames[1]))
-                else:
-                    self._num_rejected += 1
 
     def _reply(self, route: bytes, packet: bytes) -> None:
         try:
@@ -160,13 +152,12 @@ class ControlServer:
                 return messages.pack(sequence, self._admit(route, pending, message))
             raise RefusedError("say hello first")
         except PeerError as error:
-            self._num_rejected += 1
             return messages.pack(sequence, messages.encode(messages.Refused(error.cause.to_wire())))
 
     def _welcome(self, route: bytes, hello: messages.Hello, packet: Packet) -> bytes:
         check_peer(self._card, hello.card)
         nonce = os.urandom(messages.NONCE_BYTES)
-        transcript = Transcript.of(packet.body, nonce, messages.encode_card(self._card))
+        transcript = Transcript.of(packet.body, nonce, messages.encode(self._card))
         self._pending[route] = _Pending(hello.card, transcript)
         if len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,11 +13,10 @@ import zmq
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
-from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress, data_ports
 from lmcache_connector.p2p.control.client import ControlClient
-from lmcache_connector.p2p.control.messages import Card, Message
+from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.control.server import ControlServer
 from lmcache_connector.p2p.data.base import Sink, Transport
@@ -27,11 +25,10 @@ from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport
 from lmcache_connector.p2p.worker.consumer import Consumer
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
-from lmcache_connector.p2p.worker.producer import Producer, ProducerSettings
-from lmcache_connector.p2p.worker.receive_buffer import ReceiveBufferSettings
+from lmcache_connector.p2p.worker.producer import Producer
 from lmcache_connector.p2p.worker.role import Role
+from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.plans import StepOutput
-from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 
 if TYPE_CHECKING:
@@ -40,24 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class P2PWorkerSettings:
-    """``card`` without its transports, which are known once they listen. ``geometry``: this rank's
-    part of one block. ``layer_widths``: content bytes of a token and KV head, by layer name.
-    ``first_rank``: ranks of data-parallel engines before this one."""
-
-    config: P2PConfig
-    card: Card
-    own: RankTopology
-    geometry: ChunkGeometry
-    layer_widths: dict[str, int]
-    num_kv_heads: int
-    max_blocks: int
-    produces: bool
-    consumes: bool
-    first_rank: int = 0
 
 
 class P2PWorkerAdapter:
@@ -112,32 +91,14 @@ class P2PWorkerAdapter:
         )
 
     def _make_consumer(self, paged: PagedLayout) -> Consumer:
-        settings, config = self._settings, self._settings.config
         return Consumer(
-            ReceiveBufferSettings(
-                settings.own, settings.geometry, settings.max_blocks, config.lease_seconds
-            ),
-            paged,
-            self._copier,
-            self._host_buffer,
-            self._connect,
-            config.unknown_grace_seconds,
-            self._clock,
+            self._settings, paged, self._copier, self._host_buffer, self._connect, self._clock
         )
 
     def _make_producer(self, kv_caches: dict[str, torch.Tensor]) -> Producer:
-        settings, config, one = self._settings, self._settings.config, self._settings.geometry
+        settings = self._settings
         return Producer(
-            ProducerSettings(
-                own=settings.own,
-                geometry=lambda num_blocks: replace(one, num_tokens=num_blocks * one.num_tokens),
-                block_size=one.num_tokens,
-                layer_names=tuple(settings.layer_widths),
-                lease_seconds=config.lease_seconds,
-                stall_seconds=config.stall_seconds,
-                checksum=config.checksum,
-                waits=config.send_type == "PUT",
-            ),
+            settings,
             tuple(_describe(settings, kv_caches, name) for name in settings.layer_widths),
             self._copier,
             self._host_buffer,
@@ -256,9 +217,7 @@ def _describe(
     """
     names = settings.layer_widths if only is None else (only,)
     specs = {
-        name: LayerSpec(
-            settings.num_kv_heads, settings.geometry.num_tokens, settings.layer_widths[name]
-        )
+        name: LayerSpec(settings.num_kv_heads, settings.block_size, settings.layer_widths[name])
         for name in names
     }
     return PagedLayout.from_kv_caches({name: kv_caches[name] for name in specs}, specs)

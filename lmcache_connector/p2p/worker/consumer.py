@@ -14,8 +14,9 @@ from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.loader import Loader
 from lmcache_connector.p2p.worker.poller import Poller
-from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer, ReceiveBufferSettings
+from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.role import Role
+from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.plans import StepOutput
 
 if TYPE_CHECKING:
@@ -31,16 +32,16 @@ class Consumer(Role):
 
     def __init__(
         self,
-        settings: ReceiveBufferSettings,
+        settings: P2PWorkerSettings,
         paged: PagedLayout,
         copier: Copier,
         host_buffer: HostBuffer,
         connect: Connect,
-        grace_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self.receive_buffer = ReceiveBuffer(settings, host_buffer, clock)
         self._loader = Loader(paged, copier, self.receive_buffer, clock)
+        grace_seconds = settings.config.unknown_grace_seconds
         self._poller = Poller(self.receive_buffer, settings.own, connect, grace_seconds, clock)
 
     def start_loads(self, plan: HandoverPlan) -> None:

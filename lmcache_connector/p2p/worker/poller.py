@@ -17,7 +17,7 @@ from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.client import Connect, ControlClient
 from lmcache_connector.p2p.control.messages import Message
-from lmcache_connector.p2p.control.peers import concerned, ranks_of
+from lmcache_connector.p2p.control.peers import overlap, ranks_of
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
@@ -151,7 +151,7 @@ class Poller:
         first = self._connect(source)
         sessions = [first]
         try:
-            ranks = concerned(self._own, ranks_of(first.peer.card), sends=False)
+            ranks = [r.rank for r in ranks_of(first.peer.card) if overlap(r, self._own)]
             sessions += [self._connect(source.of_rank(rank)) for rank in ranks if rank]
             if 0 not in ranks:
                 sessions.remove(first)

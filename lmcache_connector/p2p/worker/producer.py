@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.client import Connect
 from lmcache_connector.p2p.control.messages import Message
@@ -21,9 +19,9 @@ from lmcache_connector.p2p.worker.role import Role
 from lmcache_connector.p2p.worker.saver import LayerSave, Saver
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
 from lmcache_connector.p2p.worker.sender import Sender
+from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.p2p.worker.transfer import Outgoing
 from lmcache_connector.plans import StepOutput
-from lmcache_connector.storage.geometry import ChunkGeometry
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Copier
@@ -36,27 +34,16 @@ _VACATED = Cause(Reason.PREEMPTED, "its blocks were taken back")
 _OTHER_PROMPT = Cause(Reason.OTHER_PROMPT, "the prompt there was another one")
 
 
-@dataclass(frozen=True, slots=True)
-class ProducerSettings:
-    """``geometry``: this rank's part for a number of blocks. ``waits``: mode ``PUT``, in which a
-    step ends only when what it computed is on its way, ``stall_seconds`` later at most."""
-
-    own: RankTopology
-    geometry: Callable[[int], ChunkGeometry]
-    block_size: int
-    layer_names: tuple[str, ...]
-    lease_seconds: float
-    stall_seconds: float
-    checksum: bool
-    waits: bool
-
-
 class Producer(Role):
-    """``layers``: the paged cache, layer by layer."""
+    """``layers``: the paged cache, layer by layer.
+
+    In mode ``PUT`` a step ends only when what it computed is on its way, ``stall_seconds`` later at
+    most.
+    """
 
     def __init__(
         self,
-        settings: ProducerSettings,
+        settings: P2PWorkerSettings,
         layers: tuple[PagedLayout, ...],
         copier: Copier,
         host_buffer: HostBuffer,
@@ -64,13 +51,14 @@ class Producer(Role):
         transports: dict[str, Transport],
         clock: Callable[[], float],
     ) -> None:
+        config = settings.config
         self._settings = settings
         self._copier = copier
-        self._layer_index = {name: i for i, name in enumerate(settings.layer_names)}
-        self._buffer = SendBuffer(host_buffer, settings.lease_seconds, clock)
-        self._saver = Saver(layers, copier, self._buffer, checksum=settings.checksum)
+        self._layer_index = {name: i for i, name in enumerate(settings.layer_widths)}
+        self._buffer = SendBuffer(host_buffer, config.lease_seconds, clock)
+        self._saver = Saver(layers, copier, self._buffer, checksum=config.checksum)
         self._sender = Sender(
-            self._buffer, settings.own, connect, transports, settings.stall_seconds, clock
+            self._buffer, settings.own, connect, transports, config.stall_seconds, clock
         )
         self._saves: tuple[tuple[Save, Outgoing], ...] = ()
         self._saved_layers: set[int] = set()
@@ -97,7 +85,7 @@ class Producer(Role):
         self._saved_layers = set()
 
     def _open(self, start: Start) -> None:
-        num_blocks = -(-start.num_tokens // self._settings.block_size)
+        num_blocks = self._settings.num_blocks(start.num_tokens)
         geometry = self._settings.geometry(num_blocks)
         if self._buffer.open(start, geometry, num_blocks) is None:
             logger.warning("The buffer is full: the KV of %s is not handed over", start.transfer_id)
@@ -120,7 +108,8 @@ class Producer(Role):
                 if save.is_last:
                     self._saver.seal(outgoing)
             self._saves = ()
-            if self._settings.waits and not self._buffer.settle(self._settings.stall_seconds):
+            config = self._settings.config
+            if config.send_type == "PUT" and not self._buffer.settle(config.stall_seconds):
                 logger.debug("PUT: not all was sent within this step")
         self._holds += plan.holds
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
-from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.messages import Message, Offer
 from lmcache_connector.p2p.control.peers import Peer, overlap, ranks_of
@@ -26,30 +24,12 @@ from lmcache_connector.p2p.errors import RefusedError
 from lmcache_connector.p2p.plans import HandoverLoad
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
+from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.p2p.worker.transfer import Arrived, Incoming, Ticket, Waiting
-from lmcache_connector.storage.geometry import ChunkGeometry
 
 _MAX_REMEMBERED = 4096
 _OTHER_PROMPT = Cause(Reason.OTHER_PROMPT, "the producer computed another prompt")
 _TAKEN = Cause(Reason.TAKEN, "another request has taken this hand-over")
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveBufferSettings:
-    """``block_geometry``: this rank's part of one block. ``max_blocks``: of the longest prompt.
-    ``lease_seconds``: how long a transfer is kept whose request does not come."""
-
-    own: RankTopology
-    block_geometry: ChunkGeometry
-    max_blocks: int
-    lease_seconds: float
-
-    @property
-    def block_size(self) -> int:
-        return self.block_geometry.num_tokens
-
-    def geometry(self, num_blocks: int) -> ChunkGeometry:
-        return replace(self.block_geometry, num_tokens=num_blocks * self.block_size)
 
 
 class ReceiveBuffer:
@@ -60,10 +40,7 @@ class ReceiveBuffer:
     """
 
     def __init__(
-        self,
-        settings: ReceiveBufferSettings,
-        host_buffer: HostBuffer,
-        clock: Callable[[], float],
+        self, settings: P2PWorkerSettings, host_buffer: HostBuffer, clock: Callable[[], float]
     ) -> None:
         self._settings = settings
         self._host_buffer = host_buffer
@@ -265,7 +242,7 @@ class ReceiveBuffer:
                 raise RefusedError("this name is another prompt's")
             return incoming
         settings = self._settings
-        num_blocks = -(-offer.num_tokens // settings.block_size)
+        num_blocks = settings.num_blocks(offer.num_tokens)
         if not 0 < num_blocks <= settings.max_blocks:
             raise RefusedError(
                 f"a prompt of {offer.num_tokens} tokens does not fit into this instance"
@@ -277,7 +254,7 @@ class ReceiveBuffer:
         if region is None:
             return None
         shape = (len(geometry.shards), len(geometry.layer_widths), num_blocks)
-        expires_at = self._clock() + settings.lease_seconds
+        expires_at = self._clock() + settings.config.lease_seconds
         incoming = Incoming(offer, geometry, region, np.zeros(shape, np.bool_), expires_at)
         self._incoming[offer.transfer_id] = incoming
         return incoming

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.kv_layout.topology import all_ranks
+from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Accepted, Busy, Card, Offer, Refused, Settled
 from lmcache_connector.p2p.control.peers import Peer
@@ -18,7 +19,8 @@ from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.plans import HandoverLoad
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
-from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer, ReceiveBufferSettings
+from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
+from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 BLOCK, WIDTH, LAYERS, HEADS = 4, 8, 2, 4
@@ -54,8 +56,18 @@ def peer(rank: int = 0, tp_size: int = 1, name: bytes = b"session") -> Peer:
 
 def make(capacity: int = 1 << 20, clock: Callable[[], float] | None = None) -> ReceiveBuffer:
     geometry = ChunkGeometry(BLOCK, 0, (WIDTH,) * LAYERS, OWN.read_shards, HEADS, "uint8")
-    buffer_settings = ReceiveBufferSettings(OWN, geometry, max_blocks=64, lease_seconds=10.0)
-    return ReceiveBuffer(buffer_settings, HostBuffer(capacity, 0, pinned=False), clock or Clock())
+    own = P2PWorkerSettings(
+        config=P2PConfig(lease_seconds=10.0),
+        card=peer().card,
+        own=OWN,
+        block_geometry=geometry,
+        layer_widths={},
+        num_kv_heads=HEADS,
+        max_blocks=64,
+        produces=False,
+        consumes=True,
+    )
+    return ReceiveBuffer(own, HostBuffer(capacity, 0, pinned=False), clock or Clock())
 
 
 def accepted(buffer: ReceiveBuffer, offer: Offer, who: Peer) -> int:
