@@ -104,7 +104,7 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
 def make_worker(
     instance: Instance, config: P2PConfig, kv_caches: dict[str, torch.Tensor]
 ) -> P2PWorkerAdapter:
-    # Imported here: what it brings along must not be imported before vLLM's worker has started.
+    # Imported late: numba and llvmlite must not be imported before vLLM's worker has started.
     from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
     from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 

@@ -37,7 +37,7 @@ class ControlClient:
         self._seconds = seconds
         self._clock = clock
         self._sequence = 0
-        _knock(address, seconds)
+        _check_listens(address, seconds)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_PACKET_BYTES)
@@ -105,8 +105,8 @@ Connect = Callable[[PeerAddress], ControlClient]
 """Opens a session. Raises ``PeerError``."""
 
 
-def _knock(address: PeerAddress, seconds: float) -> None:
-    """ZeroMQ would go on knocking at a closed door without a word."""
+def _check_listens(address: PeerAddress, seconds: float) -> None:
+    """Raises ``PeerError`` if nobody listens: ZeroMQ itself would keep trying silently."""
     try:
         socket.create_connection((address.host, address.port), timeout=seconds).close()
     except OSError as error:

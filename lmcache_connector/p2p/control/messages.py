@@ -1,10 +1,10 @@
-"""The control plane's vocabulary, and how it is packed: version first, then msgpack.
+"""The messages of the control plane, and how they are packed.
 
 ::
 
     packet  =  magic 4s | version u16 | sequence u64 | tag 32s | body (msgpack, one message)
 
-All versions keep this head, so a peer of another version is recognised and told so in words.
+All versions keep this head, so that a peer of another version is recognised and told so.
 ``sequence`` grows with every message of a session; ``tag`` authenticates the packet once a session
 has a key (see :mod:`handshake`), and is zero before.
 """
@@ -45,7 +45,7 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class Card(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a rank introduces itself. ``model``: digests of what makes its KV its own, by name.
+    """How a rank introduces itself. ``model``: digests of what makes its KV unique, by name.
 
     ``host`` and ``port`` are those of the instance (rank 0); ``transports`` maps the transports
     this rank can receive by to their ports.
@@ -120,7 +120,7 @@ class Accepted(_Message, frozen=True):
 
 
 class Busy(_Message, frozen=True):
-    """No room now, come again: back-pressure."""
+    """There is no room now: offer it again later."""
 
 
 class Settled(_Message, frozen=True):
@@ -128,7 +128,7 @@ class Settled(_Message, frozen=True):
 
 
 class Want(_Message, frozen=True):
-    """Consumer to producer: I wait for this, and need its blocks from ``first_block`` on."""
+    """Consumer to producer: a request waits for this, from block ``first_block`` on."""
 
     transfer_id: _Name
     digest: _Digest
@@ -136,7 +136,7 @@ class Want(_Message, frozen=True):
 
 
 class Coming(_Message, frozen=True):
-    """It is here or being computed, and on its way to who asked."""
+    """It is here or being computed, and is sent to the rank that asked."""
 
 
 class Sent(_Message, frozen=True):
@@ -144,7 +144,7 @@ class Sent(_Message, frozen=True):
 
 
 class Unknown(_Message, frozen=True):
-    """Never heard of it."""
+    """The producer has never heard of it."""
 
 
 class Gone(_Message, frozen=True):
@@ -158,7 +158,7 @@ class Gone(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """Either way: this transfer is over, free its memory."""
+    """In either direction: this transfer is over, free its memory."""
 
     transfer_id: _Name
     reason: _Words
@@ -224,7 +224,7 @@ def pack(sequence: int, body: bytes, tag: bytes = bytes(TAG_BYTES)) -> bytes:
 
 
 def unpack(data: bytes) -> Packet:
-    """Raises :class:`ProtocolError`, in words a peer may be told."""
+    """Raises :class:`ProtocolError` with a text that the peer may be told."""
     if not _HEAD.size <= len(data) <= MAX_PACKET_BYTES:
         raise ProtocolError(f"a packet of {len(data)} bytes is not one of this protocol")
     magic, version, sequence, tag = _HEAD.unpack_from(data)

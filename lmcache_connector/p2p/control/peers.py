@@ -1,4 +1,4 @@
-"""Whether two ranks can hand KV to each other, in words, and which part of it concerns them."""
+"""Who a peer is, whether it can exchange KV with this rank, and which part of the KV."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Peer:
 
 
 def model_digests(root: dict[str, object]) -> dict[str, str]:
-    """Each part of a model's identity under its name, so that a difference can be named."""
+    """Digests of the parts of a model's identity by name, so that a difference can be named."""
     return {
         name: blake3(canonical_bytes(value)).hexdigest()[:_DIGEST_CHARACTERS]
         for name, value in root.items()
@@ -34,7 +34,7 @@ def model_digests(root: dict[str, object]) -> dict[str, str]:
 
 
 def check_peer(own: Card, peer: Card) -> None:
-    """Raises :class:`RefusedError` that says in one clause what does not fit."""
+    """Raises :class:`RefusedError`, which says in one clause what does not fit."""
     names = sorted(
         name
         for name in own.model.keys() | peer.model.keys()
@@ -87,7 +87,7 @@ class Overlap:
 
 
 def overlap(producer: RankTopology, consumer: RankTopology) -> Overlap | None:
-    """``None`` if they have nothing to do with each other. Replicas are sent by one rank only."""
+    """``None`` if the producer has nothing for the consumer. One rank alone sends a replica."""
     heads = tuple(h for h in producer.write_shards if h in consumer.read_shards)
     first = max(producer.layer_start, consumer.layer_start)
     last = min(producer.layer_end, consumer.layer_end)

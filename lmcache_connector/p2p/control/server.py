@@ -68,12 +68,12 @@ def bound_socket(
 
 
 def _interface(host: str) -> str:
-    """The address of a name: ZeroMQ binds to no other names than those of network devices."""
+    """The address of a host name: ZeroMQ binds to addresses and names of devices only."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise PeerError(f"cannot listen on {host}: {error.strerror or error}") from error
-    # As for KV: IPv4 where a name has both.
+    # IPv4 where a name has both, as on the data plane.
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
@@ -93,8 +93,8 @@ class ControlServer:
         self._secret = secret
         self._handle = handle
         self._lock = threading.Lock()
-        # Both by ZeroMQ's routing id, the one silent longest first. Who only says hello and never
-        # proves itself must not drive out who has.
+        # Both by ZeroMQ's routing id, the one silent longest first. A client that never proves
+        # itself must not displace one that has.
         self._pending: OrderedDict[bytes, _Pending] = OrderedDict()
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._admitted: dict[bytes, Peer] = {}  # by session name
@@ -104,7 +104,7 @@ class ControlServer:
         self._thread.start()
 
     def peer_of_session(self, session: bytes) -> Peer | None:
-        """For the data plane: whom a session belongs to."""
+        """The rank that a session belongs to, for the data plane."""
         with self._lock:
             return self._admitted.get(session)
 

@@ -83,7 +83,7 @@ class FrameHead:
 
 
 def unpack_head(data: bytes) -> FrameHead:
-    """Of ``HEAD_BYTES`` bytes. Raises :class:`FrameError`; nothing it lets pass is large."""
+    """Parses ``HEAD_BYTES`` bytes. Raises :class:`FrameError`, also for sizes out of bounds."""
     magic, version, num_checksums, *numbers = _HEAD.unpack(data)
     if magic != _MAGIC:
         raise FrameError("these bytes are not a frame")
