@@ -199,7 +199,7 @@ def _instance(pipe: Connection, url: str) -> None:
     targets = [memoryview(bytearray(SMALL.chunk_bytes)) for _ in keys]
 
     def read() -> bool:
-        return all(tier.get_into(keys, targets, time.monotonic() + _SECONDS))
+        return all(tier.read(keys, targets, time.monotonic() + _SECONDS).hits)
 
     def look_up() -> bool:
         return lookup.exists_prefix(keys, time.monotonic() + _SECONDS) == len(keys)

@@ -228,7 +228,7 @@ def _tier_set(bench: Bench, tier: RedisTier) -> None:
 
 
 def _tier_get(bench: Bench, tier: RedisTier) -> None:
-    if not all(tier.get_into(bench.keys, bench.target, time.monotonic() + _SECONDS)):
+    if not all(tier.read(bench.keys, bench.target, time.monotonic() + _SECONDS).hits):
         raise RuntimeError(f"reads failed: {tier.stats()}")
 
 
