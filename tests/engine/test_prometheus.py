@@ -21,7 +21,8 @@ import yaml
 from tests.support import ROOT
 from tests.support.api_server import running_api
 from tests.support.dashboard import dashboard
-from tests.support.engine_settings import kv_transfer, random_prompt
+from tests.support.engine_settings import kv_transfer
+from tests.support.prompts import random_prompt
 from tests.support.servers import Server, free_port
 
 EXAMPLE = ROOT / "examples" / "observability"
@@ -71,11 +72,11 @@ def ask(url: str, expression: str) -> list[Any]:
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus is installed")
 def test_prometheus_takes_the_rules_and_answers_every_panel(
-    model: Path, valkey: Server, tmp_path: Path
+    tiny_model: Path, valkey: Server, tmp_path: Path
 ) -> None:
     log = tmp_path / "engine.log"
     with (
-        running_api(model, kv_transfer(redis_url=valkey.url), log) as api,
+        running_api(tiny_model, kv_transfer(redis_url=valkey.url), log) as api,
         running_prometheus(api.address, tmp_path) as url,
     ):
         until = time.monotonic() + _WAIT_SECONDS

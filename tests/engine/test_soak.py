@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.test_tiers import check_integrity
+from tests.support.engine_calls import check_integrity
 from tests.support.engine_settings import kv_transfer
-from tests.support.instance import VllmInstance
+from tests.support.instance import StartInstance
 from tests.support.servers import Server, running_server, valkey_binary
-from tests.support.storm import Tally, run_storm
+from tests.support.storm import StormTally, run_storm
 
-Start = Callable[..., VllmInstance]
 MIB = 1 << 20
 _FLAT_BYTES = 100 * MIB
 
@@ -25,20 +24,18 @@ def small_valkey() -> Iterator[Server]:
         yield server
 
 
-def storm(start: Start, server: Server, num_requests: int, seconds: float) -> Tally:
+def storm(start: StartInstance, server: Server, num_requests: int, seconds: float) -> StormTally:
     """With room for 16 chunks in memory and 28 blocks in vLLM's cache."""
-    transfer = kv_transfer(
-        redis_url=server.unix_url, cpu_gib=16 * MIB / 2**30, compute_or_load="always"
-    )
+    transfer = kv_transfer(redis_url=server.unix_url, cpu_gib=16 * MIB / 2**30)
     sizes = {"kv_cache_memory_bytes": 14 * MIB, "max_model_len": 2048, "max_num_seqs": 8}
     with start(transfer, **sizes, max_num_batched_tokens=512) as instance:
-        tally: Tally = instance.call(run_storm, num_requests, seconds, seed=1)
+        tally: StormTally = instance.call(run_storm, num_requests, seconds, seed=1)
         instance.call(check_integrity)
     print(f"\n{tally}")
     return tally
 
 
-def assert_flawless(tally: Tally) -> None:
+def assert_flawless(tally: StormTally) -> None:
     assert tally.mismatches == 0
     assert tally.far_blocks == 0
     assert tally.failed_requests == 0
@@ -51,13 +48,13 @@ def assert_flawless(tally: Tally) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_short_storm(start: Start, small_valkey: Server) -> None:
+def test_a_short_storm(start: StartInstance, small_valkey: Server) -> None:
     assert_flawless(storm(start, small_valkey, num_requests=80, seconds=0))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_long_storm(start: Start, small_valkey: Server) -> None:
+def test_a_long_storm(start: StartInstance, small_valkey: Server) -> None:
     tally = storm(start, small_valkey, num_requests=200, seconds=450)
     assert_flawless(tally)
     assert tally.requests >= 200

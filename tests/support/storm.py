@@ -20,8 +20,9 @@ from blake3 import blake3
 
 from lmcache_connector.plans import LoadJob, StoreJob
 from tests.support.asks import Ask, far_blocks, kv_at_first_token
-from tests.support.engine_settings import random_prompt
+from tests.support.engine_calls import preemptions, worker_of
 from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
 
 _MAX_IN_FLIGHT = 10
 _NUM_PREFIXES = 20
@@ -29,7 +30,7 @@ _SAMPLES = 6
 
 
 @dataclass
-class Tally:
+class StormTally:
     """What a storm came to. ``rss_bytes``: of the process, when it was warm and at the end."""
 
     requests: int = 0
@@ -58,12 +59,10 @@ class Tally:
 
 
 class Witness:
-    """Stands between the job lanes and the engine of the worker."""
+    """Stands between the worker's threads and its LMCache engine, and sees every byte moved."""
 
-    def __init__(self, probe: EngineProbe, tally: Tally) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        engine = get_kv_transfer_group()._worker._engine
+    def __init__(self, probe: EngineProbe, tally: StormTally) -> None:
+        engine = worker_of(probe)._engine
         self._layers = probe.core.model_executor.driver_worker.worker.model_runner.kv_caches
         self._tally = tally
         self._lock = threading.Lock()
@@ -121,9 +120,8 @@ class Storm:
         ]
         self._wanted: dict[str, int] = {}
         self.prompts: list[list[int]] = []
-        self.tally = Tally()
+        self.tally = StormTally()
         Witness(probe, self.tally)
-        self._count_preemptions()
 
     def blow(self, num_requests: int) -> None:
         """Serve that many more, to the end."""
@@ -168,25 +166,17 @@ class Storm:
         self.tally.requests += 1
         self.prompts.append(prompt)
 
-    def _count_preemptions(self) -> None:
-        scheduler = self._probe.scheduler
-        preempt = scheduler._preempt_request
 
-        def count(*args: Any, **kwargs: Any) -> Any:
-            self.tally.preemptions += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._preempt_request = count
-
-
-def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) -> Tally:
+def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) -> StormTally:
     """At least ``num_requests`` and ``seconds``; memory counts as warm after the first fifth."""
     storm = Storm(probe, seed)
     started = time.monotonic()
-    storm.blow(max(10, num_requests // 5))
-    storm.note_memory()
-    while storm.tally.requests < num_requests or time.monotonic() - started < seconds:
-        storm.blow(min(20, max(1, num_requests - storm.tally.requests)))
+    with preemptions(probe) as preempted:
+        storm.blow(max(10, num_requests // 5))
+        storm.note_memory()
+        while storm.tally.requests < num_requests or time.monotonic() - started < seconds:
+            storm.blow(min(20, max(1, num_requests - storm.tally.requests)))
+    storm.tally.preemptions = len(preempted)
     storm.note_memory()
     storm.check_against_recompute()
     storm.tally.counters = probe.counters()
