@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, results
-from benchmarks.harness import spread
+from benchmarks.harness import report, results
+from benchmarks.harness.ratios import spread
 
 
 def result(name: str, **fields: Any) -> dict[str, Any]:
