@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,28 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_connector.config.tiered import parse_config
-from lmcache_connector.config.warnings import (
-    Surroundings,
-    available_memory,
-    settings_warnings,
-    size_warnings,
-)
 from lmcache_connector.connector_base import ConnectorBase
-from lmcache_connector.keys.weight_epoch import WeightEpoch
 from lmcache_connector.metrics.prometheus import TieredStats
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Calibration
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
-from lmcache_connector.scheduler.build import (
-    build_scheduler,
-    make_epoch,
-    make_redis_tier,
-    probe_keys,
-)
+from lmcache_connector.scheduler.build import build_scheduler
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.vllm_kv_events import to_vllm
-from lmcache_connector.startup import banner
 from lmcache_connector.vllm_compat.model import describe_model
 
 if TYPE_CHECKING:
@@ -49,9 +33,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lmcache_connector.worker.adapter import WorkerAdapter  # noqa: F401 - named in a string
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,10 +53,15 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._epoch: WeightEpoch | None = None
         self._scheduler_metrics: SchedulerMetrics | None = None
         if role is KVConnectorRole.SCHEDULER:
-            model = describe_model(vllm_config, kv_cache_config, self._config)
+            model = describe_model(
+                vllm_config,
+                kv_cache_config,
+                chunk_size=self._config.chunk_size,
+                namespace=self._config.namespace,
+                model_digest=self._config.model_digest,
+            )
             self._scheduler = build_scheduler(
                 self._config,
                 model,
@@ -83,7 +69,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 stores=self._kv_transfer_config.is_kv_producer,
                 kv_events=self._wants_kv_events,
             )
-            self._epoch = make_epoch(self._config, model)
             self._scheduler_metrics = SchedulerMetrics(
                 self._scheduler.counters,
                 lambda: self._scheduler_side.is_idle,
@@ -98,11 +83,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return False
 
     # -- scheduler side ------------------------------------------------------------------------
-
-    def on_new_request(self, request: Request) -> None:
-        if self._epoch is not None:
-            self._scheduler_side.follow_epoch(self._epoch.name())
-        super().on_new_request(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -139,8 +119,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return [to_vllm(event) for event in self._scheduler_side.take_kv_events()]
 
     def reset_cache(self) -> bool:
-        if self._epoch is not None:
-            self._scheduler_side.reset_cache(self._epoch.reset())
+        self._scheduler_side.reset_cache()
         return True
 
     # -- worker side ---------------------------------------------------------------------------
@@ -148,53 +127,15 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # Imported here: lmcache and what it brings along must not be imported before vLLM has
         # initialised the worker.
-        from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
-        from lmcache_connector.worker.lmcache_engine import EngineSettings
+        from lmcache_connector.worker.build import build_worker
 
-        config = self._config
-        model = describe_model(self._vllm_config, self._kv_cache_config, config)
-        settings = WorkerSettings(
-            engine=EngineSettings(
-                rank=model.rank,
-                world_size=model.world_size,
-                cpu_gib=config.cpu_gib,
-                block_size=model.block_size,
-                overrides=config.lmcache,
-                report_writes=self._wants_kv_events,
-            ),
-            geometry=model.geometries[model.rank],
-            num_kv_heads=model.num_kv_heads,
-            layer_widths=model.layer_widths,
-            self_test=config.self_test,
-            shutdown_seconds=config.shutdown_seconds,
-            probe_keys=(
-                probe_keys(config, model) if self._kv_transfer_config.is_kv_consumer else ()
-            ),
-            planes=model.packing.planes if model.packing else (),
+        self._worker = build_worker(
+            self._config,
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            kv_events=self._wants_kv_events,
         )
-        tier_config = config.redis_tier_config()
-        make_tier = partial(make_redis_tier, tier_config, model) if tier_config else None
-        if model.rank == 0:
-            self._warn(settings.geometry.chunk_bytes)
-        self._worker = WorkerAdapter(settings, kv_caches, make_tier)
-        if model.rank == 0:
-            logger.info(
-                banner(config, model.fingerprint, settings.geometry, self._worker.self_test)
-            )
-
-    def _warn(self, chunk_bytes: int) -> None:
-        """Once per engine, before the CPU tier takes its memory."""
-        around = Surroundings(
-            max_model_len=self._vllm_config.model_config.max_model_len,
-            chunk_bytes=chunk_bytes,
-            ranks_on_host=self._vllm_config.parallel_config.local_world_size,
-            available_bytes=available_memory(),
-        )
-        for warning in chain(
-            settings_warnings(self._config, self._kv_transfer_config.kv_role),
-            size_warnings(self._config, around),
-        ):
-            logger.warning("LMCacheTieredConnector: %s", warning)
 
     def get_handshake_metadata(self) -> CalibrationMetadata | None:
         """vLLM asks once, after the caches were registered and before the first request."""
@@ -210,8 +151,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         super().shutdown()
         if self._scheduler is not None:
             self._scheduler.shutdown()
-        if self._epoch is not None:
-            self._epoch.close()
 
     # -- figures -------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import Metric
 from lmcache_connector.plans import StepOutput
 from lmcache_connector.startup import log_through
-from lmcache_connector.vllm_compat.model import check_versions
+from lmcache_connector.vllm_compat.support import check_versions
 
 if TYPE_CHECKING:
     import torch

@@ -1,8 +1,12 @@
-"""The arrows between modules, read from the source: who may import what."""
+"""The arrows between rooms, read from the source: who may import what.
+
+A room is a folder, or a file at the root of one. Imports run downwards only.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -13,53 +17,74 @@ from tests.support import ROOT
 
 OWN = "lmcache_connector"
 
+# Outermost first. A room imports from the floors below its own and from itself, never from its
+# neighbours.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("cli/app",),
+    ("cli/check",),
+    ("cli/engine",),
+    ("cli/redis",),
+    ("cli/target",),
+    ("cli/report", "p2p/connector"),
+    ("p2p/build",),
+    ("p2p/scheduler", "p2p/worker"),
+    ("p2p/data", "p2p/plans", "p2p/config"),
+    ("p2p/control", "p2p/heartbeat"),
+    ("p2p/errors",),
+    ("connector",),
+    ("scheduler", "worker", "connector_base"),
+    ("copy_kv_blocks", "vllm_compat", "startup"),
+    ("kv_layout", "config"),
+    ("cost_model", "storage/redis"),
+    ("storage",),
+    ("keys", "plans", "metrics", "net"),
+    ("errors",),
+)
+# What a room imports of those below, where it is less than everything.
+ONLY = {
+    "storage": {"keys"},
+    "storage/redis": {"storage", "keys", "net"},
+    "cost_model": {"plans"},
+}
+MAX_FILES = 17
+
 # Module, or package: the files that may import it when they run. Imports for type checkers only are
 # free. A file not named here is pure.
 ALLOWED = {
     "vllm": (
         f"{OWN}/__init__.py",  # the entry point, inside functions
-        f"{OWN}/config.py",
         f"{OWN}/connector.py",
-        f"{OWN}/cpu_packing.py",  # inside functions
-        f"{OWN}/facade.py",
+        f"{OWN}/connector_base.py",
+        f"{OWN}/metrics/prometheus.py",  # in vLLM's front end
         f"{OWN}/p2p/connector.py",
-        f"{OWN}/prom_metrics.py",  # in vLLM's front end
-        f"{OWN}/scheduler.py",
-        f"{OWN}/vllm_compat.py",
-        f"{OWN}/vllm_kv_events.py",
-        f"{OWN}/worker.py",
+        f"{OWN}/scheduler/vllm_kv_events.py",
+        f"{OWN}/vllm_compat/*.py",
     ),
-    "lmcache": (f"{OWN}/engine.py", f"{OWN}/lmcache_parts.py", "storage/lmcache_plugin.py"),
-    "redis": ("storage/redis_*.py",),
+    "lmcache": (f"{OWN}/worker/lmcache_*.py", "storage/redis/lmcache_plugin.py"),
+    "redis": ("storage/redis/*.py",),
     "typer": (f"{OWN}/cli/*.py",),
     "rich": (f"{OWN}/cli/*.py",),
     "prometheus_client": (f"{OWN}/cli/*.py",),
     "torch": (
-        f"{OWN}/chunk_buffers.py",
-        f"{OWN}/copy_*.py",
-        f"{OWN}/cpu_amx.py",
-        f"{OWN}/cpu_packing.py",
-        f"{OWN}/engine.py",
-        f"{OWN}/lmcache_parts.py",
-        f"{OWN}/forward_timer.py",
-        f"{OWN}/kv_layout.py",
-        f"{OWN}/p2p/arena.py",
-        f"{OWN}/p2p/process_group.py",
-        f"{OWN}/p2p/worker.py",
-        f"{OWN}/request_identity.py",  # prompt embeddings, inside a function
-        f"{OWN}/self_test.py",
-        f"{OWN}/worker.py",
-        "storage/lmcache_plugin.py",
+        f"{OWN}/copy_kv_blocks/*.py",
+        f"{OWN}/keys/request_identity.py",  # prompt embeddings, inside a function
+        f"{OWN}/kv_layout/*.py",
+        f"{OWN}/p2p/data/process_group.py",
+        f"{OWN}/p2p/worker/*.py",
+        f"{OWN}/vllm_compat/cpu_attention.py",
+        f"{OWN}/worker/*.py",
+        "storage/redis/lmcache_plugin.py",
     ),
-    "zmq": (f"{OWN}/p2p/control.py", f"{OWN}/p2p/port_trial.py", f"{OWN}/p2p/worker.py"),
-    "numba": (f"{OWN}/copy_*.py",),
-    "llvmlite": (f"{OWN}/copy_*.py",),
-    "triton": (f"{OWN}/copy_triton.py",),
-    f"{OWN}.copy_triton": (f"{OWN}/copy_cuda.py",),
+    "zmq": (f"{OWN}/cli/check/*.py", f"{OWN}/p2p/control/*.py", f"{OWN}/p2p/worker/adapter.py"),
+    "numba": (f"{OWN}/copy_kv_blocks/cpu*.py",),
+    "llvmlite": (f"{OWN}/copy_kv_blocks/cpu*.py",),
+    "triton": (f"{OWN}/copy_kv_blocks/cuda_gather.py",),
+    f"{OWN}.copy_kv_blocks.cuda_gather": (f"{OWN}/copy_kv_blocks/cuda.py",),
 }
 # Imported before vLLM's CPU worker is initialised, the first two break its start. Triton is not on
 # every machine, so the modules that need it come late too.
-LATE = ("numba", "llvmlite", f"{OWN}.copy_cuda")
+LATE = ("numba", "llvmlite", f"{OWN}.copy_kv_blocks.cuda")
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # No Python objects cross a border, and an instance's modules never load a test's.
 FORBIDDEN = {
     "pickle",
@@ -157,13 +182,29 @@ def _objection(found: Import) -> str | None:
         return "only inside functions"
     if found.package == "storage":
         return f"its name is {OWN}.storage"
-    if found.file.startswith("storage/") and _leaves_storage(found.module):
-        return "storage/ knows nothing of the adapters"
+    return _wrong_room(found)
+
+
+def _wrong_room(found: Import) -> str | None:
+    importer, imported = room_of(found.file.removesuffix(".py")), _room_of_module(found)
+    if importer is None or imported in (None, importer):
+        return None
+    if FLOOR[importer] >= FLOOR[imported]:
+        return f"{importer} does not stand above {imported}"
+    if imported not in ONLY.get(importer, {imported}):
+        return f"{importer} imports {', '.join(sorted(ONLY[importer]))} alone"
     return None
 
 
-def _leaves_storage(module: str) -> bool:
-    return module.split(".")[0] == OWN and module.split(".")[:2] != [OWN, "storage"]
+def _room_of_module(found: Import) -> str | None:
+    return room_of(found.module.replace(".", "/")) if found.package == OWN else None
+
+
+def room_of(path: str) -> str | None:
+    """The room of a file or module, named by its path; the product's root has none."""
+    inside = path.removeprefix(f"{OWN}/")
+    fitting = [room for room in FLOOR if f"{inside}/".startswith(f"{room}/")]
+    return max(fitting, key=len, default=None)
 
 
 @pytest.mark.parametrize("file", source_files())
@@ -171,34 +212,49 @@ def test_every_import_is_allowed(file: str) -> None:
     assert wrong_arrows(file, (ROOT / file).read_text()) == []
 
 
+@pytest.mark.parametrize("file", source_files())
+def test_every_file_has_a_room(file: str) -> None:
+    assert room_of(file.removesuffix(".py")) or file.endswith("__init__.py")
+
+
+def test_no_room_is_crowded() -> None:
+    counts = Counter(file.rpartition("/")[0] for file in source_files())
+    assert {folder: n for folder, n in counts.items() if n > MAX_FILES} == {}
+
+
 def test_all_of_the_product_is_read() -> None:
     files = source_files()
     assert f"{OWN}/connector.py" in files
-    assert "storage/redis_tier.py" in files
+    assert "storage/redis/tier.py" in files
 
 
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        (f"{OWN}/prefix_hash.py", "import torch"),
-        (f"{OWN}/prefix_hash.py", "def f():\n    from vllm.config import VllmConfig"),
-        (f"{OWN}/worker.py", "from lmcache.utils import CacheEngineKey"),
-        (f"{OWN}/copy_cpu.py", "import numba"),
-        (f"{OWN}/copy_cpu.py", "from numba import types"),
-        (f"{OWN}/copy_cuda.py", "import triton"),
-        (f"{OWN}/engine.py", f"from {OWN}.copy_triton import RowCopyKernel"),
-        (f"{OWN}/copy_kv_blocks.py", f"from {OWN}.copy_cuda import CudaCopier"),
-        (f"{OWN}/copy_kv_blocks.py", f"from {OWN} import copy_cuda"),
-        (f"{OWN}/engine.py", "import redis"),
-        (f"{OWN}/engine.py", "from storage.geometry import ChunkGeometry"),
-        (f"{OWN}/engine.py", "import pickle"),
-        (f"{OWN}/engine.py", "from tests.support.servers import Server"),
-        ("storage/redis_tier.py", f"from {OWN}.plans import LoadJob"),
-        ("storage/redis_tier.py", f"from {OWN} import plans"),
-        ("storage/redis_tier.py", "from ..plans import LoadJob"),
-        ("storage/redis_tier.py", "from .. import plans"),
-        ("storage/redis_tier.py", "import vllm"),
+        (f"{OWN}/keys/prefix_hash.py", "import torch"),
+        (f"{OWN}/keys/prefix_hash.py", "def f():\n    from vllm.config import VllmConfig"),
+        (f"{OWN}/worker/adapter.py", "from lmcache.utils import CacheEngineKey"),
+        (f"{OWN}/worker/adapter.py", f"from {OWN}.scheduler.adapter import SchedulerAdapter"),
+        (f"{OWN}/scheduler/build.py", f"from {OWN}.worker.build import build_worker"),
+        (f"{OWN}/plans.py", f"from {OWN}.keys import prefix_hash"),
+        (f"{OWN}/connector.py", f"from {OWN}.p2p import build"),
+        (f"{OWN}/copy_kv_blocks/cpu.py", "import numba"),
+        (f"{OWN}/copy_kv_blocks/cpu.py", "from numba import types"),
+        (f"{OWN}/copy_kv_blocks/cuda.py", "import triton"),
+        (f"{OWN}/copy_kv_blocks/plan.py", f"from {OWN}.copy_kv_blocks.cuda_gather import Kernel"),
+        (f"{OWN}/copy_kv_blocks/copier.py", f"from {OWN}.copy_kv_blocks.cuda import CudaCopier"),
+        (f"{OWN}/copy_kv_blocks/copier.py", f"from {OWN}.copy_kv_blocks import cuda"),
+        (f"{OWN}/worker/lmcache_engine.py", "import redis"),
+        (f"{OWN}/worker/lmcache_engine.py", "from storage.geometry import ChunkGeometry"),
+        (f"{OWN}/worker/lmcache_engine.py", "import pickle"),
+        (f"{OWN}/worker/lmcache_engine.py", "from tests.support.servers import Server"),
+        ("storage/redis/tier.py", f"from {OWN}.plans import LoadJob"),
+        ("storage/redis/tier.py", f"from {OWN} import plans"),
+        ("storage/redis/tier.py", "from ...plans import LoadJob"),
+        ("storage/redis/tier.py", "from ... import plans"),
+        ("storage/redis/tier.py", "import vllm"),
         ("storage/geometry.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
+        ("storage/geometry.py", "from .redis import tier"),
     ],
 )
 def test_a_wrong_arrow_is_found(file: str, source: str) -> None:
@@ -208,12 +264,14 @@ def test_a_wrong_arrow_is_found(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        (f"{OWN}/copy_cpu.py", "def f():\n    import numba"),
-        (f"{OWN}/copy_triton.py", "import triton"),
-        (f"{OWN}/worker.py", f"from {OWN}.storage.geometry import ChunkGeometry"),
-        (f"{OWN}/request_keys.py", "if TYPE_CHECKING:\n    from vllm.v1.request import Request"),
-        ("storage/redis_tier.py", "from .geometry import ChunkGeometry\nimport redis"),
-        ("storage/redis_tier.py", f"from {OWN}.storage import geometry"),
+        (f"{OWN}/copy_kv_blocks/cpu.py", "def f():\n    import numba"),
+        (f"{OWN}/copy_kv_blocks/cuda_gather.py", "import triton"),
+        (f"{OWN}/copy_kv_blocks/cuda.py", f"from {OWN}.copy_kv_blocks import cuda_staging"),
+        (f"{OWN}/worker/adapter.py", f"from {OWN}.storage.geometry import ChunkGeometry"),
+        (f"{OWN}/keys/request_keys.py", "if TYPE_CHECKING:\n    from vllm.v1 import request"),
+        ("storage/redis/tier.py", f"from {OWN}.storage.geometry import ChunkGeometry"),
+        ("storage/redis/tier.py", f"import redis\nfrom {OWN}.storage import geometry"),
+        ("storage/redis/tier.py", f"from {OWN}.net.wire import Wire"),
     ],
 )
 def test_a_right_arrow_passes(file: str, source: str) -> None:

@@ -52,7 +52,7 @@ def write_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryvie
 
 
 def read_all(tier: RedisTier, keys: Sequence[bytes], targets: Sequence[memoryview]) -> None:
-    if not all(tier.get_into(keys, targets, time.monotonic() + _SECONDS)):
+    if not all(tier.read(keys, targets, time.monotonic() + _SECONDS).hits):
         raise RuntimeError(f"reads failed: {tier.stats()}")
 
 

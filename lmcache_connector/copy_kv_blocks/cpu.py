@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 
 from lmcache_connector.copy_kv_blocks.cpu_memcpy import compile_copy_run
-from lmcache_connector.copy_kv_blocks.cpu_ordered import copy_ordered
 from lmcache_connector.copy_kv_blocks.plan import Move, check_devices, plan_copy
 from lmcache_connector.kv_layout.paged_cache import BlockSpace
 
@@ -28,8 +27,7 @@ class CpuCopier:
     """Copies on the calling thread. Safe to use from several threads at once.
 
     Making one compiles the kernel, in one to two seconds. numba must not be loaded earlier than
-    that: vLLM's CPU worker does not start once it is. The kernel for elements in another order,
-    which few caches need, is compiled by the first copy that does.
+    that: vLLM's CPU worker does not start once it is.
     """
 
     def __init__(self, stream_min_job_bytes: int = STREAM_MIN_JOB_BYTES) -> None:
@@ -53,10 +51,7 @@ class CpuCopier:
         plan = plan_copy(src, dst, src_block_ids, dst_block_ids)
         rows = (plan.src.anchor, plan.src.index, plan.dst.anchor, plan.dst.index)
         stream = plan.num_bytes >= self._stream_min_job_bytes
-        if plan.order is None:
-            self._kernel(plan.moves, *rows, plan.groups, stream)
-        else:
-            copy_ordered(plan, plan.order, stream)
+        self._kernel(plan.moves, *rows, plan.groups, stream)
         return plan.num_bytes
 
     def close(self) -> None:

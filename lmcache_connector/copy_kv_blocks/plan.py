@@ -15,15 +15,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from lmcache_connector.kv_layout.paged_cache import (
-    BlockSpace,
-    ElementOrder,
-    Int64s,
-    LayerTable,
-    Rows,
-)
-
-_HOST = torch.device("cpu")
+from lmcache_connector.kv_layout.paged_cache import BlockSpace, Int64s, LayerTable, Rows
 
 
 class Move(IntEnum):
@@ -54,10 +46,6 @@ class CopyError(ValueError):
 class CopyPlan:
     """``moves``: int64 ``[layers, len(Move)]``. ``groups``: int64 ``[n + 1]``, borders of
     the rows that follow each other in both spaces.
-
-    ``order``: int64 ``[planes of a layer, elements of a plane in a row]``, if elements change
-    places: which element of the source is the first, second, ... of the destination. Then the outer
-    loop of a move is over heads, the inner over all runs of one.
     """
 
     moves: Int64s
@@ -65,7 +53,6 @@ class CopyPlan:
     dst: Rows
     groups: Int64s
     num_bytes: int
-    order: Int64s | None
 
 
 def check_devices(
@@ -94,8 +81,6 @@ def plan_copy(
     _check_memory(src.spans, dst.spans)
     row_tokens = min(src.row_tokens, dst.row_tokens)
     table = _move_table(src.layers(row_tokens), dst.layers(row_tokens))
-    if table.order is not None and not src.device == dst.device == _HOST:
-        raise CopyError("elements can change places in host memory only")
     src_rows, dst_rows = src.rows(src_ids, row_tokens), dst.rows(dst_ids, row_tokens)
     return CopyPlan(
         moves=table.moves,
@@ -103,7 +88,6 @@ def plan_copy(
         dst=dst_rows,
         groups=_groups(src_rows, dst_rows),
         num_bytes=len(src_rows.index) * table.row_bytes,
-        order=table.order,
     )
 
 
@@ -113,16 +97,13 @@ class _MoveTable:
 
     moves: Int64s
     row_bytes: int
-    order: Int64s | None
 
 
 @lru_cache(maxsize=256)
 def _move_table(src: LayerTable, dst: LayerTable) -> _MoveTable:
     """Tables are told apart by identity; an engine's jobs are all between the same few."""
     _check_layers(src, dst)
-    order = _order(src.order, dst.order)
-    moves = _moves(src, dst) if order is None else _ordered_moves(src, dst)
-    return _MoveTable(moves, src.row_bytes, order)
+    return _MoveTable(_moves(src, dst), src.row_bytes)
 
 
 def _block_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> Int64s:
@@ -161,24 +142,6 @@ def _check_layers(src: LayerTable, dst: LayerTable) -> None:
 def _shape(table: LayerTable, at: int) -> str:
     runs = f"{table.num_runs[at]} runs of " if table.num_runs[at] != table.row_tokens else ""
     return f"{table.num_heads[at]} heads of {runs}{table.content_bytes[at]} bytes"
-
-
-def _order(src: ElementOrder | None, dst: ElementOrder | None) -> Int64s | None:
-    if src is not None and dst is not None:
-        if not np.array_equal(src.taken, dst.taken):
-            raise CopyError("source and destination have elements in different orders")
-        return None
-    if src is not None:
-        return src.taken
-    return dst.placed if dst is not None else None
-
-
-def _ordered_moves(src: LayerTable, dst: LayerTable) -> Int64s:
-    """As :func:`_moves`, but nothing is folded: an order is that of one plane of one head."""
-    by_head = [src.num_heads, src.head_stride, dst.head_stride]
-    by_run = [src.num_runs, src.token_stride, dst.token_stride]
-    columns = [src.offset, dst.offset, src.row_stride, dst.row_stride, *by_head, *by_run]
-    return np.stack([*columns, src.content_bytes, np.zeros_like(src.offset)], axis=1)
 
 
 def _moves(src: LayerTable, dst: LayerTable) -> Int64s:

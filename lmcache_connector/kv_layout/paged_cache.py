@@ -14,11 +14,10 @@ the row; in a list of chunks ``anchor`` is the chunk's address and ``index`` the
 Nothing here is guessed from a shape: strides come from the tensors, sizes from the KV cache spec,
 and what cannot be proved to agree is refused with :class:`LayoutError`.
 
-Some backends use the memory of one head's part of a block otherwise than token after token (see
-:class:`Plane`). A table then has one entry per layer and plane, and "token" above counts the runs
-of a plane. In a chunk such a layer lies as the backend would lay it in one block of the size of
-the chunk, so that block sizes do not show. Where that takes the elements of a block in another
-order, the paged side has an :class:`ElementOrder`, and its addresses are those they would have.
+Some backends do not lay one head's part of a block out token after token (see :class:`Plane`). A
+table then has one entry per layer and plane, and "token" above counts the runs of a plane. In a
+chunk such a layer lies as the backend would lay it out in one block as large as the chunk, so that
+chunks do not depend on the block size.
 """
 
 from __future__ import annotations
@@ -46,13 +45,10 @@ class Plane:
     """Part of a head's memory in a block, as ``[num_runs][tokens][run_token_bytes]``.
 
     For example K with tokens innermost: one run of 2-byte elements per element of the head.
-    ``order``: which element of that memory is the first, second, ... of this form, where they do
-    not lie so themselves.
     """
 
     num_runs: int
     run_token_bytes: int
-    order: tuple[int, ...] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -74,26 +70,6 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ElementOrder:
-    """Int64 ``[planes of a layer, elements of a plane in a row]``.
-
-    ``taken`` has the elements of a row in the order of the plane's form, as ``Plane.order`` does,
-    ``placed`` those of the form in the order of a row.
-    """
-
-    taken: Int64s
-    placed: Int64s
-
-    @classmethod
-    def of(cls, planes: tuple[Plane, ...]) -> ElementOrder | None:
-        """``None`` if all planes lie in order."""
-        if not any(plane.order for plane in planes):
-            return None
-        taken = np.array([plane.order for plane in planes], np.int64)
-        return cls(taken, taken.argsort(axis=1))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
     """Counts, and sizes and strides in bytes. Arrays are int64 ``[layers * planes of a layer]``.
 
@@ -109,7 +85,6 @@ class LayerTable:
     row_stride: Int64s
     head_stride: Int64s
     token_stride: Int64s
-    order: ElementOrder | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -234,26 +209,12 @@ def _check_layer(name: str, tensor: object, spec: LayerSpec) -> None:
     check_planes(name, spec.planes, spec.content_bytes)
     if spec.planes and tokens > 1 and tensor.stride(2) != content:
         raise LayoutError(f"{name}: a block is not contiguous {tuple(tensor.stride())}")
-    if any(plane.order for plane in spec.planes):
-        _check_orders(name, tensor, spec.planes)
 
 
 def check_planes(name: str, planes: tuple[Plane, ...], content_bytes: int) -> None:
     """The planes of a token must be all of its content. Raises :class:`LayoutError`."""
     if planes and sum(plane.token_bytes for plane in planes) != content_bytes:
         raise LayoutError(f"{name}: {planes} are not the {content_bytes} bytes of a token")
-
-
-def _check_orders(name: str, tensor: torch.Tensor, planes: tuple[Plane, ...]) -> None:
-    """Every element of a plane must come once: copies rely on it to stay inside the plane."""
-    for plane in planes:
-        num_bytes = len(plane.order) * tensor.element_size()
-        if (
-            num_bytes != planes[0].token_bytes * tensor.shape[2]
-            or num_bytes != plane.token_bytes * tensor.shape[2]
-            or sorted(plane.order) != list(range(len(plane.order)))
-        ):
-            raise LayoutError(f"{name}: an order does not name each element of a plane once")
 
 
 def _box(name: str, tensor: torch.Tensor) -> Box:
@@ -278,7 +239,6 @@ def _paged_table(tensors: Sequence[torch.Tensor], planes: tuple[Plane, ...]) -> 
         row_stride=row_stride,
         head_stride=head_stride,
         token_stride=run_stride,
-        order=ElementOrder.of(planes),
     )
 
 

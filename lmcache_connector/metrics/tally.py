@@ -34,7 +34,7 @@ class Tally:
         self._new.observe(name, *labels, value=value)
 
     def total(self, name: str, label: str | None = None) -> float:
-        """A counter since the start, over all label values or those whose first one is ``label``."""
+        """A counter since the start: over all label values, or where the first is ``label``."""
         return self.totals.total(name, label)
 
     def take(self) -> Samples | None:

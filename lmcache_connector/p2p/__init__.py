@@ -1,17 +1,18 @@
-"""Straight from engine to engine: ``LMCacheP2PConnector`` for disaggregated prefill.
+"""``LMCacheP2PConnector`` hands KV from prefill to decode instances, for disaggregated serving.
 
 ::
 
     prefill instance                                     decode instance
     ----------------                                     ---------------
-    connector.py -> scheduler_side.py                    connector.py -> scheduler_side.py
-         | plan: saves                                        | plan: loads
-    producer.py                                          consumer.py
-      saver.py    paged cache -> outbox.py                 loader.py   inbox.py -> paged cache
-      couriers.py outbox -> peers     -- data plane -->    (transport.py: TCP or NCCL)
-      control.py  <-- hello, want ------- control plane -- control.py (ZeroMQ, msgpack)
+    scheduler/  plans saves                              scheduler/  plans loads
+         |                                                    |
+    worker/producer                                      worker/consumer
+      saver    paged cache -> send_buffer                  loader   receive_buffer -> paged cache
+      sender   send_buffer -> peers  ---- data/ (TCP, NCCL) ---->  receive_buffer
+      control/server <-------- want, forget (ZeroMQ, msgpack) ---- poller, over control/client
+      sender, over control/client ------- offer, forget ---------> control/server
 
-Data always flows from the producer's outbox to the consumer's inbox, in frames of one layer each.
-What differs between the modes is who starts it: the producer as it saves (``PUT``, ``PUT_ASYNC``),
-or a consumer that wants it (``GET``).
+KV always flows from the producer's send buffer to the consumer's receive buffer, in frames of one
+layer each. The modes differ in who starts it: the producer as it saves (``PUT``, ``PUT_ASYNC``),
+or the consumer that wants it (``GET``).
 """

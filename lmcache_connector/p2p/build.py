@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
@@ -51,15 +50,12 @@ def describe(
     """Raises ``UnsupportedError`` with one sentence for a model or set-up that is not served."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
-    groups = kv_cache_config.kv_cache_groups
     model = describe_model(
         vllm_config,
         kv_cache_config,
-        ConnectorConfig(
-            chunk_size=groups[0].kv_cache_spec.block_size if groups else 1,
-            namespace=config.namespace,
-            model_digest=config.model_digest,
-        ),
+        chunk_size=None,
+        namespace=config.namespace,
+        model_digest=config.model_digest,
     )
     first_rank = parallel.data_parallel_rank * model.world_size
     tp_size = parallel.tensor_parallel_size

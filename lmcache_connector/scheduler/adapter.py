@@ -14,6 +14,7 @@ on the engine's scheduler thread only.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+
 
 class SchedulerAdapter:
     """Maps vLLM's scheduler-side connector calls onto plans.
@@ -65,6 +68,7 @@ class SchedulerAdapter:
         choice: LoadPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         kv_events: KvEventLog | None = None,
+        new_epoch: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self._settings = settings
         self._hasher = hasher
@@ -75,7 +79,8 @@ class SchedulerAdapter:
         self._states: dict[str, RequestState] = {}
         self._jobs = PlannedJobs(settings.world_size)
         self._store_planner = StorePlanner(settings, self._index, self._jobs.new_id)
-        self._epoch = ""
+        self._new_epoch = new_epoch
+        self._epoch = ""  # as loaded: everyone with these weights shares
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
         self._draft = PlanDraft()
@@ -158,7 +163,7 @@ class SchedulerAdapter:
         """No request is in the last plan, but those that have finished since."""
         return not self._scheduled
 
-    def lookup_servers(self) -> tuple[tuple[str, str], ...]:
+    def lookup_servers(self) -> tuple[tuple[str, CircuitState], ...]:
         """``(node, circuit state)`` of the servers that are asked."""
         return self._hits.lookup.servers() if self._hits.lookup is not None else ()
 
@@ -221,9 +226,15 @@ class SchedulerAdapter:
             for result in report.results:
                 self._finish_rank(report.rank, result)
 
-    def reset_cache(self, epoch: str) -> None:
-        """From now on nothing stored before can be hit: all keys change. O(requests in flight)."""
-        self._epoch = epoch
+    def reset_cache(self) -> None:
+        """From now on this instance hits nothing it stored before: all its keys change.
+
+        vLLM tells a connector nothing of weight updates, neither when nor to what: a reset is all
+        it sees. So the weights may now be anybody's guess, and this instance shares with nobody
+        until it starts again: its keys hold an epoch that no other will ever have. Other instances
+        keep theirs. O(requests in flight).
+        """
+        epoch = self._epoch = self._new_epoch()
         if self._kv_events is not None:
             self._kv_events.clear()
         for state in self._states.values():
@@ -239,12 +250,6 @@ class SchedulerAdapter:
             state.next_store_chunk = 0
             state.load_end = None
             state.redis_chunks, state.lookup_chunks = frozenset(), ()
-
-    def follow_epoch(self, epoch: str) -> None:
-        """New requests belong to it. Those in flight keep their keys: the weights are the same."""
-        if self._kv_events is not None and epoch != self._epoch:
-            self._kv_events.clear()
-        self._epoch = epoch
 
     def take_kv_events(self) -> list[KvEvent]:
         """What the tiers took in and let go since the last call, for routers."""

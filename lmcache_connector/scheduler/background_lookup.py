@@ -11,7 +11,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ class BackgroundLookup:
         lookup: PrefixLookup,
         deadline_seconds: float,
         clock: Callable[[], float],
-        servers: Callable[[], tuple[tuple[str, str], ...]] = tuple,
+        servers: Callable[[], tuple[tuple[str, CircuitState], ...]] = tuple,
     ) -> None:
         """``servers()``: the servers asked, and the states of their circuits."""
         self._lookup = lookup

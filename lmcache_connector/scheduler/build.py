@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-import uuid
 from typing import TYPE_CHECKING
 
 from lmcache_connector.config.tiered import ConnectorConfig
@@ -13,7 +11,6 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_identity import RequestIdentifier
-from lmcache_connector.keys.weight_epoch import LocalEpoch, WeightEpoch
 from lmcache_connector.plans import Tier
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
@@ -21,14 +18,7 @@ from lmcache_connector.scheduler.kv_events import KvEventLog
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 
 if TYPE_CHECKING:
-    from lmcache_connector.storage.redis.config import RedisTierConfig
-    from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.vllm_compat.model import ModelDescription
-
-logger = logging.getLogger(__name__)
-
-_NUM_PROBE_CHUNKS = 8
-_FIRST_EPOCH_SECONDS = 1.0
 
 
 def build_scheduler(
@@ -60,37 +50,6 @@ def build_scheduler(
     )
 
 
-def probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
-    """Chunks of our own in Redis, to measure it with; none if nobody asks how fast it is."""
-    if config.compute_or_load == "always":
-        return ()
-    hasher = PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes)
-    return tuple(hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS))
-
-
-def make_redis_tier(tier_config: RedisTierConfig, model: ModelDescription) -> RedisTier:
-    from lmcache_connector.storage.redis.tier import RedisTier
-
-    return RedisTier(
-        tier_config, model.geometries[model.rank], model.ranks[model.rank].write_shards
-    )
-
-
-def make_epoch(config: ConnectorConfig, model: ModelDescription) -> WeightEpoch:
-    def nonce() -> str:
-        return uuid.uuid4().hex
-
-    tier_config = config.redis_tier_config()
-    if tier_config is None:
-        return WeightEpoch(LocalEpoch(), nonce)
-    from lmcache_connector.storage.redis.epoch import RedisEpoch
-
-    fleet = RedisEpoch(tier_config, model.fingerprint)
-    if not fleet.wait(_FIRST_EPOCH_SECONDS):
-        logger.warning("Redis has not answered yet; its chunks will be used once it does")
-    return WeightEpoch(fleet, nonce)
-
-
 def _make_lookup(config: ConnectorConfig, model: ModelDescription) -> BackgroundLookup | None:
     tier_config = config.redis_tier_config()
     if tier_config is None:
@@ -102,7 +61,7 @@ def _make_lookup(config: ConnectorConfig, model: ModelDescription) -> Background
         lookup,
         config.lookup_deadline_seconds,
         time.monotonic,
-        servers=lambda: lookup.stats().servers,
+        servers=lookup.servers,
     )
 
 

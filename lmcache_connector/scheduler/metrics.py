@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.increments import CountIncrements
 from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.worker.metrics import CIRCUIT_VALUES
 
 if TYPE_CHECKING:
     from lmcache_connector.scheduler.counters import SchedulerCounters
+    from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 
 _SCHEDULER = "scheduler"
 _REFRESH_SECONDS = 0.1
@@ -49,7 +49,7 @@ class SchedulerMetrics:
         is_idle: Callable[[], bool],
         clock: Callable[[], float],
         read_lookups: Callable[[], Sequence[float]] = tuple,
-        read_servers: Callable[[], Iterable[tuple[str, str]]] = tuple,
+        read_servers: Callable[[], Iterable[tuple[str, CircuitState]]] = tuple,
     ) -> None:
         self._increments = CountIncrements(counters, _COUNTS, _COUNTS_BY_LABEL)
         self._is_idle = is_idle
@@ -57,7 +57,7 @@ class SchedulerMetrics:
         self._look_at = float("-inf")
         self._read_lookups = read_lookups
         self._read_servers = read_servers
-        self._last_servers: tuple[tuple[str, str], ...] = ()
+        self._last_servers: tuple[tuple[str, CircuitState], ...] = ()
 
     def take(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is, or it can wait."""
@@ -76,5 +76,5 @@ class SchedulerMetrics:
         servers = tuple(self._read_servers())
         if servers != self._last_servers:
             for node, state in servers:
-                samples.set("circuit_state", _SCHEDULER, node, value=CIRCUIT_VALUES[state])
+                samples.set("circuit_state", _SCHEDULER, node, value=state.value)
             self._last_servers = servers

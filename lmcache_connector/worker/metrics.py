@@ -12,22 +12,13 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTierStats
 
-CIRCUIT_VALUES = {"closed": 0, "trial": 1, "open": 2}
 _REFRESH_SECONDS = 1.0
-# Counts of the Redis tier that grow, and where they go: (field, metric, labels).
-_TIER_COUNTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("chunks_hit", "redis_chunks", ("hit",)),
-    ("bytes_written", "stored_bytes", ("redis",)),
-    ("chunks_written", "written_chunks", ("written",)),
-    ("chunks_already_there", "written_chunks", ("already_there",)),
-    ("chunks_claimed_elsewhere", "written_chunks", ("claimed_elsewhere",)),
-    ("chunks_dropped", "dropped_writes", ("queue_full",)),
-    ("chunks_failed", "dropped_writes", ("failed",)),
-)
+_DROPPED = (WriteEnd.QUEUE_FULL, WriteEnd.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ class WorkerMetrics:
         self._look = look
         self._clock = clock
         self._samples = Samples()
-        self._last_tier: RedisTierStats | None = None
+        self._last_counts = TierCounts()
         self._look_at = float("-inf")
 
     def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
@@ -111,17 +102,16 @@ class WorkerMetrics:
             self._take_tier(figures.redis)
 
     def _take_tier(self, tier: RedisTierStats) -> None:
-        samples, last = self._samples, self._last_tier
+        samples, counts, last = self._samples, tier.counts, self._last_counts
         samples.set("write_queue_bytes", self._rank, value=tier.queued_bytes)
         samples.set("writes_paused", self._rank, value=float(tier.writes_paused))
         for node, state in tier.servers:
-            samples.set("circuit_state", self._rank, node, value=CIRCUIT_VALUES[state])
-        if tier == last:
-            return
-        for name, metric, labels in _TIER_COUNTS:
-            before = getattr(last, name) if last is not None else 0
-            samples.count(metric, *labels, amount=getattr(tier, name) - before)
-        for reason, count in tier.misses.items():
-            before = last.misses.get(reason, 0) if last is not None else 0
-            samples.count("redis_chunks", reason, amount=count - before)
-        self._last_tier = tier
+            samples.set("circuit_state", self._rank, node, value=state.value)
+        samples.count("redis_chunks", "hit", amount=counts.chunks_hit - last.chunks_hit)
+        for reason, count in counts.misses.items():
+            samples.count("redis_chunks", reason, amount=count - last.misses.get(reason, 0))
+        for end, count in counts.writes.items():
+            metric = "dropped_writes" if end in _DROPPED else "written_chunks"
+            samples.count(metric, end.value, amount=count - last.writes.get(end, 0))
+        samples.count("stored_bytes", "redis", amount=counts.bytes_written - last.bytes_written)
+        self._last_counts = counts

@@ -161,4 +161,4 @@ def test_another_process_finds_it_in_redis(
 
 def _as_if_no_weights_had_changed(probe: EngineProbe) -> None:
     """Undo what a reset before left behind, so that others share again."""
-    probe.connector._epoch._weights = ""
+    probe.connector._scheduler._epoch = ""

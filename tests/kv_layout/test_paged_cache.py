@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lmcache_connector.copy_kv_blocks.plan import Move, plan_copy
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.overlap import Box, find_overlap, spans
-from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout
 from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.support.copy_reference import LAYOUTS, paged
 
@@ -77,30 +77,6 @@ def test_a_tensor_that_does_not_fit_its_spec_is_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         PagedLayout.from_kv_caches({"a": tensor}, {"a": spec})
-
-
-IN_ORDER = tuple(range(96))
-
-
-@pytest.mark.parametrize(
-    "planes",
-    [
-        (Plane(1, 12, IN_ORDER), Plane(1, 12)),
-        (Plane(1, 12, IN_ORDER), Plane(1, 12, IN_ORDER[:-1])),
-        (Plane(1, 12, IN_ORDER), Plane(1, 12, (*IN_ORDER[:-1], 0))),
-        (Plane(1, 12, IN_ORDER), Plane(1, 12, (*IN_ORDER[:-1], -1))),
-        (Plane(1, 12, IN_ORDER), Plane(1, 12, (*IN_ORDER[:-1], 96))),
-        (Plane(1, 8, IN_ORDER[:64]), Plane(1, 16, (*IN_ORDER, *range(96, 128)))),
-        (Plane(1, 12, (*IN_ORDER, *range(96, 192))),) * 2,
-    ],
-)
-def test_an_order_that_could_leave_its_plane_is_refused(planes: tuple[Plane, ...]) -> None:
-    tensor = layer(5, 2, 16, 12, dtype=torch.bfloat16)
-    PagedLayout.from_kv_caches(
-        {"a": tensor}, {"a": LayerSpec(2, 16, 24, (Plane(1, 12, IN_ORDER),) * 2)}
-    )
-    with pytest.raises(LayoutError, match="does not name each element of a plane once"):
-        PagedLayout.from_kv_caches({"a": tensor}, {"a": LayerSpec(2, 16, 24, planes)})
 
 
 def test_sliding_windows_over_memory_are_refused() -> None:

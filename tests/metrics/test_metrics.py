@@ -19,24 +19,22 @@ from lmcache_connector.metrics.table import METRICS, Kind
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
 from lmcache_connector.scheduler.counters import SchedulerCounters
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
+from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
 from lmcache_connector.worker.metrics import RankFigures, WorkerMetrics
 
 LOAD = LoadJob(1, "r", (b"k",), ((0,),), 0, 1.0, True, 0)
 STORE = StoreJob(2, "r", (b"k",), (0,), ((0,),))
 TIER = RedisTierStats(
-    chunks_hit=3,
-    chunks_missed=1,
-    bytes_read=300,
-    misses={"missing": 1},
-    chunks_written=4,
-    chunks_already_there=2,
-    chunks_claimed_elsewhere=0,
-    chunks_dropped=5,
-    chunks_failed=1,
-    bytes_written=400,
+    counts=TierCounts(
+        chunks_hit=3,
+        misses={"missing": 1},
+        writes={WriteEnd.WRITTEN: 4, WriteEnd.QUEUE_FULL: 5, WriteEnd.FAILED: 1},
+        bytes_written=400,
+    ),
     queued_bytes=7,
-    servers=(("host:6379", "open"),),
+    servers=(("host:6379", CircuitState.OPEN),),
     writes_paused=True,
 )
 # Numbers that floats add up exactly, in any order.
@@ -105,9 +103,14 @@ def test_the_redis_tiers_counts_come_as_increments() -> None:
     rank = Rank()
     first = rank.metrics.take()
     assert first is not None
-    assert first.total("stored_bytes", "redis") == 400
-    assert first.counters["dropped_writes\nqueue_full"] == 5
-    assert first.counters["redis_chunks\nmissing"] == 1
+    assert first.counters == {
+        "redis_chunks\nhit": 3,
+        "redis_chunks\nmissing": 1,
+        "written_chunks\nwritten": 4,
+        "dropped_writes\nqueue_full": 5,
+        "dropped_writes\nfailed": 1,
+        "stored_bytes\nredis": 400,
+    }
     assert first.gauges["circuit_state\n0\nhost:6379"] == 2
     assert first.gauges["writes_paused\n0"] == 1
     rank.now = 10.0
@@ -135,7 +138,7 @@ def test_the_scheduler_side_tells_what_changed() -> None:
         lambda: True,
         lambda: 0.0,
         lambda: [seconds.pop()] if seconds else [],
-        lambda: [("h:1", "trial")],
+        lambda: [("h:1", CircuitState.TRIAL)],
     )
     counters.redis_lookups, counters.cpu_hit_tokens, counters.redis_hit_tokens = 2, 512, 256
     counters.saved_seconds = 1.5

@@ -194,7 +194,7 @@ def test_one_that_bypasses_since_a_reset_keeps_what_it_stores_to_itself(
     engine.add(tokens, max_tokens=1)  # waits still: what it computes, it computes after the reset
     with monkeypatch.context() as patch:
         patch.setattr(engine.adapter, "_identify", lambda request, epoch: None)
-        engine.adapter.reset_cache("after")
+        engine.adapter.reset_cache()
     engine.run_until_idle()
     assert engine.adapter.counters.store_jobs == 1
     again = engine.add(tokens, max_tokens=1)
@@ -205,7 +205,25 @@ def test_one_that_bypasses_since_a_reset_keeps_what_it_stores_to_itself(
     engine.check_whole()
 
 
-def test_another_instances_reset_takes_back_what_routers_were_told(
+def stored_keys(engine: ShadowEngine) -> tuple[bytes, ...]:
+    """The chunk keys of a prompt that its instance stores now."""
+    engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
+    engine.run_until_idle()
+    return [job.keys for plan in engine.plans for job in plan.stores][-1]
+
+
+def test_every_reset_leaves_all_keys_behind_and_shares_with_nobody(model: Path) -> None:
+    one, two = (ShadowEngine(model, Shape(), 0, Faults(slow=0.0)) for _ in range(2))
+    as_loaded = stored_keys(one)
+    assert stored_keys(two) == as_loaded, "two instances as loaded share"
+    seen = {as_loaded}
+    for engine in (one, two, one, two):
+        assert engine.reset()
+        seen.add(stored_keys(engine))
+    assert len(seen) == 5
+
+
+def test_a_reset_takes_back_what_routers_were_told(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
@@ -216,13 +234,13 @@ def test_another_instances_reset_takes_back_what_routers_were_told(
     engine.run_until_idle()
     stored = engine.adapter.take_kv_events()
     assert len(stored) == 2
-    engine.adapter.follow_epoch("next")
+    engine.adapter.reset_cache()
     removed = engine.adapter.take_kv_events()
     assert {event.hashes for event in removed if isinstance(event, BlocksRemoved)} == {
         event.blocks.hashes for event in stored if isinstance(event, BlocksStored)
     }
     assert removed
-    engine.adapter.follow_epoch("next")
+    engine.adapter.reset_cache()
     assert engine.adapter.take_kv_events() == []
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
@@ -24,7 +25,7 @@ GEOMETRY = ChunkGeometry(
 
 
 def chunk_key(index: int) -> bytes:
-    return random.Random(index).randbytes(32)
+    return random.Random(index).randbytes(CHUNK_KEY_BYTES)
 
 
 def chunk_data(index: int, geometry: ChunkGeometry = GEOMETRY) -> bytes:
@@ -84,9 +85,9 @@ def get_all(
 ) -> tuple[list[bool], list[bytes]]:
     """Hits and bytes of the chunks of ``indices``."""
     buffers = [bytearray(tier.geometry.chunk_bytes) for _ in indices]
-    hits = tier.get_into(
+    result = tier.read(
         [chunk_key(i) for i in indices],
         [memoryview(b) for b in buffers],
         time.monotonic() + seconds,
     )
-    return hits, [bytes(b) for b in buffers]
+    return result.hits, [bytes(b) for b in buffers]

@@ -30,26 +30,15 @@ class Paged:
     def blocks(self) -> list[torch.Tensor]:
         """Per layer [blocks, heads, tokens of a block, content bytes] on the host: a copy.
 
-        With planes [blocks, heads, bytes], as the planes' form has them.
+        With planes [blocks, heads, bytes], as they lie.
         """
         found = []
         for name, spec in self.specs.items():
             cache = self.caches[name].contiguous().view(torch.uint8).cpu()
             parts = spec.block_size // cache.shape[2]
             cache = cache.unflatten(0, (-1, parts)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-            size = self.caches[name].element_size()
-            found.append(in_form(cache, spec.planes, size) if spec.planes else cache.clone())
+            found.append(cache.flatten(2) if spec.planes else cache.clone())
         return found
-
-
-def in_form(blocks: torch.Tensor, planes: tuple[Plane, ...], element_bytes: int) -> torch.Tensor:
-    """Blocks [blocks, heads, tokens, content bytes] with the elements of each plane in order."""
-    sizes = [plane.token_bytes * blocks.shape[2] for plane in planes]
-    parts = []
-    for plane, part in zip(planes, blocks.flatten(2).split(sizes, dim=2), strict=True):
-        elements = part.unflatten(2, (-1, element_bytes))
-        parts.append((elements[:, :, plane.order] if plane.order else elements).flatten(2))
-    return torch.cat(parts, dim=2)
 
 
 @dataclass(frozen=True)

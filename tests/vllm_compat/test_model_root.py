@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.vllm_compat.model import describe_model
 from tests.support.tiny_model import TINY
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+SETTINGS: dict[str, Any] = {"chunk_size": 128, "namespace": "default", "model_digest": "sampled"}
 
 
 def fingerprint(model: Path, settings: dict[str, Any] | None = None, **args: Any) -> str:
@@ -47,7 +49,7 @@ def fingerprint(model: Path, settings: dict[str, Any] | None = None, **args: Any
     described = describe_model(
         config,
         KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups),
-        parse_config(settings or {}),
+        **(SETTINGS | (settings or {})),
     )
     return described.fingerprint
 

@@ -20,7 +20,7 @@ from lmcache_connector.cli.report import UNREACHABLE, size
 from lmcache_connector.cli.target import p2p_config
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.control.sessions import bound_socket
+from lmcache_connector.p2p.control.server import bound_socket
 from lmcache_connector.p2p.data.tcp import listening_socket
 from lmcache_connector.p2p.errors import AddressError, PeerError
 from lmcache_connector.p2p.heartbeat import Registration, tell

@@ -6,8 +6,10 @@ import os
 import threading
 import time
 
+from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.value_names import chunk_tag, claim_suffix, stripe_suffix
@@ -49,10 +51,9 @@ class Trial:
     def why(self) -> str:
         """What the tier says about what did not work."""
         stats = self._tier.stats()
-        reasons = {
-            **{reason: count for reason, count in stats.misses.items() if count},
-            "not written": stats.chunks_failed + stats.chunks_dropped,
-        }
+        writes = stats.counts.writes
+        not_written = writes[WriteEnd.FAILED] + writes[WriteEnd.QUEUE_FULL]
+        reasons = {**stats.counts.misses, "not written": not_written}
         found = ", ".join(f"{reason} {count}" for reason, count in reasons.items() if count)
         paused = "; the server refuses writes" if stats.writes_paused else ""
         return (found or "no answer in time") + paused
@@ -68,7 +69,7 @@ class Trial:
                 changed.notify_all()
 
         for order in range(count):
-            self.keys.append(os.urandom(32))
+            self.keys.append(os.urandom(CHUNK_KEY_BYTES))
             self._data.append(os.urandom(self.chunk_bytes))
             self._tier.put(self.keys[-1], memoryview(self._data[-1]), on_done, order)
         with changed:
@@ -82,5 +83,6 @@ class Trial:
         """Read chunks and compare every byte."""
         buffers = [bytearray(self.chunk_bytes) for _ in self.keys[:count]]
         until = time.monotonic() + seconds
-        hits = self._tier.get_into(self.keys[:count], [memoryview(b) for b in buffers], until)
+        views = [memoryview(buffer) for buffer in buffers]
+        hits = self._tier.read(self.keys[:count], views, until).hits
         return all(hits) and buffers == self._data[: len(buffers)]

@@ -66,7 +66,7 @@ def judge(name: ValueName, value: bytes | None, sealer: Sealer, plain: Sealer) -
             return "needs_hash_key"
         check_value(raw, payload, header, sealer if header.keyed else plain)
     except InvalidValueError as error:
-        return error.reason
+        return error.fault.value
     return "sound"
 
 

@@ -16,6 +16,15 @@ _DIGEST_CHARACTERS = 16
 _MAX_RANKS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A rank as it introduced itself and was admitted. ``session`` names it on the data plane."""
+
+    card: Card
+    session: bytes
+    data_key: bytes
+
+
 def model_digests(root: dict[str, object]) -> dict[str, str]:
     """Each part of a model's identity under its name, so that a difference can be named."""
     return {

@@ -1,10 +1,10 @@
 """The data plane through a torch process group: NCCL between GPUs (or Gloo, in tests).
 
-Every connection is a TCP connection that proves its session and carries the heads of frames, as in
-:mod:`tcp_transport`, and a process group of two beside it that carries the payload. The receiver
-keeps the store they meet at, on the interface it listens on, and names its port over the
-connection.
-A payload crosses in pieces of at most ``PIECE_BYTES``, through a buffer on the device.
+A connection is the TCP transport's (:mod:`lmcache_connector.p2p.data.tcp`), which proves its
+session and carries the heads of frames. A process group of two beside it carries the payload. The
+receiver keeps the store at which both meet, on the interface it listens on, and names the store's
+port over the connection. A payload crosses in pieces of at most ``PIECE_BYTES``, through a buffer
+on the device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProcessGroupTransport(TcpTransport):
         self.name = backend
         self._device = device
 
-    def _link_receiver(self, wire: Wire, host: str) -> _GroupPath:
+    def _receiving_path(self, wire: Wire, host: str) -> _GroupPath:
         """Host the store, and let the sender find it."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
@@ -65,7 +65,7 @@ class ProcessGroupTransport(TcpTransport):
             )
             return _GroupPath(self._group(store, _RECEIVER), _SENDER, self._device, self._timeout)
 
-    def _link_sender(self, wire: Wire, host: str) -> _GroupPath:
+    def _sending_path(self, wire: Wire, host: str) -> _GroupPath:
         port = bytearray(_PORT.size)
         deadline = Deadline(self._clock() + self._stall_seconds, self._clock)
         try:

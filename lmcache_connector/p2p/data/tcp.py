@@ -33,7 +33,7 @@ _GREETING = struct.Struct("<4sH16s32s")
 _WELCOME = b"\x06"
 _HANDSHAKE_SECONDS = 2.0
 _POLL_MILLISECONDS = 100
-_MAX_LINKS = 1024
+_MAX_CONNECTIONS = 1024
 PIECE_BYTES = 16 << 20
 """Paths that cannot take any length at once cut each head's payload after so many bytes."""
 _FOREVER_SECONDS = 1e9
@@ -57,7 +57,7 @@ class TcpTransport:
         self._clock = clock
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._links: dict[socket.socket, threading.Thread] = {}
+        self._connections: dict[socket.socket, threading.Thread] = {}
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
 
@@ -89,7 +89,7 @@ class TcpTransport:
             wire.close()
             raise PeerError(f"{host}:{port} let no data connection in: {error}") from error
         try:
-            path = self._link_sender(wire, host)
+            path = self._sending_path(wire, host)
         except PeerError:
             wire.close()
             raise
@@ -99,20 +99,20 @@ class TcpTransport:
         self._stopping.set()
         end = self._clock() + seconds
         with self._lock:
-            links = dict(self._links)
-        for sock in links:
+            connections = dict(self._connections)
+        for sock in connections:
             with contextlib.suppress(OSError):  # it may have gone by itself
                 sock.shutdown(socket.SHUT_RDWR)
-        for thread in (*links.values(), self._acceptor):
+        for thread in (*connections.values(), self._acceptor):
             if thread is not None:
                 thread.join(max(0.0, end - self._clock()))
 
     # -- how payloads cross, once a connection is let in ---------------------------------------
 
-    def _link_sender(self, wire: Wire, host: str) -> PayloadPath:
+    def _sending_path(self, wire: Wire, host: str) -> PayloadPath:
         return _WirePath(wire, self._clock)
 
-    def _link_receiver(self, wire: Wire, host: str) -> PayloadPath:
+    def _receiving_path(self, wire: Wire, host: str) -> PayloadPath:
         return _WirePath(wire, self._clock)
 
     # -- the acceptor's thread -----------------------------------------------------------------
@@ -134,10 +134,10 @@ class TcpTransport:
             target=self._serve, args=(sock, host, sink, key_of), name="lmc-p2p-receive", daemon=True
         )
         with self._lock:
-            if len(self._links) >= _MAX_LINKS:
+            if len(self._connections) >= _MAX_CONNECTIONS:
                 sock.close()
                 return
-            self._links[sock] = thread
+            self._connections[sock] = thread
         thread.start()
 
     # -- one thread per connection -------------------------------------------------------------
@@ -150,7 +150,7 @@ class TcpTransport:
         reason = "the connection ended"
         try:
             session = self._let_in(wire, key_of)
-            path = self._link_receiver(wire, host)
+            path = self._receiving_path(wire, host)
             self._receive(sock, wire, path, session, sink)
         except WireError as error:
             reason = str(error)
@@ -162,7 +162,7 @@ class TcpTransport:
                 path.close()
             wire.close()
             with self._lock:
-                self._links.pop(sock, None)
+                self._connections.pop(sock, None)
             if session is not None:
                 sink.lost(session, reason)
 

@@ -17,8 +17,10 @@ from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress, data_ports
+from lmcache_connector.p2p.control.client import ControlClient
 from lmcache_connector.p2p.control.messages import Card, Message
-from lmcache_connector.p2p.control.sessions import ControlClient, ControlServer, Peer
+from lmcache_connector.p2p.control.peers import Peer
+from lmcache_connector.p2p.control.server import ControlServer
 from lmcache_connector.p2p.data.base import Transport
 from lmcache_connector.p2p.data.tcp import TcpTransport
 from lmcache_connector.p2p.errors import PeerError
@@ -76,7 +78,7 @@ class P2PWorkerAdapter:
         pinned = paged.device.type == "cuda"
         self._copier = copier or make_copier(paged.device)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        arena = self._arena = HostBuffer(
+        host_buffer = self._host_buffer = HostBuffer(
             config.kv_buffer_size, config.overflow_bytes, pinned=pinned
         )
         self._transports = transports or _transports(config, paged.device, clock)
@@ -90,7 +92,7 @@ class P2PWorkerAdapter:
                 ),
                 paged,
                 self._copier,
-                arena,
+                host_buffer,
                 self._connect,
                 config.unknown_grace_seconds,
                 clock,
@@ -100,7 +102,7 @@ class P2PWorkerAdapter:
                 self._producer_settings(),
                 tuple(_describe(settings, kv_caches, name) for name in settings.layer_widths),
                 self._copier,
-                arena,
+                host_buffer,
                 self._connect,
                 self._transports,
                 clock,
@@ -158,7 +160,7 @@ class P2PWorkerAdapter:
         unsent: tuple[tuple[str, str], ...] = ()
         if self._producer is not None:
             sent = self._producer.take_released_holds()
-            released, unsent = self._producer.outbox.take_released()
+            released, unsent = self._producer.send_buffer.take_released()
         report = None
         if loads or released or unsent:
             results = tuple(result for _, result in loads)
@@ -173,7 +175,7 @@ class P2PWorkerAdapter:
         )
 
     def _wait(self) -> None:
-        if self._consumer is not None and self._consumer.inbox.num_waiting:
+        if self._consumer is not None and self._consumer.receive_buffer.num_waiting:
             self._consumer.wait_for_result(_IDLE_WAIT_SECONDS)
         elif self._producer is not None:
             self._producer.wait(_IDLE_WAIT_SECONDS, for_room=self._waits_for_room)
@@ -181,7 +183,7 @@ class P2PWorkerAdapter:
     @property
     def used_bytes(self) -> int:
         """KV on its way in this rank's memory."""
-        return self._arena.used_bytes
+        return self._host_buffer.used_bytes
 
     def shutdown(self) -> None:
         """Bounded by a few times ``shutdown_seconds``."""
@@ -215,7 +217,7 @@ class P2PWorkerAdapter:
         place = settings.first_rank + settings.card.rank
         ports = data_ports(settings.config.data_port, place, list(self._transports))
         return {
-            name: transport.listen(host, ports[name], self._consumer.inbox, self._key_of)
+            name: transport.listen(host, ports[name], self._consumer.receive_buffer, self._key_of)
             for name, transport in self._transports.items()
         }
 

@@ -1,8 +1,8 @@
-"""Host memory for KV on its way, bounded in bytes: one arena, and room beside it when it is full.
+"""Host memory for KV on its way, bounded in bytes.
 
-Memory is taken from the lowest place that fits, so that pages touched once are used again. What
-does not fit comes from the overflow: host memory of its own, pinned where there is a GPU, up to a
-bound of its own. Beyond that there is none, and whoever asks has to wait or do without.
+Memory is taken from the lowest place that fits in one large allocation, so that pages touched once
+are used again. What does not fit there comes from the overflow: allocations of their own, up to a
+second bound. Beyond that there is none, and the caller has to wait or do without.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _ALIGNMENT = 4096
 
 @dataclass(eq=False)
 class Region:
-    """``view`` is writable and ``num_bytes`` long. Given back once, to the arena it came from."""
+    """``view`` is writable and ``num_bytes`` long. Given back once, to its buffer."""
 
     num_bytes: int
     tensor: torch.Tensor
     view: memoryview = field(init=False)
-    offset: int | None = None  # in the arena; None: overflow
+    offset: int | None = None  # in the large allocation; None: overflow
 
     def __post_init__(self) -> None:
         self.view = memoryview(self.tensor.numpy()).cast("B")

@@ -22,14 +22,18 @@ _COPY = "the copy into the KV cache failed"
 
 
 class Loader:
-    """Takes requests that are over from the inbox and keeps how they ended until asked."""
+    """Takes requests that are over from the receive buffer and keeps how they ended until asked."""
 
     def __init__(
-        self, paged: PagedLayout, copier: Copier, inbox: ReceiveBuffer, clock: Callable[[], float]
+        self,
+        paged: PagedLayout,
+        copier: Copier,
+        buffer: ReceiveBuffer,
+        clock: Callable[[], float],
     ) -> None:
         self._paged = paged
         self._copier = copier
-        self._inbox = inbox
+        self._buffer = buffer
         self._clock = clock
         self._results: list[tuple[HandoverLoad, HandoverResult]] = []
         self._thread = threading.Thread(target=self._work, name="lmc-p2p-load", daemon=True)
@@ -37,24 +41,24 @@ class Loader:
 
     def take_results(self) -> list[tuple[HandoverLoad, HandoverResult]]:
         """Loads that ended since the last call."""
-        with self._inbox.changed:
+        with self._buffer.changed:
             results, self._results = self._results, []
             return results
 
     def wait_for_result(self, seconds: float) -> None:
         """Until a load ends; at once if none is open."""
-        with self._inbox.changed:
-            self._inbox.changed.wait_for(
-                lambda: bool(self._results) or not self._inbox.num_waiting, seconds
+        with self._buffer.changed:
+            self._buffer.changed.wait_for(
+                lambda: bool(self._results) or not self._buffer.num_waiting, seconds
             )
 
     def close(self, seconds: float) -> bool:
-        """The inbox must be closed. False if a copy took longer than ``seconds``."""
+        """The receive_buffer must be closed. False if a copy took longer than ``seconds``."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        while (arrived := self._inbox.next_arrived()) is not None:
+        while (arrived := self._buffer.next_arrived()) is not None:
             load, since = arrived.waiting.load, arrived.waiting.since
             num_blocks, num_bytes, reason = self._load(arrived)
             seconds = self._clock() - since
@@ -62,9 +66,9 @@ class Loader:
             result = HandoverResult(
                 load.request_id, num_blocks, num_bytes, seconds, wire_bytes, wire_seconds, reason
             )
-            with self._inbox.changed:
+            with self._buffer.changed:
                 self._results.append((load, result))
-                self._inbox.loaded(arrived)
+                self._buffer.loaded(arrived)
 
     def _load(self, arrived: Arrived) -> tuple[int, int, str]:
         """Blocks and bytes that are in the cache now, and why not all are."""

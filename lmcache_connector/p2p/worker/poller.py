@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.control.client import Connect, ControlClient
 from lmcache_connector.p2p.control.peers import concerned, ranks_of
-from lmcache_connector.p2p.control.sessions import ControlClient
 from lmcache_connector.p2p.errors import AddressError, PeerError
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.transfer import Waiting
@@ -26,11 +26,9 @@ logger = logging.getLogger(__name__)
 _ASK_SECONDS = 0.2
 _IDLE_SECONDS = 60.0
 
-Connect = Callable[[PeerAddress], ControlClient]
-
 
 @dataclass(eq=False)
-class _Asker:
+class _PolledProducer:
     """One producer instance. ``forgets``: transfers it may forget. Guarded by ``changed``."""
 
     source: PeerAddress
@@ -47,19 +45,19 @@ class Poller:
 
     def __init__(
         self,
-        inbox: ReceiveBuffer,
+        buffer: ReceiveBuffer,
         own: RankTopology,
         connect: Connect,
         grace_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self._inbox = inbox
+        self._buffer = buffer
         self._own = own
         self._connect = connect
         self._grace_seconds = grace_seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._askers: dict[PeerAddress, _Asker] = {}
+        self._producers: dict[PeerAddress, _PolledProducer] = {}
         self._stopping = False
 
     def watch(self, waiting: Waiting) -> None:
@@ -73,44 +71,44 @@ class Poller:
     def close(self, seconds: float) -> None:
         with self._lock:
             self._stopping = True
-            askers = list(self._askers.values())
+            producers = list(self._producers.values())
         end = self._clock() + seconds
-        for asker in askers:
-            with asker.changed:
-                asker.changed.notify_all()
-        for asker in askers:
-            if asker.thread is not None:
-                asker.thread.join(max(0.0, end - self._clock()))
+        for producer in producers:
+            with producer.changed:
+                producer.changed.notify_all()
+        for producer in producers:
+            if producer.thread is not None:
+                producer.thread.join(max(0.0, end - self._clock()))
 
     def _tell(
         self, source: PeerAddress, waiting: Waiting | None, forget: tuple[str, str] | None
     ) -> None:
         with self._lock:
-            asker = self._askers.get(source)
-            if asker is None or asker.closed:
-                asker = self._askers[source] = _Asker(source)
-                asker.thread = threading.Thread(
-                    target=self._work, args=(asker,), name="lmc-p2p-ask", daemon=True
+            producer = self._producers.get(source)
+            if producer is None or producer.closed:
+                producer = self._producers[source] = _PolledProducer(source)
+                producer.thread = threading.Thread(
+                    target=self._work, args=(producer,), name="lmc-p2p-poll", daemon=True
                 )
-                asker.thread.start()
-            with asker.changed:
+                producer.thread.start()
+            with producer.changed:
                 if waiting is not None:
-                    asker.waiting.append(waiting)
+                    producer.waiting.append(waiting)
                 if forget is not None:
-                    asker.forgets.append(forget)
-                asker.changed.notify_all()
+                    producer.forgets.append(forget)
+                producer.changed.notify_all()
 
-    # -- an asker's thread ---------------------------------------------------------------------
+    # -- an producer's thread ---------------------------------------------------------------------
 
-    def _work(self, asker: _Asker) -> None:
+    def _work(self, producer: _PolledProducer) -> None:
         sessions: list[ControlClient] = []
         try:
-            while (todo := self._next(asker)) is not None:
+            while (todo := self._next(producer)) is not None:
                 waiting, forgets = todo
                 try:
-                    sessions = sessions or self._open(asker.source)
+                    sessions = sessions or self._open(producer.source)
                     for each in waiting:
-                        self._want(asker.source, sessions, each)
+                        self._want(producer.source, sessions, each)
                     for transfer_id, reason in forgets:
                         for session in sessions:
                             session.ask(messages.Forget(transfer_id, reason))
@@ -121,21 +119,23 @@ class Poller:
         finally:
             _close(sessions)
 
-    def _next(self, asker: _Asker) -> tuple[list[Waiting], list[tuple[str, str]]] | None:
+    def _next(
+        self, producer: _PolledProducer
+    ) -> tuple[list[Waiting], list[tuple[str, str]]] | None:
         """What to ask and tell now: at once what is new, the rest again after a while."""
-        with asker.changed:
+        with producer.changed:
             now = self._clock()
             while not self._stopping:
-                asker.waiting = [w for w in asker.waiting if not self._inbox.is_over(w)]
-                is_new = any(w not in asker.asked for w in asker.waiting) or asker.forgets
-                if is_new or (asker.waiting and self._clock() - now >= _ASK_SECONDS):
-                    forgets, asker.forgets = asker.forgets, []
-                    asker.asked = list(asker.waiting)
-                    return asker.asked, forgets
-                if not asker.waiting and self._clock() - now > _IDLE_SECONDS:
+                producer.waiting = [w for w in producer.waiting if not self._buffer.is_over(w)]
+                is_new = any(w not in producer.asked for w in producer.waiting) or producer.forgets
+                if is_new or (producer.waiting and self._clock() - now >= _ASK_SECONDS):
+                    forgets, producer.forgets = producer.forgets, []
+                    producer.asked = list(producer.waiting)
+                    return producer.asked, forgets
+                if not producer.waiting and self._clock() - now > _IDLE_SECONDS:
                     break
-                asker.changed.wait(_ASK_SECONDS if asker.waiting else _IDLE_SECONDS)
-            asker.closed = True
+                producer.changed.wait(_ASK_SECONDS if producer.waiting else _IDLE_SECONDS)
+            producer.closed = True
             return None
 
     def _open(self, source: PeerAddress) -> list[ControlClient]:
@@ -159,22 +159,22 @@ class Poller:
         for session in sessions:
             answer = session.ask(want)
             if isinstance(answer, messages.Gone):
-                self._inbox.fail(load.transfer_id, f"{source} says: {answer.reason}")
+                self._buffer.fail(load.transfer_id, f"{source} says: {answer.reason}")
             elif self._is_patient(waiting):
                 continue
             elif isinstance(answer, messages.Unknown):
-                self._inbox.fail(load.transfer_id, f"{source} has never heard of it")
+                self._buffer.fail(load.transfer_id, f"{source} has never heard of it")
             elif isinstance(answer, messages.Sent):
-                self._inbox.fail(load.transfer_id, f"{source} has sent it, but it did not arrive")
+                self._buffer.fail(load.transfer_id, f"{source} has sent it, but it did not arrive")
 
     def _is_patient(self, waiting: Waiting) -> bool:
         """Bytes may be on their way to us, or the prompt's request on its way to the producer."""
-        return self._clock() - self._inbox.last_progress(waiting) < self._grace_seconds
+        return self._clock() - self._buffer.last_progress(waiting) < self._grace_seconds
 
     def _lose(self, waiting: list[Waiting], error: PeerError) -> None:
         for each in waiting:
-            if not self._inbox.is_over(each):
-                self._inbox.fail(each.load.transfer_id, str(error))
+            if not self._buffer.is_over(each):
+                self._buffer.fail(each.load.transfer_id, str(error))
 
 
 def _close(sessions: list[ControlClient]) -> None:

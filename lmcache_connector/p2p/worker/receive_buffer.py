@@ -19,8 +19,7 @@ import numpy as np
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.messages import Message, Offer
-from lmcache_connector.p2p.control.peers import overlap, ranks_of
-from lmcache_connector.p2p.control.sessions import Peer
+from lmcache_connector.p2p.control.peers import Peer, overlap, ranks_of
 from lmcache_connector.p2p.data.base import Landing
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import PeerError
@@ -57,10 +56,10 @@ class ReceiveBuffer:
     """
 
     def __init__(
-        self, settings: ReceiveBufferSettings, arena: HostBuffer, clock: Callable[[], float]
+        self, settings: ReceiveBufferSettings, host_buffer: HostBuffer, clock: Callable[[], float]
     ) -> None:
         self._settings = settings
-        self._arena = arena
+        self._host_buffer = host_buffer
         self._clock = clock
         self.changed = threading.Condition()
         self._incoming: dict[str, Incoming] = {}
@@ -276,9 +275,9 @@ class ReceiveBuffer:
                 f"a prompt of {offer.num_tokens} tokens does not fit into this instance"
             )
         geometry = settings.geometry(num_blocks)
-        if geometry.chunk_bytes > self._arena.capacity_bytes:
+        if geometry.chunk_bytes > self._host_buffer.capacity_bytes:
             return messages.Refused(f"{geometry.chunk_bytes} bytes do not fit into kv_buffer_size")
-        region = self._arena.take(geometry.chunk_bytes)
+        region = self._host_buffer.take(geometry.chunk_bytes)
         if region is None:
             return messages.Busy()
         shape = (len(geometry.shards), len(geometry.layer_widths), num_blocks)
@@ -352,7 +351,7 @@ class ReceiveBuffer:
     def _free(self, incoming: Incoming) -> None:
         if incoming.pins == 0 and not incoming.freed:
             incoming.freed = True
-            self._arena.give(incoming.region)
+            self._host_buffer.give(incoming.region)
 
     def _settle(self, transfer_id: str) -> None:
         self._settled[transfer_id] = None

@@ -38,24 +38,29 @@ class Saver:
     """One thread that copies in the order of submission. ``layers``: the cache, layer by layer."""
 
     def __init__(
-        self, layers: tuple[PagedLayout, ...], copier: Copier, outbox: SendBuffer, *, checksum: bool
+        self,
+        layers: tuple[PagedLayout, ...],
+        copier: Copier,
+        buffer: SendBuffer,
+        *,
+        checksum: bool,
     ) -> None:
         self._layers = layers
         self._copier = copier
-        self._outbox = outbox
+        self._buffer = buffer
         self._checksum = checksum
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="lmc-p2p-save", daemon=True)
         self._thread.start()
 
     def submit(self, save: LayerSave) -> None:
-        self._outbox.save_planned(save.outgoing)
+        self._buffer.save_planned(save.outgoing)
         self._queue.put(partial(self._save, save))
 
     def seal(self, outgoing: Outgoing) -> None:
         """After the last layer of the last blocks."""
-        self._outbox.save_planned(outgoing)
-        self._queue.put(partial(self._outbox.sealed, outgoing))
+        self._buffer.save_planned(outgoing)
+        self._queue.put(partial(self._buffer.sealed, outgoing))
 
     def close(self, seconds: float) -> bool:
         """Finish what was submitted. False if that took longer than ``seconds``."""
@@ -70,15 +75,15 @@ class Saver:
     def _save(self, save: LayerSave) -> None:
         outgoing = save.outgoing
         if outgoing.failed:
-            self._outbox.not_saved(outgoing)
+            self._buffer.not_saved(outgoing)
             return
         try:
             piece = self._copy(save)
         except Exception:  # it costs this hand-over, not the lane
             logger.exception("KV of %s could not be copied", outgoing.transfer_id)
-            self._outbox.not_saved(outgoing)
+            self._buffer.not_saved(outgoing)
         else:
-            self._outbox.saved(outgoing, piece)
+            self._buffer.saved(outgoing, piece)
 
     def _copy(self, save: LayerSave) -> Piece:
         outgoing, paged = save.outgoing, self._layers[save.layer]

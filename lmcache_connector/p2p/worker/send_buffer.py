@@ -4,7 +4,7 @@ An :class:`Outgoing` is one prompt's KV on this rank, in one piece of memory in 
 ``[head][layer][block]``, in which a layer's blocks of one head are one run of bytes. It fills layer
 by layer and step by step; every consumer rank that has to do with it is a :class:`Delivery`, which
 sends what is there and waits for the rest. When all have everything, or nobody came within the
-lease, the memory goes back to the arena.
+lease, the memory goes back to the host_buffer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Destination:
 
 @dataclass(eq=False)
 class Delivery:
-    """What goes to one consumer rank. ``sent`` counts pieces. Guarded by the outbox's lock."""
+    """What goes to one consumer rank. ``sent`` counts pieces. Guarded by the send_buffer's lock."""
 
     transfer: Outgoing
     to: Destination
@@ -58,7 +58,7 @@ class Delivery:
 
 @dataclass(eq=False)
 class Outgoing:
-    """Guarded by its outbox's lock; ``pins`` keep the memory while it is written or read."""
+    """Guarded by its send_buffer's lock; ``pins`` keep the memory while it is written or read."""
 
     start: Start
     geometry: ChunkGeometry
@@ -90,11 +90,13 @@ class Outgoing:
 class SendBuffer:
     """All transfers of one rank that are not over yet.
 
-    ``changed`` is the condition couriers wait on: something was saved, or a transfer ended.
+    ``changed`` is the condition the sender waits on: something was saved, or a transfer ended.
     """
 
-    def __init__(self, arena: HostBuffer, lease_seconds: float, clock: Callable[[], float]) -> None:
-        self._arena = arena
+    def __init__(
+        self, host_buffer: HostBuffer, lease_seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self._host_buffer = host_buffer
         self._lease_seconds = lease_seconds
         self._clock = clock
         self.changed = threading.Condition()
@@ -128,7 +130,7 @@ class SendBuffer:
                 former.failed, former.superseded = former.failed or "begun anew", True
                 self._tidy(former)
                 self.changed.notify_all()
-            region = self._arena.take(geometry.chunk_bytes)
+            region = self._host_buffer.take(geometry.chunk_bytes)
             if region is None:
                 self._forget(start.transfer_id, "the producer's buffer is full")
                 return None
@@ -221,7 +223,7 @@ class SendBuffer:
         self._tidy(outgoing)
         self.changed.notify_all()
 
-    # -- couriers, and the control server ------------------------------------------------------
+    # -- the sender's threads, and the control server --------------------------------------------
 
     def gone(self, transfer_id: str) -> str | None:
         """Why a transfer failed, "" if it was delivered; ``None`` if it was never heard of."""
@@ -237,7 +239,7 @@ class SendBuffer:
     ) -> list[Delivery]:
         """Deliver to the consumer ranks in ``parts``, or now ``only`` to one of them.
 
-        Returns the new deliveries, for couriers to carry out.
+        Returns the new deliveries, for the sender to carry out.
         """
         with self.changed:
             outgoing = self._transfers.get(transfer_id)
@@ -317,7 +319,7 @@ class SendBuffer:
         if not outgoing.failed and not self._is_delivered(outgoing):
             return
         outgoing.released = True
-        self._arena.give(outgoing.region)
+        self._host_buffer.give(outgoing.region)
         if self._transfers.get(outgoing.transfer_id) is outgoing:  # and not begun anew
             del self._transfers[outgoing.transfer_id]
             self._forget(outgoing.transfer_id, outgoing.failed)

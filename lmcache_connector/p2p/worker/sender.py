@@ -1,9 +1,9 @@
-"""Bring what the outbox holds to the consumers, one thread per consumer rank.
+"""Brings what the send buffer holds to the consumers, one thread per consumer rank.
 
-A courier offers a transfer on the control plane, gets a ticket, and sends piece after piece on the
-data plane as they are saved. A consumer without room answers ``Busy``: the transfer waits where it
-is and others go first. A peer that fails loses its couriers' deliveries; the transfers stay in the
-outbox until somebody asks for them again or their lease ends.
+Each thread offers a transfer on the control plane, gets a ticket, and sends its pieces on the data
+plane as they are saved. A consumer without room answers ``Busy``: the transfer waits where it is
+and others go first. A peer that fails loses its deliveries; the transfers stay in the buffer until
+somebody asks for them again or their lease ends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import xxhash
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.control.client import Connect, ControlClient
 from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
-from lmcache_connector.p2p.control.sessions import ControlClient
 from lmcache_connector.p2p.data.base import Outlet, Session, Transport
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import AddressError, PeerError, RefusedError
@@ -33,8 +33,6 @@ _BUSY_SECONDS = 0.02
 _IDLE_SECONDS = 60.0
 _WAKE_SECONDS = 0.5
 
-Connect = Callable[[PeerAddress], ControlClient]
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -45,8 +43,8 @@ class Route:
 
 
 @dataclass(eq=False)
-class _Courier:
-    """One consumer rank, and what is to go there. Guarded by the outbox's condition."""
+class _RankQueue:
+    """One consumer rank, and what is to go there. Guarded by the send buffer's condition."""
 
     to: Destination
     address: PeerAddress
@@ -60,29 +58,29 @@ class Sender:
 
     def __init__(
         self,
-        outbox: SendBuffer,
+        buffer: SendBuffer,
         own: RankTopology,
         connect: Connect,
         transports: dict[str, Transport],
         seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self._outbox = outbox
+        self._buffer = buffer
         self._own = own
         self._connect = connect
         self._transports = transports
         self._seconds = seconds
         self._clock = clock
-        self._couriers: dict[Destination, _Courier] = {}
+        self._queues: dict[Destination, _RankQueue] = {}
         self._routes: dict[PeerAddress, Route] = {}
         self._stopping = False
 
     def push(self, transfer_id: str, target: PeerAddress) -> None:
         """Deliver to all ranks of the instance at ``target``; never waits."""
-        with self._outbox.changed:
+        with self._buffer.changed:
             route = self._routes.get(target)
         if route is not None:
-            self._carry(route, self._outbox.route(transfer_id, route.parts))
+            self._carry(route, self._buffer.route(transfer_id, route.parts))
             return
         work = partial(self._find_and_push, transfer_id, target)
         threading.Thread(target=work, name="lmc-p2p-find", daemon=True).start()
@@ -91,13 +89,13 @@ class Sender:
         """Deliver to the one rank that asked; never waits. Raises ``PeerError``."""
         route = self._route_to(card)
         only = Destination(card.engine_id, card.rank)
-        self._carry(route, self._outbox.route(transfer_id, route.parts, only, first_block))
+        self._carry(route, self._buffer.route(transfer_id, route.parts, only, first_block))
 
     def close(self, seconds: float) -> None:
-        with self._outbox.changed:
+        with self._buffer.changed:
             self._stopping = True
-            self._outbox.changed.notify_all()
-            threads = [courier.thread for courier in self._couriers.values()]
+            self._buffer.changed.notify_all()
+            threads = [queue.thread for queue in self._queues.values()]
         end = self._clock() + seconds
         for thread in threads:
             if thread is not None:
@@ -113,9 +111,9 @@ class Sender:
         except PeerError as error:
             logger.warning("KV cannot be pushed to a decode instance: %s", error)
             return
-        with self._outbox.changed:
+        with self._buffer.changed:
             self._routes[target] = route
-        self._carry(route, self._outbox.route(transfer_id, route.parts))
+        self._carry(route, self._buffer.route(transfer_id, route.parts))
 
     def _route_to(self, card: Card, address: PeerAddress | None = None) -> Route:
         try:
@@ -130,77 +128,77 @@ class Sender:
         return Route(address, parts)
 
     def _carry(self, route: Route, deliveries: Iterable[Delivery]) -> None:
-        with self._outbox.changed:
+        with self._buffer.changed:
             for delivery in deliveries:
-                courier = self._couriers.get(delivery.to)
-                if courier is None:
-                    courier = _Courier(delivery.to, route.address)
-                    courier.thread = threading.Thread(
-                        target=self._work, args=(courier,), name="lmc-p2p-courier", daemon=True
+                queue = self._queues.get(delivery.to)
+                if queue is None:
+                    queue = _RankQueue(delivery.to, route.address)
+                    queue.thread = threading.Thread(
+                        target=self._work, args=(queue,), name="lmc-p2p-send", daemon=True
                     )
-                    self._couriers[delivery.to] = courier
-                    courier.thread.start()
-                courier.deliveries.append(delivery)
-            self._outbox.changed.notify_all()
+                    self._queues[delivery.to] = queue
+                    queue.thread.start()
+                queue.deliveries.append(delivery)
+            self._buffer.changed.notify_all()
 
-    # -- a courier's thread --------------------------------------------------------------------
+    # -- a queue's thread --------------------------------------------------------------------
 
-    def _work(self, courier: _Courier) -> None:
-        link: _Link | None = None
+    def _work(self, queue: _RankQueue) -> None:
+        connection: _Connection | None = None
         try:
-            while (delivery := self._next(courier)) is not None:
+            while (delivery := self._next(queue)) is not None:
                 try:
-                    link = link or self._open(courier)
-                    self._advance(courier, link, delivery)
+                    connection = connection or self._open(queue)
+                    self._advance(queue, connection, delivery)
                 except PeerError as error:
                     logger.warning("KV did not reach a decode instance: %s", error)
-                    self._give_up(courier)
-                    if link is not None:
-                        link.close()
-                    link = None
+                    self._give_up(queue)
+                    if connection is not None:
+                        connection.close()
+                    connection = None
         finally:
-            if link is not None:
-                link.close()
+            if connection is not None:
+                connection.close()
 
-    def _next(self, courier: _Courier) -> Delivery | None:
-        """The first delivery with something to do. ``None``: the courier shall end."""
+    def _next(self, queue: _RankQueue) -> Delivery | None:
+        """The first delivery with something to do. ``None``: the queue shall end."""
         idle_since = self._clock()
-        with self._outbox.changed:
+        with self._buffer.changed:
             while not self._stopping:
                 now = self._clock()
-                courier.deliveries = [
-                    d for d in courier.deliveries if not d.over or (d.transfer.failed and d.ticket)
+                queue.deliveries = [
+                    d for d in queue.deliveries if not d.over or (d.transfer.failed and d.ticket)
                 ]
-                for delivery in courier.deliveries:
+                for delivery in queue.deliveries:
                     if delivery.transfer.failed:
                         return delivery
-                    if courier.busy_until.get(delivery, 0.0) <= now and (
+                    if queue.busy_until.get(delivery, 0.0) <= now and (
                         delivery.sent < len(delivery.transfer.pieces)
                     ):
                         return delivery
-                if courier.deliveries:
+                if queue.deliveries:
                     idle_since = now
                 elif now - idle_since > _IDLE_SECONDS:
                     break
                 wait = min(
-                    [_WAKE_SECONDS, *(t - now for t in courier.busy_until.values() if t > now)]
+                    [_WAKE_SECONDS, *(t - now for t in queue.busy_until.values() if t > now)]
                 )
-                self._outbox.changed.wait(wait)
-            self._couriers.pop(courier.to, None)
+                self._buffer.changed.wait(wait)
+            self._queues.pop(queue.to, None)
             return None
 
-    def _open(self, courier: _Courier) -> _Link:
-        address = courier.address.of_rank(courier.to.rank)
+    def _open(self, queue: _RankQueue) -> _Connection:
+        address = queue.address.of_rank(queue.to.rank)
         client = self._connect(address)
         card = client.peer.card
         try:
-            if (card.engine_id, card.rank) != (courier.to.engine_id, courier.to.rank):
+            if (card.engine_id, card.rank) != (queue.to.engine_id, queue.to.rank):
                 raise PeerError(f"another instance is at {address} now")
             transport = next((t for t in self._transports if t in card.transports), None)
             if transport is None:
                 raise PeerError(f"{address} shares no transport with this instance")
             outlet = self._transports[transport].connect(
-                courier.address.host,
+                queue.address.host,
                 card.transports[transport],
                 Session(client.peer.session, client.peer.data_key),
                 self._seconds,
@@ -208,62 +206,62 @@ class Sender:
         except PeerError:
             client.close()
             raise
-        return _Link(client, outlet)
+        return _Connection(client, outlet)
 
-    def _advance(self, courier: _Courier, link: _Link, delivery: Delivery) -> None:
+    def _advance(self, queue: _RankQueue, connection: _Connection, delivery: Delivery) -> None:
         """Do the next thing for a delivery: tell of its end, offer it, or send a piece."""
         outgoing = delivery.transfer
         if outgoing.failed:
-            self._outbox.finish(delivery)
+            self._buffer.finish(delivery)
             delivery.ticket, ticket = None, delivery.ticket
             if ticket is not None and not outgoing.superseded:
-                link.client.ask(messages.Forget(outgoing.transfer_id, outgoing.failed))
+                connection.client.ask(messages.Forget(outgoing.transfer_id, outgoing.failed))
             return
-        if delivery.ticket is None and not self._offer(courier, link, delivery):
+        if delivery.ticket is None and not self._offer(queue, connection, delivery):
             return
-        piece = self._outbox.next_piece(delivery)
+        piece = self._buffer.next_piece(delivery)
         if piece is None:
             return
         try:
-            _send(link.outlet, delivery, piece)
+            _send(connection.outlet, delivery, piece)
         except PeerError:
-            self._outbox.abandon(delivery, pinned=True)
+            self._buffer.abandon(delivery, pinned=True)
             raise
-        self._outbox.piece_sent(delivery)
+        self._buffer.piece_sent(delivery)
 
-    def _offer(self, courier: _Courier, link: _Link, delivery: Delivery) -> bool:
+    def _offer(self, queue: _RankQueue, connection: _Connection, delivery: Delivery) -> bool:
         """Whether there is a ticket now."""
         start = delivery.transfer.start
         try:
-            answer = link.client.ask(
+            answer = connection.client.ask(
                 messages.Offer(start.transfer_id, start.digest, start.num_tokens)
             )
         except RefusedError as error:
             logger.warning("A hand-over was refused: %s", error)
             answer = messages.Settled()
         if isinstance(answer, messages.Accepted):
-            courier.busy_until.pop(delivery, None)
+            queue.busy_until.pop(delivery, None)
             delivery.ticket = answer.ticket
             return True
         if isinstance(answer, messages.Busy):
-            courier.busy_until[delivery] = self._clock() + _BUSY_SECONDS
+            queue.busy_until[delivery] = self._clock() + _BUSY_SECONDS
         else:
-            courier.busy_until.pop(delivery, None)
-            self._outbox.finish(delivery)
+            queue.busy_until.pop(delivery, None)
+            self._buffer.finish(delivery)
         return False
 
-    def _give_up(self, courier: _Courier) -> None:
-        with self._outbox.changed:
-            self._routes = {k: r for k, r in self._routes.items() if courier.to not in r.parts}
-            for delivery in courier.deliveries:
+    def _give_up(self, queue: _RankQueue) -> None:
+        with self._buffer.changed:
+            self._routes = {k: r for k, r in self._routes.items() if queue.to not in r.parts}
+            for delivery in queue.deliveries:
                 if not delivery.over:
-                    self._outbox.abandon(delivery, pinned=False)
-            courier.deliveries.clear()
-            courier.busy_until.clear()
+                    self._buffer.abandon(delivery, pinned=False)
+            queue.deliveries.clear()
+            queue.busy_until.clear()
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
+class _Connection:
     client: ControlClient
     outlet: Outlet
 

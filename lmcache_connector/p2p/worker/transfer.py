@@ -1,4 +1,4 @@
-"""One prompt's KV on its way to a consumer, and one request that waits for it: see ``inbox.py``."""
+"""One prompt's KV on its way to a consumer, and one request that waits for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ticket:
 @dataclass(eq=False)
 class Incoming:
     """Memory in the same form as the producer's (``[head][layer][block]``, this rank's heads and
-    layers), and a map of what has arrived. Guarded by the inbox's lock.
+    layers), and a map of what has arrived. Guarded by the receive_buffer's lock.
 
     ``received``: bool ``[heads, layers, blocks]``.
     """

@@ -91,7 +91,7 @@ def test_the_data_connection_breaks(pair: Pair, mode: str, kind: Kind, share: fl
     name = f"{mode} {kind} {share}"
     struck = proxy.num_struck
     # A fault strikes a fresh connection only: make the last one end.
-    _end_links(proxy)
+    _end_connections(proxy)
     offset = 200 + int(share * PROMPT_BYTES)
     proxy.arm(Fault(kind, offset=offset, direction=Direction.REQUEST))
     decode.load(name, OTHERS, prefill.address)
@@ -105,18 +105,18 @@ def test_the_data_connection_breaks(pair: Pair, mode: str, kind: Kind, share: fl
     check(prefill, decode, f"{name} after")
 
 
-def _end_links(proxy: FaultProxy) -> None:
+def _end_connections(proxy: FaultProxy) -> None:
     from tests.support.fault_proxy import _cut
 
     proxy.arm(None)
     with proxy._lock:
-        links = list(proxy._open)
-    for link in links:
-        _cut(link)
-    time.sleep(0.05)  # for both ends to see it; a later fault would only strike the old link
+        connections = list(proxy._open)
+    for connection in connections:
+        _cut(connection)
+    time.sleep(0.05)  # for both ends to see it; a later fault would only strike the old connection
 
 
-def test_without_checksums_a_broken_link_is_noticed_all_the_same() -> None:
+def test_without_checksums_a_broken_connection_is_noticed_all_the_same() -> None:
     with faulty_pair(checksum=False) as (prefill, decode, proxy):
         proxy.arm(Fault(Kind.CLOSE, offset=PROMPT_BYTES // 2, direction=Direction.REQUEST))
         decode.load("x", OTHERS, prefill.address)
@@ -199,7 +199,7 @@ def test_a_full_consumer_holds_the_producer_back() -> None:
         for name in ("first", "second"):
             prefill.prefill(name, SHUFFLED, decode.address, seed=ord(name[0]))
             contents[name] = prefill.content(SHUFFLED)
-        # Two couriers race for the room.
+        # Two deliveries race for the room.
         prefill.until(lambda: bool(prefill.released))
         faster = prefill.released[0]
         slower = "second" if faster == "first" else "first"
@@ -218,13 +218,13 @@ def test_the_overflow_is_used_before_anybody_waits() -> None:
         ) as prefill,
         running_instance(consumes=True) as decode,
     ):
-        for seed, name in enumerate(("arena", "overflow", "none")):
+        for seed, name in enumerate(("buffer", "overflow", "none")):
             prefill.prefill(name, SHUFFLED, seed=seed)
         assert prefill.used_bytes == 2 * PROMPT_BYTES
         assert prefill.released == ["none"]
         decode.load("none", SHUFFLED, prefill.address)
         assert "buffer is full" in decode.finish("request of none")[0].reason
-        for name in ("overflow", "arena"):
+        for name in ("overflow", "buffer"):
             decode.load(name, OTHERS, prefill.address)
             assert decode.finish(f"request of {name}")[0].num_blocks == len(OTHERS)
         prefill.until(lambda: prefill.used_bytes == 0)

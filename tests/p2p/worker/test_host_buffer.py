@@ -12,18 +12,18 @@ from lmcache_connector.p2p.worker.host_buffer import FreeList, HostBuffer, Regio
 PAGE = 4096
 
 
-class ArenaMachine(RuleBasedStateMachine):
+class HostBufferMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.arena = HostBuffer(16 * PAGE, 6 * PAGE, pinned=False)
+        self.host_buffer = HostBuffer(16 * PAGE, 6 * PAGE, pinned=False)
         self.regions: list[tuple[Region, int]] = []
         self.count = 0
 
     @rule(size=st.integers(1, 8 * PAGE))
     def take(self, size: int) -> None:
-        region = self.arena.take(size)
+        region = self.host_buffer.take(size)
         if region is None:
-            assert self.arena.used_bytes + size > 6 * PAGE  # at least the overflow would fit
+            assert self.host_buffer.used_bytes + size > 6 * PAGE  # at least the overflow would fit
             return
         self.count = self.count % 255 + 1
         assert len(region.view) == size
@@ -34,7 +34,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def give(self, place: int) -> None:
         if self.regions:
             region, _ = self.regions.pop(place % len(self.regions))
-            self.arena.give(region)
+            self.host_buffer.give(region)
 
     @invariant()
     def nobody_writes_into_anothers_memory(self) -> None:
@@ -43,22 +43,22 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_bound_holds(self) -> None:
-        assert self.arena.used_bytes <= self.arena.capacity_bytes == 22 * PAGE
-        assert (self.arena.used_bytes == 0) == (not self.regions)
+        assert self.host_buffer.used_bytes <= self.host_buffer.capacity_bytes == 22 * PAGE
+        assert (self.host_buffer.used_bytes == 0) == (not self.regions)
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
-TestArena = ArenaMachine.TestCase
+HostBufferMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
+TestHostBuffer = HostBufferMachine.TestCase
 
 
 def test_all_of_it_can_be_taken_again() -> None:
-    arena = HostBuffer(4 * PAGE, 0, pinned=False)
-    regions = [arena.take(PAGE) for _ in range(4)]
-    assert arena.take(1) is None
+    host_buffer = HostBuffer(4 * PAGE, 0, pinned=False)
+    regions = [host_buffer.take(PAGE) for _ in range(4)]
+    assert host_buffer.take(1) is None
     for region in (regions[2], regions[0], regions[3], regions[1]):
         assert region is not None
-        arena.give(region)
-    whole = arena.take(4 * PAGE)
+        host_buffer.give(region)
+    whole = host_buffer.take(4 * PAGE)
     assert whole is not None
 
 

@@ -1,8 +1,9 @@
-"""One load: chunks wanted now, shared out over the threads that fetch them.
+"""Chunks wanted now: reads under way, shared out over the reader threads.
 
-The caller makes a `ValueLoad` and waits. Reader threads `claim` runs of its values, receive them
-into the chunks' buffers and report each as `settle`d or `fail`ed. Once the wait is over, for
-whatever reason, no thread touches a buffer any more: that is what `enter` and `leave` bracket.
+The caller makes a `PendingRead` and waits. Readers `claim` runs of its values, receive them into
+the chunks' buffers and report each value as settled or failed. A reader works only inside
+`PendingRead.reading`, and `PendingRead.wait` returns only when no reader is inside: from then on no
+thread touches a buffer.
 """
 
 from __future__ import annotations
@@ -11,12 +12,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.storage.chunk_codec import HEADER_BYTES, ValueHeader, stripe_header
+from lmcache_connector.net.wire import WireFault
+from lmcache_connector.storage.chunk_codec import (
+    HEADER_BYTES,
+    Sealer,
+    ValueHeader,
+    check_value,
+    stripe_header,
+)
 from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
-from lmcache_connector.storage.redis.resp import bulk_line, command
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.counters import Miss, NotAsked
+from lmcache_connector.storage.redis.resp import CRLF, bulk_line, command
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
@@ -25,20 +34,35 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What every load of a tier has in common."""
+    """What all reads of a tier have in common."""
 
     geometry: ChunkGeometry
     stripes: tuple[Stripe, ...]
     namespace: str
-    keyed: bool
-    # GET, or GETEX when hits renew the lifetime.
+    sealer: Sealer
+    # GET, or GETEX where a hit renews the lifetime.
     verb: bytes
     verb_options: tuple[bytes, ...]
+
+    @classmethod
+    def make(cls, config: RedisTierConfig, geometry: ChunkGeometry) -> ReadPlan:
+        return cls(
+            geometry=geometry,
+            stripes=geometry.stripes(config.max_payload_bytes),
+            namespace=config.namespace,
+            sealer=Sealer(config.hash_key),
+            verb=b"GETEX" if config.refresh_ttl else b"GET",
+            verb_options=config.ttl_options if config.refresh_ttl else (),
+        )
 
 
 @dataclass(slots=True, eq=False)
 class ValueRequest:
-    """One value on its way: the command, the reply line it must answer with, where it goes."""
+    """One value of a chunk: the command that asks for it, and where its reply goes.
+
+    A good reply is ``line`` and the value's header (both received into ``head``), the payload
+    (received into the chunk's buffer), and CRLF (``tail``).
+    """
 
     chunk: int
     command: bytes
@@ -47,19 +71,23 @@ class ValueRequest:
     head: memoryview
     payload: memoryview
     tail: memoryview
+    sealer: Sealer
 
     @property
     def reply_bytes(self) -> int:
         return len(self.head) + len(self.payload) + len(self.tail)
 
-    @property
-    def header(self) -> memoryview:
-        return self.head[len(self.line) :]
+    def verify(self) -> None:
+        """Raise `InvalidValueError` unless what was received is the value that was stored."""
+        check_value(self.head[len(self.line) :], self.payload, self.expected, self.sealer)
 
 
-class ValueLoad:
-    """``buffers[i]``: ``geometry.chunk_bytes`` writable bytes for chunk ``keys[i]``.
-    ``nodes[i]``: where that chunk lives."""
+class PendingRead:
+    """A read of consecutive chunks of one prompt. Thread-safe.
+
+    ``buffers[i]``: ``geometry.chunk_bytes`` writable bytes for the chunk ``keys[i]``, which lives
+    on ``nodes[i]``.
+    """
 
     def __init__(
         self,
@@ -76,8 +104,8 @@ class ValueLoad:
         self._buffers = buffers
         self._changed = threading.Condition()
         self._left = [len(plan.stripes)] * len(keys)
-        self._reasons: dict[int, str] = {}
-        # Chunks from here on are useless: one before them is missing.
+        self._misses: dict[int, Miss] = {}
+        # Chunks from here on are of no use: an earlier one is missing.
         self._end = len(keys)
         self._active = 0
         self._closed = False
@@ -93,7 +121,7 @@ class ValueLoad:
             return [] if self._closed else list(self._work)
 
     def claim(self, node: Node, max_bytes: int) -> list[ValueRequest]:
-        """The next values to ask ``node`` for, ``max_bytes`` or one value; empty when none."""
+        """The next values to ask ``node`` for: up to ``max_bytes`` or one value; empty if none."""
         claimed: list[ValueRequest] = []
         size = 0
         with self._changed:
@@ -110,7 +138,7 @@ class ValueLoad:
 
     @contextmanager
     def reading(self) -> Iterator[bool]:
-        """Hold the load open. Yields False, and holds nothing, when it is over already."""
+        """Keep the read open meanwhile. Yields False if it is over already."""
         with self._changed:
             entered = not self._closed
             self._active += entered
@@ -126,25 +154,23 @@ class ValueLoad:
         with self._changed:
             self._left[request.chunk] -= 1
 
-    def fail(self, requests: Sequence[ValueRequest], reason: str) -> None:
-        """The values cannot be had; their chunks are misses. The first reason counts."""
+    def fail(self, request: ValueRequest, miss: Miss) -> None:
+        """The value cannot be had, so its chunk is a miss. A chunk's first failure counts."""
         with self._changed:
-            for request in requests:
-                self._miss(request.chunk, reason)
+            self._fail_chunk(request.chunk, miss)
 
-    def fail_node(self, node: Node, reason: str) -> None:
-        """Nothing more can be had from ``node``."""
+    def fail_node(self, node: Node) -> None:
+        """``node`` cannot be reached."""
         with self._changed:
-            work = self._work.pop(node, None)
-            request = next(work, None) if work is not None else None
+            request = next(self._work.pop(node, iter(())), None)
             if request is not None:
-                self._miss(request.chunk, reason)
+                self._fail_chunk(request.chunk, Miss(NotAsked.UNAVAILABLE))
             self._changed.notify_all()
 
     # For the caller.
 
     def wait(self) -> None:
-        """Until all is settled, or the deadline has passed and the readers have let go."""
+        """Return when everything is settled, or the deadline has passed; no reader is inside."""
         with self._changed:
             while (self._work or self._active) and (left := self.deadline.remaining()) > 0.0:
                 self._changed.wait(min(left, _POLL_SECONDS))
@@ -153,21 +179,21 @@ class ValueLoad:
             while self._active:
                 self._changed.wait(_POLL_SECONDS)
 
-    def results(self) -> list[bool]:
-        """Per chunk: every byte verified. Only after `wait`."""
-        return [left == 0 and i not in self._reasons for i, left in enumerate(self._left)]
+    def hits(self) -> list[bool]:
+        """Whether every byte of each chunk is verified. Only after `wait`."""
+        return [left == 0 and i not in self._misses for i, left in enumerate(self._left)]
 
-    def miss_reasons(self) -> list[str]:
-        """Why each chunk that is missing is."""
-        over = "cancelled" if self.deadline.cancelled() else "deadline"
+    def misses(self) -> list[Miss]:
+        """Why each missing chunk is missing. Only after `wait`."""
+        over = WireFault.CANCELLED if self.deadline.cancelled() else WireFault.DEADLINE
         return [
-            self._reasons.get(i, over if i < self._end else "after_miss")
-            for i, hit in enumerate(self.results())
+            self._misses.get(i, Miss(over if i < self._end else NotAsked.AFTER_MISS))
+            for i, hit in enumerate(self.hits())
             if not hit
         ]
 
-    def _miss(self, chunk: int, reason: str) -> None:
-        self._reasons.setdefault(chunk, reason)
+    def _fail_chunk(self, chunk: int, miss: Miss) -> None:
+        self._misses.setdefault(chunk, miss)
         self._end = min(self._end, chunk)
         if self._end == 0:
             self._work.clear()
@@ -186,18 +212,19 @@ class ValueLoad:
                     chunk=chunk,
                     command=command(plan.verb, name, *plan.verb_options),
                     line=line,
-                    expected=stripe_header(plan.geometry, stripe, key, keyed=plan.keyed),
+                    expected=stripe_header(plan.geometry, stripe, key, keyed=plan.sealer.keyed),
                     head=memoryview(bytearray(len(line) + HEADER_BYTES)),
                     payload=buffer[stripe.offset : stripe.offset + stripe.num_bytes],
-                    tail=memoryview(bytearray(2)),
+                    tail=memoryview(bytearray(len(CRLF))),
+                    sealer=plan.sealer,
                 )
 
 
-class ValueLoadQueue:
-    """Loads with work left, oldest first."""
+class ReadQueue:
+    """Reads with work left, oldest first. Thread-safe."""
 
     def __init__(self) -> None:
-        self._loads: list[ValueLoad] = []
+        self._reads: list[PendingRead] = []
         self._changed = threading.Condition()
         self._closed = False
 
@@ -205,17 +232,17 @@ class ValueLoadQueue:
     def closed(self) -> bool:
         return self._closed
 
-    def add(self, load: ValueLoad) -> bool:
+    def add(self, read: PendingRead) -> bool:
         """False once closed."""
         with self._changed:
             if self._closed:
                 return False
-            self._loads.append(load)
+            self._reads.append(read)
             self._changed.notify_all()
             return True
 
-    def next(self, timeout: float) -> ValueLoad | None:
-        """The oldest load with work left, None after ``timeout`` seconds or when closed."""
+    def next(self, timeout: float) -> PendingRead | None:
+        """The oldest read with work left; None after ``timeout`` seconds or when closed."""
         with self._changed:
             if not self._closed and self._oldest() is None:
                 self._changed.wait(timeout)
@@ -226,6 +253,6 @@ class ValueLoadQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def _oldest(self) -> ValueLoad | None:
-        self._loads = [load for load in self._loads if load.nodes_with_work()]
-        return next(islice(self._loads, 1), None)
+    def _oldest(self) -> PendingRead | None:
+        self._reads = [read for read in self._reads if read.nodes_with_work()]
+        return next(iter(self._reads), None)

