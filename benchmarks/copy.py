@@ -146,9 +146,7 @@ def _medians(
 ) -> dict[str, float]:
     """Median seconds of each work, measured in turn so that drift hits all alike."""
     watch = Stopwatch()
-    for repeat in progress.track(range(repeats + 1), description="copying"):
-        if repeat == 1:  # the first round warms up
-            watch.restart()
+    for _ in progress.track(watch.rounds(repeats), total=repeats + 1, description="copying"):
         for name, work in works.items():
             watch.time(name, work)
     return watch.medians()

@@ -45,6 +45,7 @@ LOOKUP_TOKENS = 32_000
 _NONE, _MISS, _COLD = "none", "kv_consumer", "kv_both"
 _WITHOUT = Way(_NONE)
 _MISSING, _MISSING_OUT = Way(_MISS), Way(_MISS, connected=False)
+_SUFFIXES = {"same process": "vs_none", "other process": "vs_other_process"}
 _STORING, _STORING_OUT = Way(_COLD), Way(_COLD, connected=False)
 
 
@@ -115,54 +116,39 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             steps.append(both.call(decode_step_microseconds, prompts, args.decode_tokens))
             lookups.append(both.call(lookup_microseconds, LOOKUP_TOKENS, 40))
             store_jobs += both.counters()["store_jobs"]
+    ratios = _ratios(ttfts, speeds)
     return {
         "launches": args.launches,
         "rounds": len(ttfts.measured[_WITHOUT]),
         "decode_rounds": len(speeds.measured[_WITHOUT]),
         "model": args.model,
         "prompt_tokens": args.tokens,
-        **_ratio_fields(ttfts, speeds),
+        **{f"{name}_{_SUFFIXES[against]}": median(r) for (name, against), r in ratios.items()},
         "decode_step_cost_us": round(_step_cost_us(speeds, args.decode_requests)),
         "decode_step_scheduler_us_per_request": median(steps, 2),
         "lookup_32k_tokens_us": median(lookups, 1),
         "ttft_none_s": median(ttfts.measured[_WITHOUT]),
         "decode_none_tokens_per_s": median(speeds.measured[_WITHOUT], 1),
         "store_jobs": store_jobs,
-        "ratios": _ratio_rows(ttfts, speeds),
+        "ratios": [
+            {"figure": name, "against": against, **spread(r)}
+            for (name, against), r in ratios.items()
+        ],
     }
 
 
 def _ratios(ttfts: Contest, speeds: Contest) -> dict[tuple[str, str], list[float]]:
-    """All rounds' ratios, by what is compared with the engine without a connector, and by which."""
+    """All rounds' ratios, by what was measured and which process ran without the connector."""
     pairs = {
         "miss_ttft": (ttfts, _MISSING, _MISSING_OUT),
         "cold_ttft": (ttfts, _STORING, _STORING_OUT),
         "decode_throughput": (speeds, _STORING, _STORING_OUT),
     }
-    same = {
-        (name, "same process"): contest.ratios(way, out)
+    return {
+        (name, against): contest.ratios(way, out if against == "same process" else _WITHOUT)
+        for against in _SUFFIXES
         for name, (contest, way, out) in pairs.items()
     }
-    other = {
-        (name, "other process"): contest.ratios(way, _WITHOUT)
-        for name, (contest, way, _) in pairs.items()
-    }
-    return same | other
-
-
-def _ratio_fields(ttfts: Contest, speeds: Contest) -> dict[str, float]:
-    suffixes = {"same process": "vs_none", "other process": "vs_other_process"}
-    return {
-        f"{name}_{suffixes[against]}": median(ratios)
-        for (name, against), ratios in _ratios(ttfts, speeds).items()
-    }
-
-
-def _ratio_rows(ttfts: Contest, speeds: Contest) -> list[dict[str, Any]]:
-    return [
-        {"figure": name, "against": against, **spread(ratios)}
-        for (name, against), ratios in _ratios(ttfts, speeds).items()
-    ]
 
 
 @contextlib.contextmanager

@@ -155,9 +155,8 @@ def _own_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, floa
                 partial(read_all, tier, bench.keys, bench.target),
             ),
         }
-        for i in progress.track(range(rounds + 1), description="raw socket and tier"):
-            if i == 1:  # the first round warms up
-                watch.restart()
+        turn = progress.track(watch.rounds(rounds), rounds + 1, description="raw socket and tier")
+        for i in turn:
             # Who goes first changes, so that neither always finds the warmer caches.
             for name in sorted(turns, reverse=bool(i % 2)):
                 write, read = turns[name]
@@ -183,14 +182,13 @@ class _RawSpeed:
             for stripe in stripes
         ]
         # The tier's cuts, but payloads only: headers are the tier's own cost.
-        self._sets = [
-            RawValue(b"raw:" + name, bench.source[c][s.offset : s.offset + s.num_bytes])
-            for name, c, s in places
-        ]
-        self._gets = [
-            RawValue(b"raw:" + name, bench.target[c][s.offset : s.offset + s.num_bytes])
-            for name, c, s in places
-        ]
+        self._sets, self._gets = (
+            [
+                RawValue(b"raw:" + name, chunks[c][s.offset : s.offset + s.num_bytes])
+                for name, c, s in places
+            ]
+            for chunks in (bench.source, bench.target)
+        )
         set_all(bench.address, self._sets, _RAW_CHOICES[0])
         self._best_set = self._fastest(set_all, self._sets)
         self._best_get = self._fastest(get_all, self._gets)
@@ -216,16 +214,9 @@ def _lmcache_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, 
     port, mib = bench.server.port, bench.num_bytes >> 20
     urls = {"lmcache_redis": bench.url, "lmcache_resp": f"resp://127.0.0.1:{port}"}
     for name, url in progress.track(urls.items(), description="LMCache's own connectors"):
+        module = "benchmarks.peers.lmcache_remote"
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.peers.lmcache_remote",
-                url,
-                f"{port}",
-                f"{mib}",
-                f"{rounds}",
-            ],
+            [sys.executable, "-m", module, url, str(port), str(mib), str(rounds)],
             stdout=subprocess.PIPE,
             timeout=_LMCACHE_SECONDS,
             check=True,

@@ -84,10 +84,9 @@ class Case:
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     cases: list[Case] = []
     unavailable: dict[str, str] = {}
-    rounds = {tokens: _rounds(args.rounds, tokens) for tokens in sorted(args.tokens)}
     for model in args.models:
         with Engines(MODELS[model]) as engines:
-            cases += _Contest(model, rounds, args, engines, unavailable, progress).run()
+            cases += _Contest(model, args, engines, unavailable, progress).run()
     return {
         **headline(cases),
         "chunk_size": args.chunk_size,
@@ -154,45 +153,39 @@ def _case_fields(case: Case) -> list[dict[str, Any]]:
     ]
 
 
+@dataclass
 class _Contest:
-    """All that serve one model. ``rounds``: by prompt length. ``unavailable`` is told why a peer
-    does not take part."""
+    """All that serve one model. ``unavailable`` is told why a peer does not take part."""
 
-    def __init__(
-        self,
-        model: str,
-        rounds: dict[int, int],
-        args: argparse.Namespace,
-        engines: Engines,
-        unavailable: dict[str, str],
-        progress: Progress,
-    ) -> None:
-        self._model = model
-        self._token_bytes = MODELS[model].kv_bytes_per_token
-        self._rounds = rounds
-        self._peers = not args.no_peers
-        self._chunk_size = args.chunk_size
-        self._engines = engines
-        self._running: dict[str, VllmInstance] = {}
-        self._unavailable = unavailable
-        self._progress = progress
-        self._task = progress.add_task(model, total=sum(rounds.values()))
+    model: str
+    args: argparse.Namespace
+    engines: Engines
+    unavailable: dict[str, str]
+    progress: Progress
+    running: dict[str, VllmInstance] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.token_bytes = MODELS[self.model].kv_bytes_per_token
+        self.rounds = {
+            tokens: _rounds(self.args.rounds, tokens) for tokens in sorted(self.args.tokens)
+        }
+        self.task = self.progress.add_task(self.model, total=sum(self.rounds.values()))
 
     def run(self) -> list[Case]:
         cases = []
-        valkey = self._engines.enter_context(warm_valkey(3072))
-        ours = tiered_transfer(cpu_gib=2.0, redis_url=valkey.url, chunk_size=self._chunk_size)
+        valkey = self.engines.enter_context(warm_valkey(3072))
+        ours = tiered_transfer(cpu_gib=2.0, redis_url=valkey.url, chunk_size=self.args.chunk_size)
         self._fill(ours)
         self._start(_NONE, None)
         self._start(_OURS, ours)
-        if self._peers:
+        if not self.args.no_peers:
             self._start_peers()
         self._warm_up()
-        for tokens, rounds in self._rounds.items():
-            case = Case(self._model, tokens)
+        for tokens, rounds in self.rounds.items():
+            case = Case(self.model, tokens)
             for number in range(rounds):
                 self._round(case, number)
-                self._progress.advance(self._task)
+                self.progress.advance(self.task)
             cases.append(case)
         return cases
 
@@ -201,22 +194,22 @@ class _Contest:
     def _fill(self, transfer: dict[str, Any]) -> None:
         """Another process stores the prompts that shall be found in Redis, and leaves."""
         self._describe("another process fills Redis")
-        with self._engines.instance("writer", transfer, **self._sizes()) as writer:
-            for tokens, rounds in self._rounds.items():
+        with self.engines.instance("writer", transfer, **self._sizes()) as writer:
+            for tokens, rounds in self.rounds.items():
                 for number in range(rounds):
                     writer.call(ttft_and_cached, _written_prompt(tokens, number))
                     writer.call(come_to_rest)
 
     def _start_peers(self) -> None:
-        all_tokens = sum(tokens * rounds for tokens, rounds in self._rounds.items())
-        gib = 1.5 * all_tokens * self._token_bytes / 2**30 + 1
-        log = self._engines.folder / "lmcache-server.log"
+        all_tokens = sum(tokens * rounds for tokens, rounds in self.rounds.items())
+        gib = 1.5 * all_tokens * self.token_bytes / 2**30 + 1
+        log = self.engines.folder / "lmcache-server.log"
         try:
-            self._start(_MP, self._engines.enter_context(lmcache_server(log, gib)))
+            self._start(_MP, self.engines.enter_context(lmcache_server(log, gib)))
         except ServerError as error:
-            self._unavailable[_MP] = reason(error)
+            self.unavailable[_MP] = reason(error)
         for name, transfer in TRANSFERS.items():
-            if name not in self._unavailable:
+            if name not in self.unavailable:
                 self._start(name, transfer)
 
     def _start(self, name: str, transfer: dict[str, Any] | None) -> None:
@@ -224,39 +217,39 @@ class _Contest:
         prepare = let_numba_come_early if name == _MP else None
         options = self._sizes() | {"prepare": prepare}
         try:
-            self._running[name] = self._engines.start(name, transfer, **options)
+            self.running[name] = self.engines.start(name, transfer, **options)
         except InstanceError as error:
             self._give_up(name, error)
 
     def _sizes(self) -> dict[str, Any]:
-        longest = max(self._rounds)
+        longest = max(self.rounds)
         return {
             "max_num_batched_tokens": 8192,
             "max_model_len": longest + 64,
-            "kv_cache_memory_bytes": max(256 << 20, 2 * longest * self._token_bytes),
+            "kv_cache_memory_bytes": max(256 << 20, 2 * longest * self.token_bytes),
         }
 
     def _give_up(self, name: str, error: InstanceError) -> None:
         """Leave a peer out from here on. vLLM alone and this connector may not fail."""
         if name in (_NONE, _OURS):
             raise error
-        self._running.pop(name, None)
-        self._unavailable[name] = reason(error)
+        self.running.pop(name, None)
+        self.unavailable[name] = reason(error)
 
     def _warm_up(self) -> None:
         """Compilation, first touches, and what the connector learns of speeds."""
-        for name in list(self._running):
+        for name in list(self.running):
             self._describe(f"{name} warms up")
             with self._peer(name) as engine:
                 for seed in range(1 if name == _SLOW else 3):
                     engine.call(ttft_and_cached, random_prompt(seed, 1000))
                     engine.call(come_to_rest)
-        self._running[_OURS].call(probe_link)
+        self.running[_OURS].call(probe_link)
 
     # -- measurements ----------------------------------------------------------------------------
 
     def _round(self, case: Case, number: int) -> None:
-        for name in in_turn(self._running, number):
+        for name in in_turn(self.running, number):
             if name == _SLOW and number > 0:
                 continue
             self._describe(f"{case.tokens} tokens, {name}")
@@ -272,12 +265,12 @@ class _Contest:
     @contextlib.contextmanager
     def _peer(self, name: str) -> Iterator[VllmInstance]:
         try:
-            yield self._running[name]
+            yield self.running[name]
         except InstanceError as error:
             self._give_up(name, error)
 
     def _describe(self, what: str) -> None:
-        self._progress.update(self._task, description=f"{self._model}: {what}")
+        self.progress.update(self.task, description=f"{self.model}: {what}")
 
 
 def _measure_none(case: Case, engine: VllmInstance, prompt: list[int]) -> None:

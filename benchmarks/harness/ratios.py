@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,9 +22,12 @@ class Stopwatch:
         work()
         self.seconds[name].append(time.perf_counter() - started)
 
-    def restart(self) -> None:
-        """Forget all: what was measured so far warmed up."""
-        self.seconds.clear()
+    def rounds(self, number: int) -> Iterator[int]:
+        """Numbers of rounds, from 0. The first warms up; it is forgotten, and ``number`` follow."""
+        for i in range(number + 1):
+            if i == 1:
+                self.seconds.clear()
+            yield i
 
     def medians(self) -> dict[str, float]:
         return {name: statistics.median(taken) for name, taken in self.seconds.items()}
@@ -33,8 +36,7 @@ class Stopwatch:
 def median_seconds(work: Callable[[], object], repeats: int) -> float:
     """Median duration of ``repeats`` calls, after one that is not measured."""
     watch = Stopwatch()
-    work()
-    for _ in range(repeats):
+    for _ in watch.rounds(repeats):
         watch.time("work", work)
     return watch.medians()["work"]
 

@@ -34,8 +34,8 @@ def open_lookup(url: str, geometry: ChunkGeometry) -> Iterator[RedisLookup]:
         lookup.close()
 
 
-def write_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> None:
-    """Returns when all chunks are in Redis."""
+def put_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> bool:
+    """Wait until every chunk is written, by whomever. Returns whether this tier wrote them all."""
     left = threading.Semaphore(0)
     stored: list[bool] = []
 
@@ -45,9 +45,13 @@ def write_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryvie
 
     for order, (key, chunk) in enumerate(zip(keys, chunks, strict=True)):
         tier.put(key, chunk, on_done, order)
-    for _ in keys:
-        left.acquire(timeout=_SECONDS)
-    if stored != [True] * len(keys):
+    if not all(left.acquire(timeout=_SECONDS) for _ in keys):
+        raise RuntimeError("a write does not end")
+    return all(stored)
+
+
+def write_all(tier: RedisTier, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> None:
+    if not put_all(tier, keys, chunks):
         raise RuntimeError(f"writes failed: {tier.stats()}")
 
 

@@ -41,9 +41,7 @@ def main(url: str, port: int, mib: int, rounds: int) -> None:
     remote = LMCacheRemote(url, keys, source)
     watch = Stopwatch()
     with redis.Redis(port=port) as client:
-        for i in range(rounds + 1):
-            if i == 1:
-                watch.restart()
+        for _ in watch.rounds(rounds):
             client.flushall()
             watch.time("set", remote.set)
             watch.time("get", remote.get)
