@@ -67,7 +67,7 @@ class Servers:
             return tuple((str(n), b.state) for n, b in sorted(self._breakers.items()))
 
     def refresh(self) -> None:
-        """Learn where chunks live now, if that may have changed. Log the first failure in a row."""
+        """Learn where chunks live, if that may have changed; log the first failure in a row."""
         try:
             self.topology.prepare()
         except CONNECT_ERRORS as error:
@@ -78,11 +78,11 @@ class Servers:
             self._set_troubled(False)
 
     def redact(self, message: object) -> str:
-        """The message without the credentials of the URL."""
+        """``message`` without credentials."""
         return self.config.address.redact(str(message))
 
     def greet_once(self, connection: Connection) -> None:
-        """Called with every connection made."""
+        """To be called with every new connection: the first is greeted."""
         with self._lock:
             first, self._greeted = not self._greeted, True
         if first:
@@ -96,7 +96,7 @@ class Servers:
 
 
 class Connections:
-    """One thread's connections to the servers. ``idle_seconds``: see `Wire`."""
+    """One thread's connections, one per node. ``idle_seconds``: see `Wire`."""
 
     def __init__(self, servers: Servers, idle_seconds: float) -> None:
         self._servers = servers

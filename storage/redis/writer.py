@@ -100,7 +100,7 @@ class Writer(threading.Thread):
             try:
                 self._run_burst(node, left)
             except UnavailableError:
-                pass  # the breaker has counted it
+                pass  # it was logged when it began
             except WriteRefusedError as error:
                 self._refused(node, error)
             except WireError as error:
@@ -142,7 +142,7 @@ class Writer(threading.Thread):
 
 
 def _lower_priority() -> None:
-    """Lower the calling thread's priority. Elsewhere than on Linux, it would be the process's."""
+    """Lower the priority of the calling thread; on other systems it would be the process's."""
     if sys.platform != "linux":
         return
     thread = threading.get_native_id()

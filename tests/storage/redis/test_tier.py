@@ -8,8 +8,11 @@ import time
 import pytest
 
 from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis import tier as tier_module
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.redis.topology import Node, SingleTopology
+from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.chunks import (
     GEOMETRY,
     Ends,
@@ -99,6 +102,23 @@ def test_a_rank_that_writes_no_head_is_done_at_once(valkey: Server) -> None:
     assert tier.put(chunk_key(0), memoryview(chunk_data(0)), ends)
     assert ends.results == [True]
     assert tier.close(1.0)
+
+
+def test_a_chunk_on_an_unknown_node_ends_the_read(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PartlyKnown(SingleTopology):
+        def node_of(self, key: bytes) -> Node | None:
+            return None if key == chunk_tag("default", chunk_key(2)) else super().node_of(key)
+
+    with open_tier(valkey.url) as tier:
+        put_all(tier, range(4))
+    monkeypatch.setattr(tier_module, "make_topology", lambda config, clock: PartlyKnown(config))
+    with open_tier(valkey.url) as tier:
+        hits, data = get_all(tier, range(4))
+        assert hits == [True, True, False, False]
+        assert data[:2] == [chunk_data(0), chunk_data(1)]
+        assert tier.stats().counts.misses == {"unavailable": 2}
 
 
 def test_no_server_costs_misses_only() -> None:
