@@ -1,7 +1,7 @@
-"""A crowded engine: preemption, priorities, samples, sessions, resets, pauses; and what a router
-that listens to the KV cache events of all tiers hears of it.
+"""A crowded engine: preemption, priorities, samples, sessions, resets and pauses.
 
-One engine with room for 28 blocks serves them all.
+A router listens to the KV cache events of all tiers. One engine with room for 28 blocks serves all
+of these tests.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def router(engine: VllmInstance, port: int) -> Iterator[Router]:
 
 
 def listen_until(router: Router, engine: VllmInstance, condition: Callable[[], bool]) -> None:
-    """An engine speaks when it steps, also of what was written meanwhile."""
+    """An engine sends events when it steps, also for what was written meanwhile."""
     for _ in range(300):
         if router.hears(condition, 0.1):
             return
@@ -140,7 +140,7 @@ def one_by_one(probe: EngineProbe, asks: list[Ask]) -> Round:
 
 
 def ask_counting_preemptions(probe: EngineProbe, asks: list[Ask]) -> tuple[Round, list[str]]:
-    """Also: who was preempted, in order."""
+    """Serve them; also returns who was preempted, in order."""
     with preemptions(probe) as preempted:
         return ask_all(probe, asks), preempted
 
@@ -304,7 +304,7 @@ def pause_and_resume(probe: EngineProbe, tokens: list[int], mode: str, level: in
 @pytest.mark.parametrize("level", [None, 0])
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_pause_and_sleep(engine: VllmInstance, mode: str, level: int | None) -> None:
-    """Level 0, as deep as an engine without a GPU sleeps."""
+    """Level 0 is as deep as an engine without a GPU can sleep."""
     tokens = random_prompt(50, 900)
     cold = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
     engine.reset_prefix_cache()

@@ -42,7 +42,7 @@ def engine(start: StartInstance) -> Iterator[VllmInstance]:
 
 
 def assert_same_kv(hit: Round, cold: Round, num_tokens: int) -> None:
-    """All of it was loaded, and it is what was computed."""
+    """All of it was loaded, and the bytes are those that were computed."""
     assert hit.loaded_tokens == num_tokens
     (loaded,), (computed,) = hit.answers, cold.answers
     blocks = num_tokens // BLOCK_SIZE

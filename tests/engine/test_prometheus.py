@@ -37,7 +37,7 @@ _WAIT_SECONDS = 60.0
 
 @contextmanager
 def running_prometheus(target: str, folder: Path) -> Iterator[str]:
-    """With the example's own files, but for the target and the pace."""
+    """A Prometheus with the example's own files, except for the target and the interval."""
     shutil.copy(EXAMPLE / "alerts.yml", folder)
     config = yaml.safe_load((EXAMPLE / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -62,7 +62,7 @@ def answer(url: str, path: str, **parameters: str) -> Any:
 
 
 def ask(url: str, expression: str) -> list[Any]:
-    """What a panel's query gives: Grafana's variables stand for everything."""
+    """Ask what a panel asks, with Grafana's variables set to everything."""
     for name, value in (("$model", ".*"), ("$instance", ".*"), ("$__rate_interval", "30s")):
         expression = expression.replace(name, value)
     result: list[Any] = answer(url, "query", query=expression)["result"]

@@ -1,4 +1,4 @@
-"""What cannot work stops the start with one sentence."""
+"""Settings that cannot work stop the start with one sentence."""
 
 from __future__ import annotations
 

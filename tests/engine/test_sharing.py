@@ -58,7 +58,7 @@ def prompt() -> list[int]:
 
 
 def chunk_tags(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
-    """What the names of all values of each chunk of a prompt begin with."""
+    """Per chunk of a prompt, what the names of all its values begin with."""
     return [b"lmc:{default:%s}" % key.hex().encode() for key in chunk_keys(probe, prompt)]
 
 
@@ -141,7 +141,7 @@ def test_other_block_sizes_read_and_write_the_same_chunks(
 
 
 def give_buffers(worker: Any) -> None:
-    """What a pipeline rank receives with: vLLM's CPU worker makes it in a warm-up that it skips."""
+    """Make the buffers a pipeline rank receives with: vLLM's CPU worker skips the warm-up that does."""
     from vllm.distributed.parallel_state import get_pp_group
 
     runner = worker.model_runner

@@ -1,4 +1,4 @@
-"""Hours of trouble in minutes: everything is too small, and nothing may go wrong."""
+"""A storm of requests on an engine whose caches are all too small: nothing may go wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def small_valkey() -> Iterator[Server]:
 
 
 def storm(start: StartInstance, server: Server, num_requests: int, seconds: float) -> StormTally:
-    """With room for 16 chunks in memory and 28 blocks in vLLM's cache."""
+    """A storm with room for 16 chunks in memory and 28 blocks in vLLM's cache."""
     transfer = kv_transfer(redis_url=server.unix_url, cpu_gib=16 * MIB / 2**30)
     sizes = {"kv_cache_memory_bytes": 14 * MIB, "max_model_len": 2048, "max_num_seqs": 8}
     with start(transfer, **sizes, max_num_batched_tokens=512) as instance:

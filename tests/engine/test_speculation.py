@@ -31,7 +31,7 @@ def engine(start: StartInstance) -> Iterator[VllmInstance]:
 
 
 def ask_counting_drafts(probe: EngineProbe, asks: list[Ask]) -> tuple[Round, int, int]:
-    """Also: how many tokens were drafted, and how many of them accepted."""
+    """Serve them; also returns how many tokens were drafted, and how many of them accepted."""
     before = _draft_counts(probe)
     served = ask_all(probe, asks)
     drafted, accepted = (b - a for a, b in zip(before, _draft_counts(probe), strict=True))

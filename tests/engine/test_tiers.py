@@ -1,5 +1,7 @@
-"""One prompt through all tiers of real engines. Bytes are compared, and the use of the cache is
-proved by what the connector loaded, before it is called right."""
+"""One prompt through all tiers of real engines.
+
+Bytes are compared, and what the connector says it loaded proves that the cache was used at all.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _SAMPLES = 6
 
 @dataclass
 class StormTally:
-    """What a storm came to. ``rss_bytes``: of the process, when it was warm and at the end."""
+    """Outcome of a storm. ``rss_bytes``: memory of the process when it was warm and at the end."""
 
     requests: int = 0
     failed_requests: int = 0
@@ -168,7 +168,10 @@ class Storm:
 
 
 def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) -> StormTally:
-    """At least ``num_requests`` and ``seconds``; memory counts as warm after the first fifth."""
+    """A storm of ``num_requests`` that lasts ``seconds``, or longer.
+
+    Memory counts as warm after the first fifth of the requests.
+    """
     storm = Storm(probe, seed)
     started = time.monotonic()
     with preemptions(probe) as preempted:
