@@ -141,7 +141,7 @@ def test_other_block_sizes_read_and_write_the_same_chunks(
 
 
 def give_buffers(worker: Any) -> None:
-    """Make the buffers a pipeline rank receives with: vLLM's CPU worker skips the warm-up that does."""
+    """Make what a pipeline rank receives with: vLLM's CPU worker skips the warm-up that does."""
     from vllm.distributed.parallel_state import get_pp_group
 
     runner = worker.model_runner
