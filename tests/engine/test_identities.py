@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.engine.test_tiers import check_integrity
 from tests.support.asks import Ask, Round, ask_again, ask_all
-from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
-from tests.support.instance import VllmInstance
+from tests.support.engine_calls import check_integrity
+from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
+from tests.support.instance import StartInstance, VllmInstance
 from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
 from tests.support.tiny_variants import IMAGE_TOKENS, build_adapter, build_seeing_model
 
-Start = Callable[..., VllmInstance]
 NUM_TOKENS = 700
 FULL = 512
 
@@ -27,7 +27,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def engine(start: Start) -> Iterator[VllmInstance]:
+def engine(start: StartInstance) -> Iterator[VllmInstance]:
     """Every request needs a salt here."""
     with start(
         kv_transfer(require_cache_salt=True),
@@ -42,7 +42,7 @@ def engine(start: Start) -> Iterator[VllmInstance]:
 
 
 def assert_same_kv(hit: Round, cold: Round, num_tokens: int) -> None:
-    """All of it was loaded, and it is what was computed."""
+    """All of it was loaded, and the bytes are those that were computed."""
     assert hit.loaded_tokens == num_tokens
     (loaded,), (computed,) = hit.answers, cold.answers
     blocks = num_tokens // BLOCK_SIZE
@@ -130,7 +130,7 @@ def test_prompt_embeddings(engine: VllmInstance) -> None:
     assert engine.call(ask_all, [replace(ask, embeds=None)]).loaded_tokens == 0
 
 
-def test_pictures(start: Start, tmp_path: Path) -> None:
+def test_pictures(start: StartInstance, tmp_path: Path) -> None:
     """A chunk that ends inside a picture belongs to it; so does everything after it."""
     with start(folder=build_seeing_model(tmp_path / "model"), max_model_len=2048) as seeing:
         words = random_prompt(5, 300)
@@ -162,7 +162,7 @@ def embed(probe: EngineProbe, tokens: list[int]) -> list[float]:
     return vectors[0]
 
 
-def test_pooling_requests_pass_by(start: Start) -> None:
+def test_pooling_requests_pass_by(start: StartInstance) -> None:
     with start(runner="pooling", convert="embed") as pooling:
         tokens = random_prompt(6, NUM_TOKENS)
         first = pooling.call(embed, tokens)

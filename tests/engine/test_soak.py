@@ -1,18 +1,17 @@
-"""Hours of trouble in minutes: everything is too small, and nothing may go wrong."""
+"""A storm of requests on an engine whose caches are all too small: nothing may go wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.test_tiers import check_integrity
+from tests.support.engine_calls import check_integrity
 from tests.support.engine_settings import kv_transfer
-from tests.support.instance import VllmInstance
+from tests.support.instance import StartInstance
 from tests.support.servers import Server, running_server, valkey_binary
 from tests.support.storm import StormReport, run_storm
 
-Start = Callable[..., VllmInstance]
 MIB = 1 << 20
 _FLAT_BYTES = 100 * MIB
 
@@ -25,11 +24,9 @@ def small_valkey() -> Iterator[Server]:
         yield server
 
 
-def storm(start: Start, server: Server, num_requests: int, seconds: float) -> StormReport:
-    """With room for 16 chunks in memory and 28 blocks in vLLM's cache."""
-    transfer = kv_transfer(
-        redis_url=server.unix_url, cpu_gib=16 * MIB / 2**30, compute_or_load="always"
-    )
+def storm(start: StartInstance, server: Server, num_requests: int, seconds: float) -> StormReport:
+    """A storm with room for 16 chunks in memory and 28 blocks in vLLM's cache."""
+    transfer = kv_transfer(redis_url=server.unix_url, cpu_gib=16 * MIB / 2**30)
     sizes = {"kv_cache_memory_bytes": 14 * MIB, "max_model_len": 2048, "max_num_seqs": 8}
     with start(transfer, **sizes, max_num_batched_tokens=512) as instance:
         report: StormReport = instance.call(run_storm, num_requests, seconds, seed=1)
@@ -51,13 +48,13 @@ def assert_flawless(report: StormReport) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_short_storm(start: Start, small_valkey: Server) -> None:
+def test_a_short_storm(start: StartInstance, small_valkey: Server) -> None:
     assert_flawless(storm(start, small_valkey, num_requests=80, seconds=0))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_long_storm(start: Start, small_valkey: Server) -> None:
+def test_a_long_storm(start: StartInstance, small_valkey: Server) -> None:
     report = storm(start, small_valkey, num_requests=200, seconds=450)
     assert_flawless(report)
     assert report.requests >= 200

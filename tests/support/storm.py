@@ -21,8 +21,9 @@ from blake3 import blake3
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import LoadJob, StoreJob
 from tests.support.asks import Ask, far_blocks, kv_at_first_token
-from tests.support.engine_settings import random_prompt
+from tests.support.engine_calls import preemptions, worker_of
 from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
 
 _MAX_IN_FLIGHT = 10
 _NUM_PREFIXES = 20
@@ -31,7 +32,7 @@ _SAMPLES = 6
 
 @dataclass
 class StormReport:
-    """What a storm came to. ``rss_bytes``: of the process, when it was warm and at the end."""
+    """Outcome of a storm. ``rss_bytes``: memory of the process when it was warm and at the end."""
 
     requests: int = 0
     failed_requests: int = 0
@@ -60,12 +61,10 @@ class StormReport:
 
 
 class Witness:
-    """Stands between the job lanes and the engine of the worker."""
+    """Stands between the worker's threads and its LMCache engine, and sees every byte moved."""
 
     def __init__(self, probe: EngineProbe, report: StormReport) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        engine = get_kv_transfer_group()._worker._engine
+        engine = worker_of(probe)._engine
         self._layers = probe.core.model_executor.driver_worker.worker.model_runner.kv_caches
         self._report = report
         self._lock = threading.Lock()
@@ -125,7 +124,6 @@ class Storm:
         self.prompts: list[list[int]] = []
         self.report = StormReport()
         Witness(probe, self.report)
-        self._count_preemptions()
 
     def blow(self, num_requests: int) -> None:
         """Serve that many more, to the end."""
@@ -170,25 +168,20 @@ class Storm:
         self.report.requests += 1
         self.prompts.append(prompt)
 
-    def _count_preemptions(self) -> None:
-        scheduler = self._probe.scheduler
-        preempt = scheduler._preempt_request
-
-        def count(*args: Any, **kwargs: Any) -> Any:
-            self.report.preemptions += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._preempt_request = count
-
 
 def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) -> StormReport:
-    """At least ``num_requests`` and ``seconds``; memory counts as warm after the first fifth."""
+    """A storm of ``num_requests`` that lasts ``seconds``, or longer.
+
+    Memory counts as warm after the first fifth of the requests.
+    """
     storm = Storm(probe, seed)
     started = time.monotonic()
-    storm.blow(max(10, num_requests // 5))
-    storm.note_memory()
-    while storm.report.requests < num_requests or time.monotonic() - started < seconds:
-        storm.blow(min(20, max(1, num_requests - storm.report.requests)))
+    with preemptions(probe) as preempted:
+        storm.blow(max(10, num_requests // 5))
+        storm.note_memory()
+        while storm.report.requests < num_requests or time.monotonic() - started < seconds:
+            storm.blow(min(20, max(1, num_requests - storm.report.requests)))
+    storm.report.preemptions = len(preempted)
     storm.note_memory()
     storm.check_against_recompute()
     storm.report.counts = probe.counts()

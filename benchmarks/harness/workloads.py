@@ -1,9 +1,9 @@
 """Realistic load as traces: what is asked, in which order, and when.
 
-A prompt is a list of *pieces* of ``PIECE_TOKENS`` tokens, each known by a number: equal numbers are
-equal tokens, so shared prefixes are shared numbers. That is the format of published traces, and the
-one vLLM's own client replays (``--dataset-name timed_trace``). Piece numbers of one workload begin
-at ``first_piece``, so that two runs share nothing unless they are meant to.
+A prompt is a list of *pieces* of ``PIECE_TOKENS`` tokens, each known by a number: equal numbers
+stand for equal tokens, so shared prefixes are shared numbers. Published traces have this format,
+and vLLM's own client replays it (``--dataset-name timed_trace``). Piece numbers of one workload
+begin at ``first_piece``, so that two runs share nothing unless they are meant to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PIECE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request."""
+    """One request: a prompt, and how many tokens to answer with."""
 
     pieces: tuple[int, ...]
     output_tokens: int
@@ -31,13 +31,12 @@ class Ask:
 
 def prefixes(rng: random.Random, first_piece: int) -> list[Ask]:
     """Twelve system prompts of 2,048 tokens, each before three inputs of 256, in any order."""
-    pieces = count(first_piece)
-    asks = []
-    for _ in range(12):
-        shared = _take(pieces, 32)
-        asks += [Ask(shared + _take(pieces, 4), 16) for _ in range(3)]
-    rng.shuffle(asks)
-    return asks
+    return _thrice_each(rng, first_piece, number=12, shared=32, own=4)
+
+
+def documents(rng: random.Random, first_piece: int) -> list[Ask]:
+    """Eight documents of 4,096 tokens, three questions of 64 about each, in any order."""
+    return _thrice_each(rng, first_piece, number=8, shared=64, own=1)
 
 
 def chat(rng: random.Random, first_piece: int) -> list[Ask]:
@@ -59,17 +58,6 @@ def chat(rng: random.Random, first_piece: int) -> list[Ask]:
     return list(_merge(rng, conversations))
 
 
-def documents(rng: random.Random, first_piece: int) -> list[Ask]:
-    """Eight documents of 4,096 tokens, three questions of 64 about each, in any order."""
-    pieces = count(first_piece)
-    asks = []
-    for _ in range(8):
-        document = _take(pieces, 64)
-        asks += [Ask(document + _take(pieces, 1), 16) for _ in range(3)]
-    rng.shuffle(asks)
-    return asks
-
-
 WORKLOADS: dict[str, Callable[[random.Random, int], list[Ask]]] = {
     "prefixes": prefixes,
     "chat": chat,
@@ -78,12 +66,12 @@ WORKLOADS: dict[str, Callable[[random.Random, int], list[Ask]]] = {
 
 
 def working_set_tokens(asks: Sequence[Ask]) -> int:
-    """Tokens of all prompts, what they share counted once."""
+    """Tokens of all prompts; what they share counts once."""
     return PIECE_TOKENS * len({piece for ask in asks for piece in ask.pieces})
 
 
 def repeated_tokens(asks: Sequence[Ask]) -> int:
-    """Prompt tokens that an earlier prompt began with: what a boundless cache would hit."""
+    """Prompt tokens that an earlier prompt began with, which a cache without bounds would hit."""
     seen: set[tuple[int, ...]] = set()
     repeated = 0
     for ask in asks:
@@ -94,7 +82,7 @@ def repeated_tokens(asks: Sequence[Ask]) -> int:
 
 
 def trace_lines(rng: random.Random, asks: Sequence[Ask], per_second: float) -> str:
-    """The trace as lines of JSON, arrivals a Poisson process; the first comes at once."""
+    """The trace as lines of JSON. Arrivals are a Poisson process; the first comes at once."""
     lines, at = [], 0.0
     for ask in asks:
         line = {
@@ -106,6 +94,19 @@ def trace_lines(rng: random.Random, asks: Sequence[Ask], per_second: float) -> s
         lines.append(json.dumps(line))
         at += rng.expovariate(per_second)
     return "\n".join(lines) + "\n"
+
+
+def _thrice_each(
+    rng: random.Random, first_piece: int, *, number: int, shared: int, own: int
+) -> list[Ask]:
+    """Three requests on each of ``number`` prefixes of ``shared`` pieces, with ``own`` after it."""
+    pieces = count(first_piece)
+    asks = []
+    for _ in range(number):
+        prefix = _take(pieces, shared)
+        asks += [Ask(prefix + _take(pieces, own), 16) for _ in range(3)]
+    rng.shuffle(asks)
+    return asks
 
 
 def _take(pieces: Iterator[int], number: int) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.api_servers import CachedTokens, cached_tokens, wait_ready
-from benchmarks.peers import PeerError, reason
+from benchmarks.harness.replay import CachedTokens, cached_tokens
+from benchmarks.peers.connectors import reason
 from tests.support.api_server import ApiServer
+from tests.support.processes import ServerError
 
 METRICS = """\
 # HELP vllm:prompt_tokens_total Number of prefill tokens processed.
@@ -52,6 +53,6 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait(30)
-        with pytest.raises(PeerError) as failed:
-            wait_ready(ApiServer(process, 1, log))
+        with pytest.raises(ServerError) as failed:
+            ApiServer(process, 1, log).wait_ready()
     assert reason(failed.value) == "ERROR core.py: ValueError: the model is too long"

@@ -1,7 +1,7 @@
 """LMCache's own remote connectors, driven through its storage manager, for comparison.
 
-Runs in a process of its own, ``python -m benchmarks.lmcache_remote URL PORT MIB ROUNDS``, which
-prints the seconds of each round as JSON and then exits by force: closing LMCache 0.5.6's
+Runs in a process of its own, ``python -m benchmarks.peers.lmcache_remote URL PORT MIB ROUNDS``,
+which prints the seconds of each round as JSON and then exits by force: closing LMCache 0.5.6's
 ``redis://`` connector waits for itself for ever.
 """
 
@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,27 +27,26 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.storage_manager import StorageManager
 
+from benchmarks.harness.ratios import Stopwatch
+
 _SECONDS = 60.0
 _TOKENS = 256
 
 
 def main(url: str, port: int, mib: int, rounds: int) -> None:
-    """Time ``rounds`` rounds after one unmeasured one."""
+    """Time ``rounds`` rounds after one that is not measured."""
     from benchmarks.redis import make_chunks
 
     keys, source = make_chunks(mib)
     remote = LMCacheRemote(url, keys, source)
-    seconds: dict[str, list[float]] = {"set": [], "get": []}
+    watch = Stopwatch()
     with redis.Redis(port=port) as client:
-        for i in range(rounds + 1):
+        for _ in watch.rounds(rounds):
             client.flushall()
-            for name, work in (("set", remote.set), ("get", remote.get)):
-                start = time.perf_counter()
-                work()
-                if i:
-                    seconds[name].append(time.perf_counter() - start)
+            watch.time("set", remote.set)
+            watch.time("get", remote.get)
             remote.check_and_release(source)
-    print(json.dumps(seconds), flush=True)
+    print(json.dumps(watch.seconds), flush=True)
 
 
 class LMCacheRemote:
@@ -82,7 +80,7 @@ class LMCacheRemote:
         self._loaded = self._manager.batched_get(self._keys, location=self._name)
 
     def check_and_release(self, source: Sequence[memoryview]) -> None:
-        """What was read must be what was written: a figure for wrong bytes is worth nothing."""
+        """Raises ``RuntimeError`` unless what was read is what was written."""
         loaded, self._loaded = self._loaded, []
         for memory, view in zip(loaded, source, strict=True):
             if memory is None:

@@ -1,4 +1,4 @@
-"""The limit: a RESP client that does nothing but move bytes.
+"""A RESP client that does nothing but move bytes: the limit for the Redis tier.
 
 No checks, no deadlines, one thread per connection, every value received by one call into its final
 place, every value sent from its own memory, pipelined.
@@ -22,7 +22,7 @@ class RawValue:
 
 @dataclass(frozen=True)
 class RawSettings:
-    """``window``: values on the way per connection."""
+    """``window``: how many values are under way per connection."""
 
     connections: int
     window: int

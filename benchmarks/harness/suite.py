@@ -1,34 +1,31 @@
 """``all``: every benchmark, one after the other, then the report.
 
-Each runs in a process of its own, so that none inherits another's memory, threads or failure. One
-that fails or does not end is reported, and the next one begins.
+Each runs in a process of its own, so that none inherits another's memory, threads or failure. If
+one fails or does not end, that is reported, and the next one begins.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks import report
-from benchmarks.harness import BENCHMARKS, emit
+from benchmarks.harness import report
+from benchmarks.harness.app import BENCHMARKS, emit
+from tests.support import ROOT
+from tests.support.processes import end_session
 from tests.support.servers import redis_binary
 
-ROOT = Path(__file__).parent.parent
 _MAX_SECONDS = 1200.0
-_INTERRUPT_SECONDS = 20.0
 
-# How a benchmark is run when not plainly, by variant: what a plain run leaves out.
+# Benchmarks that are run in several ways: their arguments by variant. The others run without any.
 _VARIANTS: dict[str, dict[str, list[str]]] = {
     "copy": {
         f"{layout}-{block_size}": ["--layout", layout, "--block-size", block_size]
@@ -68,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """``failure`` says what went wrong, in a few words."""
+    """How a job ended. ``failure`` says in a few words what went wrong."""
 
     benchmark: str
     seconds: float
@@ -98,7 +95,7 @@ def all_jobs() -> list[Job]:
 def run_jobs(
     jobs: Iterable[Job], console: Console, max_seconds: float = _MAX_SECONDS
 ) -> list[Ended]:
-    """All of them, whatever becomes of any."""
+    """Run all jobs, also after one has failed."""
     ended = []
     for job in jobs:
         console.rule(job.label)
@@ -111,7 +108,7 @@ def run_jobs(
 
 
 def summary(ended: Sequence[Ended]) -> dict[str, Any]:
-    """What ``all`` says of itself."""
+    """The result of ``all``."""
     return {
         "benchmark": "all",
         "seconds": round(sum(one.seconds for one in ended), 1),
@@ -121,23 +118,12 @@ def summary(ended: Sequence[Ended]) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str], max_seconds: float) -> str | None:
-    """What went wrong, if anything did. Nothing the command started outlives it."""
+    """What went wrong, if anything did. Nothing that the command started outlives this call."""
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         status = child.wait(max_seconds)
     except subprocess.TimeoutExpired:
         return f"no end after {max_seconds:.0f} s"
     finally:
-        _end_group(child)
+        end_session(child, signal.SIGINT)  # as Ctrl-C does, so that it may clean up
     return f"exit status {status}" if status else None
-
-
-def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """First as Ctrl-C would, so that it may clean up; then by force."""
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_INTERRUPT_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()

@@ -7,18 +7,21 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_connector.p2p.plans import Drop, HandoverHold, HandoverPlan, Release, Save, Start
+from lmcache_connector.p2p.reasons import Cause, Reason
 from tests.support.p2p_instances import (
     BLOCK_SIZE,
     DIGEST,
     NUM_HEADS,
     NUM_LAYERS,
+    OTHERS,
+    SHUFFLED,
     WIDTH,
     FakeInstance,
+    check_all_arrived,
     running_instance,
 )
 
-SHUFFLED = [9, 3, 4, 30, 2, 11, 60]
-OTHERS = [5, 50, 6, 7, 31, 8, 1]
+ABORTED = Cause(Reason.ABORTED, "its request was aborted")
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +36,12 @@ def decode() -> Iterator[FakeInstance]:
         yield instance
 
 
-def check(
-    prefill: FakeInstance,
-    decode: FakeInstance,
-    transfer_id: str,
-    sent: list[int] = SHUFFLED,
-    received: list[int] = OTHERS,
-) -> None:
-    """All blocks arrived, byte by byte."""
-    results = decode.finish(f"request of {transfer_id}")
-    assert [(r.num_blocks, r.reason) for r in results] == [(len(received), "")] * len(results)
-    assert decode.content(received) == prefill.content(sent)
-    assert sum(r.wire_bytes for r in results) >= (
-        len(received) * NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * WIDTH
-    )
-
-
 class TestModes:
     def test_pushed_before_it_is_wanted(self, prefill: FakeInstance, decode: FakeInstance) -> None:
         prefill.prefill("pushed", SHUFFLED, decode.address)
         prefill.until(lambda: "pushed" in prefill.released)
         decode.load("pushed", OTHERS, prefill.address)
-        check(prefill, decode, "pushed")
+        check_all_arrived(prefill, decode, "pushed")
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
 
     def test_pushed_while_it_is_waited_for(
@@ -62,13 +49,13 @@ class TestModes:
     ) -> None:
         decode.load("awaited", OTHERS, prefill.address)
         prefill.prefill("awaited", SHUFFLED, decode.address, per_step=2, seed=2)
-        check(prefill, decode, "awaited")
+        check_all_arrived(prefill, decode, "awaited")
 
     def test_fetched(self, prefill: FakeInstance, decode: FakeInstance) -> None:
         prefill.prefill("fetched", SHUFFLED, seed=3)
         assert decode.used_bytes == 0
         decode.load("fetched", OTHERS, prefill.address)
-        check(prefill, decode, "fetched")
+        check_all_arrived(prefill, decode, "fetched")
         prefill.until(lambda: "fetched" in prefill.released)
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
 
@@ -82,7 +69,7 @@ class TestModes:
         decode.load("early", OTHERS, prefill.address)
         rest = HandoverPlan(saves=(Save("early", 3, ids[3:], True),))
         prefill.step(rest, prefill.compute(ids[3:], 4))
-        check(prefill, decode, "early")
+        check_all_arrived(prefill, decode, "early")
 
     def test_only_what_is_missing_is_fetched(
         self, prefill: FakeInstance, decode: FakeInstance
@@ -90,7 +77,7 @@ class TestModes:
         prefill.prefill("rest", SHUFFLED, seed=5)
         decode.load("rest", OTHERS[3:], prefill.address, first_block=3)
         (result,) = decode.finish("request of rest")
-        assert (result.num_blocks, result.reason) == (4, "")
+        assert (result.num_blocks, result.cause) == (4, None)
         assert decode.content(OTHERS[3:]) == prefill.content(SHUFFLED[3:])
         assert result.wire_bytes == 4 * NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * WIDTH
 
@@ -100,7 +87,7 @@ class TestModes:
             prefill.prefill("waited", SHUFFLED, decode.address, seed=6)
             assert "waited" in prefill.released
             decode.load("waited", OTHERS, prefill.address)
-            check(prefill, decode, "waited")
+            check_all_arrived(prefill, decode, "waited")
             decode.step(HandoverPlan(releases=(Release("warm-up", prefill.address),)))
 
     def test_a_request_that_needs_none_frees_the_producers_memory(
@@ -123,7 +110,7 @@ class TestTopologies:
         ):
             prefill.prefill("t", SHUFFLED, decode.address if pushes else None, per_step=3)
             decode.load("t", OTHERS, prefill.address)
-            check(prefill, decode, "t")
+            check_all_arrived(prefill, decode, "t")
             writers = sum(bool(rank.topology.write_shards) for rank in prefill.ranks)
             prefill.until(lambda: prefill.released.count("t") == writers)
             prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
@@ -139,7 +126,7 @@ class TestRequestsThatEndEarly:
         )
         prefill.step(HandoverPlan(holds=(HandoverHold("a request", "held"),), idle=True))
         prefill.until(lambda: "a request" in prefill.sent)
-        prefill.step(HandoverPlan(drops=(Drop("held", "over"),)))
+        prefill.step(HandoverPlan(drops=(Drop("held", ABORTED),)))
         prefill.until(lambda: prefill.used_bytes == 0)
 
     def test_preempted_and_computed_again(
@@ -163,7 +150,7 @@ class TestRequestsThatEndEarly:
             HandoverPlan(saves=(Save("again", 2, elsewhere[2:], True),)),
             prefill.compute(elsewhere[2:], 11),
         )
-        check(prefill, decode, "again", sent=list(elsewhere))
+        check_all_arrived(prefill, decode, "again", sent=list(elsewhere))
         prefill.until(lambda: "again" in prefill.released)
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
 
@@ -177,9 +164,11 @@ class TestRequestsThatEndEarly:
             HandoverPlan(starts=(start,), saves=(Save("aborted", 0, ids[:4], False),)),
             prefill.compute(ids[:4], 12),
         )
-        prefill.step(HandoverPlan(drops=(Drop("aborted", "its request was aborted"),)))
+        prefill.step(HandoverPlan(drops=(Drop("aborted", ABORTED),)))
         (result,) = decode.finish("request of aborted", 5.0)
-        assert "its request was aborted" in result.reason
+        assert result.cause is not None
+        assert result.cause.reason is Reason.ABORTED
+        assert "its request was aborted" in result.cause.text
         assert set(OTHERS[result.num_blocks :]) <= decode.invalid
         assert decode.content(OTHERS[: result.num_blocks]) == prefill.content(
             SHUFFLED[: result.num_blocks]
@@ -203,9 +192,7 @@ class TestRequestsThatEndEarly:
         prefill.prefill("once", SHUFFLED, decode.address, seed=13)
         decode.load("once", OTHERS, prefill.address)
         decode.load("once", SHUFFLED, prefill.address, request_id="second")
-        check(prefill, decode, "once")
+        check_all_arrived(prefill, decode, "once")
         (second,) = decode.finish("second")
-        assert (second.num_blocks, second.reason) == (
-            0,
-            "another request has taken this hand-over",
-        )
+        taken = Cause(Reason.TAKEN, "another request has taken this hand-over")
+        assert (second.num_blocks, second.cause) == (0, taken)

@@ -1,8 +1,8 @@
 """Writes ``RESULTS.md`` and its plots from the results kept, and from nothing else.
 
-Plain fields of a benchmark become one table, a column per variant, or a row per variant where there
-are many; lists of objects become tables of their own. What people have to say about it stands in
-``notes.md``, under the benchmark's name, and comes before the figures. Plots are drawn by the
+Plain fields of a benchmark become one table with a column per variant, or with a row per variant
+where there are many; lists of objects become tables of their own. What people have to say about a
+benchmark stands in ``notes.md`` under its name and comes before the tables. Plots are drawn by the
 benchmarks' own ``draw``.
 """
 
@@ -16,8 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BENCHMARKS
-from benchmarks.results import FOLDER, Kept, all_kept
+from benchmarks.harness.app import BENCHMARKS
+from benchmarks.harness.results import FOLDER, Kept, all_kept
 
 TARGET = FOLDER.parent / "RESULTS.md"
 NOTES = FOLDER.parent / "notes.md"
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_report(folder: Path, notes: Path, target: Path) -> None:
-    """``folder``: of the results; plots go there too."""
+    """Render the results in ``folder`` to ``target``. Plots are written to ``folder`` as well."""
     kept = all_kept(folder)
     for one in kept:
         _draw(one, folder)
@@ -43,7 +43,7 @@ def write_report(folder: Path, notes: Path, target: Path) -> None:
 
 
 def render(kept: Sequence[Kept], notes: Mapping[str, str], pictures: Sequence[Path]) -> str:
-    """The page. ``notes``: by benchmark, what stands before them all under ``""``."""
+    """The page. ``notes``: text by benchmark; what opens the page is under ``""``."""
     parts = [notes.get("", "# Results")]
     for name, group in groupby(kept, key=lambda one: one.name):
         variants = list(group)
@@ -88,7 +88,7 @@ def _plain_rows(variants: Sequence[Kept]) -> list[dict[str, Any]]:
 
 
 def _plain(result: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Fields that are one value each; those of an object inside get its name before theirs."""
+    """Fields with one value each. The fields of a nested object get its name as a prefix."""
     for field, value in result.items():
         if field in _SURROUNDINGS and not prefix:
             continue
@@ -130,7 +130,7 @@ def _cell(value: Any) -> str:
 
 
 def _surroundings(variants: Sequence[Kept]) -> list[str]:
-    """On what machine, with what, when; once if it was the same for all."""
+    """Machine, versions and date of each variant; a single line if they are the same for all."""
     lines: dict[str, list[str]] = {}
     for one in variants:
         lines.setdefault(_surrounding(one.result), []).append(one.variant or one.name)

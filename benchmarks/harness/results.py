@@ -1,4 +1,4 @@
-"""Where results lie: ``benchmarks/results/NAME.json``, or ``NAME-VARIANT.json``.
+"""Where results are kept: ``benchmarks/results/NAME.json``, or ``NAME-VARIANT.json``.
 
 Each file holds the object that the benchmark wrote with ``--json``, nothing more: a file written by
 ``--json PATH`` may be copied there as it is.
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "results"
+from tests.support import ROOT
+
+FOLDER = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One result as it was kept; ``variant`` is empty for a benchmark's plain run."""
+    """One result that was kept. ``variant`` is empty for a run without special arguments."""
 
     name: str
     variant: str
