@@ -1,3 +1,3 @@
-from benchmarks.harness import main
+from benchmarks.harness.app import main
 
 raise SystemExit(main())

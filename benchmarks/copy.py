@@ -1,8 +1,8 @@
 """How close the copy engine comes to the speed of the memory it moves.
 
 The KV cache of a Llama-3-8B (32 layers, 8 KV heads of 128, bf16), blocks scattered at random,
-against one long copy of as many bytes in the same run, all memory touched before. ``*_vs_memcpy``
-are the figures to compare: absolute speeds drift with the machine's other work.
+against one long copy of as many bytes in the same run, all memory touched before. Compare runs by
+``*_vs_memcpy``: absolute speeds drift with the machine's other work.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
+from benchmarks.harness.ratios import Stopwatch
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
@@ -146,14 +145,11 @@ def _medians(
     works: dict[str, Callable[[], object]], repeats: int, progress: Progress
 ) -> dict[str, float]:
     """Median seconds of each work, measured in turn so that drift hits all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for repeat in progress.track(range(repeats + 1), description="copying"):
+    watch = Stopwatch()
+    for _ in progress.track(watch.rounds(repeats), total=repeats + 1, description="copying"):
         for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            if repeat > 0:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+            watch.time(name, work)
+    return watch.medians()
 
 
 def _device_name(device: torch.device) -> str:

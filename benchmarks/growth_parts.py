@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
+from benchmarks.harness.ratios import median_seconds
+from benchmarks.harness.redis_tier import (
+    look_up_all,
+    lookup_seconds,
+    open_lookup,
+    open_tier,
+    put_all,
+    read_all,
+)
 from lmcache_connector.plans import CacheEvent, RankReport
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.lookup import RedisLookup
-from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.probe import EngineProbe
 from tests.support.servers import Server
 from tests.support.slow_proxy import SlowLink, proxy_process
@@ -40,7 +45,7 @@ _SECONDS = 60.0
 
 
 def index_bytes(num_keys: int) -> float:
-    """Memory of an index that holds so many chunks, keys included."""
+    """Memory of an index with so many chunks, keys included."""
     tracemalloc.start()
     index = ChunkIndex(world_size=1)
     index.apply(0, _events(0, num_keys))
@@ -51,7 +56,7 @@ def index_bytes(num_keys: int) -> float:
 
 
 def event_microseconds(num_keys: int) -> float:
-    """Median of one chunk that comes and goes, in an index of so many others."""
+    """Median time for one chunk to come and go in an index of so many others."""
     index = ChunkIndex(world_size=1)
     index.apply(0, _events(0, num_keys))
     batch = 200
@@ -84,18 +89,17 @@ def _events(first: int, number: int) -> Iterator[CacheEvent]:
 
 
 def lookup_round_trips(server: Server, num_chunks: int) -> float:
-    """By the clock: how much longer a look-up takes on a slow link, in that link's round trips."""
+    """How much longer a look-up takes on a slow link, measured in that link's round trips."""
     keys = _keys(num_chunks)
     _store(server.url, keys)
     link = SlowLink()
-    with proxy_process(server.port, link) as port:
-        lookup = RedisLookup(RedisTierConfig(url=f"redis://127.0.0.1:{port}"), [SMALL])
-        try:
-            near = _lookup_seconds(lookup, keys)
-            link.set(latency_seconds=_LATENCY_SECONDS)
-            far = _lookup_seconds(lookup, keys)
-        finally:
-            lookup.close()
+    with (
+        proxy_process(server.port, link) as port,
+        open_lookup(f"redis://127.0.0.1:{port}", SMALL) as lookup,
+    ):
+        near = lookup_seconds(lookup, keys, 7)
+        link.set(latency_seconds=_LATENCY_SECONDS)
+        far = lookup_seconds(lookup, keys, 7)
     _flush(server)
     return (far - near) / _LATENCY_SECONDS
 
@@ -109,35 +113,15 @@ def redis_bytes(server: Server, num_chunks: int) -> float:
     return float(used)
 
 
-def _lookup_seconds(lookup: RedisLookup, keys: list[bytes]) -> float:
-    seconds = []
-    for i in range(8):
-        started = time.perf_counter()
-        found = lookup.exists_prefix(keys, time.monotonic() + _SECONDS)
-        if i:
-            seconds.append(time.perf_counter() - started)
-        if found != len(keys):
-            raise RuntimeError(f"{found} of {len(keys)} chunks found")
-    return statistics.median(seconds)
-
-
 def _keys(number: int) -> list[bytes]:
     return [i.to_bytes(32, "little") for i in range(number)]
 
 
 def _store(url: str, keys: list[bytes]) -> None:
     """Returns when all is in Redis, whoever wrote it."""
-    tier = RedisTier(RedisTierConfig(url=url), SMALL)
-    left = threading.Semaphore(0)
-    buffers = [memoryview(bytearray(key * (SMALL.chunk_bytes // len(key)))) for key in keys]
-    try:
-        for order, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            tier.put(key, buffer, lambda stored: left.release(), order)
-        for _ in keys:
-            if not left.acquire(timeout=_SECONDS):
-                raise RuntimeError("a write does not end")
-    finally:
-        tier.close(1.0)
+    chunks = [memoryview(bytearray(key * (SMALL.chunk_bytes // len(key)))) for key in keys]
+    with open_tier(url, SMALL) as tier:
+        put_all(tier, keys, chunks)
 
 
 def _used_memory(server: Server) -> int:
@@ -166,79 +150,59 @@ class Shared:
 def instances_on_one_prefix(server: Server, number: int) -> Shared:
     """``number`` processes with a Redis tier each, as instances have."""
     before = _used_memory(server)
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for _ in range(number):
-        mine, theirs = context.Pipe()
-        process = context.Process(target=_instance, args=(theirs, server.url), daemon=True)
-        process.start()
-        pipes.append(mine)
-        processes.append(process)
-    try:
-        _all(pipes, "ready")
-        _reset_stats(server)
-        _all(pipes, "store")
-        sent, used = _received_bytes(server), _used_memory(server) - before
-        _reset_stats(server)
-        _all(pipes, "look up")
-        asked = _calls(server, "exists")
-        seconds = statistics.median(_timed_all(pipes, "read") for _ in range(5))
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with _instances(server.url, number) as instances, server.client() as client:
+        _all(instances, "wait")
+        client.config_resetstat()
+        _all(instances, "store")
+        sent = int(client.info("stats")["total_net_input_bytes"])
+        used = _used_memory(server) - before
+        client.config_resetstat()
+        _all(instances, "look up")
+        asked = client.info("commandstats").get("cmdstat_exists", {}).get("calls", 0)
+        seconds = median_seconds(lambda: _all(instances, "read"), 5)
     _flush(server)
     return Shared(float(used), float(sent), asked / number, seconds)
 
 
+@contextmanager
+def _instances(url: str, number: int) -> Iterator[list[Connection]]:
+    """Processes that obey the commands they are sent."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(number)]
+    processes = [
+        context.Process(target=_instance, args=(theirs, url), daemon=True) for _, theirs in pipes
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield [mine for mine, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
 def _instance(pipe: Connection, url: str) -> None:
-    """The other process: one answer per command."""
-    config = RedisTierConfig(url=url)
+    """The other process: obeys one command after the other, and ends if one fails."""
     keys = _keys(PREFIX_CHUNKS)
-    tier, lookup = RedisTier(config, SMALL), RedisLookup(config, [SMALL])
     targets = [memoryview(bytearray(SMALL.chunk_bytes)) for _ in keys]
-
-    def read() -> bool:
-        return all(tier.get_into(keys, targets, time.monotonic() + _SECONDS))
-
-    def look_up() -> bool:
-        return lookup.exists_prefix(keys, time.monotonic() + _SECONDS) == len(keys)
-
-    def store() -> bool:
-        _store(url, keys)
-        return True
-
-    commands = {"ready": lambda: True, "store": store, "look up": look_up, "read": read}
-    while True:
-        pipe.send(commands[pipe.recv()]())
+    with open_tier(url, SMALL) as tier, open_lookup(url, SMALL) as lookup:
+        commands: dict[str, Callable[[], None]] = {
+            "wait": lambda: None,
+            "store": lambda: _store(url, keys),
+            "look up": lambda: look_up_all(lookup, keys),
+            "read": lambda: read_all(tier, keys, targets),
+        }
+        while True:
+            commands[pipe.recv()]()
+            pipe.send("done")
 
 
-def _all(pipes: list[Connection], command: str) -> None:
-    """All at once; returns when the last is done."""
-    for pipe in pipes:
+def _all(instances: list[Connection], command: str) -> None:
+    """Have all obey at once; returns when the last is done."""
+    for pipe in instances:
         pipe.send(command)
-    for pipe in pipes:
-        if not pipe.poll(_SECONDS) or not pipe.recv():
+    for pipe in instances:
+        if not pipe.poll(_SECONDS):
             raise RuntimeError(f"an instance could not {command}")
-
-
-def _timed_all(pipes: list[Connection], command: str) -> float:
-    started = time.perf_counter()
-    _all(pipes, command)
-    return time.perf_counter() - started
-
-
-def _reset_stats(server: Server) -> None:
-    with server.client() as client:
-        client.config_resetstat()
-
-
-def _received_bytes(server: Server) -> int:
-    with server.client() as client:
-        return int(client.info("stats")["total_net_input_bytes"])
-
-
-def _calls(server: Server, command: str) -> int:
-    with server.client() as client:
-        stats: dict[str, Any] = client.info("commandstats")
-    return int(stats.get(f"cmdstat_{command}", {}).get("calls", 0))
+        pipe.recv()

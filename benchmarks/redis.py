@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,11 +19,17 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from benchmarks.raw_resp import RawSettings, RawValue, get_all, set_all
+from benchmarks.harness.ratios import Stopwatch
+from benchmarks.harness.redis_tier import (
+    lookup_seconds,
+    open_lookup,
+    open_tier,
+    read_all,
+    write_all,
+)
+from benchmarks.peers.raw_resp import RawSettings, RawValue, get_all, set_all
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.lookup import RedisLookup
-from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 from tests.support.servers import Server, redis_binary, running_server, valkey_binary
 
@@ -40,7 +42,6 @@ LLAMA_3_8B = ChunkGeometry(
     dtype="bfloat16",
 )
 _RAW_CHOICES = [RawSettings(c, w) for c in (1, 2) for w in (2, 4)]
-_SECONDS = 60.0
 _LMCACHE_SECONDS = 600.0
 
 
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """The same bytes for every client: ``source`` is written, ``target`` read into."""
+    """What every client moves: ``source`` is written, ``target`` is read into."""
 
     server: Server
     unix: bool
@@ -75,12 +76,16 @@ class Bench:
     def num_bytes(self) -> int:
         return sum(map(len, self.source))
 
+    def gbps(self, watch: Stopwatch) -> dict[str, float]:
+        """Median speeds of moving everything once, in GB/s."""
+        return {name: self.num_bytes / taken / 1e9 for name, taken in watch.medians().items()}
+
     def flush(self) -> None:
         with self.server.client() as client:
             client.flushall()
 
     def forget(self) -> None:
-        """Spoil what was read before, so that equal bytes prove a read."""
+        """Spoil what was read before, so that only a new read makes the bytes equal."""
         for view in self.target:
             view[:: 1 << 16] = bytes(len(view[:: 1 << 16]))
 
@@ -137,38 +142,32 @@ def _bench(server: Server, unix: bool, mib: int) -> Bench:
     return Bench(server=server, unix=unix, keys=keys, source=source, target=target)
 
 
-@contextmanager
-def _open_tier(bench: Bench) -> Iterator[RedisTier]:
-    # A claim outlives the flush between rounds by nothing: flushing removes it.
-    tier = RedisTier(RedisTierConfig(url=bench.url), LLAMA_3_8B)
-    try:
-        yield tier
-    finally:
-        tier.close(1.0)
-
-
 def _own_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, float]:
     """Raw client and tier, taking turns."""
-    seconds: dict[str, list[float]] = {}
-    with _open_tier(bench) as tier:
+    watch = Stopwatch()
+    # A writer's claims do not outlive a round: flushing the server removes them.
+    with open_tier(bench.url, LLAMA_3_8B) as tier:
         raw = _RawSpeed(bench)
-        set_tier, get_tier = partial(_tier_set, bench, tier), partial(_tier_get, bench, tier)
-        task = progress.add_task("raw socket and tier", total=rounds + 1)
-        for i in range(rounds + 1):
-            measured = {} if i == 0 else seconds
-            turns: dict[str, tuple[Callable[[], None], Callable[[], None]]]
-            turns = {"raw": (raw.set, raw.get), "tier": (set_tier, get_tier)}
+        turns: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+            "raw": (raw.set, raw.get),
+            "tier": (
+                partial(write_all, tier, bench.keys, bench.source),
+                partial(read_all, tier, bench.keys, bench.target),
+            ),
+        }
+        turn = progress.track(watch.rounds(rounds), rounds + 1, description="raw socket and tier")
+        for i in turn:
             # Who goes first changes, so that neither always finds the warmer caches.
             for name in sorted(turns, reverse=bool(i % 2)):
+                write, read = turns[name]
                 bench.flush()
-                _time(measured, f"{name}_set", turns[name][0])
+                watch.time(f"{name}_set", write)
                 bench.forget()
                 for _ in range(2):
-                    _time(measured, f"{name}_get", turns[name][1])
+                    watch.time(f"{name}_get", read)
                 bench.check()
-            progress.advance(task)
     bench.flush()
-    return {name: bench.num_bytes / statistics.median(s) / 1e9 for name, s in seconds.items()}
+    return bench.gbps(watch)
 
 
 class _RawSpeed:
@@ -183,14 +182,13 @@ class _RawSpeed:
             for stripe in stripes
         ]
         # The tier's cuts, but payloads only: headers are the tier's own cost.
-        self._sets = [
-            RawValue(b"raw:" + name, bench.source[c][s.offset : s.offset + s.num_bytes])
-            for name, c, s in places
-        ]
-        self._gets = [
-            RawValue(b"raw:" + name, bench.target[c][s.offset : s.offset + s.num_bytes])
-            for name, c, s in places
-        ]
+        self._sets, self._gets = (
+            [
+                RawValue(b"raw:" + name, chunks[c][s.offset : s.offset + s.num_bytes])
+                for name, c, s in places
+            ]
+            for chunks in (bench.source, bench.target)
+        )
         set_all(bench.address, self._sets, _RAW_CHOICES[0])
         self._best_set = self._fastest(set_all, self._sets)
         self._best_get = self._fastest(get_all, self._gets)
@@ -202,63 +200,31 @@ class _RawSpeed:
         get_all(self._bench.address, self._gets, self._best_get)
 
     def _fastest(self, work: Callable[..., None], values: Sequence[RawValue]) -> RawSettings:
-        seconds: dict[RawSettings, list[float]] = {choice: [] for choice in _RAW_CHOICES}
+        watch, choices = Stopwatch(), {str(choice): choice for choice in _RAW_CHOICES}
         for _ in range(3):
-            for choice in _RAW_CHOICES:
-                start = time.perf_counter()
-                work(self._bench.address, values, choice)
-                seconds[choice].append(time.perf_counter() - start)
-        return min(seconds, key=lambda choice: statistics.median(seconds[choice]))
-
-
-def _tier_set(bench: Bench, tier: RedisTier) -> None:
-    left = threading.Semaphore(0)
-    ends: list[bool] = []
-
-    def on_done(stored: bool) -> None:
-        ends.append(stored)
-        left.release()
-
-    for order, (key, view) in enumerate(zip(bench.keys, bench.source, strict=True)):
-        tier.put(key, view, on_done, order)
-    for _ in bench.keys:
-        left.acquire(timeout=_SECONDS)
-    if ends != [True] * len(bench.keys):
-        raise RuntimeError(f"writes failed: {tier.stats()}")
-
-
-def _tier_get(bench: Bench, tier: RedisTier) -> None:
-    if not all(tier.get_into(bench.keys, bench.target, time.monotonic() + _SECONDS)):
-        raise RuntimeError(f"reads failed: {tier.stats()}")
+            for name, choice in choices.items():
+                watch.time(name, partial(work, self._bench.address, values, choice))
+        medians = watch.medians()
+        return choices[min(medians, key=medians.__getitem__)]
 
 
 def _lmcache_speeds(bench: Bench, rounds: int, progress: Progress) -> dict[str, float]:
     """LMCache's ``redis://`` and ``resp://``; the latter knows no Unix sockets."""
-    gbps = {}
-    port = bench.server.port
+    watch = Stopwatch()
+    port, mib = bench.server.port, bench.num_bytes >> 20
     urls = {"lmcache_redis": bench.url, "lmcache_resp": f"resp://127.0.0.1:{port}"}
-    for name, url in urls.items():
-        task = progress.add_task(f"LMCache's own {url.split(':')[0]}://", total=1)
-        mib = bench.num_bytes >> 20
+    for name, url in progress.track(urls.items(), description="LMCache's own connectors"):
+        module = "benchmarks.peers.lmcache_remote"
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.lmcache_remote",
-                url,
-                f"{port}",
-                f"{mib}",
-                f"{rounds}",
-            ],
+            [sys.executable, "-m", module, url, str(port), str(mib), str(rounds)],
             stdout=subprocess.PIPE,
             timeout=_LMCACHE_SECONDS,
             check=True,
         )
         for operation, seconds in json.loads(done.stdout.splitlines()[-1]).items():
-            gbps[f"{name}_{operation}"] = bench.num_bytes / statistics.median(seconds) / 1e9
-        progress.advance(task)
+            watch.seconds[f"{name}_{operation}"] = seconds
     bench.flush()
-    return gbps
+    return bench.gbps(watch)
 
 
 def _exists_ms(bench: Bench, rounds: int) -> float:
@@ -271,20 +237,5 @@ def _exists_ms(bench: Bench, rounds: int) -> float:
             for stripe in LLAMA_3_8B.stripes(config.max_payload_bytes):
                 pipeline.set(chunk_tag(config.namespace, key) + stripe_suffix(stripe), b"x")
         pipeline.execute()
-    lookup = RedisLookup(config, [LLAMA_3_8B])
-    seconds = []
-    for i in range(4 * rounds + 1):
-        start = time.perf_counter()
-        found = lookup.exists_prefix(keys, time.monotonic() + _SECONDS)
-        if i:
-            seconds.append(time.perf_counter() - start)
-        if found != len(keys):
-            raise RuntimeError(f"{found} of {len(keys)} chunks found")
-    lookup.close()
-    return statistics.median(seconds) * 1e3
-
-
-def _time(seconds: dict[str, list[float]], name: str, work: Callable[[], None]) -> None:
-    start = time.perf_counter()
-    work()
-    seconds.setdefault(name, []).append(time.perf_counter() - start)
+    with open_lookup(bench.url, LLAMA_3_8B) as lookup:
+        return 1e3 * lookup_seconds(lookup, keys, 4 * rounds)

@@ -9,28 +9,27 @@ matter.
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any
 
 from rich.progress import Progress
 
+from benchmarks.harness.engines import Engines
+from benchmarks.harness.ratios import median
+from tests.support.engine_settings import tiered_transfer
 from tests.support.instance import VllmInstance
 from tests.support.probe import DIGEST_TOKENS, Served
+from tests.support.prompts import random_prompt
 from tests.support.servers import running_server, valkey_binary
-from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
 
-_VOCABULARY = 2000
 _WARM_UP_TOKENS = 700
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How an instance is split up."""
+    """How an engine is split up: over ranks, and into blocks of so many tokens."""
 
     tensor_parallel_size: int = 1
     block_size: int = 128
@@ -38,10 +37,6 @@ class Shape:
     @property
     def name(self) -> str:
         return f"tp{self.tensor_parallel_size}-block{self.block_size}"
-
-    @property
-    def prepare(self) -> Callable[[], None] | None:
-        return _allow_blocks_of_16 if self.block_size % 32 else None
 
 
 @dataclass(frozen=True)
@@ -57,10 +52,10 @@ CASES = (
     Case(Shape(1), Shape(2)),
     Case(Shape(2), Shape(1)),
     Case(Shape(2), Shape(2)),
-    Case(Shape(block_size=16), Shape(block_size=128)),
-    Case(Shape(block_size=128), Shape(block_size=16)),
+    Case(Shape(block_size=32), Shape(block_size=128)),
+    Case(Shape(block_size=128), Shape(block_size=64)),
     Case(Shape(block_size=128), Shape(block_size=32)),
-    Case(Shape(block_size=16), Shape(2, block_size=128)),
+    Case(Shape(block_size=32), Shape(2, block_size=128)),
 )
 
 
@@ -73,29 +68,25 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     writers = list(dict.fromkeys(case.writer for case in CASES))
     readers = list(dict.fromkeys(case.reader for case in CASES))
     task = progress.add_task("Starting vLLM", total=len(writers) + len(readers))
-    rng = random.Random(0)
+    seeds = count()
 
     def prompts() -> list[list[int]]:
-        return [_prompt(rng, args.prompt_tokens) for _ in range(args.rounds)]
+        return [random_prompt(next(seeds), args.prompt_tokens) for _ in range(args.rounds)]
 
     asked = {case: prompts() for case in CASES}
     written: dict[Case, list[Served]] = {}
     results: dict[Case, dict[str, Any]] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="lmcache-connector-sharing-") as folder,
-        running_server(valkey_binary() or "valkey-server") as server,
-    ):
-        bench = _Bench(Path(folder), server.unix_url)
+    with running_server(valkey_binary() or "valkey-server") as server, Engines() as engines:
         for shape in writers:
             progress.update(task, description=f"{shape.name} writes")
-            with bench.instance(shape) as instance:
+            with _instance(engines, shape, server.unix_url) as instance:
                 for case in (case for case in CASES if case.writer == shape):
                     written[case] = [instance.serve(prompt) for prompt in asked[case]]
             progress.advance(task)
         for shape in readers:
             progress.update(task, description=f"{shape.name} reads")
-            with bench.instance(shape) as instance:
-                instance.serve(_prompt(rng, _WARM_UP_TOKENS))
+            with _instance(engines, shape, server.unix_url) as instance:
+                instance.serve(random_prompt(next(seeds), _WARM_UP_TOKENS))
                 cold = [instance.serve(prompt) for prompt in prompts()]
                 for case in (case for case in CASES if case.reader == shape):
                     hits = [instance.serve(prompt) for prompt in asked[case]]
@@ -104,35 +95,22 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return {"cases": [results[case] for case in CASES]}
 
 
-class _Bench:
-    """Makes instances that share nothing but a model and a server."""
-
-    def __init__(self, folder: Path, redis_url: str) -> None:
-        self._folder = folder
-        self._model = build_tiny_model(folder / "model", DEMO_SHAPE)
-        self._transfer = {
-            "kv_connector": "LMCacheTieredConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "cpu_gib": 1,
-                "redis_url": redis_url,
-                "compute_or_load": "always",
-                "lookup_deadline_seconds": 10.0,
-                "shutdown_seconds": 30.0,  # the last writes of a writer
-            },
-        }
-
-    def instance(self, shape: Shape) -> VllmInstance:
-        return VllmInstance(
-            self._model,
-            self._transfer,
-            self._folder / f"{shape.name}.log",
-            shape.prepare,
-            tensor_parallel_size=shape.tensor_parallel_size,
-            block_size=shape.block_size,
-            kv_cache_memory_bytes=512 << 20,
-            max_model_len=8192,
-        )
+def _instance(engines: Engines, shape: Shape, redis_url: str) -> VllmInstance:
+    """Instances share nothing but a model and a server."""
+    transfer = tiered_transfer(
+        cpu_gib=1,
+        redis_url=redis_url,
+        compute_or_load="always",
+        lookup_deadline_seconds=10.0,
+        shutdown_seconds=30.0,  # the last writes of a writer
+    )
+    return engines.instance(
+        shape.name,
+        transfer,
+        **asdict(shape),
+        kv_cache_memory_bytes=512 << 20,
+        max_model_len=8192,
+    )
 
 
 def _result(
@@ -142,23 +120,16 @@ def _result(
     hits: Sequence[Served],
     cold: Sequence[Served],
 ) -> dict[str, Any]:
-    """``hit_tokens``: the least of all rounds. Times are medians, in seconds."""
+    """``hit_tokens`` is the least of all rounds. Times are medians, in seconds."""
     return {
-        "writer": _shape_fields(case.writer),
-        "reader": _shape_fields(case.reader),
+        "writer": asdict(case.writer),
+        "reader": asdict(case.reader),
         "hit_tokens": min(hit.external_hit_tokens for hit in hits),
         "prompt_tokens": prompt_tokens,
         "kv_bytes_equal": all(map(_same_bytes, hits, written)),
         "shards_compared": sum(len(heads) for hit in hits for heads in _loaded(hit, hit)),
-        "ttft_s": round(statistics.median(hit.ttft_seconds for hit in hits), 4),
-        "cold_s": round(statistics.median(served.ttft_seconds for served in cold), 4),
-    }
-
-
-def _shape_fields(shape: Shape) -> dict[str, int]:
-    return {
-        "tensor_parallel_size": shape.tensor_parallel_size,
-        "block_size": shape.block_size,
+        "ttft_s": median([hit.ttft_seconds for hit in hits]),
+        "cold_s": median([served.ttft_seconds for served in cold]),
     }
 
 
@@ -169,17 +140,3 @@ def _same_bytes(hit: Served, written: Served) -> bool:
 
 def _loaded(hit: Served, of: Served) -> tuple[tuple[str, ...], ...]:
     return of.shard_digests[: hit.external_hit_tokens // DIGEST_TOKENS]
-
-
-def _prompt(rng: random.Random, num_tokens: int) -> list[int]:
-    return [rng.randrange(1, _VOCABULARY) for _ in range(num_tokens)]
-
-
-def _allow_blocks_of_16() -> None:
-    """vLLM's CPU attention has a kernel for blocks of 16 tokens, but declares multiples of 32."""
-    from vllm.v1.attention.backend import MultipleOf
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(
-        lambda kv_cache_spec=None: [MultipleOf(16)]
-    )

@@ -7,7 +7,7 @@ loaded comes over the link. ``ttft_vs_recompute`` is the median over the rounds 
 the instance has measured the link. ``first_ttft_vs_recompute`` is the first request after the link
 changed, which the instance cannot know yet.
 
-``worst_ttft_vs_recompute`` is the largest of two dozen medians, so it tells the scatter of one
+``worst_ttft_vs_recompute`` is the largest of two dozen medians, so it shows the scatter of one
 first: where pairs scatter by 10 %, fifteen rounds bring it to some 5 %.
 
 The proxy is one Python process on the same machine: above a few hundred MB/s it is what limits.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,28 +25,32 @@ from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.served import (
-    cached_tokens_loaded,
+from benchmarks.harness.engine_timings import (
     come_to_rest,
     empty_cpu_tier,
     probe_link,
-    random_prompt,
     ttft_seconds,
     without_connector,
 )
-from benchmarks.warm_server import warm_valkey
+from benchmarks.harness.engines import Engines
+from benchmarks.harness.plots import panels
+from benchmarks.harness.ratios import median, median_ratio
+from benchmarks.harness.results import FOLDER
+from benchmarks.harness.servers import warm_valkey
+from tests.support.engine_settings import tiered_transfer
 from tests.support.instance import InstanceError, VllmInstance
+from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
 from tests.support.slow_proxy import SlowLink, proxy_process
-from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
 
 MB_PER_S = (1, 3, 10, 30, 100, 300, 1000)
 LATENCIES_MS = (0, 20, 200)
-PLOT = Path(__file__).parent / "results" / "slowlink.png"
+PLOT = FOLDER / "slowlink.png"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One kind of link; no bandwidth: it has fallen silent."""
+    """One kind of link. Without a bandwidth it has fallen silent."""
 
     mb_per_s: float | None
     latency_ms: float
@@ -61,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of one setting; medians."""
+    """Medians of one setting."""
 
     mb_per_s: float | None
     latency_ms: float
@@ -110,35 +113,24 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 @contextlib.contextmanager
 def _engine(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[SlowLink, VllmInstance]]:
     """The link, and vLLM with a connector behind it. Valkey has all prompts."""
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = build_tiny_model(folder / "model", DEMO_SHAPE)
-        valkey = stack.enter_context(warm_valkey())
-        link = SlowLink()
-        port = stack.enter_context(proxy_process(valkey.port, link))
-
-        def start(name: str, port: int) -> VllmInstance:
-            log = folder / f"{name}.log"
-            batch = max(8192, len(prompts[0]))
-            return VllmInstance(model, _transfer(port), log, max_num_batched_tokens=batch)
-
-        with start("writer", valkey.port) as writer:
+    num_tokens = len(prompts[0])
+    batch = {"max_num_batched_tokens": max(8192, num_tokens)}
+    link = SlowLink()
+    with (
+        warm_valkey() as valkey,
+        proxy_process(valkey.port, link) as port,
+        Engines() as engines,
+    ):
+        near = tiered_transfer(cpu_gib=1.0, redis_url=valkey.url)
+        with engines.instance("writer", near, **batch) as writer:
             for prompt in prompts:
                 writer.call(ttft_seconds, prompt)
                 writer.call(come_to_rest)
-        engine = stack.enter_context(start("behind the link", port))
-        for seed in range(2):  # compilation, first touches, first figures
-            engine.call(ttft_seconds, random_prompt(10_000 + seed, len(prompts[0])))
+        far = tiered_transfer(cpu_gib=1.0, redis_url=f"redis://127.0.0.1:{port}")
+        engine = engines.start("behind the link", far, **batch)
+        for seed in range(2):  # compilation, first touches
+            engine.call(ttft_seconds, random_prompt(10_000 + seed, num_tokens))
         yield link, engine
-
-
-def _transfer(port: int) -> dict[str, Any]:
-    extra = {"cpu_gib": 1.0, "redis_url": f"redis://127.0.0.1:{port}"}
-    return {
-        "kv_connector": "LMCacheTieredConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
 
 
 def _measure(
@@ -151,9 +143,9 @@ def _measure(
     loading, recomputing, loaded = [], [], []
 
     def load(prompt: Sequence[int]) -> None:
-        before = engine.call(cached_tokens_loaded)
+        before = engine.call(EngineProbe.external_hit_tokens)
         loading.append(engine.call(ttft_seconds, prompt))
-        loaded.append(engine.call(cached_tokens_loaded) - before)
+        loaded.append(engine.call(EngineProbe.external_hit_tokens) - before)
 
     def recompute(prompt: Sequence[int]) -> None:
         recomputing.append(engine.call(without_connector, ttft_seconds, prompt))
@@ -165,42 +157,30 @@ def _measure(
     return Measured(
         mb_per_s=setting.mb_per_s,
         latency_ms=setting.latency_ms,
-        ttft_vs_recompute=_ratio(loading, recomputing),
+        ttft_vs_recompute=median_ratio(loading, recomputing),
         first_ttft_vs_recompute=round(first / statistics.median(recomputing), 4),
-        ttft_s=round(statistics.median(loading), 4),
-        recompute_s=round(statistics.median(recomputing), 4),
+        ttft_s=median(loading),
+        recompute_s=median(recomputing),
         loaded_tokens=int(statistics.median(loaded)),
     )
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 4)
-
-
 def _plot(results: Sequence[Measured], target: Path) -> None:
     """Time to first token over bandwidth, one line per latency, and recompute."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    recompute = statistics.median(result.recompute_s for result in results)
-    axes.axhline(recompute, color="black", linestyle="--", label="recompute")
-    for latency in sorted({result.latency_ms for result in results}):
-        points = sorted(
-            (r.mb_per_s, r.ttft_s)
-            for r in results
-            if r.latency_ms == latency and r.mb_per_s is not None
-        )
-        speeds, seconds = zip(*points, strict=True) if points else ((), ())
-        axes.plot(speeds, seconds, marker="o", label=f"{latency:g} ms round trip")
-    for result in results:
-        if result.mb_per_s is None:
-            axes.axhline(result.ttft_s, color="tab:red", linestyle=":", label="silent server")
-    axes.set(xscale="log", xlabel="bandwidth, MB/s", ylabel="time to first token, s")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    with panels(target, 1, 1, (7, 4.5), dpi=120) as (axes,):
+        recompute = statistics.median(result.recompute_s for result in results)
+        axes.axhline(recompute, color="black", linestyle="--", label="recompute")
+        for latency in sorted({result.latency_ms for result in results}):
+            points = sorted(
+                (r.mb_per_s, r.ttft_s)
+                for r in results
+                if r.latency_ms == latency and r.mb_per_s is not None
+            )
+            speeds, seconds = zip(*points, strict=True) if points else ((), ())
+            axes.plot(speeds, seconds, marker="o", label=f"{latency:g} ms round trip")
+        for result in results:
+            if result.mb_per_s is None:
+                axes.axhline(result.ttft_s, color="tab:red", linestyle=":", label="silent server")
+        axes.set(xscale="log", xlabel="bandwidth, MB/s", ylabel="time to first token, s")
+        axes.set_ylim(bottom=0)
+        axes.legend()

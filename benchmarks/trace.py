@@ -2,22 +2,20 @@
 
 Servers of one model live side by side: vLLM alone, with this connector (a small CPU tier and a
 Valkey), and with ``LMCacheMPConnector`` and its server, which gets as much memory as our tiers use
-together. The traces of :mod:`benchmarks.workloads` are replayed by vLLM's own client against one
-after the other, each with fresh tokens, so that every replay begins cold. vLLM's paged cache is far
-smaller than what a trace works on. Arrival rates are multiples of what vLLM alone can do cold,
-measured first: below that, and above.
+together. The traces of :mod:`benchmarks.harness.workloads` are replayed by vLLM's own client
+against one after the other, each with fresh tokens, so that every replay begins cold. vLLM's paged
+cache is far smaller than what a trace works on. Arrival rates are multiples of what vLLM alone can
+do cold, measured first: below that, and above.
 
-A replay is ``won`` or tied where no figure is worse than vLLM alone's by more than ``TIE``. Each is
-run ``--rounds`` times, with other tokens, arrivals and order of the systems; figures are of all its
-requests together.
+A replay is ``won`` or tied where nothing measured is worse than vLLM alone's by more than ``TIE``.
+Each is run ``--rounds`` times, with other tokens, arrivals and order of the systems; quantiles are
+of all its requests together.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -27,10 +25,12 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from benchmarks.api_servers import CachedTokens, cached_tokens, replay, serving, wait_ready
-from benchmarks.peers import PeerError, lmcache_server, reason
-from benchmarks.warm_server import warm_valkey
-from benchmarks.workloads import (
+from benchmarks.harness.engines import Engines
+from benchmarks.harness.plots import panels
+from benchmarks.harness.ratios import in_turn
+from benchmarks.harness.replay import CachedTokens, cached_tokens, replay
+from benchmarks.harness.servers import warm_valkey
+from benchmarks.harness.workloads import (
     PIECE_TOKENS,
     WORKLOADS,
     Ask,
@@ -38,8 +38,11 @@ from benchmarks.workloads import (
     trace_lines,
     working_set_tokens,
 )
+from benchmarks.peers.connectors import lmcache_server, reason
 from tests.support.api_server import ApiServer
-from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
+from tests.support.engine_settings import tiered_transfer
+from tests.support.processes import ServerError
+from tests.support.tiny_model import DEMO_SHAPE
 
 LOADS = (0.7, 2.0)
 PAGED_CACHE_MIB, CPU_TIER_GIB, PEER_GIB = 64, 0.15, 3.0
@@ -47,7 +50,7 @@ TIE = 1.05
 _NONE, _OURS, _MP = "vllm", "ours", "lmcache_mp"
 _AT_ONCE = 1000.0  # requests a second
 _PIECES_PER_REPLAY = 100_000
-_FIGURES = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "requests_per_s")
+_MEASURES = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "requests_per_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """One trace on one system. Latencies in ms; where prompt tokens came from as parts of all.
+    """One trace on one system. Latencies are in ms; ``from_...`` are parts of all prompt tokens.
 
     ``declined``: the part that ours had and left to compute; ``dropped_writes``: its chunks that
     did not get to Redis.
@@ -82,17 +85,19 @@ class Replay:
     declined: float = 0.0
     dropped_writes: int = 0
 
-    def over(self, other: Replay, figure: str) -> float:
-        """How many times as long, or as slow, as another: below 1 is better, whatever figure."""
-        mine, theirs = getattr(self, figure), getattr(other, figure)
-        return float(theirs / mine if figure == "requests_per_s" else mine / theirs)
+    def over(self, other: Replay, measure: str) -> float:
+        """How many times as long, or as slow, as another: below 1 is better for every measure."""
+        mine, theirs = getattr(self, measure), getattr(other, measure)
+        return float(theirs / mine if measure == "requests_per_s" else mine / theirs)
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     unavailable: dict[str, str] = {}
     replays: list[Replay] = []
     rates: dict[str, float] = {}
-    with _Bench(progress, unavailable, not args.no_peers) as bench:
+    with warm_valkey() as valkey, Engines() as engines:
+        bench = _Contest(engines, progress, unavailable)
+        bench.start(valkey.url, peers=not args.no_peers)
         task = progress.add_task("replays", total=len(args.workloads) * (1 + len(args.loads)))
         for workload in args.workloads:
             progress.update(task, description=f"{workload}: what vLLM alone can do")
@@ -115,9 +120,8 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def headline(replays: Sequence[Replay], other: str, suffix: str) -> dict[str, Any]:
-    """Ours over the other system: the worst and best of each figure, and what was not won."""
+    """Ours over the other system: the worst and best of each measure, and what was not won."""
     found = {(one.workload, one.load, one.system): one for one in replays}
-    fields: dict[str, Any] = {}
     pairs = [
         (one, found[one.workload, one.load, other])
         for one in replays
@@ -125,46 +129,40 @@ def headline(replays: Sequence[Replay], other: str, suffix: str) -> dict[str, An
     ]
     if not pairs:
         return {}
-    for figure in _FIGURES:
-        ratios = [one.over(theirs, figure) for one, theirs in pairs]
-        name = "slowness" if figure == "requests_per_s" else figure.removesuffix("_ms")
+    fields: dict[str, Any] = {}
+    for measure in _MEASURES:
+        ratios = [one.over(theirs, measure) for one, theirs in pairs]
+        name = "slowness" if measure == "requests_per_s" else measure.removesuffix("_ms")
         fields[f"{name}_{suffix}_worst"] = round(max(ratios), 3)
         fields[f"{name}_{suffix}_best"] = round(min(ratios), 3)
     fields[f"not_won_{suffix}"] = [
-        f"{one.workload} at {one.load:g}: {figure} {ratio:.2f}"
+        f"{one.workload} at {one.load:g}: {measure} {ratio:.2f}"
         for one, theirs in pairs
-        for figure in _FIGURES
-        if (ratio := one.over(theirs, figure)) > TIE
+        for measure in _MEASURES
+        if (ratio := one.over(theirs, measure)) > TIE
     ]
     return fields
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
     """Time to first token, median and 90th percentile, of every replay."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     cells = list(dict.fromkeys((r["workload"], r["load"]) for r in result["replays"]))
     systems = sorted({r["system"] for r in result["replays"]}, reverse=True)
     found = {(r["workload"], r["load"], r["system"]): r for r in result["replays"]}
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4), sharey=True)
     width = 0.8 / len(systems)
-    for axes, quantile in zip(panels, ("p50", "p90"), strict=True):
-        for number, system in enumerate(systems):
-            heights = [
-                found.get((*cell, system), {}).get(f"ttft_{quantile}_ms", 0) for cell in cells
-            ]
-            places = [place + number * width for place in range(len(cells))]
-            axes.bar(places, heights, width, label=system)
-        names = [f"{workload}\n{load:g} times" for workload, load in cells]
-        axes.set_xticks([place + 0.4 - width / 2 for place in range(len(cells))], names)
-        axes.tick_params(axis="x", labelsize="small")
-        axes.set(yscale="log", title=f"time to first token, {quantile}, ms")
-    panels[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(target, dpi=90, bbox_inches="tight")
-    pyplot.close(figure)
+    with panels(target, 1, 2, (12, 4), dpi=90, sharey=True) as all_axes:
+        for axes, quantile in zip(all_axes, ("p50", "p90"), strict=True):
+            for number, system in enumerate(systems):
+                heights = [
+                    found.get((*cell, system), {}).get(f"ttft_{quantile}_ms", 0) for cell in cells
+                ]
+                places = [place + number * width for place in range(len(cells))]
+                axes.bar(places, heights, width, label=system)
+            names = [f"{workload}\n{load:g} times" for workload, load in cells]
+            axes.set_xticks([place + 0.4 - width / 2 for place in range(len(cells))], names)
+            axes.tick_params(axis="x", labelsize="small")
+            axes.set(yscale="log", title=f"time to first token, {quantile}, ms")
+        all_axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _workload_fields(name: str, cold_per_second: float) -> dict[str, Any]:
@@ -179,69 +177,51 @@ def _workload_fields(name: str, cold_per_second: float) -> dict[str, Any]:
     }
 
 
-class _Bench(contextlib.ExitStack):
+class _Contest:
     """All servers. ``unavailable`` is told why a peer is not among them."""
 
-    def __init__(self, progress: Progress, unavailable: dict[str, str], peers: bool) -> None:
-        super().__init__()
+    def __init__(self, engines: Engines, progress: Progress, unavailable: dict[str, str]) -> None:
+        self._engines = engines
         self._servers: dict[str, ApiServer] = {}
         self._unavailable = unavailable
-        self._peers = peers
         self._seeds = count(1)
         self._turns = count()
-        self._task = progress.add_task("starting servers", total=3)
         self._progress = progress
 
-    def __enter__(self) -> _Bench:
-        super().__enter__()
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def _start(self) -> None:
-        folder = tempfile.TemporaryDirectory(prefix="lmcache-connector-trace-")
-        self._folder = Path(self.enter_context(folder))
-        self._model = build_tiny_model(self._folder / "model", DEMO_SHAPE)
-        valkey = self.enter_context(warm_valkey())
-        extra = {"cpu_gib": CPU_TIER_GIB, "redis_url": valkey.url}
+    def start(self, redis_url: str, *, peers: bool) -> None:
+        """Start all servers side by side, and warm them up."""
+        task = self._progress.add_task("starting servers", total=3)
         self._serve(_NONE, None)
-        self._serve(
-            _OURS,
-            {
-                "kv_connector": "LMCacheTieredConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            },
-        )
-        if self._peers:
+        self._serve(_OURS, tiered_transfer(cpu_gib=CPU_TIER_GIB, redis_url=redis_url))
+        if peers:
+            log = self._engines.folder / "lmcache-server.log"
             try:
-                log = self._folder / "lmcache-server.log"
-                self._serve(_MP, self.enter_context(lmcache_server(log, PEER_GIB)))
-            except PeerError as error:
+                self._serve(_MP, self._engines.enter_context(lmcache_server(log, PEER_GIB)))
+            except ServerError as error:
                 self._unavailable[_MP] = reason(error)
-        for name in list(self._servers):  # they start side by side
+        for name in list(self._servers):
             self._await(name)
-        self._progress.remove_task(self._task)
+            self._progress.advance(task)
+        self._progress.remove_task(task)
 
     def _await(self, name: str) -> None:
         try:
-            wait_ready(self._servers[name])
-        except PeerError as error:
-            if name in (_NONE, _OURS):
-                raise
-            self._unavailable[name] = reason(error)
+            self._servers[name].wait_ready()
+        except ServerError as error:
+            self._excuse(name, name, error)
             del self._servers[name]
-            return
-        self._replay(self._servers[name], self._fresh("prefixes")[:4], _AT_ONCE)  # warm up
-        self._progress.advance(self._task)
+        else:
+            self._replay(self._servers[name], self._fresh("prefixes")[:4], _AT_ONCE)
+
+    def _excuse(self, name: str, what: str, error: Exception) -> None:
+        """A peer may be missing. vLLM alone and this connector may not."""
+        if name in (_NONE, _OURS):
+            raise error
+        self._unavailable[what] = reason(error)
 
     def _serve(self, name: str, transfer: dict[str, Any] | None) -> None:
-        log = self._folder / f"{name}.log"
         options = ("--kv-cache-memory-bytes", str(PAGED_CACHE_MIB << 20), "--max-model-len", "6144")
-        self._servers[name] = self.enter_context(serving(self._model, transfer, log, *options))
+        self._servers[name] = self._engines.serve(name, transfer, *options)
 
     def cold_capacity(self, workload: str) -> float:
         """Requests a second of vLLM alone when it can reuse nothing."""
@@ -257,31 +237,19 @@ class _Bench(contextlib.ExitStack):
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in before}
         for _ in range(rounds):
             asks, seed = self._fresh(workload), next(self._seeds)
-            for name in self._names_in_turn():
+            for name in in_turn(self._servers, next(self._turns)):
                 if name not in results:
                     continue
                 try:
                     results[name].append(self._replay(self._servers[name], asks, per_second, seed))
                 except (OSError, ValueError) as error:
-                    if name in (_NONE, _OURS):
-                        raise
-                    self._unavailable[f"{name}, {workload}"] = reason(error)
+                    self._excuse(name, f"{name}, {workload}", error)
                     del results[name]
+        now = {name: cached_tokens(self._servers[name]) for name in results}
         return [
-            _fields(
-                workload,
-                load,
-                name,
-                found,
-                cached_tokens(self._servers[name]).since(before[name]),
-            )
+            _fields(workload, load, name, found, now[name].since(before[name]))
             for name, found in results.items()
         ]
-
-    def _names_in_turn(self) -> list[str]:
-        names = list(self._servers)
-        first = next(self._turns) % len(names)
-        return names[first:] + names[:first]
 
     def _fresh(self, workload: str) -> list[Ask]:
         """The workload with tokens that no server has seen."""
@@ -290,10 +258,10 @@ class _Bench(contextlib.ExitStack):
     def _replay(
         self, server: ApiServer, asks: Sequence[Ask], per_second: float, seed: int = 0
     ) -> dict[str, Any]:
-        trace = self._folder / "trace.jsonl"
+        trace = self._engines.folder / "trace.jsonl"
         lines = trace_lines(random.Random(seed), asks, per_second)
         trace.write_text(lines, encoding="utf-8")
-        return replay(server, self._model, trace, PIECE_TOKENS)
+        return replay(server, self._engines.model, trace, PIECE_TOKENS)
 
 
 def _fields(

@@ -1,13 +1,14 @@
-"""Time to first token, cold and from every tier, side by side with the peers.
+"""Time to first token, cold and from every tier, side by side with other connectors.
 
 Engines of one model live side by side and serve prompts of the same lengths in turn: vLLM alone
 (cold, and as a hit of its own prefix cache, here ``gpu_hit``), this connector (cold, from CPU
 memory, and from a Valkey that another process has filled), and the connectors of
-:mod:`benchmarks.peers` (cold, and again: ``hit``, if it is one). Who goes first changes from round
-to round. Before each hit vLLM's own prefix cache is emptied, and before each Redis hit the CPU tier
-too. ``cached_tokens`` proves what a hit really was. ``vllm_cold_same_process`` is our engine with
-its connector taken out for a moment: two processes differ by a few per cent whatever they run, so
-what the connector costs a cold prompt is measured in one, and against vLLM alone beside it.
+:mod:`benchmarks.peers.connectors` (cold, and again: ``hit``, if it is one). Who goes first changes
+from round to round. Before each hit vLLM's own prefix cache is emptied, and before each Redis hit
+the CPU tier too. ``cached_tokens`` proves what a hit really was. ``vllm_cold_same_process`` is our
+engine with its connector taken out for a moment: two processes differ by a few per cent whatever
+they run, so what the connector costs a cold prompt is measured in one, and against vLLM alone
+beside it.
 
 Ratios are medians of the rounds' ratios. What a peer cannot do here is reported under
 ``unavailable``.
@@ -19,7 +20,6 @@ import argparse
 import contextlib
 import math
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -28,28 +28,23 @@ from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.harness import spread
-from benchmarks.models import MODELS
-from benchmarks.peers import (
-    TRANSFERS,
-    PeerError,
-    let_numba_come_early,
-    lmcache_server,
-    reason,
-)
-from benchmarks.served import (
+from benchmarks.harness.engine_timings import (
     come_to_rest,
     empty_cpu_tier,
     probe_link,
-    random_prompt,
     ttft_and_cached,
     without_connector,
 )
-from benchmarks.warm_server import warm_valkey
+from benchmarks.harness.engines import MODELS, Engines
+from benchmarks.harness.plots import panels
+from benchmarks.harness.ratios import in_turn, median, pairwise, spread
+from benchmarks.harness.servers import warm_valkey
+from benchmarks.peers.connectors import TRANSFERS, let_numba_come_early, lmcache_server, reason
+from tests.support.engine_settings import tiered_transfer
 from tests.support.instance import InstanceError, VllmInstance
 from tests.support.probe import EngineProbe
-from tests.support.servers import Server
-from tests.support.tiny_model import build_tiny_model
+from tests.support.processes import ServerError
+from tests.support.prompts import random_prompt
 
 TOKENS = (1000, 4000, 16000)
 HITS_PER_ROUND = 3
@@ -67,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Case:
-    """All times of one model and length. ``seconds[way][round]``: medians of that round."""
+    """All times of one model and prompt length. ``seconds[way][round]``: median of that round."""
 
     model: str
     tokens: int
@@ -75,26 +70,23 @@ class Case:
     cached: dict[str, int] = field(default_factory=dict)
 
     def add(self, way: str, served: Sequence[tuple[float, int]]) -> None:
-        """``served``: seconds and cached tokens of requests of one round."""
+        """Add one round. ``served``: seconds and cached tokens of its requests."""
         seconds = statistics.median(taken for taken, _ in served)
         self.seconds.setdefault(way, []).append(seconds)
         fewest = min(cached for _, cached in served)
         self.cached[way] = min(fewest, self.cached.get(way, fewest))
 
     def ratios(self, way: str, reference: str) -> list[float]:
-        """Of the rounds in which both were measured."""
-        pairs = zip(self.seconds.get(way, ()), self.seconds.get(reference, ()), strict=False)
-        return [ours / theirs for ours, theirs in pairs]
+        """Ratios of the rounds in which both were measured."""
+        return pairwise(self.seconds.get(way, ()), self.seconds.get(reference, ()))
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     cases: list[Case] = []
     unavailable: dict[str, str] = {}
     for model in args.models:
-        rounds = {tokens: _rounds(args.rounds, tokens) for tokens in sorted(args.tokens)}
-        with tempfile.TemporaryDirectory(prefix="lmcache-connector-ttft-") as folder:
-            bench = _Bench(model, Path(folder), rounds, args, unavailable, progress)
-            cases += bench.run()
+        with Engines(MODELS[model]) as engines:
+            cases += _Contest(model, args, engines, unavailable, progress).run()
     return {
         **headline(cases),
         "chunk_size": args.chunk_size,
@@ -116,37 +108,28 @@ def headline(cases: Sequence[Case]) -> dict[str, Any]:
     for name, (way, reference, worst) in promises.items():
         ratios = [found for case in cases if (found := case.ratios(way, reference))]
         if ratios:
-            fields[name] = round(statistics.median(chain.from_iterable(ratios)), 3)
+            fields[name] = median(list(chain.from_iterable(ratios)), 3)
             fields[f"{name}_worst_case"] = round(worst(map(statistics.median, ratios)), 3)
     return fields
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
     """Time to first token over prompt length, one line per way, one panel per model."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     models = list(dict.fromkeys(case["model"] for case in result["cases"]))
-    figure, panels = pyplot.subplots(
-        1, len(models), figsize=(5.5 * len(models), 4.5), squeeze=False
-    )
-    for axes, model in zip(panels[0], models, strict=True):
-        for way in dict.fromkeys(case["way"] for case in result["cases"]):
-            points = [
-                (case["tokens"], case["ttft_s"]["median"])
-                for case in result["cases"]
-                if (case["model"], case["way"]) == (model, way)
-            ]
-            if points:
-                style = "--" if way.endswith("cold") else "-"
-                axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
-        axes.set(xscale="log", yscale="log", title=model)
-        axes.set(xlabel="prompt tokens", ylabel="time to first token, s")
-    panels[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(target, dpi=90, bbox_inches="tight")
-    pyplot.close(figure)
+    with panels(target, 1, len(models), (5.5 * len(models), 4.5), dpi=90) as all_axes:
+        for axes, model in zip(all_axes, models, strict=True):
+            for way in dict.fromkeys(case["way"] for case in result["cases"]):
+                points = [
+                    (case["tokens"], case["ttft_s"]["median"])
+                    for case in result["cases"]
+                    if (case["model"], case["way"]) == (model, way)
+                ]
+                if points:
+                    style = "--" if way.endswith("cold") else "-"
+                    axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
+            axes.set(xscale="log", yscale="log", title=model)
+            axes.set(xlabel="prompt tokens", ylabel="time to first token, s")
+        all_axes[-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _rounds(most: int, tokens: int) -> int:
@@ -170,132 +153,103 @@ def _case_fields(case: Case) -> list[dict[str, Any]]:
     ]
 
 
-class _Bench:
-    """All contestants with one model. ``rounds``: by prompt length."""
+@dataclass
+class _Contest:
+    """All that serve one model. ``unavailable`` is told why a peer does not take part."""
 
-    def __init__(
-        self,
-        model: str,
-        folder: Path,
-        rounds: dict[int, int],
-        args: argparse.Namespace,
-        unavailable: dict[str, str],
-        progress: Progress,
-    ) -> None:
-        self._model = model
-        self._folder = folder
-        self._rounds = rounds
-        self._peers = not args.no_peers
-        self._chunk_size = args.chunk_size
-        self._unavailable = unavailable
-        self._engines: dict[str, VllmInstance] = {}
-        self._progress = progress
-        self._task = progress.add_task(model, total=sum(rounds.values()))
-        self._path = build_tiny_model(folder / "model", MODELS[model])
+    model: str
+    args: argparse.Namespace
+    engines: Engines
+    unavailable: dict[str, str]
+    progress: Progress
+    running: dict[str, VllmInstance] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.token_bytes = MODELS[self.model].kv_bytes_per_token
+        self.rounds = {
+            tokens: _rounds(self.args.rounds, tokens) for tokens in sorted(self.args.tokens)
+        }
+        self.task = self.progress.add_task(self.model, total=sum(self.rounds.values()))
 
     def run(self) -> list[Case]:
         cases = []
-        with contextlib.ExitStack() as stack:
-            valkey = stack.enter_context(warm_valkey(3072))
-            self._fill(valkey)
-            self._start(stack, _NONE, None)
-            self._start(stack, _OURS, self._transfer(valkey))
-            if self._peers:
-                self._start_peers(stack)
-            self._warm_up()
-            for tokens, rounds in self._rounds.items():
-                case = Case(self._model, tokens)
-                for number in range(rounds):
-                    self._round(case, number)
-                    self._progress.advance(self._task)
-                cases.append(case)
+        valkey = self.engines.enter_context(warm_valkey(3072))
+        ours = tiered_transfer(cpu_gib=2.0, redis_url=valkey.url, chunk_size=self.args.chunk_size)
+        self._fill(ours)
+        self._start(_NONE, None)
+        self._start(_OURS, ours)
+        if not self.args.no_peers:
+            self._start_peers()
+        self._warm_up()
+        for tokens, rounds in self.rounds.items():
+            case = Case(self.model, tokens)
+            for number in range(rounds):
+                self._round(case, number)
+                self.progress.advance(self.task)
+            cases.append(case)
         return cases
 
     # -- engines ---------------------------------------------------------------------------------
 
-    def _fill(self, valkey: Server) -> None:
+    def _fill(self, transfer: dict[str, Any]) -> None:
         """Another process stores the prompts that shall be found in Redis, and leaves."""
         self._describe("another process fills Redis")
-        with self._instance("writer", self._transfer(valkey)) as writer:
-            for tokens, rounds in self._rounds.items():
+        with self.engines.instance("writer", transfer, **self._sizes()) as writer:
+            for tokens, rounds in self.rounds.items():
                 for number in range(rounds):
                     writer.call(ttft_and_cached, _written_prompt(tokens, number))
                     writer.call(come_to_rest)
 
-    def _start_peers(self, stack: contextlib.ExitStack) -> None:
+    def _start_peers(self) -> None:
+        all_tokens = sum(tokens * rounds for tokens, rounds in self.rounds.items())
+        gib = 1.5 * all_tokens * self.token_bytes / 2**30 + 1
+        log = self.engines.folder / "lmcache-server.log"
         try:
-            gib = 1.5 * self._kv_bytes() / 2**30 + 1
-            log = self._folder / "lmcache-server.log"
-            transfer = stack.enter_context(lmcache_server(log, gib))
-            self._start(stack, _MP, transfer)
-        except PeerError as error:
-            self._unavailable[_MP] = reason(error)
+            self._start(_MP, self.engines.enter_context(lmcache_server(log, gib)))
+        except ServerError as error:
+            self.unavailable[_MP] = reason(error)
         for name, transfer in TRANSFERS.items():
-            if name not in self._unavailable:
-                self._start(stack, name, transfer)
+            if name not in self.unavailable:
+                self._start(name, transfer)
 
-    def _kv_bytes(self) -> int:
-        """Of all prompts of all rounds."""
-        tokens = sum(tokens * rounds for tokens, rounds in self._rounds.items())
-        return tokens * MODELS[self._model].kv_bytes_per_token
-
-    def _start(
-        self, stack: contextlib.ExitStack, name: str, transfer: dict[str, Any] | None
-    ) -> None:
+    def _start(self, name: str, transfer: dict[str, Any] | None) -> None:
         self._describe(f"{name} starts")
-        instance = self._instance(name, transfer)
+        prepare = let_numba_come_early if name == _MP else None
+        options = self._sizes() | {"prepare": prepare}
         try:
-            self._engines[name] = stack.enter_context(instance)
+            self.running[name] = self.engines.start(name, transfer, **options)
         except InstanceError as error:
-            instance.__exit__(InstanceError, error, None)  # what is left of it
             self._give_up(name, error)
 
-    def _instance(self, name: str, transfer: dict[str, Any] | None) -> VllmInstance:
-        longest = max(self._rounds)
-        return VllmInstance(
-            self._path,
-            transfer,
-            self._folder / f"{name}.log",
-            let_numba_come_early if name == _MP else None,
-            max_num_batched_tokens=8192,
-            max_model_len=longest + 64,
-            kv_cache_memory_bytes=max(256 << 20, self._prompt_bytes(longest) * 2),
-        )
-
-    def _transfer(self, valkey: Server) -> dict[str, Any]:
-        extra = {"cpu_gib": 2.0, "redis_url": valkey.url, "chunk_size": self._chunk_size}
+    def _sizes(self) -> dict[str, Any]:
+        longest = max(self.rounds)
         return {
-            "kv_connector": "LMCacheTieredConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
+            "max_num_batched_tokens": 8192,
+            "max_model_len": longest + 64,
+            "kv_cache_memory_bytes": max(256 << 20, 2 * longest * self.token_bytes),
         }
 
-    def _prompt_bytes(self, tokens: int) -> int:
-        return tokens * MODELS[self._model].kv_bytes_per_token
-
     def _give_up(self, name: str, error: InstanceError) -> None:
-        """A peer that fails is left out from here on; vLLM alone and we may not fail."""
+        """Leave a peer out from here on. vLLM alone and this connector may not fail."""
         if name in (_NONE, _OURS):
             raise error
-        self._engines.pop(name, None)
-        self._unavailable[name] = reason(error)
+        self.running.pop(name, None)
+        self.unavailable[name] = reason(error)
 
     def _warm_up(self) -> None:
         """Compilation, first touches, and what the connector learns of speeds."""
-        for name in list(self._engines):
+        for name in list(self.running):
             self._describe(f"{name} warms up")
             with self._peer(name) as engine:
                 for seed in range(1 if name == _SLOW else 3):
                     engine.call(ttft_and_cached, random_prompt(seed, 1000))
                     engine.call(come_to_rest)
-        self._engines[_OURS].call(probe_link)
+        self.running[_OURS].call(probe_link)
 
     # -- measurements ----------------------------------------------------------------------------
 
     def _round(self, case: Case, number: int) -> None:
-        names = list(self._engines)
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in in_turn(self.running, number):
             if name == _SLOW and number > 0:
                 continue
             self._describe(f"{case.tokens} tokens, {name}")
@@ -311,12 +265,12 @@ class _Bench:
     @contextlib.contextmanager
     def _peer(self, name: str) -> Iterator[VllmInstance]:
         try:
-            yield self._engines[name]
+            yield self.running[name]
         except InstanceError as error:
             self._give_up(name, error)
 
     def _describe(self, what: str) -> None:
-        self._progress.update(self._task, description=f"{self._model}: {what}")
+        self.progress.update(self.task, description=f"{self.model}: {what}")
 
 
 def _measure_none(case: Case, engine: VllmInstance, prompt: list[int]) -> None:
@@ -348,7 +302,7 @@ def _measure_peer(case: Case, name: str, engine: VllmInstance, prompt: list[int]
 
 
 def _again(engine: VllmInstance, prompt: list[int]) -> tuple[float, int]:
-    """Without vLLM's own prefix cache, all writing done."""
+    """Serve it without vLLM's own prefix cache, after all writing is done."""
     engine.call(come_to_rest)
     served: tuple[float, int] = engine.call(ttft_and_cached, prompt)
     return served

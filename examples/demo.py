@@ -10,32 +10,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.support.engine_settings import tiered_transfer
 from tests.support.instance import InstanceError, VllmInstance
-from tests.support.probe import Served
+from tests.support.probe import EngineProbe, Served
+from tests.support.prompts import random_prompt
 from tests.support.servers import running_server, valkey_binary
 from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
 
-Prompt = list[int]
-
-_VOCABULARY = 2000
 _WARM_UP_TOKENS = 700
 
 
 @dataclass(frozen=True)
 class Way:
-    """How one way of serving all prompts went. ``gbps``: load speed of the tier, GB/s."""
+    """How one way of serving all prompts went. ``gbps``: speed of loading from the tier, GB/s."""
 
     served: tuple[Served, ...]
     gbps: float | None = None
@@ -46,11 +43,11 @@ class Way:
 
     @property
     def hit_tokens(self) -> int:
-        """The least of all prompts."""
+        """The fewest of any prompt."""
         return min(served.external_hit_tokens for served in self.served)
 
     def same_bytes_as(self, other: Way, block_size: int) -> bool:
-        """Whether all blocks that were hits hold the bytes of the other run, block by block."""
+        """Whether every block that was a hit holds the same bytes as in the other run."""
         return all(
             _hit_blocks(mine, mine, block_size) == _hit_blocks(mine, theirs, block_size) != ()
             for mine, theirs in zip(self.served, other.served, strict=True)
@@ -99,16 +96,17 @@ def main() -> int:
 
 def run_demo(folder: Path, num_tokens: int, rounds: int, console: Console) -> Outcome:
     """Serve ``rounds`` prompts of ``num_tokens`` tokens each way. Raises ``InstanceError``."""
-    rng = random.Random(0)
-    prompts = [_random_prompt(rng, num_tokens) for _ in range(rounds)]
-    warm_up = _random_prompt(rng, _WARM_UP_TOKENS)
+    prompts = [random_prompt(seed, num_tokens) for seed in range(rounds)]
+    warm_up = random_prompt(rounds, _WARM_UP_TOKENS)
     with console.status("Building a tiny random Llama"):
         model = build_tiny_model(folder / "model", DEMO_SHAPE)
     with running_server(valkey_binary() or "valkey-server") as server:
         console.print("A real Valkey server is up, and a model is built")
 
+        transfer = tiered_transfer(cpu_gib=2, redis_url=server.unix_url)
+
         def instance(name: str) -> VllmInstance:
-            return VllmInstance(model, _kv_transfer(server.unix_url), folder / f"{name}.log")
+            return VllmInstance(model, transfer, folder / f"{name}.log")
 
         with console.status("Starting vLLM instance A (about 20 s)") as status, instance("a") as a:
             a.serve(warm_up)
@@ -137,37 +135,25 @@ def run_demo(folder: Path, num_tokens: int, rounds: int, console: Console) -> Ou
 
 def _serve(
     instance: VllmInstance,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[list[int]],
     before_each: Callable[[], None] = lambda: None,
 ) -> Way:
-    before = instance.counters()
+    before = instance.call(EngineProbe.metrics)
     served = []
     for prompt in prompts:
         before_each()
         served.append(instance.serve(prompt))
-    after = instance.counters()
+    after = instance.call(EngineProbe.metrics)
     return Way(tuple(served), _load_gbps(before, after))
 
 
-def _load_gbps(before: dict[str, Any], after: dict[str, Any]) -> float | None:
-    for tier in ("local", "remote"):
-        num_bytes = after[f"{tier}_load_bytes"] - before[f"{tier}_load_bytes"]
-        seconds = after[f"{tier}_load_seconds"] - before[f"{tier}_load_seconds"]
-        if num_bytes:
-            return float(num_bytes / seconds / 1e9)
-    return None
-
-
-def _random_prompt(rng: random.Random, num_tokens: int) -> Prompt:
-    return [rng.randrange(1, _VOCABULARY) for _ in range(num_tokens)]
-
-
-def _kv_transfer(redis_url: str) -> dict[str, Any]:
-    return {
-        "kv_connector": "LMCacheTieredConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_gib": 2, "redis_url": redis_url},
-    }
+def _load_gbps(before: dict[str, float], after: dict[str, float]) -> float | None:
+    """10^9 bytes per second of all loads between two looks at the metrics; ``None``: there were
+    none."""
+    new = {name: value - before.get(name, 0) for name, value in after.items()}
+    num_bytes = new["loaded_bytes_total cpu"]  # copied to the KV cache, wherever they came from
+    seconds = sum(new.get(f"load_seconds_sum {tier}", 0) for tier in ("cpu", "redis"))
+    return num_bytes / seconds / 1e9 if num_bytes else None
 
 
 def _table(outcome: Outcome) -> Table:

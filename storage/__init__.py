@@ -1,1 +1,1 @@
-"""Tiers and what they store. Installed as ``lmcache_connector.storage``; knows nothing of vLLM."""
+"""The Redis tier and the form of what it stores, installed as ``lmcache_connector.storage``."""

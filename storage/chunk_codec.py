@@ -1,4 +1,4 @@
-"""The bytes of one stored value: a fixed header that says what the payload is, then the payload.
+"""The bytes of one stored value: a fixed header that describes the payload, then the payload.
 
 Format v1, all integers little-endian::
 
@@ -21,7 +21,7 @@ Format v1, all integers little-endian::
                   or the 32-byte BLAKE3 tag keyed from ``hash_key``
        128        payload [layers][tokens][content], the KV cache's own bytes
 
-Nothing here allocates by what a header claims: a reader knows what it expects and compares.
+Nothing here allocates what a header claims: a reader knows which header to expect, and compares.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from __future__ import annotations
 import hmac
 import struct
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from enum import Enum
 
 import xxhash
 from blake3 import blake3
 
+from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
 
 MAGIC = b"LMCV"
 VERSION = 1
 HEADER_BYTES = 128
-KEY_BYTES = 32
-# No stored value is ever larger; a header that claims more is refused before anything else.
+# No payload is ever larger. A header that claims more is refused.
 MAX_PAYLOAD_BYTES = 64 << 20
 DTYPE_CODES = {
     "bfloat16": 1,
@@ -57,7 +57,7 @@ DTYPE_CODES = {
 
 _DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 _KEYED = 1
-_FIELDS = struct.Struct("<4sHHHHIIIIIIQ32s20s")
+_FIELDS = struct.Struct(f"<4sHHHHIIIIIIQ{CHUNK_KEY_BYTES}s20s")
 _SEALED_BYTES = _FIELDS.size
 _SEAL_BYTES = HEADER_BYTES - _SEALED_BYTES
 _RESERVED = bytes(20)
@@ -65,89 +65,41 @@ _RESERVED = bytes(20)
 Buffer = bytes | bytearray | memoryview
 
 
+class ValueFault(Enum):
+    """One way for a stored value to be invalid. The values are labels of a metric."""
+
+    TRUNCATED_HEADER = "truncated_header"
+    BAD_MAGIC = "bad_magic"
+    UNKNOWN_VERSION = "unknown_version"
+    BAD_HEADER_LENGTH = "bad_header_length"
+    UNKNOWN_DTYPE = "unknown_dtype"
+    BAD_FLAGS = "bad_flags"
+    OVERSIZED_PAYLOAD = "oversized_payload"
+    IMPOSSIBLE_RANGE = "impossible_range"
+    FOREIGN_DTYPE = "foreign_dtype"
+    FOREIGN_LAYERS = "foreign_layers"
+    FOREIGN_SHARD = "foreign_shard"
+    FOREIGN_TOKENS = "foreign_tokens"
+    FOREIGN_WIDTH = "foreign_width"
+    FOREIGN_LENGTH = "foreign_length"
+    FOREIGN_KEY = "foreign_key"
+    # Keyed where an unkeyed value is expected, or the other way round.
+    FOREIGN_SEAL = "foreign_seal"
+    BAD_CHECKSUM = "bad_checksum"
+    FORGED_TAG = "forged_tag"
+
+
 class InvalidValueError(ValueError):
-    """A stored value is not what its reader expects. ``reason`` names the counter it goes to."""
+    """A stored value is not what its reader expects; ``fault`` says in what way."""
 
-    reason: ClassVar[str] = "invalid"
-
-
-class TruncatedHeaderError(InvalidValueError):
-    reason = "truncated_header"
-
-
-class BadMagicError(InvalidValueError):
-    reason = "bad_magic"
-
-
-class UnknownVersionError(InvalidValueError):
-    reason = "unknown_version"
-
-
-class BadHeaderLengthError(InvalidValueError):
-    reason = "bad_header_length"
-
-
-class UnknownDtypeError(InvalidValueError):
-    reason = "unknown_dtype"
-
-
-class BadFlagsError(InvalidValueError):
-    reason = "bad_flags"
-
-
-class OversizedPayloadError(InvalidValueError):
-    reason = "oversized_payload"
-
-
-class ImpossibleRangeError(InvalidValueError):
-    reason = "impossible_range"
-
-
-class ForeignDtypeError(InvalidValueError):
-    reason = "foreign_dtype"
-
-
-class ForeignLayersError(InvalidValueError):
-    reason = "foreign_layers"
-
-
-class ForeignShardError(InvalidValueError):
-    reason = "foreign_shard"
-
-
-class ForeignTokensError(InvalidValueError):
-    reason = "foreign_tokens"
-
-
-class ForeignWidthError(InvalidValueError):
-    reason = "foreign_width"
-
-
-class ForeignLengthError(InvalidValueError):
-    reason = "foreign_length"
-
-
-class ForeignKeyError(InvalidValueError):
-    reason = "foreign_key"
-
-
-class ForeignSealError(InvalidValueError):
-    """Keyed where an unkeyed value is expected, or the other way round."""
-
-    reason = "foreign_seal"
-
-
-class BadChecksumError(InvalidValueError):
-    reason = "bad_checksum"
-
-
-class ForgedTagError(InvalidValueError):
-    reason = "forged_tag"
+    def __init__(self, fault: ValueFault, detail: str) -> None:
+        super().__init__(detail)
+        self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)
 class ValueHeader:
-    """What a value says about itself, but for its seal. Sizes in bytes, layers in global order."""
+    """The header of a value, without its seal. Sizes in bytes, layers in global order."""
 
     dtype: str
     keyed: bool
@@ -161,11 +113,11 @@ class ValueHeader:
     key: bytes
 
     def pack(self) -> bytes:
-        """The 96 sealed bytes. Raises ``ValueError`` on a dtype or key without a place in them."""
+        """The 96 sealed bytes. Raises ``ValueError`` for an unknown dtype or a bad key."""
         if self.dtype not in DTYPE_CODES:
             raise ValueError(f"no format code for dtype {self.dtype!r}")
-        if len(self.key) != KEY_BYTES:
-            raise ValueError(f"a chunk key has {KEY_BYTES} bytes, not {len(self.key)}")
+        if len(self.key) != CHUNK_KEY_BYTES:
+            raise ValueError(f"a chunk key has {CHUNK_KEY_BYTES} bytes, not {len(self.key)}")
         return _FIELDS.pack(
             MAGIC,
             VERSION,
@@ -187,7 +139,7 @@ class ValueHeader:
 def stripe_header(
     geometry: ChunkGeometry, stripe: Stripe, key: bytes, *, keyed: bool
 ) -> ValueHeader:
-    """The header that the value of ``stripe`` of the chunk ``key`` must have."""
+    """The header of the value that holds ``stripe`` of the chunk ``key``."""
     first = stripe.layer_start - geometry.layer_start
     widths = set(geometry.layer_widths[first : stripe.layer_end - geometry.layer_start])
     return ValueHeader(
@@ -205,11 +157,11 @@ def stripe_header(
 
 
 class Sealer:
-    """Computes the seal. Both hashes release the GIL on payloads of more than a few KiB."""
+    """Computes seals. Both hashes release the GIL on payloads of more than a few KiB."""
 
     def __init__(self, hash_key: bytes | None = None) -> None:
-        """``hash_key``: any secret of at least 16 bytes; the BLAKE3 key is derived from it, so
-        that one secret can serve chunk keys and values without the two ever mixing."""
+        """``hash_key``: any secret of at least 16 bytes; ``ValueError`` if it is shorter. The
+        BLAKE3 key is derived from it, so that one secret serves chunk keys and values alike."""
         self._key: bytes | None = None
         if hash_key is not None:
             if len(hash_key) < 16:
@@ -222,7 +174,7 @@ class Sealer:
         return self._key is not None
 
     def seal(self, sealed: Buffer, payload: Buffer) -> bytes:
-        """32 bytes over ``sealed`` (the 96 header bytes before the seal) and ``payload``."""
+        """The 32-byte seal of ``sealed`` (the 96 header bytes before the seal) and ``payload``."""
         if self._key is not None:
             tag = blake3(sealed, key=self._key)
             tag.update(payload)
@@ -233,7 +185,7 @@ class Sealer:
 
 
 def encode_header(header: ValueHeader, payload: Buffer, sealer: Sealer) -> bytes:
-    """The 128 bytes that go before ``payload``."""
+    """The 128 bytes that go before ``payload``. Raises ``ValueError`` if they do not match."""
     if len(payload) != header.payload_bytes:
         raise ValueError(f"payload has {len(payload)} bytes, not {header.payload_bytes}")
     if header.keyed != sealer.keyed:
@@ -243,26 +195,31 @@ def encode_header(header: ValueHeader, payload: Buffer, sealer: Sealer) -> bytes
 
 
 def decode_header(raw: Buffer) -> ValueHeader:
-    """Read a header from any bytes; raises the `InvalidValueError` that names the first fault."""
+    """Read a header from any bytes. Raises `InvalidValueError` with the first fault."""
     if len(raw) < HEADER_BYTES:
-        raise TruncatedHeaderError(f"{len(raw)} bytes, a header has {HEADER_BYTES}")
+        raise InvalidValueError(
+            ValueFault.TRUNCATED_HEADER, f"{len(raw)} bytes, a header has {HEADER_BYTES}"
+        )
     (magic, version, length, dtype_code, flags, *numbers, key, reserved) = _FIELDS.unpack_from(raw)
     layer_start, layer_end, shard, num_shards, tokens, width, payload_bytes = numbers
     if magic != MAGIC:
-        raise BadMagicError(f"magic is {magic!r}")
+        raise InvalidValueError(ValueFault.BAD_MAGIC, f"magic is {magic!r}")
     if version != VERSION:
-        raise UnknownVersionError(f"version {version}")
+        raise InvalidValueError(ValueFault.UNKNOWN_VERSION, f"version {version}")
     if length != HEADER_BYTES:
-        raise BadHeaderLengthError(f"header length {length}")
+        raise InvalidValueError(ValueFault.BAD_HEADER_LENGTH, f"header length {length}")
     if payload_bytes > MAX_PAYLOAD_BYTES:
-        raise OversizedPayloadError(f"payload length {payload_bytes}")
+        raise InvalidValueError(ValueFault.OVERSIZED_PAYLOAD, f"payload length {payload_bytes}")
     if dtype_code not in _DTYPE_NAMES:
-        raise UnknownDtypeError(f"dtype code {dtype_code}")
+        raise InvalidValueError(ValueFault.UNKNOWN_DTYPE, f"dtype code {dtype_code}")
     if flags & ~_KEYED or reserved != _RESERVED:
-        raise BadFlagsError(f"flags {flags:#x}, reserved {reserved.hex()}")
+        raise InvalidValueError(
+            ValueFault.BAD_FLAGS, f"flags {flags:#x}, reserved {reserved.hex()}"
+        )
     if layer_end <= layer_start or shard >= num_shards or tokens == 0 or payload_bytes == 0:
-        raise ImpossibleRangeError(
-            f"layers {layer_start}..{layer_end}, head {shard} of {num_shards}, {tokens} tokens"
+        raise InvalidValueError(
+            ValueFault.IMPOSSIBLE_RANGE,
+            f"layers {layer_start}..{layer_end}, head {shard} of {num_shards}, {tokens} tokens",
         )
     return ValueHeader(
         dtype=_DTYPE_NAMES[dtype_code],
@@ -278,38 +235,41 @@ def decode_header(raw: Buffer) -> ValueHeader:
     )
 
 
-_FOREIGN: dict[str, type[InvalidValueError]] = {
-    "key": ForeignKeyError,
-    "dtype": ForeignDtypeError,
-    "keyed": ForeignSealError,
-    "layer_start": ForeignLayersError,
-    "layer_end": ForeignLayersError,
-    "shard": ForeignShardError,
-    "num_shards": ForeignShardError,
-    "num_tokens": ForeignTokensError,
-    "content_width": ForeignWidthError,
-    "payload_bytes": ForeignLengthError,
+_FOREIGN = {
+    "key": ValueFault.FOREIGN_KEY,
+    "dtype": ValueFault.FOREIGN_DTYPE,
+    "keyed": ValueFault.FOREIGN_SEAL,
+    "layer_start": ValueFault.FOREIGN_LAYERS,
+    "layer_end": ValueFault.FOREIGN_LAYERS,
+    "shard": ValueFault.FOREIGN_SHARD,
+    "num_shards": ValueFault.FOREIGN_SHARD,
+    "num_tokens": ValueFault.FOREIGN_TOKENS,
+    "content_width": ValueFault.FOREIGN_WIDTH,
+    "payload_bytes": ValueFault.FOREIGN_LENGTH,
 }
 assert set(_FOREIGN) == {field.name for field in fields(ValueHeader)}
 
 
 def check_header(raw: Buffer, expected: ValueHeader) -> None:
-    """Raise the `InvalidValueError` that says in what ``raw`` differs from ``expected``."""
+    """Raise `InvalidValueError` with the fault in which ``raw`` differs from ``expected``."""
     if bytes(raw[:_SEALED_BYTES]) == expected.pack() and len(raw) == HEADER_BYTES:
         return
     found = decode_header(raw)
-    for name, error in _FOREIGN.items():
+    for name, fault in _FOREIGN.items():
         if getattr(found, name) != getattr(expected, name):
-            raise error(f"{name} differs")
-    raise BadHeaderLengthError(f"{len(raw)} bytes, a header has {HEADER_BYTES}")
+            raise InvalidValueError(fault, f"{name} differs")
+    raise InvalidValueError(
+        ValueFault.BAD_HEADER_LENGTH, f"{len(raw)} bytes, a header has {HEADER_BYTES}"
+    )
 
 
 def check_value(raw: Buffer, payload: Buffer, expected: ValueHeader, sealer: Sealer) -> None:
-    """Raise unless header ``raw`` and ``payload`` are, byte for byte, what was once sealed as
-    ``expected``. Runs at memory speed, without the GIL for all but the first microseconds."""
+    """Raise `InvalidValueError` unless header ``raw`` and ``payload`` are, byte for byte, what was
+    sealed as ``expected``. Runs at memory speed, and almost all of it without the GIL."""
     check_header(raw, expected)
     if len(payload) != expected.payload_bytes:
-        raise ForeignLengthError(f"payload has {len(payload)} bytes")
+        raise InvalidValueError(ValueFault.FOREIGN_LENGTH, f"payload has {len(payload)} bytes")
     seal = sealer.seal(raw[:_SEALED_BYTES], payload)
     if not hmac.compare_digest(seal, bytes(raw[_SEALED_BYTES:])):
-        raise (ForgedTagError if sealer.keyed else BadChecksumError)("seal differs")
+        fault = ValueFault.FORGED_TAG if sealer.keyed else ValueFault.BAD_CHECKSUM
+        raise InvalidValueError(fault, "the seal differs")

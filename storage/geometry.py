@@ -1,4 +1,4 @@
-"""Where the KV bytes of a chunk lie: the canonical chunk form, and what travels of it.
+"""Where the KV bytes of a chunk lie: in the canonical chunk form, and in stored values.
 
 A chunk buffer holds one rank's part of ``num_tokens`` tokens, shard-major::
 
@@ -7,9 +7,9 @@ A chunk buffer holds one rank's part of ``num_tokens`` tokens, shard-major::
     | t0 c | t1 c |..| t0 c | t1 c |..
 
 A *shard* is one KV head over this rank's layers. A *stripe* is a run of consecutive layers of one
-shard, the unit of one stored value, so that no value grows past ``max_value_bytes``. Stripes start
-at multiples of one stripe width counted from global layer 0, so ranks of different pipeline splits
-meet on the same stripes wherever their borders allow it.
+shard. Each stripe is stored as one value, so that no value grows past ``max_value_bytes``. Stripes
+start at multiples of one stripe width, counted from global layer 0, so ranks of different pipeline
+splits share stripes wherever their borders allow it.
 
 "Layer" counts positions in canonical order: KV cache groups in order, layers in model order
 inside each group.
@@ -24,10 +24,10 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """One stored value of a chunk: layers ``[layer_start, layer_end)`` of one KV head.
+    """What one stored value holds of a chunk: layers ``[layer_start, layer_end)`` of one KV head.
 
-    ``offset`` and ``num_bytes`` locate its payload ``[layers][tokens][content]`` in the chunk
-    buffer of the rank that holds it.
+    Its payload ``[layers][tokens][content]`` has ``num_bytes`` bytes and lies at ``offset`` in the
+    chunk buffer of the rank that holds it.
     """
 
     layer_start: int
@@ -39,10 +39,10 @@ class Stripe:
 
 @dataclass(frozen=True)
 class ChunkGeometry:
-    """One rank's part of a chunk. All sizes in bytes.
+    """One rank's part of a chunk. All sizes are in bytes. Raises ``ValueError`` if impossible.
 
     ``layer_widths[i]`` is the content width (K and V of one token and one KV head) of global layer
-    ``layer_start + i``; ``shards`` are the global KV head indices in buffer order.
+    ``layer_start + i``. ``shards`` are the global KV head indices in buffer order.
     """
 
     num_tokens: int
@@ -68,7 +68,7 @@ class ChunkGeometry:
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each layer inside a shard, and the shard's size as the last entry."""
+        """The byte offset of each layer inside a shard, and at the end the shard's size."""
         return tuple(accumulate((w * self.num_tokens for w in self.layer_widths), initial=0))
 
     @property
@@ -84,7 +84,7 @@ class ChunkGeometry:
         return self.chunk_bytes // self.num_tokens
 
     def stripe_width(self, max_value_bytes: int) -> int:
-        """Layers per stripe: as many as fit into ``max_value_bytes``, at least one."""
+        """The layers per stripe: as many as fit into ``max_value_bytes``, but at least one."""
         return max(1, max_value_bytes // (max(self.layer_widths) * self.num_tokens))
 
     def stripes(self, max_value_bytes: int) -> tuple[Stripe, ...]:

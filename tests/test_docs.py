@@ -1,18 +1,46 @@
-"""The documentation builds, with every link and anchor in place."""
+"""The documentation builds, and what it names exists: links, paths, commands, settings, formats."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 
+from lmcache_connector.cost_model.decision import Reason
+from lmcache_connector.storage import chunk_codec
+from tests.storage.redis.test_topology import TestAcl as _AclTest
 from tests.support import ROOT
+from tests.test_imports import FLOORS
+from tests.test_readme import table_after
 
 DOCS = ROOT / "docs"
+PACKAGE = ROOT / "lmcache_connector"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted((ROOT / "examples").rglob("README.md")),
+    ROOT / "benchmarks" / "notes.md",
+]
+LINKED_PAGES = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]
+TOPS = ("lmcache_connector", "storage", "tests", "docs", "examples", "benchmarks", ".ci")
+FILE_NAMES = {
+    path.name
+    for folder in (ROOT, *(ROOT / top for top in TOPS))
+    for path in (folder.iterdir() if folder == ROOT else folder.rglob("*"))
+}
+FILE_SUFFIXES = (".py", ".md", ".toml", ".txt", ".yml", ".yaml")
+
+
+def by_name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -42,6 +70,99 @@ def test_a_broken_link_would_stop_it(tmp_path: Path) -> None:
     assert build(tmp_path / "mkdocs.yml", tmp_path / "site").returncode != 0
 
 
+# -- links and paths -------------------------------------------------------------------------------
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Links inside the repository whose file or heading is not there."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(text))
+    return [target for target in targets if "://" not in target and not resolves(page, target)]
+
+
+def resolves(page: Path, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    linked = (page.parent / path).resolve() if path else page
+    if not linked.is_relative_to(ROOT) or not linked.exists():
+        return False
+    return not anchor or anchor in anchors(linked.read_text())
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ +(.*)$", without_code(text), re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", word) for word in words}  # as MkDocs and GitHub do
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", LINKED_PAGES, ids=by_name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert broken_links(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "link", ["nowhere.md", "docs/formats.md#nothing", "#nothing", "../outside.md"]
+)
+def test_a_link_that_leads_nowhere_is_found(link: str) -> None:
+    assert broken_links(ROOT / "README.md", f"# Here\n[text]({link})\n") == [link]
+
+
+def missing_paths(text: str, folder: Path = ROOT) -> list[str]:
+    """Paths and modules of the repository that the text of a page in ``folder`` names in vain."""
+    tops = (ROOT, PACKAGE, folder)  # the architecture names rooms as they lie in the package
+    paths = [name for name in named_paths(text) if not any((top / name).exists() for top in tops)]
+    files = [name for name in named_files(text) if name not in FILE_NAMES]
+    modules = [name for name in named_modules(text) if not is_module(name)]
+    return paths + files + modules
+
+
+def named_paths(text: str) -> Iterator[str]:
+    tops = "|".join(map(re.escape, TOPS))
+    for name in re.findall(rf"(?<![\w/.:~-])(?:{tops})/[\w./-]*", text):
+        yield name.rstrip(".")
+    yield from re.findall(r"`([\w-]+/[\w./-]*)`", text)
+
+
+def named_files(text: str) -> list[str]:
+    return [name for name in re.findall(r"`([\w.-]+)`", text) if name.endswith(FILE_SUFFIXES)]
+
+
+def named_modules(text: str) -> Iterator[str]:
+    yield from re.findall(r"`(lmcache_connector(?:\.\w+)+)`", text)
+    yield from re.findall(r"python -m ((?:examples|benchmarks)(?:\.\w+)*)", text)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_every_path_that_is_named_exists(page: Path) -> None:
+    assert missing_paths(page.read_text(), page.parent) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("in `p2p/data/` and `storage/redis/`, see `plans.py`.", []),
+        ("`lmcache_connector.storage` and `python -m examples.disaggregated.run`", []),
+        ("at http://docs/nowhere and `redis://host/0`", []),
+        ("in `scheduler/outbox/`", ["scheduler/outbox/"]),
+        ("run tests/nowhere now", ["tests/nowhere"]),
+        ("see `couriers.py`", ["couriers.py"]),
+        ("`lmcache_connector.storage.redis_tier`", ["lmcache_connector.storage.redis_tier"]),
+    ],
+)
+def test_a_path_that_does_not_exist_is_found(text: str, missing: list[str]) -> None:
+    assert missing_paths(text) == missing
+
+
+# -- commands and settings -------------------------------------------------------------------------
+
+
 def test_every_command_and_setting_that_is_named_exists() -> None:
     from lmcache_connector.cli.app import app
     from lmcache_connector.config.tiered import ConnectorConfig
@@ -51,7 +172,100 @@ def test_every_command_and_setting_that_is_named_exists() -> None:
     }
     table = re.findall(r"^\| `(\w+)[ `]", (DOCS / "command-line.md").read_text(), re.MULTILINE)
     assert set(table) == commands
-    text = " ".join(page.read_text() for page in DOCS.glob("*.md"))
+    text = " ".join(page.read_text() for page in PAGES)
     assert set(re.findall(r"lmcache-connector (\w+) ", text)) <= commands | {"COMMAND"}
     settings = set(re.findall(r"`(redis_\w+|load_\w+_seconds|lookup_\w+_seconds)`", text))
-    assert settings <= ConnectorConfig.model_fields.keys() | {"redis_chunks_total", "redis_chunks"}
+    assert settings <= ConnectorConfig.model_fields.keys() | {"redis_chunks_total", "redis_server"}
+
+
+def test_every_make_target_is_listed_and_every_listed_one_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    rows = table_after((ROOT / "CONTRIBUTING.md").read_text(), "## Commands")
+    assert {row[0].strip("`").split()[1] for row in rows} == targets - {"help"}
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert set(re.findall(r"(?:^ {4}|`)make (\w+)", text, re.MULTILINE)) <= targets
+
+
+def test_every_benchmark_that_is_named_exists() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--help"]
+    usage = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    known = set(re.findall(r"^(\w+): ", usage, re.MULTILINE))
+    text = "\n".join(page.read_text() for page in LINKED_PAGES)
+    named = set(re.findall(r"python -m benchmarks ([a-z]\w+)", text))
+    assert "overhead" in named
+    assert named <= known
+
+
+def test_the_reasons_of_decisions_are_those_of_the_cost_model() -> None:
+    rows = table_after((DOCS / "metrics.md").read_text(), "### Decisions")
+    named = {row[0].strip("`") for row in rows}
+    assert named <= {reason.value for reason in Reason}
+
+
+# -- formats and rights ----------------------------------------------------------------------------
+
+
+def test_the_value_format_is_that_of_the_codec() -> None:
+    rows = table_after((DOCS / "formats.md").read_text(), "## Value, format v1")
+    header = [(int(offset), int(size)) for offset, size, _ in rows[:-1]]
+    ends = [offset + size for offset, size in header]
+    assert [offset for offset, _ in header] == [0, *ends[:-1]]  # no gap, no overlap
+    assert ends[-1] == chunk_codec.HEADER_BYTES == int(rows[-1][0])
+    assert ends[-2] == chunk_codec.HEADER_BYTES - 32
+
+
+def test_the_dtype_codes_are_those_of_the_codec() -> None:
+    (listed,) = re.findall(r"Dtype codes: ([^.]*)\.", (DOCS / "formats.md").read_text())
+    codes = {name: int(code) for code, name in re.findall(r"(\d+) (\w+)", listed)}
+    assert codes == chunk_codec.DTYPE_CODES
+
+
+def test_the_access_rights_are_those_a_test_runs_with() -> None:
+    rights = " ".join(_AclTest.MINIMAL)
+    assert f"~lmc:* resetchannels -@all {rights}\n" in (DOCS / "security.md").read_text()
+
+
+# -- the tree --------------------------------------------------------------------------------------
+
+
+def paths_of_tree(text: str) -> Iterator[str]:
+    """Paths of a tree drawn with two spaces per level, one path and its meaning per line."""
+    above: list[str] = []
+    for line in text.splitlines():
+        name = line.split()[0]
+        del above[(len(line) - len(line.lstrip())) // 2 :]
+        yield "".join([*above, name])
+        above.append(name)
+
+
+def test_the_tree_of_the_architecture_is_the_real_one() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    tree = re.findall(r"^```text\n(lmcache_connector/\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    paths = list(paths_of_tree(tree[0]))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    folders = {
+        f"{by_name(file.parent)}/"
+        for top in (PACKAGE, ROOT / "storage")
+        for file in top.rglob("__init__.py")
+    }
+    rooms = {folder for folder in folders if not folder.startswith("lmcache_connector/storage/")}
+    assert {path for path in paths if path.endswith("/")} == rooms
+
+
+def test_the_arrows_of_the_architecture_are_those_that_hold() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    (drawn,) = re.findall(r"^```text\n(cli\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    lines = [re.findall(r"\w+", line) for line in drawn.splitlines()]
+    floors = [
+        [number for number, rooms in enumerate(FLOORS) for room in rooms if is_part(room, names)]
+        for names in lines
+    ]
+    for above, below in itertools.pairwise(floors):
+        assert max(above) <= min(below)
+    everything = {room for rooms in FLOORS for room in rooms} - {"startup", "errors"}
+    named = [name for names in lines for name in names]
+    assert {room for room in everything if not is_part(room, named)} == set()
+
+
+def is_part(room: str, names: list[str]) -> bool:
+    return room.split("/")[0] in names

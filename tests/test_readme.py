@@ -1,4 +1,4 @@
-"""What the front page says of settings and formats is what the code does."""
+"""The front page says what the code does, and stays one page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from pydantic import SecretStr
 
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
-from lmcache_connector.storage import chunk_codec
-from tests.storage.redis.test_topology import TestAcl as _AclTest
 from tests.support import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -23,11 +21,13 @@ UNITS = {
     "_mib": "MiB",
     "_seconds": "seconds",
 }  # by the end of a key's name
+MAX_LINES = 170
+SUPPORTED = "## What is supported"
 
 
-def table_after(heading: str) -> list[list[str]]:
-    """Rows of the first table below ``heading``, cells stripped, without its head."""
-    below = README.split(f"\n{heading}", maxsplit=1)[1].splitlines()
+def table_after(page: str, heading: str) -> list[list[str]]:
+    """Rows of the first table below ``heading`` of a page, cells stripped, without its head."""
+    below = page.split(f"\n{heading}\n", maxsplit=1)[1].splitlines()
     rows = []
     for line in below:
         if line.startswith("|"):
@@ -37,7 +37,7 @@ def table_after(heading: str) -> list[list[str]]:
     return rows[2:]
 
 
-CONFIGURATION = {row[0].strip("`"): row[1:4] for row in table_after("## Configuration")}
+SETTINGS = {row[0].strip("`"): row[1:4] for row in table_after(README, "## Settings")}
 OWN_FIELDS = {name: f for name, f in ConnectorConfig.model_fields.items() if name != "lmcache"}
 
 
@@ -55,14 +55,14 @@ def default_words(value: Any) -> str:
 
 
 def test_the_table_has_every_key_in_order() -> None:
-    assert list(CONFIGURATION) == [*OWN_FIELDS, "lmcache.NAME"]
+    assert list(SETTINGS) == [*OWN_FIELDS, "lmcache.NAME"]
 
 
 @pytest.mark.parametrize("name", OWN_FIELDS)
 def test_type_unit_and_default_are_those_of_the_code(name: str) -> None:
     field = OWN_FIELDS[name]
     unit = next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
-    assert CONFIGURATION[name] == [type_words(field.annotation), unit, default_words(field.default)]
+    assert SETTINGS[name] == [type_words(field.annotation), unit, default_words(field.default)]
 
 
 def test_the_flag_as_printed_is_accepted() -> None:
@@ -74,21 +74,13 @@ def test_the_flag_as_printed_is_accepted() -> None:
     assert config.redis_url.get_secret_value() == "redis://host:6379"
 
 
-def test_the_value_format_is_that_of_the_codec() -> None:
-    rows = table_after("**Value**")
-    header = [(int(offset), int(size)) for offset, size, _ in rows[:-1]]
-    ends = [offset + size for offset, size in header]
-    assert [offset for offset, _ in header] == [0, *ends[:-1]]  # no gap, no overlap
-    assert ends[-1] == chunk_codec.HEADER_BYTES == int(rows[-1][0])
-    assert ends[-2] == chunk_codec.HEADER_BYTES - 32
+@pytest.mark.parametrize(("row", "constant"), [("vLLM", "VLLM"), ("LMCache", "LMCACHE")])
+def test_the_supported_versions_are_those_of_the_code(row: str, constant: str) -> None:
+    said = {name: text.split()[0].rstrip(";") for name, text in table_after(README, SUPPORTED)}
+    sources = (ROOT / "lmcache_connector" / "vllm_compat").glob("*.py")
+    code = "".join(path.read_text() for path in sources)
+    assert re.findall(rf'^SUPPORTED_{constant} = "(.*)"$', code, re.MULTILINE) == [said[row]]
 
 
-def test_the_dtype_codes_are_those_of_the_codec() -> None:
-    (listed,) = (row[2] for row in table_after("**Value**") if row[2].startswith("dtype: "))
-    codes = {name: int(code) for code, name in re.findall(r"(\d+) (\w+)", listed)}
-    assert codes == chunk_codec.DTYPE_CODES
-
-
-def test_the_access_rights_are_those_a_test_runs_with() -> None:
-    rights = " ".join(_AclTest.MINIMAL)
-    assert f"~lmc:* -@all {rights}\n" in README
+def test_it_is_one_page() -> None:
+    assert len(README.splitlines()) <= MAX_LINES

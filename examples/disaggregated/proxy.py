@@ -110,7 +110,7 @@ class Proxy:
     async def _prefill(
         self, request: web.Request, body: dict[str, Any], decode: Instance
     ) -> tuple[str, dict[str, Any] | None]:
-        """The request's name, and what the decode instance needs to know to get the KV."""
+        """The request's name, and the parameters the decode instance needs to get the KV."""
         tried: frozenset[str] = frozenset()
         while (prefill := self._registry.pick(Role.PREFILL, tried)) is not None:
             name = _name(prefill, decode) if self._by_id else uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Which prefill and decode instances there are: those that said so, not long ago."""
+"""The prefill and decode instances that have registered and still send heartbeats."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from lmcache_connector.p2p.heartbeat import sign
 
 _PLACE = re.compile(r"[A-Za-z0-9.\-\[\]:]{1,260}:[0-9]{1,5}\Z")
 _MAX_INSTANCES = 1024
@@ -31,7 +33,8 @@ class Role(Enum):
 
 @dataclass
 class Instance:
-    """``http``: its API; ``kv``: its control plane, both HOST:PORT. ``running``: our requests."""
+    """``http``: its API; ``kv``: its control plane, both HOST:PORT. ``running``: requests of this
+    proxy. Times are on the registry's clock."""
 
     role: Role
     http: str
@@ -39,7 +42,7 @@ class Instance:
     engine_id: str
     seen_at: float
     running: int = 0
-    shunned_until: float = field(default=0.0)
+    shunned_until: float = 0.0
 
 
 class Registry:
@@ -66,7 +69,7 @@ class Registry:
     def register(self, body: bytes, signature: str = "") -> None:
         """One heartbeat, as it was posted. Raises :class:`RegistrationError`."""
         if self._secret:
-            expected = hmac.digest(self._secret, body, "sha256").hex()
+            expected = sign(body, self._secret)
             if not hmac.compare_digest(expected.encode(), signature.encode()):
                 raise RegistrationError("the signature is not that of the shared secret")
         fields = _fields(body)
@@ -86,7 +89,7 @@ class Registry:
         )
 
     def alive(self, part: Role | None = None) -> list[Instance]:
-        """Those heard of lately that play this part."""
+        """Those heard of lately that play this part; without one, all of them."""
         now = self._clock()
         self._instances = {
             name: instance
@@ -96,7 +99,7 @@ class Registry:
         return [i for i in self._instances.values() if part is None or i.role.plays(part)]
 
     def pick(self, part: Role, besides: frozenset[str] = frozenset()) -> Instance | None:
-        """The least busy one; who just failed comes last, who is in ``besides`` not at all."""
+        """The least busy one, except ``besides``. One that just failed comes last."""
         now = self._clock()
         candidates = [i for i in self.alive(part) if i.http not in besides]
         return min(candidates, key=lambda i: (i.shunned_until > now, i.running), default=None)

@@ -41,13 +41,7 @@ def main() -> None:
         secret = secrets.token_hex(16)
         proxy, prefill, decode = (free_port() for _ in range(3))
         environment = {**os.environ, "P2P_SECRET": secret}
-        stack.enter_context(
-            process(
-                proxy_command(proxy),
-                folder / "proxy.log",
-                environment,
-            )
-        )
+        stack.enter_context(process(proxy_command(proxy), folder / "proxy.log", environment))
         for role, port in (("kv_producer", prefill), ("kv_consumer", decode)):
             command = instance_command(model, role, port, f"http://127.0.0.1:{proxy}")
             stack.enter_context(process(command, folder / f"{role}.log", environment))

@@ -20,8 +20,6 @@ SECONDS_BUCKETS = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 BANDWIDTH_BUCKETS = (1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1e11)
-CIRCUIT_VALUES = {"closed": 0, "trial": 1, "open": 2}
-
 
 Known = tuple[tuple[str, ...], ...]
 _TIERS: Known = (("cpu",), ("redis",))

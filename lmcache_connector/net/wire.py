@@ -1,8 +1,8 @@
-"""Bytes to and from a server over a socket that redis-py has connected and authenticated.
+"""Moves bytes over a connected socket, to or from a Redis server or another instance.
 
-Waits are cut into slices so that a deadline, a cancellation or a silent server is noticed soon;
-inside a slice one system call moves as much as there is, scattered over many buffers, with the GIL
-released. On a plain socket ``MSG_WAITALL`` with ``SO_RCVTIMEO`` does that: Python's own socket
+Waits are cut into slices, so that a deadline, a cancellation or a silent peer is noticed soon.
+Inside a slice, one system call moves as much as there is, scattered over many buffers, with the GIL
+released. On a plain socket, ``MSG_WAITALL`` with ``SO_RCVTIMEO`` does that; Python's own socket
 timeouts would turn every few hundred KiB into a poll and a receive.
 """
 
@@ -14,6 +14,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Protocol
 
 from lmcache_connector.net.deadline import Deadline
@@ -26,35 +27,54 @@ _LINE_BYTES = 64 * 1024
 _TIMEVAL = struct.Struct("@ll")
 
 
-class WireError(Exception):
-    """The connection is of no more use. ``reason`` names the counter it goes to;
-    ``is_servers_fault`` is false where only the caller's own hurry ended it."""
+class WireFault(Enum):
+    """What ended a connection. The values are labels of a metric."""
 
-    def __init__(self, reason: str, detail: str = "", *, is_servers_fault: bool = True) -> None:
-        super().__init__(detail or reason)
-        self.reason = reason
-        self.is_servers_fault = is_servers_fault
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    CLOSED = "closed"
+    STALLED = "stalled"
+    OUT_OF_STEP = "out_of_step"  # the peer's bytes are not the answer to what was sent
+
+
+class WireError(Exception):
+    """The connection cannot be used any more.
+
+    ``is_peers_fault`` is False where only the caller's own deadline or cancellation ended it.
+    """
+
+    def __init__(self, fault: WireFault, detail: str = "", *, is_peers_fault: bool = True) -> None:
+        super().__init__(detail or fault.value)
+        self.fault = fault
+        self.is_peers_fault = is_peers_fault
 
 
 _Move = Callable[[Sequence[memoryview], float], int]
 
 
 class Channel(Protocol):
-    """One slice of sending or receiving. All return the bytes moved, 0 when the slice ended with
-    none, and raise ``OSError`` on a broken connection, ``EOFError`` on one closed by the peer."""
+    """Sends or receives for one slice of time.
+
+    Each method waits up to ``seconds`` and returns the number of bytes moved, 0 if none were. It
+    raises ``OSError`` if the connection broke and ``EOFError`` if the peer closed it.
+    """
 
     def receive_some(self, views: Sequence[memoryview], seconds: float) -> int:
-        """Wait until all of ``views`` is full, or the slice is over."""
+        """Wait until all of ``views`` are full, or the slice is over."""
         ...
 
     def receive_available(self, view: memoryview, seconds: float) -> int:
-        """Be content with whatever comes first."""
+        """Return as soon as any bytes have come."""
         ...
 
-    def send_some(self, views: Sequence[memoryview], seconds: float) -> int: ...
+    def send_some(self, views: Sequence[memoryview], seconds: float) -> int:
+        """Send as much of ``views`` as the socket takes."""
+        ...
 
 
 class PlainChannel:
+    """A TCP or Unix socket."""
+
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self._sock = sock
@@ -98,7 +118,7 @@ class PlainChannel:
 
 
 class TlsChannel:
-    """TLS moves at most one record (16 KiB) per call; OpenSSL leaves nothing to scatter."""
+    """A TLS socket. It moves at most one record (16 KiB) per call and cannot scatter."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
@@ -140,9 +160,10 @@ class TlsChannel:
 
 
 class Wire:
-    """A connection to one server. Not thread-safe: one thread owns it.
+    """A connection to one peer. Not thread-safe: one thread owns it.
 
-    ``idle_seconds`` bounds how long the server may go without moving a single byte.
+    ``clock`` returns seconds. ``idle_seconds`` bounds how long the peer may go without moving a
+    single byte.
     """
 
     def __init__(
@@ -163,13 +184,16 @@ class Wire:
         deadline: Deadline,
         on_pause: Callable[[int], None] = lambda received: None,
     ) -> None:
-        """Fill ``views``. ``on_pause(received)`` is told, whenever a slice ends early, how many
-        bytes are there, and may raise to give up. Raises `WireError`."""
+        """Fill ``views``. Raises `WireError`.
+
+        Whenever a slice ends before everything is there, ``on_pause`` is called with the number of
+        bytes received so far. It may raise to give up.
+        """
         if self._line_buffer:
-            raise WireError("out_of_step", "bytes nobody asked for")
+            raise WireError(WireFault.OUT_OF_STEP, "bytes that nobody asked for")
         pending = _Pending(views)
         silence = _Silence(self._clock, self._idle_seconds)
-        # The first bytes are looked at as soon as they are there: they may be all there is.
+        # Look at the first bytes as soon as they come: nothing else may follow them.
         move: _Move = self._receive_available
         while pending.views:
             count = self._slice(move, pending.head(), deadline, silence)
@@ -180,18 +204,18 @@ class Wire:
                 on_pause(pending.done)
 
     def send(self, views: Sequence[bytes | memoryview], deadline: Deadline) -> None:
-        """Send all of ``views`` without copying them together. Raises `WireError`."""
+        """Send all of ``views`` without joining them first. Raises `WireError`."""
         pending = _Pending([memoryview(view) for view in views])
         silence = _Silence(self._clock, self._idle_seconds)
         while pending.views:
             pending.advance(self._slice(self._channel.send_some, pending.head(), deadline, silence))
 
     def receive_line(self, deadline: Deadline) -> bytes:
-        """One reply that is a single line, without its line end. Raises `WireError`."""
+        """Receive one line and return it without its CRLF. Raises `WireError`."""
         silence = _Silence(self._clock, self._idle_seconds)
         while (end := self._line_buffer.find(b"\r\n")) < 0:
             if len(self._line_buffer) > _LINE_BYTES:
-                raise WireError("out_of_step", "a line without end")
+                raise WireError(WireFault.OUT_OF_STEP, "a line without an end")
             count = self._slice(self._receive_available, [self._line_scratch], deadline, silence)
             self._line_buffer += self._line_scratch[:count]
         line = bytes(self._line_buffer[:end])
@@ -199,14 +223,14 @@ class Wire:
         return line
 
     def is_fresh(self) -> bool:
-        """Whether an idle connection is still open and owes nothing."""
+        """Whether an idle connection is still open and has nothing left to read."""
         if self._line_buffer:
             return False
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return False
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        # Whatever there is to read, an end of file or bytes nobody asked for, is bad news.
+        # There should be nothing to read: neither an end of file nor bytes nobody asked for.
         return not poll.poll(0)
 
     def close(self) -> None:
@@ -226,23 +250,22 @@ class Wire:
     ) -> int:
         remaining = deadline.remaining()
         if remaining <= 0.0:
-            cancelled = deadline.cancelled()
-            raise WireError(
-                "cancelled" if cancelled else "deadline",
-                is_servers_fault=not cancelled and silence.seconds() > _SUSPICIOUS_SECONDS,
-            )
+            if deadline.cancelled():
+                raise WireError(WireFault.CANCELLED, is_peers_fault=False)
+            is_silent = silence.seconds() > _SUSPICIOUS_SECONDS
+            raise WireError(WireFault.DEADLINE, is_peers_fault=is_silent)
         try:
             count = move(views, min(SLICE_SECONDS, remaining))
         except EOFError:
-            raise WireError("closed", "the server closed the connection") from None
+            raise WireError(WireFault.CLOSED, "the server closed the connection") from None
         except OSError as error:
-            raise WireError("closed", f"connection broken: {error.strerror}") from error
+            raise WireError(WireFault.CLOSED, f"connection broken: {error.strerror}") from error
         silence.heard(count)
         return count
 
 
 class _Silence:
-    """Raises when no byte has moved for too long."""
+    """Measures for how long no byte has moved, and raises `WireError` when that is too long."""
 
     def __init__(self, clock: Callable[[], float], limit: float) -> None:
         self._clock = clock
@@ -256,11 +279,11 @@ class _Silence:
         if count:
             self._since = self._clock()
         elif self.seconds() >= self._limit:
-            raise WireError("stalled", f"no byte for {self._limit:g} s")
+            raise WireError(WireFault.STALLED, f"no byte for {self._limit:g} s")
 
 
 class _Pending:
-    """Views of which a growing part is done."""
+    """The views still to be filled or sent, and the number of bytes done."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self.views = [view for view in views if len(view)]

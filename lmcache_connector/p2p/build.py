@@ -11,8 +11,9 @@ from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.control.peers import model_digests
 from lmcache_connector.p2p.heartbeat import Heartbeat, Registration
-from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter, P2PSchedulerSettings
+from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
+from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One engine's rank, as far as hand-overs go."""
+    """What hand-overs need to know of one rank of an engine."""
 
     model: ModelDescription
     address: PeerAddress
@@ -38,10 +39,6 @@ class Instance:
     produces: bool
     consumes: bool
     first_rank: int
-
-    @property
-    def rank(self) -> int:
-        return self.model.rank
 
 
 def describe(
@@ -103,8 +100,9 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
 def make_worker(
     instance: Instance, config: P2PConfig, kv_caches: dict[str, torch.Tensor]
 ) -> P2PWorkerAdapter:
-    # Imported here: what it brings along must not be imported before vLLM's worker has started.
-    from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter, P2PWorkerSettings
+    # Imported late: numba and llvmlite must not be imported before vLLM's worker has started.
+    from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
+    from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 
     model = instance.model
     own = model.ranks[model.rank]
@@ -125,7 +123,7 @@ def make_worker(
         config=config,
         card=card,
         own=own,
-        geometry=model.geometries[model.rank],
+        block_geometry=model.geometries[model.rank],
         layer_widths=model.layer_widths,
         num_kv_heads=model.num_kv_heads,
         max_blocks=-(-instance.max_model_len // model.block_size),

@@ -1,4 +1,4 @@
-"""``LMCacheP2PConnector``: the facade vLLM talks to. It picks a side by role and delegates."""
+"""``LMCacheP2PConnector``, as vLLM calls it: it picks a side by role and delegates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmcache_connector.p2p.build import describe, make_heartbeat, make_scheduler
 from lmcache_connector.p2p.config import parse_p2p_config
 from lmcache_connector.p2p.heartbeat import Heartbeat
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
-from lmcache_connector.p2p.scheduler.metrics import METRICS, P2PMetrics, log_fields
+from lmcache_connector.p2p.scheduler.metrics import METRICS, log_fields
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ _SERVED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 @dataclass
 class P2PStats(ConnectorStats):
-    """Of hand-overs."""
+    """The counts of hand-overs."""
 
     def reduce(self) -> dict[str, Any]:
         """For the periodic log line."""
@@ -57,11 +57,9 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = parse_p2p_config(self._kv_transfer_config.kv_connector_extra_config)
         self._heartbeat: Heartbeat | None = None
-        self._scheduler_metrics: P2PMetrics | None = None
         if role is KVConnectorRole.SCHEDULER:
             instance = describe(vllm_config, kv_cache_config, self._config)
             self._scheduler = make_scheduler(instance, self._config)
-            self._scheduler_metrics = P2PMetrics(self._scheduler)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -92,7 +90,7 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         instance = describe(self._vllm_config, self._kv_cache_config, self._config)
         self._worker = make_worker(instance, self._config, kv_caches)
-        if instance.rank == 0:
+        if instance.model.rank == 0:
             self._heartbeat = make_heartbeat(instance, self._config)
             logger.info(
                 "LMCacheP2PConnector: %s at %s, %s, buffers of %d and %d bytes per rank, %s",
@@ -120,8 +118,8 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
             self._heartbeat = None
         super().shutdown()
 
-    # -- figures -------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------
 
     def _take_samples(self) -> Samples | None:
-        """Of the scheduler side: the ranks' reports have told it all."""
-        return self._scheduler_metrics.take() if self._scheduler_metrics is not None else None
+        """The scheduler side has them all: the ranks report to it."""
+        return self._scheduler.tally.take() if self._scheduler is not None else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lmcache_connector.p2p.reasons import Cause, Reason
+
 
 class PeerError(Exception):
     """A peer that cannot be used now: gone, silent, refusing, or speaking something else.
@@ -9,10 +11,17 @@ class PeerError(Exception):
     The message is one clause for a log line and holds no secret.
     """
 
+    def __init__(self, text: str, reason: Reason = Reason.OTHER) -> None:
+        super().__init__(text)
+        self.cause = Cause(reason, text)
+
 
 class RefusedError(PeerError):
     """The peer answered, in words, that it will not."""
 
+    def __init__(self, text: str, reason: Reason = Reason.REFUSED) -> None:
+        super().__init__(text, reason)
 
-class AddressError(ValueError):
-    """A request says where its KV is or goes, but not in a form that can be used."""
+
+class AddressError(PeerError):
+    """Somebody says where a peer is, or what a hand-over is called, in a form without use."""

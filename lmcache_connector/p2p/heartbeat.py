@@ -1,7 +1,7 @@
-"""Tells a router, again and again, that this instance is there and what it does.
+"""Registers this instance with a router, again and again.
 
-The engine is up before its API is, and may outlive it: while ``/health`` does not answer, nothing
-is told, and the router forgets the instance.
+The engine starts before its API does, and may outlive it. While ``/health`` does not answer, no
+heartbeat is sent, and the router forgets the instance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sign(body: bytes, secret: bytes) -> str:
 
 
 class Heartbeat:
-    """A thread that posts the registration to ``router/register``, and a good-bye when it ends.
+    """A thread that posts the registration to ``router/register``, and ends it when it is closed.
 
     A router that cannot be reached is tried again; the log says so once per episode.
     """
@@ -56,7 +56,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Say good-bye, bounded by a few seconds."""
+        """Leave the router. Bounded by a few seconds."""
         self._stopping.set()
         self._thread.join(2 * _ANSWER_SECONDS)
 
@@ -87,8 +87,8 @@ class Heartbeat:
 
 
 def tell(router: str, registration: Registration, secret: bytes, *, leaves: bool) -> None:
-    """Register, or say good-bye. Raises ``OSError`` or ``ValueError``; a refusal: ``HTTPError``."""
-    # The time keeps an old registration from being sent once more by somebody else.
+    """Register, or leave. Raises ``OSError`` or ``ValueError``; for a refusal ``HTTPError``."""
+    # With the time in it, nobody can send an old registration once more.
     fields = {**asdict(registration), "leaves": leaves, "time": time.time()}
     body = json.dumps(fields).encode()
     headers = {"Content-Type": "application/json"}
@@ -100,5 +100,5 @@ def tell(router: str, registration: Registration, secret: bytes, *, leaves: bool
 def _open(request: urllib.request.Request) -> None:
     try:
         urllib.request.urlopen(request, timeout=_ANSWER_SECONDS).close()
-    except http.client.HTTPException as error:  # neither of the others
+    except http.client.HTTPException as error:  # is neither of the two
         raise OSError(f"it does not speak HTTP: {str(error)[:80]}") from error

@@ -1,18 +1,19 @@
-"""What the scheduler side and the worker sides of one engine tell each other, once per step."""
+"""What the scheduler side and the worker sides of one engine exchange, once per step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.reasons import Cause, Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """A hand-over begins at the producer.
 
-    ``digest`` names the prompt with everything that makes its KV its own. ``target``: who gets it
-    pushed; ``None``: it waits until somebody wants it.
+    ``digest`` names the prompt with everything that makes its KV unique. ``target``: the
+    instance it is pushed to; ``None``: it waits until somebody wants it.
     """
 
     transfer_id: str
@@ -44,10 +45,10 @@ class HandoverHold:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A hand-over that will not be finished. ``reason`` is told to the consumer."""
+    """A hand-over that will not be finished. The consumer is told the cause."""
 
     transfer_id: str
-    reason: str
+    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class HandoverPlan:
-    """``announced``: transfers whose requests wait to be computed. ``vacated``: transfers whose
-    blocks vLLM takes back before this step (preemption).
+    """One step of all ranks. ``announced``: transfers whose requests wait to be computed.
+    ``vacated``: transfers whose blocks vLLM takes back before this step (preemption).
     ``cancelled_loads``: by request. ``idle``: no forward pass runs. ``waits_for_room``: a prompt
     is not begun because the buffers are full."""
 
@@ -97,26 +98,24 @@ class HandoverPlan:
 
 @dataclass(frozen=True, slots=True)
 class HandoverResult:
-    """``num_blocks`` of the load's blocks arrived, from its first on. ``reason``: why not all.
+    """``num_blocks`` of the load's blocks arrived, from its first on. ``cause``: why not all.
 
-    ``seconds`` since vLLM asked. ``wire_bytes`` came within ``wire_seconds``, perhaps before that.
+    ``seconds`` since vLLM asked. ``wire_bytes`` came within ``wire_seconds``, perhaps earlier.
     """
 
     request_id: str
     num_blocks: int
-    num_bytes: int
     seconds: float
     wire_bytes: int = 0
     wire_seconds: float = 0.0
-    reason: str = ""
+    cause: Cause | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverReport:
-    """``released``: transfers whose memory is free again. ``unsent``: those among them that
-    reached nobody, or not whole, with the reason."""
+    """One rank's news. ``released``: transfers whose memory is free again. ``unsent``: those of
+    them that reached nobody, or not whole, with the reason."""
 
-    rank: int
     loads: tuple[HandoverResult, ...] = ()
     released: tuple[str, ...] = ()
-    unsent: tuple[tuple[str, str], ...] = ()
+    unsent: tuple[tuple[str, Reason], ...] = ()

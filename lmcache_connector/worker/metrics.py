@@ -11,25 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.metrics.table import CIRCUIT_VALUES
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTierStats
 
 _REFRESH_SECONDS = 1.0
 _AT_ONCE = float("-inf")
-# Counts of the Redis tier that grow, and where they go: (field, metric, label).
-_TIER_COUNTS: tuple[tuple[str, str, str], ...] = (
-    ("chunks_hit", "redis_chunks", "hit"),
-    ("bytes_written", "stored_bytes", "redis"),
-    ("chunks_written", "written_chunks", "written"),
-    ("chunks_already_there", "written_chunks", "already_there"),
-    ("chunks_claimed_elsewhere", "written_chunks", "claimed_elsewhere"),
-    ("chunks_dropped", "dropped_writes", "queue_full"),
-    ("chunks_failed", "dropped_writes", "failed"),
-)
+_DROPPED = (WriteEnd.QUEUE_FULL, WriteEnd.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +47,8 @@ class WorkerMetrics:
         self._rank = str(rank)
         self._take_snapshot = take_snapshot
         self._clock = clock
-        self._tally = Tally()
-        self._last_tier: RedisTierStats | None = None
+        self.tally = Tally()
+        self._last_counts = TierCounts()
         self._next_snapshot = _AT_ONCE
 
     def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
@@ -69,7 +60,7 @@ class WorkerMetrics:
 
     def cache_changed(self, events: Iterable[CacheEvent]) -> None:
         evicted = sum(not event.admitted for event in events)
-        self._tally.count("evicted_chunks", "cpu", amount=evicted)
+        self.tally.count("evicted_chunks", "cpu", amount=evicted)
 
     def take(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""
@@ -77,50 +68,49 @@ class WorkerMetrics:
         if now >= self._next_snapshot:
             self._next_snapshot = now + _REFRESH_SECONDS
             self._count_snapshot(self._take_snapshot())
-        return self._tally.take()
+        return self.tally.take()
 
     def _load_ended(self, result: JobResult) -> None:
         if result.outcome is not Outcome.DONE:
-            self._tally.count("failed_loads", result.outcome.value)
+            self.tally.count("failed_loads", result.outcome.value)
         copy_seconds = max(0.0, result.seconds - result.redis_seconds)
-        self._tally.count("loaded_bytes", "cpu", amount=result.num_bytes)
-        self._tally.count("loaded_bytes", "redis", amount=result.redis_bytes)
+        self.tally.count("loaded_bytes", "cpu", amount=result.num_bytes)
+        self.tally.count("loaded_bytes", "redis", amount=result.redis_bytes)
         self._observe("load", "cpu", result.num_bytes, copy_seconds)
         self._observe("load", "redis", result.redis_bytes, result.redis_seconds)
 
     def _store_ended(self, result: JobResult) -> None:
         if result.outcome is not Outcome.DONE:
-            self._tally.count("failed_stores", result.outcome.value)
-        self._tally.count("stored_bytes", "cpu", amount=result.num_bytes)
+            self.tally.count("failed_stores", result.outcome.value)
+        self.tally.count("stored_bytes", "cpu", amount=result.num_bytes)
         self._observe("store", "cpu", result.num_bytes, result.seconds)
 
     def _observe(self, verb: str, tier: str, num_bytes: int, seconds: float) -> None:
         """How long a transfer took, and how fast it was; nothing for one that moved nothing."""
         if num_bytes > 0 and seconds > 0:
-            self._tally.observe(f"{verb}_seconds", tier, value=seconds)
-            self._tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
+            self.tally.observe(f"{verb}_seconds", tier, value=seconds)
+            self.tally.observe(f"{verb}_bytes_per_second", tier, value=num_bytes / seconds)
 
     def _count_snapshot(self, snapshot: RankSnapshot) -> None:
-        self._tally.set("queued_jobs", self._rank, value=snapshot.queued_jobs)
-        self._tally.set("cpu_used_bytes", self._rank, value=snapshot.cpu_used_bytes)
-        self._tally.set("cpu_capacity_bytes", self._rank, value=snapshot.cpu_capacity_bytes)
+        self.tally.set("queued_jobs", self._rank, value=snapshot.queued_jobs)
+        self.tally.set("cpu_used_bytes", self._rank, value=snapshot.cpu_used_bytes)
+        self.tally.set("cpu_capacity_bytes", self._rank, value=snapshot.cpu_capacity_bytes)
         for num_bytes, seconds in snapshot.redis_writes:
             self._observe("store", "redis", num_bytes, seconds)
         if snapshot.redis is not None:
             self._count_tier(snapshot.redis)
 
     def _count_tier(self, tier: RedisTierStats) -> None:
-        tally, last = self._tally, self._last_tier
+        tally, counts, last = self.tally, tier.counts, self._last_counts
         tally.set("write_queue_bytes", self._rank, value=tier.queued_bytes)
         tally.set("writes_paused", self._rank, value=float(tier.writes_paused))
         for node, state in tier.servers:
-            tally.set("circuit_state", self._rank, node, value=CIRCUIT_VALUES[state])
-        if tier == last:
-            return
-        for name, metric, label in _TIER_COUNTS:
-            before = getattr(last, name) if last is not None else 0
-            tally.count(metric, label, amount=getattr(tier, name) - before)
-        for reason, count in tier.misses.items():
-            before = last.misses.get(reason, 0) if last is not None else 0
-            tally.count("redis_chunks", reason, amount=count - before)
-        self._last_tier = tier
+            tally.set("circuit_state", self._rank, node, value=state.value)
+        tally.count("redis_chunks", "hit", amount=counts.chunks_hit - last.chunks_hit)
+        for reason, count in counts.misses.items():
+            tally.count("redis_chunks", reason, amount=count - last.misses.get(reason, 0))
+        for end, count in counts.writes.items():
+            metric = "dropped_writes" if end in _DROPPED else "written_chunks"
+            tally.count(metric, end.value, amount=count - last.writes.get(end, 0))
+        tally.count("stored_bytes", "redis", amount=counts.bytes_written - last.bytes_written)
+        self._last_counts = counts

@@ -108,7 +108,7 @@ class RedisProbe:
         started = self._clock()
         until = started + _CONNECT_SECONDS
         while True:
-            one = self._tier.fetch(self._keys[:1], buffers[:1], self._deadline(), self._is_closed)
+            one = self._tier.read(self._keys[:1], buffers[:1], self._deadline(), self._is_closed)
             if one.hits[0] or not one.cut_off or self._clock() >= until:
                 break
             self._closed.wait(_RETRY_SECONDS)  # not connected yet
@@ -117,12 +117,12 @@ class RedisProbe:
         if not one.hits[0]:
             if not self._write(buffers):
                 return None
-            one = self._tier.fetch(self._keys[:1], buffers[:1], self._deadline(), self._is_closed)
+            one = self._tier.read(self._keys[:1], buffers[:1], self._deadline(), self._is_closed)
             if not one.hits[0]:
                 return TransferTime(0, self._clock() - started) if one.cut_off else None
         if len(self._keys) == 1:
             return TransferTime(self._chunk_bytes, one.seconds)
-        many = self._tier.fetch(self._keys, buffers, self._deadline(), self._is_closed)
+        many = self._tier.read(self._keys, buffers, self._deadline(), self._is_closed)
         return _line(one.seconds, sum(many.hits), many.seconds, self._chunk_bytes)
 
     def _write(self, buffers: Sequence[memoryview]) -> bool:

@@ -1,11 +1,11 @@
-"""Looking at what lies in Redis, and removing it, without getting in the way of who serves.
+"""Looks at what lies in Redis and removes it, without getting in the way of serving instances.
 
-Keys are found with SCAN, never KEYS; questions go out a few hundred at a time; values are removed
-with UNLINK, which frees memory in the background. Where the server can (Redis 7.2, Valkey), looking
-does not make a value recently used.
+Keys are found with SCAN, never KEYS. Commands are pipelined a few hundred at a time. Values are
+removed with UNLINK, which frees memory in the background. On servers that can (Redis 7.2, Valkey),
+looking at a value does not make it recently used.
 
-Blocking, single-threaded, for a person's tools. Errors of redis-py come out as `RedisAdminError`,
-without credentials.
+Everything blocks, and one thread uses it: this serves command-line tools. Errors of redis-py are
+raised as `RedisAdminError`, without credentials.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from lmcache_connector.storage.redis.value_names import ValueName, parse_value_n
 _T = TypeVar("_T")
 _SCAN_COUNT = 512
 _BATCH = 256
-# Of values read whole at once.
+# Whole values read at once.
 _READ_BATCH = 8
 
 
 class RedisAdminError(Exception):
-    """``hint``: what to do about it."""
+    """What went wrong, and in ``hint`` what to do about it."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class RedisAdminError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself; sizes in bytes, ``None`` where it does not tell."""
+    """What a server reports about itself. Sizes in bytes; None where it does not tell."""
 
     node: str
     version: str | None
@@ -59,8 +59,8 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value as found. ``header``: its first 128 bytes. ``ttl_seconds``: ``None`` without one.
-    ``idle_seconds``: since it was last used; ``None`` where the server does not keep that."""
+    """A value as found. ``header`` is its first 128 bytes. ``ttl_seconds`` is None if it does not
+    expire. ``idle_seconds`` count from its last use; None where the server does not keep that."""
 
     node: str
     raw_name: bytes
@@ -72,7 +72,7 @@ class StoredValue:
 
 
 class RedisAdmin:
-    """Use it in a ``with``. Raises `RedisAdminError` from every method."""
+    """Use it in a ``with``. Every method may raise `RedisAdminError`. ``clock`` returns seconds."""
 
     def __init__(
         self, config: RedisTierConfig, clock: Callable[[], float] = time.monotonic
@@ -81,7 +81,7 @@ class RedisAdmin:
         self._topology = make_topology(config, clock)
         self._connections: dict[Node, Connection] = {}
         self.leaves_no_trace = True
-        """Whether looking leaves the values' last use alone; known once connected."""
+        """Whether looking at values leaves their last use alone; known once connected."""
 
     def __enter__(self) -> RedisAdmin:
         return self
@@ -92,7 +92,7 @@ class RedisAdmin:
         self._topology.close()
 
     def nodes(self) -> tuple[str, ...]:
-        """Connects to every server that holds values."""
+        """Connect to every server that holds values, and return their names."""
         with self._translated():
             self._topology.prepare()
         for node in self._topology.nodes():
@@ -121,14 +121,14 @@ class RedisAdmin:
         )
 
     def num_keys(self) -> int:
-        """Keys of all servers, whoever's: an upper bound for a progress bar."""
+        """The number of all keys on all servers: an upper bound for a progress bar."""
         sizes = [self._ask(self._connection(Node(n)), [("DBSIZE",)])[0] for n in self.nodes()]
         return sum(size for size in sizes if isinstance(size, int))
 
     def names(
         self, namespace: str | None, key_prefix: str = ""
     ) -> Iterator[tuple[str, bytes, ValueName]]:
-        """``(node, raw name, name)`` of all values. SCAN may repeat one; this does not hide it."""
+        """``(node, raw name, name)`` of all values. As with SCAN, a value may come twice."""
         pattern = scan_pattern(namespace, key_prefix)
         for node in self.nodes():
             connection = self._connection(Node(node))
@@ -146,32 +146,28 @@ class RedisAdmin:
                     break
 
     def values(self, namespace: str | None, key_prefix: str = "") -> Iterator[StoredValue]:
-        """All values, without their payload. One that goes away meanwhile is left out."""
+        """All values, without their payload, except those that vanish meanwhile."""
         for batch in _batches(self.names(namespace, key_prefix), _BATCH):
-            for node in dict.fromkeys(node for node, _, _ in batch):
-                yield from self._describe(Node(node), [b[1:] for b in batch if b[0] == node])
+            for node, names in _by_node(batch).items():
+                yield from self._describe(node, names)
 
     def payloads(
         self, namespace: str | None, key_prefix: str = ""
     ) -> Iterator[tuple[bytes, ValueName, bytes | None]]:
-        """``(raw name, name, whole value)``; ``None`` for one too long to be sound, or gone."""
+        """``(raw name, name, whole value)``; None for a value gone or too long to be sound."""
         for batch in _batches(self.names(namespace, key_prefix), _READ_BATCH):
-            for node in dict.fromkeys(node for node, _, _ in batch):
-                connection = self._connection(Node(node))
-                mine = [(raw, name) for n, raw, name in batch if n == node]
-                lengths = self._ask(connection, [("STRLEN", raw) for raw, _ in mine])
-                sound = [
-                    (raw, name)
-                    for (raw, name), length in zip(mine, lengths, strict=True)
-                    if isinstance(length, int) and length <= HEADER_BYTES + MAX_PAYLOAD_BYTES
-                ]
-                yield from ((raw, name, None) for raw, name in mine if (raw, name) not in sound)
-                for raw, name in sound:
-                    value = self._ask(connection, [("GET", raw)])[0]
+            for node, names in _by_node(batch).items():
+                connection = self._connection(node)
+                lengths = self._ask(connection, [("STRLEN", raw) for raw, _ in names])
+                for (raw, name), length in zip(names, lengths, strict=True):
+                    value = None
+                    if isinstance(length, int) and length <= HEADER_BYTES + MAX_PAYLOAD_BYTES:
+                        value = self._ask(connection, [("GET", raw)])[0]
                     yield raw, name, value if isinstance(value, bytes) else None
 
     def unlink(self, node: str, names: Sequence[bytes]) -> int:
-        """How many were there. One command each: a cluster's node wants keys of one slot."""
+        """Remove values of one node; returns how many existed. One command each, because a
+        cluster's node takes only keys of one slot in a command."""
         replies = self._ask(self._connection(Node(node)), [("UNLINK", name) for name in names])
         for reply in replies:
             if isinstance(reply, Exception):
@@ -179,7 +175,7 @@ class RedisAdmin:
         return sum(reply for reply in replies if isinstance(reply, int))
 
     def unlink_anywhere(self, names: Sequence[bytes]) -> int:
-        """Remove values wherever they lie. How many were there."""
+        """Remove values on any node; returns how many existed."""
         by_node: dict[Node, list[bytes]] = {}
         for name in names:
             node = self._topology.node_of(name)
@@ -192,7 +188,7 @@ class RedisAdmin:
     ) -> Iterator[StoredValue]:
         commands: list[tuple[object, ...]] = []
         for raw, _ in names:
-            # Idleness first: on old servers the rest is a use.
+            # Idleness first: on old servers, the other commands count as uses.
             commands += [("OBJECT", "IDLETIME", raw), ("PTTL", raw), ("STRLEN", raw)]
             commands.append(("GETRANGE", raw, 0, HEADER_BYTES - 1))
         replies = iter(self._ask(self._connection(node), commands))
@@ -224,8 +220,8 @@ class RedisAdmin:
         return self._connections[node]
 
     def _ask(self, connection: Connection, commands: Sequence[tuple[object, ...]]) -> list[Any]:
-        """One pipelined round trip. A single question raises the server's error; of several, each
-        answer may be one."""
+        """The replies to ``commands``, in one pipelined round trip. The error of a single command
+        is raised; of several commands, each reply may be an error."""
         with self._translated():
             connection.send_packed_command(connection.pack_commands(commands))
             replies: list[Any] = []
@@ -273,6 +269,15 @@ def _hint(error: Exception) -> str:
     if isinstance(error, RedisError | OSError):
         return "see the server's own log"
     return "see the message"
+
+
+def _by_node(
+    found: Sequence[tuple[str, bytes, ValueName]],
+) -> dict[Node, list[tuple[bytes, ValueName]]]:
+    groups: dict[Node, list[tuple[bytes, ValueName]]] = {}
+    for node, raw, name in found:
+        groups.setdefault(Node(node), []).append((raw, name))
+    return groups
 
 
 def _batches(items: Iterator[_T], size: int) -> Iterator[list[_T]]:

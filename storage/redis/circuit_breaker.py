@@ -1,9 +1,9 @@
-"""One server's circuit breaker: stop asking a server that fails, ask again now and then.
+"""A circuit breaker: stop asking a server that fails, and try it again now and then.
 
     CLOSED --failures in a row, or no connection--> OPEN --back-off over, connection made--> TRIAL
     TRIAL --work done--> CLOSED          TRIAL --one failure--> OPEN, for twice as long
 
-Only background threads connect, so a caller never pays for finding out that a server is back.
+Only background threads connect, so no caller waits to find out whether a server is back.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from enum import Enum
 
 
 class CircuitState(Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    TRIAL = "trial"
+    """The values are those of the metric ``circuit_state``."""
+
+    CLOSED = 0
+    TRIAL = 1
+    OPEN = 2
 
 
 class Backoff:
-    """Exponential back-off with full jitter on the upper half: delay * [0.5, 1.0)."""
+    """Exponential back-off, in seconds. Each delay is multiplied by a number in [0.5, 1.0)."""
 
     def __init__(self, min_seconds: float, max_seconds: float, random: Callable[[], float]) -> None:
         self._min = min_seconds
@@ -38,7 +40,7 @@ class Backoff:
 
 
 class CircuitBreaker:
-    """Thread-safe. ``clock`` in seconds; ``threshold`` failures in a row open it."""
+    """Opens after ``threshold`` failures in a row. ``clock`` returns seconds. Thread-safe."""
 
     def __init__(self, backoff: Backoff, clock: Callable[[], float], threshold: int = 3) -> None:
         self._backoff = backoff
@@ -54,7 +56,7 @@ class CircuitBreaker:
         return self._state
 
     def may_connect(self) -> bool:
-        """Whether to try a connection now. While open, one try per back-off interval."""
+        """Whether to try a connection now. While open, that is once per back-off delay."""
         with self._lock:
             if self._state is not CircuitState.OPEN:
                 return True
@@ -65,14 +67,14 @@ class CircuitBreaker:
             return True
 
     def seconds_until_retry(self) -> float | None:
-        """None while not open."""
+        """Seconds until the next try; None while not open."""
         with self._lock:
             if self._state is not CircuitState.OPEN:
                 return None
             return max(0.0, self._retry_at - self._clock())
 
     def connected(self) -> bool:
-        """A connection was made and answered. True if the breaker had been open."""
+        """Report a connection that was made and answered. True if the breaker was open."""
         with self._lock:
             was_open = self._state is CircuitState.OPEN
             if was_open:
@@ -80,14 +82,14 @@ class CircuitBreaker:
             return was_open
 
     def succeeded(self) -> None:
-        """Real work was done."""
+        """Report real work done: the breaker closes."""
         with self._lock:
             self._state = CircuitState.CLOSED
             self._failures = 0
             self._backoff.reset()
 
     def failed(self, *, at_once: bool = False) -> bool:
-        """Count a failure. True if it opened the breaker (so the episode is logged once)."""
+        """Report a failure; ``at_once`` opens the breaker. True if it opened now, to be logged."""
         with self._lock:
             self._failures += 1
             if self._state is CircuitState.OPEN:

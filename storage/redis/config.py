@@ -1,4 +1,4 @@
-"""Everything the Redis tier can be told, validated at once."""
+"""The settings of the Redis tier, validated together."""
 
 from __future__ import annotations
 
@@ -24,30 +24,32 @@ _POSITIVE = (
 
 @dataclass(frozen=True)
 class RedisTierConfig:
-    """``url`` and ``hash_key`` are secrets, already resolved (see `secret.resolve_secret`); neither
-    shows in ``repr``. Raises ``ValueError`` listing every impossible value."""
+    """Raises a ``ValueError`` that lists every impossible value.
+
+    ``url`` and ``hash_key`` are secrets, given as such and not as references; neither shows in
+    ``repr``.
+    """
 
     url: str = field(repr=False)
     namespace: str = "default"
     hash_key: bytes | None = field(default=None, repr=False)
     # Lifetime of a value in Redis; None keeps it until the server evicts it.
     ttl_seconds: float | None = None
-    # Start the lifetime anew on each hit (GETEX instead of GET; needs write permission).
+    # Restart the lifetime on each hit (GETEX instead of GET; needs write permission).
     refresh_ttl: bool = False
     connect_timeout_seconds: float = 1.0
-    # How long a server may go without giving, or taking, a single byte of an answer it owes.
+    # How long a server may go without sending a byte of its answer, or taking a byte of a write.
     read_timeout_seconds: float = 2.0
     write_timeout_seconds: float = 5.0
-    # Connections per server node for loads, and as many for writes, each driven by a thread of
-    # its own.
+    # Reader threads, and at most as many writer threads. Each has one connection to each node.
     num_connections: int = 2
-    # Requested and not yet received, per connection. It is also what the server may have to
-    # buffer; beyond the size of a cache it only gets slower.
+    # Requested and not yet received, per connection. The server may have to buffer as much; beyond
+    # the size of its CPU's cache, more is only slower.
     window_bytes: int = 8 * MIB
     write_queue_bytes: int = 1024 * MIB
-    # Of one stored value, header included.
+    # The largest stored value, header included.
     max_value_bytes: int = 4 * MIB
-    # Writers of the same chunk elsewhere leave it to the first for this long.
+    # For how long other writers leave a chunk to the writer that claimed it.
     claim_seconds: float = 5.0
     backoff_min_seconds: float = 0.1
     backoff_max_seconds: float = 15.0
@@ -81,7 +83,7 @@ class RedisTierConfig:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Of one value, without its header: what to cut stripes by."""
+        """The largest payload of a value, by which stripes are cut."""
         return self.max_value_bytes - HEADER_BYTES
 
     @property

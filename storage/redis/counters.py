@@ -1,25 +1,99 @@
-"""Counts that many threads add to."""
+"""What a tier counts: chunks read, by hit or cause of the miss, and chunks written, by end."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
+
+from lmcache_connector.net.wire import WireFault
+from lmcache_connector.storage.chunk_codec import ValueFault
+from lmcache_connector.storage.redis.resp import ReplyFault
+
+
+class NotAsked(Enum):
+    """Why no server was asked for a chunk."""
+
+    UNAVAILABLE = "unavailable"
+    AFTER_MISS = "after_miss"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a chunk was not read.
+
+    ``is_behind``: an earlier reply on the same connection failed for ``cause``, so the reply with
+    this chunk was not looked at.
+    """
+
+    cause: ReplyFault | ValueFault | WireFault | NotAsked
+    is_behind: bool = False
+
+    @property
+    def label(self) -> str:
+        """The label of the metric, e.g. ``missing``, ``bad_checksum`` or ``after_missing``."""
+        return f"after_{self.cause.value}" if self.is_behind else self.cause.value
+
+
+class WriteEnd(Enum):
+    """How the write of a chunk ended. The values are labels of metrics."""
+
+    WRITTEN = "written"
+    ALREADY_THERE = "already_there"
+    # Another instance is writing the chunk.
+    CLAIMED_ELSEWHERE = "claimed_elsewhere"
+    # The queue had no room, or the server refuses writes for now.
+    QUEUE_FULL = "queue_full"
+    FAILED = "failed"
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the whole chunk is known to be in Redis."""
+        return self in (WriteEnd.WRITTEN, WriteEnd.ALREADY_THERE)
+
+
+@dataclass(frozen=True)
+class TierCounts:
+    """Counts since the start. ``misses`` is keyed by `Miss.label`; absent keys count zero."""
+
+    chunks_hit: int = 0
+    misses: Mapping[str, int] = field(default_factory=Counter)
+    writes: Mapping[WriteEnd, int] = field(default_factory=Counter)
+    bytes_written: int = 0
 
 
 class Counters:
-    """Thread-safe named counts, all starting at zero."""
+    """Counts what the threads of a tier do. Thread-safe."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._chunks_hit = 0
+        self._misses: Counter[str] = Counter()
+        self._writes: Counter[WriteEnd] = Counter()
+        self._bytes_written = 0
 
-    def add(self, name: str, amount: int = 1) -> None:
+    def count_chunks(self, num_hits: int, misses: Iterable[Miss]) -> None:
         with self._lock:
-            self._counts[name] += amount
+            self._chunks_hit += num_hits
+            self._misses.update(miss.label for miss in misses)
 
-    def snapshot(self) -> Mapping[str, int]:
-        """A frozen copy; absent names count zero."""
+    def count_write(self, end: WriteEnd) -> None:
         with self._lock:
-            return MappingProxyType(Counter(self._counts))
+            self._writes[end] += 1
+
+    def count_bytes_written(self, num_bytes: int) -> None:
+        with self._lock:
+            self._bytes_written += num_bytes
+
+    def snapshot(self) -> TierCounts:
+        """A frozen copy."""
+        with self._lock:
+            return TierCounts(
+                self._chunks_hit,
+                MappingProxyType(Counter(self._misses)),
+                MappingProxyType(Counter(self._writes)),
+                self._bytes_written,
+            )

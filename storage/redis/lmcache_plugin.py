@@ -1,9 +1,9 @@
-"""The Redis tier as LMCache's engine sees it: a storage plugin beside its CPU tier.
+"""The Redis tier as a storage plugin of LMCache's engine, beside LMCache's own CPU tier.
 
-LMCache makes the plugin and asks it when the CPU tier's own prefix of a prompt ends. Memory
-objects come from the CPU tier's allocator and hold one chunk each, ``geometry.chunk_bytes`` bytes
-in canonical order. Every object this does not return, or hand to the tier until it is written, it
-releases.
+LMCache makes the plugin, and asks it for the chunks of a prompt that the CPU tier lacks. Memory
+objects come from the CPU tier's allocator and hold one chunk each: ``geometry.chunk_bytes`` bytes
+in canonical order. The plugin releases every object that it does not return, and every object that
+it hands to the tier once that is written.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
+from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import never
 from lmcache_connector.storage.redis.tier import RedisTier
 
 TIER = "lmcache_connector.redis_tier"
-"""The entry of LMCache's ``extra_config`` that holds the ready-built `RedisTier`."""
+"""The entry of LMCache's ``extra_config`` that holds the `RedisTier`."""
 
 
 @dataclass
 class LoadContext:
-    """What one load may cost, and what it did: ``deadline`` is a reading of the tier's clock, in
-    seconds. ``redis_bytes`` came from Redis in ``redis_seconds``, and not all that was asked for
-    if ``cut_off``, because the servers were too slow or broke."""
+    """The limits of one load, and what it took.
+
+    ``deadline`` is a reading of the tier's clock, in seconds. ``redis_bytes`` came from Redis in
+    ``redis_seconds``. ``cut_off``: some chunks did not, because a server was too slow or a
+    connection broke.
+    """
 
     deadline: float
     cancelled: Callable[[], bool] = never
@@ -41,16 +45,23 @@ class LoadContext:
 
 @dataclass(frozen=True)
 class StoreContext:
-    """See `RedisStoragePlugin.store_context`."""
+    """What `RedisStoragePlugin.store_context` was told."""
 
     first_chunk: int = 0
     on_done: Callable[[bytes, bool], None] | None = None
     wanted: Collection[bytes] | None = None
 
 
+class _Contexts(threading.local):
+    """The contexts that the current thread is in."""
+
+    load: LoadContext | None = None
+    store = StoreContext()
+
+
 class RedisStoragePlugin(StoragePluginInterface):
-    """Loads only inside `load_context`, entered by the thread that drives the engine; outside of
-    it there is no deadline to keep, so everything is a miss."""
+    """Loads only inside `load_context`, which the thread that drives the engine enters. Outside of
+    it no deadline is known, so everything is a miss."""
 
     def __init__(
         self,
@@ -64,7 +75,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         self._tier: RedisTier = config.extra_config[TIER]
         geometry = self._tier.geometry
         self._shape = torch.Size([1, 1, geometry.num_tokens, geometry.bytes_per_token])
-        self._per_thread = threading.local()
+        self._contexts = _Contexts()
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -73,12 +84,12 @@ class RedisStoragePlugin(StoragePluginInterface):
     def load_context(
         self, deadline: float, cancelled: Callable[[], bool] = never
     ) -> Iterator[LoadContext]:
-        """Bound and measure the loads this thread makes inside the ``with``."""
-        context = self._per_thread.load = LoadContext(deadline, cancelled)
+        """Bound and measure the loads that this thread makes inside the ``with``."""
+        context = self._contexts.load = LoadContext(deadline, cancelled)
         try:
             yield context
         finally:
-            self._per_thread.load = None
+            self._contexts.load = None
 
     @contextmanager
     def store_context(
@@ -87,23 +98,26 @@ class RedisStoragePlugin(StoragePluginInterface):
         on_done: Callable[[bytes, bool], None] | None = None,
         wanted: Collection[bytes] | None = None,
     ) -> Iterator[None]:
-        """The stores this thread makes inside begin at chunk ``first_chunk`` of their prompt;
-        ``on_done(key, stored)`` hears of each chunk once, from any thread. Chunks not ``wanted``
-        are passed over; ``None`` wants all."""
-        self._per_thread.store = StoreContext(first_chunk, on_done, wanted)
+        """Describe the stores that this thread makes inside the ``with``.
+
+        They begin at chunk ``first_chunk`` of their prompt. Chunks not in ``wanted`` are left out;
+        None wants all. ``on_done(key, stored)`` is called once for each of the others, from any
+        thread.
+        """
+        self._contexts.store = StoreContext(first_chunk, on_done, wanted)
         try:
             yield
         finally:
-            self._per_thread.store = StoreContext()
+            self._contexts.store = StoreContext()
 
-    # What the engine asks before it loads. The scheduler has looked already and only a load can
-    # tell, so the answer costs nothing and may prove wrong: a missing chunk is then a short load.
+    # The engine asks these before it loads. Only a load can tell what is there, and the scheduler
+    # has looked already, so the answer costs nothing: a missing chunk makes the load short.
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        return self._load_context is not None
+        return self._contexts.load is not None
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        return len(keys) if self._load_context is not None else 0
+        return len(keys) if self._contexts.load is not None else 0
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         return False
@@ -111,13 +125,14 @@ class RedisStoragePlugin(StoragePluginInterface):
     # Loads.
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """One object per leading key that is here, None from the first that is not."""
-        context = self._load_context
+        """One object for each leading key that is in a tier, None from the first that is not."""
+        context = self._contexts.load
         if context is None:
             return [None] * len(keys)
         objects: list[MemoryObj | None] = [self.local_cpu_backend.get_blocking(k) for k in keys]
-        wanted = self._allocate([i for i, found in enumerate(objects) if found is None])
-        for (index, memory), hit in zip(wanted.items(), self._fetch(keys, wanted), strict=True):
+        missing = self._allocate([i for i, found in enumerate(objects) if found is None])
+        hits = self._read([keys[i] for i in missing], list(missing.values()), context)
+        for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
                 self.local_cpu_backend.submit_put_task(keys[index], memory)
                 objects[index] = memory
@@ -138,16 +153,16 @@ class RedisStoragePlugin(StoragePluginInterface):
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
         """Queue the chunks for writing; never blocks."""
-        context: StoreContext = getattr(self._per_thread, "store", StoreContext())
+        context = self._contexts.store
         pairs = zip(keys, objs, strict=True)
         for order, (key, memory) in enumerate(pairs, start=context.first_chunk):
             if context.wanted is not None and chunk_key(key) not in context.wanted:
                 continue
             memory.ref_count_up()
-            finished = _StoreEnd(key, memory, context.on_done, on_complete_callback)
-            self._tier.put(chunk_key(key), chunk_bytes(memory), finished, order)
+            on_end = _StoreEnd(key, memory, context.on_done, on_complete_callback)
+            self._tier.put(chunk_key(key), chunk_bytes(memory), on_end, order)
 
-    # Redis evicts for itself, and what is in it belongs to all instances.
+    # Redis evicts by itself, and what is in it belongs to all instances.
 
     def pin(self, key: CacheEngineKey) -> bool:
         return False
@@ -162,29 +177,27 @@ class RedisStoragePlugin(StoragePluginInterface):
         return self.local_cpu_backend
 
     def close(self) -> None:
-        """The tier's owner closes it, with a bound that LMCache does not know."""
+        """Does nothing: the tier's owner closes it, within a bound that LMCache does not know."""
 
-    @property
-    def _load_context(self) -> LoadContext | None:
-        return getattr(self._per_thread, "load", None)
-
-    def _fetch(self, keys: list[CacheEngineKey], wanted: dict[int, MemoryObj]) -> list[bool]:
-        context = self._load_context
-        if context is None or not wanted:
+    def _read(
+        self, keys: list[CacheEngineKey], objects: list[MemoryObj], context: LoadContext
+    ) -> list[bool]:
+        """Read chunks from Redis into ``objects``. Whether each is there."""
+        if not keys:
             return []
-        fetched = self._tier.fetch(
-            [chunk_key(keys[i]) for i in wanted],
-            [chunk_bytes(memory) for memory in wanted.values()],
+        result = self._tier.read(
+            [chunk_key(key) for key in keys],
+            [chunk_bytes(memory) for memory in objects],
             context.deadline,
             context.cancelled,
         )
-        context.redis_bytes += sum(fetched.hits) * self._tier.geometry.chunk_bytes
-        context.redis_seconds += fetched.seconds
-        context.cut_off = context.cut_off or fetched.cut_off
-        return fetched.hits
+        context.redis_bytes += sum(result.hits) * self._tier.geometry.chunk_bytes
+        context.redis_seconds += result.seconds
+        context.cut_off |= result.cut_off
+        return result.hits
 
     def _allocate(self, indices: Sequence[int]) -> dict[int, MemoryObj]:
-        """An object for each index, in order, up to the first for which there is no memory."""
+        """An object for each leading index, up to the first for which there is no memory."""
         allocated: dict[int, MemoryObj] = {}
         for index in indices:
             memory = self.local_cpu_backend.allocate(self._shape, torch.uint8, busy_loop=False)
@@ -196,7 +209,7 @@ class RedisStoragePlugin(StoragePluginInterface):
 
 @dataclass(frozen=True)
 class _StoreEnd:
-    """Releases a chunk that was written, or given up, and says so."""
+    """Called when a chunk was written or given up: releases its object and tells who waits."""
 
     key: CacheEngineKey
     memory: MemoryObj
@@ -212,17 +225,17 @@ class _StoreEnd:
 
 
 def chunk_key(key: CacheEngineKey) -> bytes:
-    """The 32-byte chunk key; our token database hands it to LMCache as an integer."""
-    return int(key.chunk_hash).to_bytes(32, "big")
+    """The chunk key, which our token database hands to LMCache as an integer."""
+    return int(key.chunk_hash).to_bytes(CHUNK_KEY_BYTES, "big")
 
 
 def chunk_bytes(memory: MemoryObj) -> memoryview:
-    """The object's own bytes, without a copy."""
+    """A view of the object's own bytes."""
     return memoryview(memory.byte_array).cast("B")
 
 
 def _cut_at_first_miss(objects: list[MemoryObj | None]) -> list[MemoryObj | None]:
-    """Release and forget what follows the first None: the engine has no use for it."""
+    """Release what follows the first None, which the engine cannot use."""
     if None not in objects:
         return objects
     end = objects.index(None)

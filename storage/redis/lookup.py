@@ -1,6 +1,6 @@
-"""Which chunks of a prompt are in Redis: for the scheduler, which reads none of them.
+"""Tells the scheduler which chunks of a prompt are in Redis, without reading them.
 
-A question is one multi-key ``EXISTS`` per chunk, all sent at once, one round trip per server.
+A look-up sends one multi-key ``EXISTS`` per chunk, all at once: one round trip per server.
 """
 
 from __future__ import annotations
@@ -8,33 +8,24 @@ from __future__ import annotations
 import random as random_module
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline, never
-from lmcache_connector.net.wire import Wire, WireError
+from lmcache_connector.net.wire import Wire, WireError, WireFault
 from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
+from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
-from lmcache_connector.storage.redis.counters import Counters
 from lmcache_connector.storage.redis.resp import command, first_line, is_redirection
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
 
-@dataclass(frozen=True)
-class RedisLookupStats:
-    """Counts since the start; ``servers`` is of now."""
-
-    questions: int
-    chunks_found: int
-    # Questions answered with 0 for want of an answer in time.
-    failures: int
-    servers: tuple[tuple[str, str], ...]
-
-
 class RedisLookup:
-    """``geometries``: one per rank of the model; a chunk is there only if all values of all ranks
-    are. Not thread-safe, but for `stats`: one thread owns it."""
+    """``geometries``: one per rank of the model. A chunk is there only if all values of all ranks
+    are. ``clock`` returns seconds, ``random`` numbers in [0, 1).
+
+    One thread owns it; only `servers` may be called from others.
+    """
 
     def __init__(
         self,
@@ -49,9 +40,8 @@ class RedisLookup:
         self._suffixes = _suffixes(
             s for geometry in geometries for s in geometry.stripes(config.max_payload_bytes)
         )
-        self._counters = Counters()
         self._servers = Servers(config, make_topology(config, clock), clock, random)
-        self._links = Connections(self._servers, config.read_timeout_seconds)
+        self._connections = Connections(self._servers, config.read_timeout_seconds)
 
     def __repr__(self) -> str:
         return f"RedisLookup({self._config.address}, namespace={self._config.namespace!r})"
@@ -59,82 +49,74 @@ class RedisLookup:
     def exists_prefix(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> int:
-        """How many leading chunks are wholly in Redis; 0 on any trouble or past ``deadline`` (a
-        reading of the clock, seconds). Blocks until then at most, but for a connection that has to
-        be made first: see `tend`."""
+        """The number of leading chunks that are wholly in Redis; 0 on any trouble.
+
+        ``deadline`` is a reading of the clock, in seconds. Blocks until then at most, unless a
+        connection has to be made first: see `tend`.
+        """
         if not keys:
             return 0
-        self._links.refresh()
-        self._counters.add("questions")
+        self._servers.refresh()
         counts = self._ask(keys, Deadline(deadline, self._clock, cancelled))
-        if counts is None:
-            self._counters.add("failures")
-            return 0
         wanted = len(self._suffixes)
-        found = next((i for i, count in enumerate(counts) if count != wanted), len(counts))
-        self._counters.add("chunks_found", found)
-        return found
+        return next((i for i, count in enumerate(counts) if count != wanted), len(counts))
 
     def tend(self) -> None:
         """Connect ahead of need."""
-        self._links.tend()
+        self._connections.tend()
 
     def close(self) -> None:
-        self._links.close()
+        self._connections.close()
         self._servers.topology.close()
 
-    def stats(self) -> RedisLookupStats:
-        counts = self._counters.snapshot()
-        return RedisLookupStats(
-            questions=counts["questions"],
-            chunks_found=counts["chunks_found"],
-            failures=counts["failures"],
-            servers=self._servers.states(),
-        )
+    def servers(self) -> tuple[tuple[str, CircuitState], ...]:
+        """The servers asked so far, and the states of their circuits. Thread-safe."""
+        return self._servers.states()
 
-    def _ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[int] | None:
-        """How many values of each chunk exist, None on any trouble."""
+    def _ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[int]:
+        """The number of existing values of each chunk; empty on any trouble."""
         tags = [chunk_tag(self._config.namespace, key) for key in keys]
         by_node: dict[Node, list[int]] = {}
         for index, tag in enumerate(tags):
             node = self._servers.topology.node_of(tag)
             if node is None:
-                return None
+                return []
             by_node.setdefault(node, []).append(index)
         counts = [0] * len(tags)
         asked: list[tuple[Node, Wire]] = []
         try:
             for node, indices in by_node.items():
-                asked.append((node, self._links.get(node)))
+                asked.append((node, self._connections.get(node)))
                 question = b"".join(self._command(tags[i]) for i in indices)
                 asked[-1][1].send([question], deadline)
             for node, wire in asked:
                 for index in by_node[node]:
                     counts[index] = _number(wire.receive_line(deadline))
-                self._links.succeeded(node)
+                self._connections.succeeded(node)
         except UnavailableError:
             self._drop_all(asked, "another server is unavailable", blame=False)
-            return None
+            return []
         except WireError as error:
-            self._drop_all(asked, str(error), blame=error.is_servers_fault)
-            return None
+            self._drop_all(asked, str(error), blame=error.is_peers_fault)
+            return []
         return counts
 
     def _drop_all(self, asked: Sequence[tuple[Node, Wire]], detail: str, *, blame: bool) -> None:
-        """Answers may still be on the way on any of them."""
+        """Drop all connections that an answer may still come on."""
         for node, _ in asked:
-            self._links.drop(node, detail, blame=blame)
+            self._connections.drop(node, detail, blame=blame)
 
     def _command(self, tag: bytes) -> bytes:
         return command(b"EXISTS", *(tag + suffix for suffix in self._suffixes))
 
 
 def _suffixes(stripes: Iterable[Stripe]) -> tuple[bytes, ...]:
-    """Ranks that hold the same head hold the same values: ask once."""
+    """Each suffix once: ranks that hold the same head hold the same values."""
     return tuple(dict.fromkeys(stripe_suffix(stripe) for stripe in stripes))
 
 
 def _number(line: bytes) -> int:
     if line[:1] == b":" and line[1:].isdigit():
         return int(line[1:])
-    raise WireError("bad_reply", first_line(line), is_servers_fault=not is_redirection(line))
+    is_peers_fault = not is_redirection(line)
+    raise WireError(WireFault.OUT_OF_STEP, first_line(line), is_peers_fault=is_peers_fault)

@@ -1,8 +1,20 @@
-"""The few bytes of the RESP2 protocol that the bulk data path speaks itself (pure)."""
+"""The few parts of the RESP2 protocol that the tier speaks itself (pure)."""
 
 from __future__ import annotations
 
+from enum import Enum
+
+from lmcache_connector.net.wire import WireFault
+
 CRLF = b"\r\n"
+
+
+class ReplyFault(Enum):
+    """What a well-formed reply is, other than the value asked for."""
+
+    MISSING = "missing"
+    ERROR_REPLY = "error_reply"
+    WRONG_LENGTH = "wrong_length"
 
 
 def command(*parts: bytes) -> bytes:
@@ -12,7 +24,7 @@ def command(*parts: bytes) -> bytes:
 
 
 def set_command(key: bytes, value_bytes: int, options: tuple[bytes, ...]) -> tuple[bytes, bytes]:
-    """A SET cut open around its value: what goes before it, and what goes after."""
+    """What goes before and after the value of a SET."""
     name = b"$3\r\nSET\r\n$%d\r\n%b\r\n" % (len(key), key)
     head = b"*%d\r\n%b$%d\r\n" % (3 + len(options), name, value_bytes)
     tail = b"".join(b"\r\n$%d\r\n%b" % (len(option), option) for option in options)
@@ -24,22 +36,22 @@ def bulk_line(num_bytes: int) -> bytes:
     return b"$%d\r\n" % num_bytes
 
 
-def describe_mismatch(head: bytes) -> str:
-    """Why a reply that should have begun with another bulk line is none: a counter's name."""
+def classify_mismatch(head: bytes) -> ReplyFault | WireFault:
+    """What a reply is that does not begin with the bulk line of the value asked for."""
     if head.startswith(b"$-1\r"):
-        return "missing"
+        return ReplyFault.MISSING
     if head.startswith(b"-"):
-        return "error_reply"
+        return ReplyFault.ERROR_REPLY
     if head.startswith(b"$") and head[1:2].isdigit():
-        return "wrong_length"
-    return "out_of_step"
+        return ReplyFault.WRONG_LENGTH
+    return WireFault.OUT_OF_STEP
 
 
 def first_line(reply: bytes) -> str:
-    """For a log: the first line of a reply, cut and made printable."""
+    """The first line of a reply, cut and made printable for a log."""
     return reply.split(CRLF, 1)[0][:200].decode("ascii", "backslashreplace")
 
 
 def is_redirection(line: bytes) -> bool:
-    """Whether a cluster says that the key lives, or will soon live, elsewhere."""
+    """Whether a cluster answers that the key lives, or will soon live, on another node."""
     return line.startswith((b"-MOVED ", b"-ASK ", b"-TRYAGAIN", b"-CLUSTERDOWN"))

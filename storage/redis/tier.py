@@ -1,58 +1,54 @@
 """Chunks in Redis: the tier that instances share.
 
-Threads, all started by the constructor and ended by `RedisTier.close`:
+The constructor starts all threads, and `RedisTier.close` ends them:
 
-- ``num_connections`` readers share out every load (`redis_reader`);
-- as many writers, but one core in two at most, drain the write queue (`redis_writer`).
+- ``num_connections`` readers share every read (`reader`);
+- as many writers, but at most one for two cores, drain the write queue (`writer`).
 
-Nothing here raises for a server's sake: whatever a server does, or does not do, is a miss or a
-failed write, counted by reason, and logged once per episode.
+No trouble with a server raises here. Whatever a server does, or fails to do, is a miss or a failed
+write. It is counted by cause and logged once per episode.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import random as random_module
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from redis import Connection
-from redis.exceptions import RedisError, ResponseError
-
+from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline, never
-from lmcache_connector.storage.chunk_codec import Sealer
+from lmcache_connector.net.wire import WireFault
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.storage.redis.circuit_breaker import Backoff, CircuitBreaker
+from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.connections import Servers
-from lmcache_connector.storage.redis.counters import Counters
-from lmcache_connector.storage.redis.load import ReadPlan, ValueLoad, ValueLoadQueue
+from lmcache_connector.storage.redis.connections import Servers, warn_of_noeviction
+from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked, TierCounts, WriteEnd
+from lmcache_connector.storage.redis.read_queue import PendingRead, ReadPlan, ReadQueue
 from lmcache_connector.storage.redis.reader import Reader
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
+from lmcache_connector.storage.redis.write_burst import WritePlan
 from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WriteQueue
-from lmcache_connector.storage.redis.writer import WritePlan, Writer
+from lmcache_connector.storage.redis.writer import Writer
 
-logger = logging.getLogger(__name__)
-
-# Chunks known to be stored badly, kept to be written anew; the oldest are forgotten.
+# Chunks known to be stored badly, kept to be written again; the oldest are forgotten.
 _MAX_SPOILED = 4096
 _POLL_SECONDS = 0.02
 # For threads to notice that they are to end, however short the time given.
 _CLOSE_GRACE_SECONDS = 0.5
-
-
-# Misses that speak of the way to the server, not of what it holds.
-_LINK_FAULTS = frozenset({"deadline", "unavailable", "closed", "stalled"})
+# Causes of misses that tell of the way to the servers, not of what they hold.
+_CONNECTION_FAULTS = frozenset(
+    {WireFault.DEADLINE, WireFault.CLOSED, WireFault.STALLED, NotAsked.UNAVAILABLE}
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """What one load brought. ``hits[i]``: chunk i is there, every byte verified. ``seconds``: how
-    long it took. ``cut_off``: chunks are left out because the servers were too slow or broke."""
+class ReadResult:
+    """``hits[i]``: chunk i is there, every byte verified. ``seconds``: how long the read took.
+    ``cut_off``: chunks are missing because a server was too slow or a connection broke."""
 
     hits: list[bool]
     seconds: float
@@ -61,31 +57,21 @@ class Fetched:
 
 @dataclass(frozen=True)
 class RedisTierStats:
-    """Counts since the start; ``queued_bytes`` and ``servers`` are of now."""
+    """``counts`` are since the start, the others of now. ``servers``: node and circuit state."""
 
-    chunks_hit: int
-    chunks_missed: int
-    bytes_read: int
-    # Misses by reason, e.g. ``missing``, ``bad_checksum``, ``forged_tag``, ``deadline``.
-    misses: Mapping[str, int]
-    chunks_written: int
-    chunks_already_there: int
-    # Left to the instance that was already writing them.
-    chunks_claimed_elsewhere: int
-    # Given up because the queue was full, or because the server refuses writes for now.
-    chunks_dropped: int
-    chunks_failed: int
-    bytes_written: int
+    counts: TierCounts
     queued_bytes: int
-    # ``(node, circuit state)``.
-    servers: tuple[tuple[str, str], ...]
+    servers: tuple[tuple[str, CircuitState], ...]
     writes_paused: bool
 
 
 class RedisTier:
-    """One rank's chunks in Redis. ``write_shards``: the KV heads of ``geometry.shards`` this rank
-    writes, all when None; heads that several ranks hold are written by one of them.
-    Thread-safe."""
+    """One rank's chunks in Redis. Thread-safe.
+
+    ``write_shards``: the KV heads of ``geometry.shards`` that this rank writes, all when None; of
+    the ranks that hold a head, one writes it. ``clock`` returns seconds, ``random`` numbers in
+    [0, 1).
+    """
 
     def __init__(
         self,
@@ -96,59 +82,24 @@ class RedisTier:
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
     ) -> None:
-        """Returns at once; connections are made in the background. Raises ``ValueError`` where
-        ``geometry`` has no place in the value format."""
-        stripes = geometry.stripes(config.max_payload_bytes)
-        sealer = Sealer(config.hash_key)
+        """Returns at once; connections are made in the background."""
         self._config = config
         self._geometry = geometry
         self._clock = clock
         self._counters = Counters()
-        self._misses = Counters()
         self._spoiled = _RecentKeys(_MAX_SPOILED)
         self._topology = make_topology(config, clock)
-        self._servers = Servers(config, self._topology, clock, random, greet=_warn_of_noeviction)
-        self._pause = CircuitBreaker(
-            Backoff(config.backoff_min_seconds, config.backoff_max_seconds, random), clock
-        )
-        self._read_plan = _read_plan(config, geometry, sealer)
-        self._loads = ValueLoadQueue()
-        self._queue = WriteQueue(config.write_queue_bytes, clock)
-        readers = [
-            Reader(
-                f"lmc-redis-read-{i}",
-                self._servers,
-                self._loads,
-                sealer,
-                self._counters,
-                self._spoiled.add,
-            )
-            for i in range(config.num_connections)
-        ]
-        mine = geometry.shards if write_shards is None else write_shards
-        self._writes_anything = bool(mine)
-        write_plan = WritePlan(
-            geometry=geometry,
-            stripes=tuple(stripe for stripe in stripes if stripe.shard in mine),
-            namespace=config.namespace,
-            ttl_options=config.ttl_options,
-            claim_options=(b"NX", b"PX", b"%d" % round(config.claim_seconds * 1000)),
-        )
-        self._writers = [
-            Writer(
-                f"lmc-redis-write-{i}",
-                self._servers,
-                self._queue,
-                write_plan,
-                sealer,
-                self._counters,
-                self._pause,
-                self._spoiled.discard,
-            )
-            for i in range(_num_writers(config.num_connections))
-        ]
-        self._threads: list[threading.Thread] = [*readers, *self._writers]
-        for thread in self._threads:
+        self._servers = Servers(config, self._topology, clock, random, greet=warn_of_noeviction)
+        # Opens while the server refuses writes.
+        self._pause = self._servers.make_breaker()
+        self._reads = ReadQueue()
+        self._read_plan = ReadPlan.make(config, geometry)
+        self._writes = WriteQueue(config.write_queue_bytes, clock)
+        shards = geometry.shards if write_shards is None else write_shards
+        self._write_plan = WritePlan.make(config, geometry, shards)
+        self._readers = [self._make_reader(i) for i in range(config.num_connections)]
+        self._writers = [self._make_writer(i) for i in range(_num_writers(config.num_connections))]
+        for thread in (*self._readers, *self._writers):
             thread.start()
 
     def __repr__(self) -> str:
@@ -158,186 +109,154 @@ class RedisTier:
     def geometry(self) -> ChunkGeometry:
         return self._geometry
 
-    def get_into(
+    def read(
         self,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
         deadline: float,
         cancelled: Callable[[], bool] = never,
-    ) -> list[bool]:
-        """Fetch consecutive chunks of one prompt.
+    ) -> ReadResult:
+        """Read consecutive chunks of one prompt. Blocks; touches no buffer once it has returned.
 
-        ``keys``: 32 bytes each. ``buffers``: for each key ``geometry.chunk_bytes`` writable bytes;
-        received in place, so what is not a hit holds rubbish afterwards. ``deadline``: a reading
-        of the clock (seconds, ``time.monotonic`` unless told) past which this does not wait.
+        ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: for each key ``geometry.chunk_bytes``
+        writable bytes. Values are received in place, so the buffer of a chunk that is no hit holds
+        rubbish afterwards. ``deadline``: a reading of the clock, in seconds, past which this does
+        not wait.
 
-        Per key: True when every byte is verified. After the first False the rest is not worth
-        fetching and may be either. Blocks; touches no buffer once it has returned.
+        After the first miss the rest is not worth reading, and may be hits or misses. Raises
+        ``ValueError`` for keys or buffers of the wrong size.
         """
-        return self.fetch(keys, buffers, deadline, cancelled).hits
-
-    def fetch(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[memoryview],
-        deadline: float,
-        cancelled: Callable[[], bool] = never,
-    ) -> Fetched:
-        """`get_into`, and what it says about the servers' speed."""
         self._check_sizes(keys, buffers)
         started = self._clock()
-        hits, reasons = self._fetch(keys, buffers, Deadline(deadline, self._clock, cancelled))
-        for reason in reasons:
-            self._misses.add(reason)
-        self._counters.add("chunks_hit", sum(hits))
-        self._counters.add("chunks_missed", len(hits) - sum(hits))
-        return Fetched(hits, self._clock() - started, not _LINK_FAULTS.isdisjoint(reasons))
-
-    def _fetch(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], limit: Deadline
-    ) -> tuple[list[bool], list[str]]:
-        """Per key whether it is there, and for each that is not the reason."""
-        nodes = self._locate(keys, limit)
-        if nodes is None:
-            return [False] * len(keys), ["unavailable"] * len(keys)
-        usable = next((i for i, n in enumerate(nodes) if self._servers.is_open(n)), len(keys))
-        load = ValueLoad(self._read_plan, keys[:usable], buffers[:usable], nodes[:usable], limit)
-        if usable and self._loads.add(load):
-            load.wait()
-        left = len(keys) - usable
-        return load.results() + [False] * left, load.miss_reasons() + ["unavailable"] * left
+        hits, misses = self._read(keys, buffers, Deadline(deadline, self._clock, cancelled))
+        self._counters.count_chunks(sum(hits), misses)
+        cut_off = not _CONNECTION_FAULTS.isdisjoint(miss.cause for miss in misses)
+        return ReadResult(hits, self._clock() - started, cut_off)
 
     def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
-        """Write a chunk in the background, if there is room. Never blocks.
+        """Write a chunk in the background. Never blocks. False if there was no room for it.
 
-        ``buffer``: ``geometry.chunk_bytes`` bytes, not to change before ``on_done``, which is
-        called exactly once from any thread, maybe before this returns: True when all values this
+        ``buffer``: ``geometry.chunk_bytes`` bytes, not to change before ``on_done``. That is called
+        exactly once, from any thread, maybe before this returns: with True if all values that this
         rank writes are known to be in Redis. ``order``: the chunk's index in its prompt; when the
-        queue is full the deepest chunks are given up first. False when this chunk was.
+        queue is full, the deepest chunks are given up first. Raises ``ValueError`` for a key or
+        buffer of the wrong size.
         """
         self._check_sizes([key], [buffer])
         write = PendingWrite(key, buffer, order, [on_done])
-        if not self._writes_anything:
+        if not self._write_plan.stripes:
             write.finish(True)
             return True
         if (self._pause.seconds_until_retry() or 0.0) > 0.0:
             dropped = [write]
         else:
-            dropped = self._queue.offer(write)
-        for victim in dropped:
-            self._counters.add("chunks_dropped")
-            victim.finish(False)
+            dropped = self._writes.offer(write)
+        self._drop(dropped)
         return write not in dropped
 
     def hold_writes(self, until: float) -> None:
-        """Leave the machine's cores alone until then, a reading of the clock, as far as that can
-        wait: see `WriteQueue.hold`."""
-        self._queue.hold(until)
+        """Write nothing that can wait until ``until``, a reading of the clock in seconds, to leave
+        the machine's cores to others; see `WriteQueue.hold`."""
+        self._writes.hold(until)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until nothing is left to write. Whether that came within ``timeout`` seconds."""
-        return self._queue.wait_empty(timeout)
+        """Wait until nothing is left to write. False if that takes over ``timeout`` seconds."""
+        return self._writes.wait_empty(timeout)
 
     def close(self, timeout: float) -> bool:
         """Write what can be written within ``timeout`` seconds, drop the rest, end all threads.
-        Idempotent. False if a thread had to be left behind (say, in a name look-up); it is a
-        daemon and touches no buffer."""
+
+        Idempotent. False if a thread had to be left behind, for instance in a name look-up; it is a
+        daemon and touches no buffer.
+        """
         until = time.monotonic() + timeout
-        self._queue.wait_empty(timeout)
-        for write in self._queue.close():
-            self._counters.add("chunks_dropped")
-            write.finish(False)
+        self._writes.wait_empty(timeout)
+        self._drop(self._writes.close())
         for writer in self._writers:
             writer.stop()
-        self._loads.close()
+        self._reads.close()
         until = max(until, time.monotonic() + _CLOSE_GRACE_SECONDS)
-        for thread in self._threads:
+        threads = (*self._readers, *self._writers)
+        for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         self._topology.close()
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
     def stats(self) -> RedisTierStats:
-        counts = self._counters.snapshot()
         return RedisTierStats(
-            chunks_hit=counts["chunks_hit"],
-            chunks_missed=counts["chunks_missed"],
-            bytes_read=counts["bytes_read"],
-            misses=self._misses.snapshot(),
-            chunks_written=counts["chunks_written"],
-            chunks_already_there=counts["chunks_already_there"],
-            chunks_claimed_elsewhere=counts["chunks_claimed_elsewhere"],
-            chunks_dropped=counts["chunks_dropped"],
-            chunks_failed=counts["chunks_failed"],
-            bytes_written=counts["bytes_written"],
-            queued_bytes=self._queue.num_bytes,
+            counts=self._counters.snapshot(),
+            queued_bytes=self._writes.num_bytes,
             servers=self._servers.states(),
             writes_paused=self._pause.seconds_until_retry() is not None,
         )
 
     def take_write_times(self) -> list[tuple[int, float]]:
         """Bytes and seconds of each burst of writes since the last call, for metrics."""
-        return [burst for writer in self._writers for burst in writer.take_bursts()]
+        return [times for writer in self._writers for times in writer.take_times()]
+
+    def _make_reader(self, index: int) -> Reader:
+        name = f"lmc-redis-read-{index}"
+        return Reader(name, self._servers, self._reads, self._spoiled.add)
+
+    def _make_writer(self, index: int) -> Writer:
+        return Writer(
+            f"lmc-redis-write-{index}",
+            self._servers,
+            self._writes,
+            self._write_plan,
+            self._counters,
+            self._pause,
+            self._spoiled.discard,
+        )
+
+    def _read(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], limit: Deadline
+    ) -> tuple[list[bool], list[Miss]]:
+        """Whether each chunk was read, and for each that was not the cause."""
+        nodes = self._usable_nodes(keys, limit)
+        end = len(nodes)
+        read = PendingRead(self._read_plan, keys[:end], buffers[:end], nodes, limit)
+        if nodes and self._reads.add(read):
+            read.wait()
+        left = len(keys) - end
+        return read.hits() + [False] * left, read.misses() + [Miss(NotAsked.UNAVAILABLE)] * left
+
+    def _usable_nodes(self, keys: Sequence[bytes], limit: Deadline) -> list[Node]:
+        """The nodes of the leading chunks, up to the first whose node is not known or not used for
+        now. Right after the start, this waits until nodes are known."""
+        while not self._topology.nodes() and (left := limit.remaining()) > 0.0:
+            time.sleep(min(_POLL_SECONDS, left))
+        nodes: list[Node] = []
+        for key in keys:
+            node = self._topology.node_of(chunk_tag(self._config.namespace, key))
+            if node is None or self._servers.is_open(node):
+                break
+            nodes.append(node)
+        return nodes
+
+    def _drop(self, writes: Sequence[PendingWrite]) -> None:
+        for write in writes:
+            self._counters.count_write(WriteEnd.QUEUE_FULL)
+            write.finish(False)
 
     def _check_sizes(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys, {len(buffers)} buffers")
         for key, buffer in zip(keys, buffers, strict=True):
-            if len(key) != 32:
-                raise ValueError(f"a chunk key has 32 bytes, not {len(key)}")
+            if len(key) != CHUNK_KEY_BYTES:
+                raise ValueError(f"a chunk key has {CHUNK_KEY_BYTES} bytes, not {len(key)}")
             if buffer.format != "B" or buffer.nbytes != self._geometry.chunk_bytes:
                 raise ValueError(
                     f"a buffer has {self._geometry.chunk_bytes} bytes of format B, "
                     f"not {buffer.nbytes} of {buffer.format}"
                 )
 
-    def _locate(self, keys: Sequence[bytes], limit: Deadline) -> list[Node] | None:
-        """Where each chunk lives. Waits, at the start only, until that is known."""
-        while not self._topology.nodes():
-            if limit.remaining() <= 0.0:
-                return None
-            time.sleep(min(_POLL_SECONDS, limit.remaining()))
-        nodes = []
-        for key in keys:
-            node = self._topology.node_of(chunk_tag(self._config.namespace, key))
-            if node is None:
-                return None
-            nodes.append(node)
-        return nodes
-
 
 def _num_writers(num_connections: int) -> int:
-    """A writer mostly computes and copies. On two cores a second one only takes the core on which
-    the engine, or a server on this machine, could run."""
+    """A writer mostly computes and copies. On two cores, a second writer would only take the core
+    that the engine, or a server on this machine, could run on."""
     num_cores = os.cpu_count() or 1
     return max(1, min(num_connections, num_cores // 2))
-
-
-def _read_plan(config: RedisTierConfig, geometry: ChunkGeometry, sealer: Sealer) -> ReadPlan:
-    return ReadPlan(
-        geometry=geometry,
-        stripes=geometry.stripes(config.max_payload_bytes),
-        namespace=config.namespace,
-        keyed=sealer.keyed,
-        verb=b"GETEX" if config.refresh_ttl else b"GET",
-        verb_options=config.ttl_options if config.refresh_ttl else (),
-    )
-
-
-def _warn_of_noeviction(connection: Connection) -> None:
-    """A server without a memory limit that evicts nothing grows until the machine is out of it."""
-    connection.send_command("INFO", "memory")
-    try:
-        info = connection.read_response()
-    except ResponseError:
-        return  # not allowed to ask, so nothing to say
-    if not isinstance(info, bytes):
-        raise RedisError("an unexpected answer to INFO")
-    facts = dict(line.split(b":", 1) for line in info.split(b"\r\n") if b":" in line)
-    if facts.get(b"maxmemory") == b"0" and facts.get(b"maxmemory_policy") == b"noeviction":
-        logger.warning(
-            "this redis server has no maxmemory and the policy noeviction: cached chunks will fill "
-            "its memory. Set maxmemory and maxmemory-policy allkeys-lru, or redis_ttl_seconds."
-        )
 
 
 class _RecentKeys:

@@ -1,7 +1,8 @@
-"""Which server holds a key, and how to connect to it: the part redis-py is good at.
+"""Which server holds a key, and how to connect to it: redis-py does this part.
 
-A *node* is a server's name, ``host:port`` or a socket path. Topologies are thread-safe. `prepare`
-and `connect` do network I/O and belong in background threads; `node_of` never does.
+A *node* is a server's name: ``host:port``, a socket path, or ``sentinel:`` and a master's name.
+Topologies are thread-safe. `Topology.prepare` and `Topology.connect` do network I/O and belong in
+background threads; `Topology.node_of` never does.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from lmcache_connector.storage.redis.url import TopologyKind
 
 Node = NewType("Node", str)
 
-# How redis-py fails on a reply that it cannot make sense of.
+# Between two looks at the slot map, however many errors ask for one.
+_REFRESH_SECONDS = 0.25
+# What redis-py raises on a reply that it cannot parse.
 _PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
-# What connecting can fail with. redis-py's own errors cover refusals and time-outs; the handshake
-# may also meet a broken socket, an unknown host or a certificate it does not trust (all OSError).
+# What connecting raises. redis-py's own errors cover refusals and time-outs; the handshake may also
+# meet a broken socket, an unknown host or a certificate it does not trust (all OSError).
 CONNECT_ERRORS = (RedisError, RedisClusterException, OSError, *_PARSE_ERRORS)
 
 
 class Topology(Protocol):
     def prepare(self) -> None:
-        """Learn what is needed to answer `node_of`. Raises one of ``CONNECT_ERRORS``."""
+        """Learn what `node_of` needs to know. Raises one of ``CONNECT_ERRORS``."""
         ...
 
     def node_of(self, key: bytes) -> Node | None:
@@ -50,16 +53,20 @@ class Topology(Protocol):
         ...
 
     def mark_stale(self) -> None:
-        """A server said, or its silence suggests, that what is known has changed."""
+        """Look again at the next `prepare`: a server said, or its silence suggests, that something
+        has changed."""
         ...
 
     def close(self) -> None:
-        """Close what `prepare` and `connect` keep open for themselves."""
+        """Close the connections that `prepare` and `connect` keep for themselves."""
         ...
 
 
 def connection_options(config: RedisTierConfig) -> dict[str, Any]:
-    """RESP2, because its replies have one shape; no client-side extras that need permissions."""
+    """Options of a redis-py connection to a data server.
+
+    RESP2, because its replies have one shape; no client-side extras, which need permissions.
+    """
     return {
         "protocol": 2,
         "driver_info": None,
@@ -69,8 +76,20 @@ def connection_options(config: RedisTierConfig) -> dict[str, Any]:
     }
 
 
+def take_socket(connection: Connection) -> socket.socket:
+    """Take the connected socket from redis-py. The caller closes it.
+
+    Raises redis-py's ``ConnectionError`` if the connection is closed already.
+    """
+    sock: socket.socket | None = connection._sock
+    if sock is None:
+        raise LostError("the connection was lost")
+    connection._sock = None
+    return sock
+
+
 class SingleTopology:
-    """One server, by TCP, TLS or Unix socket."""
+    """One server, reached by TCP, TLS or a Unix socket."""
 
     def __init__(self, config: RedisTierConfig) -> None:
         address = config.address
@@ -107,13 +126,13 @@ class SingleTopology:
 
 
 class SentinelTopology:
-    """The master a group of sentinels agrees on, asked anew for every connection."""
+    """The master that a group of sentinels names, asked again for every connection."""
 
     def __init__(self, config: RedisTierConfig) -> None:
         address = config.address
         options = connection_options(config)
         timeouts = {k: v for k, v in options.items() if k.startswith("socket_")}
-        # One node under the master's name: whoever holds the role, breaker and logs follow it.
+        # One node under the master's name: the breaker and the logs follow the role.
         self._node = Node(f"sentinel:{address.master}")
         self._sentinel = Sentinel(
             address.hosts,
@@ -141,7 +160,7 @@ class SentinelTopology:
         return (self._node,)
 
     def connect(self, node: Node) -> Connection:
-        # A master demoted since will still serve reads, all verified; a write tells.
+        # A master demoted later still serves reads, which are verified; it refuses writes.
         connection = self._pool.make_connection()
         connection.connect()
         return connection
@@ -152,33 +171,6 @@ class SentinelTopology:
     def close(self) -> None:
         for sentinel in self._sentinel.sentinels:
             sentinel.close()
-
-
-def make_topology(config: RedisTierConfig, clock: Callable[[], float]) -> Topology:
-    match config.address.kind:
-        case TopologyKind.SINGLE:
-            return SingleTopology(config)
-        case TopologyKind.SENTINEL:
-            return SentinelTopology(config)
-        case TopologyKind.CLUSTER:
-            from lmcache_connector.storage.redis.topology import ClusterTopology
-
-            return ClusterTopology(config, clock)
-
-
-def take_socket(connection: Connection) -> socket.socket:
-    """The connected socket, now the caller's: redis-py lets go of it.
-
-    Raises redis-py's ``ConnectionError`` where it has hung up already."""
-    sock: socket.socket | None = connection._sock
-    if sock is None:
-        raise LostError("the connection was lost")
-    connection._sock = None
-    return sock
-
-
-# Between two looks at the slot map, however many errors ask for one.
-_REFRESH_SECONDS = 0.25
 
 
 class ClusterTopology:
@@ -198,7 +190,7 @@ class ClusterTopology:
         self._refreshing = threading.Lock()
 
     def prepare(self) -> None:
-        # One thread at a time; the others go on with the map there is, if there is one.
+        # One thread at a time; the others go on with the present map, if there is one.
         current = self._owners and not self._stale
         if current or not self._refreshing.acquire(blocking=not self._owners):
             return
@@ -230,7 +222,7 @@ class ClusterTopology:
             self._manager.close()
 
     def _refresh(self) -> None:
-        # Before the look, so that news that comes during it are not lost.
+        # Before the look, so that a change reported meanwhile is not lost.
         self._stale = False
         try:
             if self._manager is None:
@@ -249,8 +241,18 @@ class ClusterTopology:
         options: dict[str, Any] = {k: v for k, v in self._options.items() if k != "db"}
         return NodesManager(
             [ClusterNode(host, port) for host, port in self._hosts],
-            # A cluster that has lost a master still has two thirds of the chunks.
+            # A cluster that has lost one of three masters still has two thirds of the chunks.
             require_full_coverage=False,
             ssl=self._tls,
             **options,
         )
+
+
+def make_topology(config: RedisTierConfig, clock: Callable[[], float]) -> Topology:
+    match config.address.kind:
+        case TopologyKind.SINGLE:
+            return SingleTopology(config)
+        case TopologyKind.SENTINEL:
+            return SentinelTopology(config)
+        case TopologyKind.CLUSTER:
+            return ClusterTopology(config, clock)

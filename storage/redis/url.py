@@ -1,4 +1,4 @@
-"""Where the Redis tier lives, read from a URL (no connection is made here).
+"""Parses the URL of the Redis tier, without connecting.
 
 ====================================================================  =============================
 ``redis://[user[:password]@]host[:port][/db]``                        one server
@@ -8,8 +8,8 @@
 ``redis+cluster://[user:password@]host[:port],host...``               a cluster, from any node
 ====================================================================  =============================
 
-``rediss+sentinel`` and ``rediss+cluster`` are the TLS forms. Sentinels of their own credentials
-take ``?sentinel_username=&sentinel_password=``.
+``rediss+sentinel`` and ``rediss+cluster`` are the TLS forms. The sentinels' own credentials, if
+any, are ``?sentinel_username=&sentinel_password=``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 
 class TopologyKind(Enum):
+    """How many servers hold the values, and how they are found."""
+
     SINGLE = "single"
     SENTINEL = "sentinel"
     CLUSTER = "cluster"
 
 
-# URL options, named as redis-py names them. Anything else is a typo and stops the start.
+# URL options, named as redis-py names them. Any other option is refused.
 _TLS_OPTIONS = frozenset(
     {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_password"}
     | {"ssl_cert_reqs", "ssl_check_hostname"}
@@ -49,7 +51,7 @@ _SCHEMES = {
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """A parsed URL. Everything secret stays out of ``repr``."""
+    """A parsed URL. No secret shows in ``repr`` or ``str``."""
 
     kind: TopologyKind
     tls: bool
@@ -70,19 +72,20 @@ class RedisAddress:
         return options | {"db": self.db, "username": self.username, "password": self.password}
 
     def sentinel_options(self) -> dict[str, Any]:
-        """Credentials for the sentinels themselves; they share the TLS options."""
+        """Keyword arguments of a redis-py connection to a sentinel: its own credentials, and the
+        TLS options of the data servers."""
         own = {k.removeprefix("sentinel_"): v for k, v in self.options if k in _SENTINEL_OPTIONS}
         return self.connection_options() | {"db": 0, "username": None, "password": None} | own
 
     def redact(self, text: str) -> str:
-        """``text`` without the credentials that a server's or library's message may repeat."""
+        """``text`` without credentials, which the message of a server or a library may repeat."""
         secrets = {self.username, self.password, *(dict(self.options).get(o) for o in _SECRETS)}
         for secret in filter(None, secrets):
             text = text.replace(secret, "***")
         return text
 
     def __str__(self) -> str:
-        """The address without any credential or option: fit for logs."""
+        """The address for logs, without credentials and options."""
         scheme = next(s for s, kind in _SCHEMES.items() if kind == (self.kind, self.tls))
         if self.path:
             return f"unix://{self.path}"
@@ -91,12 +94,12 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """Raises ``ValueError``; the message never repeats the URL, which may hold a password."""
-    # A multi-host netloc is cut by hand: urlsplit reads only one host and port.
+    """Raises ``ValueError``. Its message never repeats the URL, which may hold a password."""
+    # `_parse_hosts` splits several hosts: urlsplit reads only one host and port.
     try:
         parts = urlsplit(url)
     except ValueError:
-        # Its message, like others below, may repeat a piece of a password: leave it out.
+        # The messages of urlsplit may repeat a piece of a password.
         raise ValueError("redis_url: malformed") from None
     if parts.scheme not in _SCHEMES:
         raise ValueError(f"redis_url: unknown scheme; use one of {', '.join(_SCHEMES)}")
@@ -129,7 +132,7 @@ def parse_redis_url(url: str) -> RedisAddress:
 
 
 def _split_path(kind: TopologyKind, path: str, db: str) -> tuple[str, str, str]:
-    """``(master, db, "")`` of the path of a URL with hosts."""
+    """``(master, db, "")`` from the path of a URL with hosts."""
     pieces = [piece for piece in path.split("/") if piece]
     master = ""
     if kind is TopologyKind.SENTINEL:

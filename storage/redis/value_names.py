@@ -1,7 +1,8 @@
 """Names of values in Redis (pure).
 
-``lmc:{<namespace>:<hex chunk key>}:<first layer>-<layer end>:<KV head>``: the braces are a cluster
-hash tag, so all values of a chunk share one slot, one node and one multi-key command.
+A name is ``lmc:{<namespace>:<hex chunk key>}:<first layer>-<layer end>:<KV head>``. The braces are
+a cluster hash tag: all values of a chunk share one slot and one node, and one command can name them
+all.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ _VALUE_NAME = re.compile(rb"lmc:\{([^{}]+):([0-9a-f]{64})\}:(\d+)-(\d+):(\d+)")
 
 
 def chunk_tag(namespace: str, key: bytes) -> bytes:
-    """What all values of one chunk have in common, hash tag included."""
+    """The part of the name that all values of one chunk share."""
     return f"lmc:{{{namespace}:{key.hex()}}}".encode()
 
 
 def stripe_suffix(stripe: Stripe) -> bytes:
+    """The rest of a value's name."""
     return b":%d-%d:%d" % (stripe.layer_start, stripe.layer_end, stripe.shard)
 
 
 def claim_suffix(stripe: Stripe) -> bytes:
-    """A short-lived claim says that a writer is at work on the values from ``stripe`` on."""
+    """The rest of a claim's name. A claim is short-lived and says that a writer is at work on the
+    values of a chunk, the first of which holds ``stripe``."""
     return b":claim:%d:%d" % (stripe.layer_start, stripe.shard)
 
 
 def probe_key(namespace: str) -> bytes:
-    """A key that never exists, to ask for."""
+    """The name of a key that never exists, for a question that any server can answer."""
     return f"lmc:{{{namespace}:}}:probe".encode()
 
 
 @dataclass(frozen=True, slots=True)
 class ValueName:
-    """What the name of a value says: ``key`` is the chunk key, layers are ``[first, end)``."""
+    """A name in parts. ``key`` is the chunk key; the layers are ``[layer_start, layer_end)``."""
 
     namespace: str
     key: bytes
@@ -45,7 +48,7 @@ class ValueName:
 
 
 def parse_value_name(name: bytes) -> ValueName | None:
-    """``None`` for a key that names no value: a claim, or someone else's."""
+    """None for a key that names no value: a claim, or another program's key."""
     match = _VALUE_NAME.fullmatch(name)
     if match is None:
         return None
@@ -60,7 +63,8 @@ def parse_value_name(name: bytes) -> ValueName | None:
 
 
 def scan_pattern(namespace: str | None, key_prefix: str = "") -> bytes:
-    """A glob for SCAN: all values of a namespace, or of all, whose chunk key begins in hex so."""
+    """A glob for SCAN that finds all values of one namespace, or of all, whose hexadecimal chunk
+    key begins with ``key_prefix``."""
     if namespace is None:
         return f"lmc:{{*:{key_prefix}*".encode()
     escaped = re.sub(r"([\\*?\[\]])", r"\\\1", namespace)

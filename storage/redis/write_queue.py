@@ -1,10 +1,10 @@
-"""Chunks waiting to be written: bounded in bytes, and forgiving when full.
+"""Chunks waiting to be written, bounded in bytes.
 
-When there is no room, the chunk deepest in its prompt goes first, the newest of them: a prefix
-without its end is still worth something, an end without its prefix is not.
+When there is no room, the queue drops the chunk that is deepest in its prompt, and of several the
+newest: a prefix without its end is still of use, an end without its prefix is not.
 
 On a machine whose cores compute the model, a writer takes time from a forward pass. So the queue
-can be told to hold back for as long as one runs; never for long, and not when it fills up.
+can be told to hold its writes back while one runs, but not for long, and not when it fills up.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ logger = logging.getLogger(__name__)
 OnDone = Callable[[bool], None]
 
 MAX_HOLD_SECONDS = 1.0
-# How late a writer may notice that it need not hold back any more.
+# How late a writer may notice that a hold has ended.
 _HOLD_SLICE_SECONDS = 0.1
 
 
 @dataclass(eq=False)
 class PendingWrite:
-    """``buffer`` is the caller's until ``finish``; ``order`` is the chunk's index in its prompt."""
+    """A chunk to be written. ``buffer`` must not change before `finish`. ``order`` is the chunk's
+    index in its prompt; ``queued_at`` is a reading of the queue's clock, in seconds."""
 
     key: bytes
     buffer: memoryview
@@ -35,7 +36,7 @@ class PendingWrite:
     queued_at: float = 0.0
 
     def finish(self, stored: bool) -> None:
-        """Tell those who wait. The buffer must not be touched any more."""
+        """Tell those who wait, which gives the buffer back to its owner."""
         for on_done in self.callbacks:
             try:
                 on_done(stored)
@@ -44,7 +45,8 @@ class PendingWrite:
 
 
 class WriteQueue:
-    """Thread-safe. Entries that were taken still count as bytes until they `finish`."""
+    """Holds up to ``max_bytes`` of chunks. Writes that were taken still count until they are
+    finished. ``clock`` returns seconds. Thread-safe."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
@@ -61,8 +63,8 @@ class WriteQueue:
         return self._num_bytes
 
     def offer(self, write: PendingWrite) -> list[PendingWrite]:
-        """Queue ``write``. Returns what found no place, for the caller to finish: ``write`` itself
-        or others. A chunk that is already here only adds its callbacks."""
+        """Queue ``write``. Returns the writes for which there is no room, ``write`` itself or
+        others; the caller finishes them. A chunk that is queued already only gets the callbacks."""
         with self._changed:
             if self._closed:
                 return [write]
@@ -79,12 +81,15 @@ class WriteQueue:
             return dropped
 
     def hold(self, until: float) -> None:
-        """Hand out nothing before ``until``, a reading of the clock, but what has waited for
-        ``MAX_HOLD_SECONDS``, or takes up half the room. Costs nothing to say again."""
+        """Hand out nothing before ``until``, a reading of the clock in seconds.
+
+        Writes that have waited for ``MAX_HOLD_SECONDS`` go out nevertheless, and so does everything
+        while the queue is more than half full.
+        """
         self._hold_until = until
 
     def take(self, max_bytes: int, timeout: float) -> list[PendingWrite]:
-        """The oldest writes, up to ``max_bytes`` or one; empty after ``timeout`` seconds."""
+        """The oldest writes: up to ``max_bytes``, or one. Empty after ``timeout`` seconds."""
         with self._changed:
             if not self._waiting and not self._closed:
                 self._changed.wait(timeout)
@@ -102,21 +107,21 @@ class WriteQueue:
             return taken
 
     def finish(self, write: PendingWrite, stored: bool) -> None:
-        """A taken write is done with, well or not: tell those who wait, then free its room."""
+        """End a taken write: tell those who wait, then free its room."""
         with self._changed:
-            self._taken.remove(write)  # from here on, nobody joins it any more
+            self._taken.remove(write)  # from here on, `offer` adds no callback to it
         write.finish(stored)
         with self._changed:
             self._num_bytes -= len(write.buffer)
             self._changed.notify_all()
 
     def wait_empty(self, timeout: float) -> bool:
-        """Whether everything was written within ``timeout`` seconds."""
+        """Wait until the queue is empty. False if that takes over ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_bytes, timeout)
 
     def close(self) -> list[PendingWrite]:
-        """Accept no more; returns what was not yet taken."""
+        """Accept no more writes. Returns those not yet taken; the caller finishes them."""
         with self._changed:
             self._closed = True
             left, self._waiting = self._waiting, []
@@ -131,7 +136,7 @@ class WriteQueue:
         return until - self._clock()
 
     def _make_room(self, write: PendingWrite) -> list[PendingWrite]:
-        """Drop until ``write`` fits, or give up ``write`` itself and drop nothing."""
+        """The writes dropped to make ``write`` fit, or ``write`` itself if it cannot fit."""
         excess = self._num_bytes + len(write.buffer) - self._max_bytes
         if excess <= 0:
             return []

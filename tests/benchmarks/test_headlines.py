@@ -1,4 +1,4 @@
-"""What the benchmarks conclude from what they measured, on figures made up for it."""
+"""What the benchmarks conclude from what they measured, on made-up measurements."""
 
 from __future__ import annotations
 

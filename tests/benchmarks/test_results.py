@@ -1,4 +1,4 @@
-"""Results are kept as the benchmarks wrote them, and the report shows all that is kept."""
+"""Results are kept as benchmarks wrote them, and the report shows everything that is kept."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, results
-from benchmarks.harness import spread
+from benchmarks.harness import report, results
 
 
 def result(name: str, **fields: Any) -> dict[str, Any]:
@@ -95,8 +94,3 @@ def test_the_page_in_the_tree_is_what_its_results_say() -> None:
     pictures = sorted(results.FOLDER.glob("*.png"))
     wanted = report.render(results.all_kept(), notes, pictures)
     assert report.TARGET.read_text(encoding="utf-8") == wanted, "python -m benchmarks report"
-
-
-def test_a_spread_has_quartiles_where_there_are_enough_figures() -> None:
-    assert spread([1.0, 2.0]) == {"median": 1.5}
-    assert spread([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0}

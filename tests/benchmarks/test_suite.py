@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import harness, suite
+from benchmarks.harness import app, suite
 
 QUIET = Console(quiet=True)
 
@@ -28,7 +28,7 @@ class Script(suite.Job):
 
 def test_every_benchmark_is_in_it() -> None:
     jobs = suite.all_jobs()
-    assert {job.name for job in jobs} == set(harness.BENCHMARKS)
+    assert {job.name for job in jobs} == set(app.BENCHMARKS)
     assert len({job.label for job in jobs}) == len(jobs)
     assert all("--keep" in job.command for job in jobs)
 
@@ -36,7 +36,7 @@ def test_every_benchmark_is_in_it() -> None:
 def test_every_job_is_understood_by_its_benchmark() -> None:
     for job in suite.all_jobs():
         assert job.command[:4] == [sys.executable, "-m", "benchmarks", job.name]
-        args = harness.benchmark_parser(job.name).parse_args(job.command[4:])
+        args = app.benchmark_parser(job.name).parse_args(job.command[4:])
         assert args.keep == job.variant
 
 
@@ -67,5 +67,5 @@ time.sleep(600)
 @pytest.mark.parametrize("argv", [["nonsense"], ["copy", "--nonsense"], ["copy", "--keep", "a/b"]])
 def test_a_wrong_command_line_is_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        harness.main(argv)
+        app.main(argv)
     assert refused.value.code == 2

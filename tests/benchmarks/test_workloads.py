@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from benchmarks.workloads import (
+from benchmarks.harness.workloads import (
     PIECE_TOKENS,
     WORKLOADS,
     Ask,

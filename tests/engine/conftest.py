@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engine_settings import kv_transfer
-from tests.support.instance import VllmInstance
-from tests.support.servers import Server, running_server, valkey_binary
-from tests.support.tiny_model import ModelShape, build_tiny_model
+from tests.support.instance import StartInstance, VllmInstance
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,23 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(420))
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"), ModelShape())
-
-
 @pytest.fixture(scope="module")
-def valkey() -> Iterator[Server]:
-    with running_server(valkey_binary() or "valkey-server") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmInstance]:
-    """Makes an instance, to be used in a ``with``."""
-
+def start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> StartInstance:
     def make(
-        transfer: dict[str, Any] | None = None, folder: Path = model, **engine_args: Any
+        transfer: dict[str, Any] | None = None, folder: Path = tiny_model, **engine_args: Any
     ) -> VllmInstance:
         log = tmp_path_factory.mktemp("instance") / "log"
         settings = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 8192} | engine_args

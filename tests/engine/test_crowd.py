@@ -1,7 +1,7 @@
-"""A crowded engine: preemption, priorities, samples, sessions, resets, pauses; and what a router
-that listens to the KV cache events of all tiers hears of it.
+"""A crowded engine: preemption, priorities, samples, sessions, resets and pauses.
 
-One engine with room for 28 blocks serves them all.
+A router listens to the KV cache events of all tiers. One engine with room for 28 blocks serves all
+of these tests.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import msgspec
 import pytest
 import zmq
 
-from tests.engine.test_tiers import check_integrity, wait_for_keys
-from tests.support.asks import Ask, Round, ask_all
-from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
-from tests.support.instance import VllmInstance
+from tests.support.asks import Ask, Round, add, ask_all
+from tests.support.engine_calls import check_integrity, preemptions, reset_everything
+from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
+from tests.support.instance import StartInstance, VllmInstance
 from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
+from tests.support.redis_values import wait_for_values
 from tests.support.servers import Server, free_port
 
-Start = Callable[..., VllmInstance]
 CHUNK_BYTES = 1 << 20
 NUM_BLOCKS = 28
 
@@ -81,7 +82,7 @@ def port() -> int:
 
 
 @pytest.fixture(scope="module")
-def engine(start: Start, valkey: Server, port: int) -> Iterator[VllmInstance]:
+def engine(start: StartInstance, valkey: Server, port: int) -> Iterator[VllmInstance]:
     from vllm.config.kv_events import KVEventsConfig
 
     with start(
@@ -109,7 +110,7 @@ def router(engine: VllmInstance, port: int) -> Iterator[Router]:
 
 
 def listen_until(router: Router, engine: VllmInstance, condition: Callable[[], bool]) -> None:
-    """An engine speaks when it steps, also of what was written meanwhile."""
+    """An engine sends events when it steps, also for what was written meanwhile."""
     for _ in range(300):
         if router.hears(condition, 0.1):
             return
@@ -139,28 +140,18 @@ def one_by_one(probe: EngineProbe, asks: list[Ask]) -> Round:
 
 
 def ask_counting_preemptions(probe: EngineProbe, asks: list[Ask]) -> tuple[Round, list[str]]:
-    """Names who was preempted, in order."""
-    scheduler, preempted = probe.scheduler, []
-    preempt = scheduler._preempt_request
-
-    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    scheduler._preempt_request = count
-    try:
+    """Serve them; also returns who was preempted, in order."""
+    with preemptions(probe) as preempted:
         return ask_all(probe, asks), preempted
-    finally:
-        scheduler._preempt_request = preempt
 
 
 def test_requests_that_do_not_fit_are_preempted_and_lose_nothing(engine: VllmInstance) -> None:
     asks = [Ask(random_prompt(seed, 700), max_tokens=150) for seed in range(6)]
-    before = engine.counters()
+    before = engine.counts()
     together, preempted = engine.call(ask_counting_preemptions, asks)
     assert len(preempted) > 0
     assert [len(answer.token_ids[0]) for answer in together.answers] == [150] * 6
-    assert engine.counters()["failed_loads"] == before["failed_loads"]
+    assert engine.counts().by_label("failed_loads") == before.by_label("failed_loads")
     engine.reset_prefix_cache()
     again = engine.call(one_by_one, [replace(ask, max_tokens=2) for ask in asks])
     assert again.loaded_tokens == 6 * 512
@@ -172,43 +163,30 @@ def test_an_urgent_request_takes_the_place_of_others(engine: VllmInstance) -> No
     asks = [Ask(random_prompt(10 + i, 1400), max_tokens=150, priority=9) for i in range(2)]
     engine.reset_prefix_cache()
     urgent = Ask(random_prompt(19, 500), max_tokens=150, priority=0)
-    served, preempted = engine.call(ask_then_urgent, asks, urgent)
+    served, preempted, name = engine.call(ask_then_urgent, asks, urgent)
     assert len(preempted) > 0
-    assert not any("ask-urgent" in name for name in preempted)
+    assert not any(name in one for one in preempted)
     assert served == [150, 150, 150]
     engine.call(check_integrity)
 
 
 def ask_then_urgent(
     probe: EngineProbe, asks: list[Ask], urgent: Ask
-) -> tuple[list[int], list[str]]:
-    """The urgent one comes when the others run, and all grow until there is no room."""
-    from vllm import SamplingParams, TokensPrompt
-
-    def add(name: str, ask: Ask) -> None:
-        params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
-        prompt = TokensPrompt(prompt_token_ids=list(ask.tokens))
-        probe.engine.add_request(name, prompt, params, priority=ask.priority)
-
-    scheduler, preempted, lengths = probe.scheduler, [], []
-    preempt = scheduler._preempt_request
-
-    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    scheduler._preempt_request = count
-    for i, ask in enumerate(asks):
-        add(f"ask-patient-{i}", ask)
-    while len(scheduler.running) < len(asks):
-        probe.engine.step()
-    add("ask-urgent", urgent)
-    while probe.engine.has_unfinished_requests():
-        finished = [output for output in probe.engine.step() if output.finished]
-        lengths += [len(output.outputs[0].token_ids) for output in finished]
-    scheduler._preempt_request = preempt
+) -> tuple[list[int], list[str], str]:
+    """The urgent one comes when the others run, and all grow until there is no room. Returns how
+    many tokens each got, who was preempted, and the urgent one's id."""
+    lengths: list[int] = []
+    with preemptions(probe) as preempted:
+        for ask in asks:
+            add(probe, ask)
+        while len(probe.scheduler.running) < len(asks):
+            probe.engine.step()
+        name = add(probe, urgent)
+        while probe.engine.has_unfinished_requests():
+            finished = [output for output in probe.engine.step() if output.finished]
+            lengths += [len(output.outputs[0].token_ids) for output in finished]
     probe.drain()
-    return lengths, preempted
+    return lengths, preempted, name
 
 
 def test_parallel_samples_of_one_prompt(engine: VllmInstance) -> None:
@@ -259,11 +237,11 @@ def run_session(probe: EngineProbe, chunks: list[list[int]]) -> int:
 def test_a_session_whose_prompt_still_changes_leaves_nothing(engine: VllmInstance) -> None:
     """The last token of an answer is taken back when more input comes: its chunk must not stay."""
     chunks = [random_prompt(30, 508), random_prompt(31, 400)]
-    before = engine.counters()
+    before = engine.counts()
     assert engine.call(run_session, chunks) == 8
-    after = engine.counters()
-    assert after["store_jobs"] == before["store_jobs"]
-    assert after["load_jobs"] == before["load_jobs"]
+    after = engine.counts()
+    assert after.total("store_jobs") == before.total("store_jobs")
+    assert after.total("load_jobs") == before.total("load_jobs")
     engine.call(check_integrity)
 
 
@@ -326,7 +304,7 @@ def pause_and_resume(probe: EngineProbe, tokens: list[int], mode: str, level: in
 @pytest.mark.parametrize("level", [None, 0])
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_pause_and_sleep(engine: VllmInstance, mode: str, level: int | None) -> None:
-    """Level 0, as deep as an engine without a GPU sleeps."""
+    """Level 0 is as deep as an engine without a GPU can sleep."""
     tokens = random_prompt(50, 900)
     cold = engine.call(ask_all, [Ask(tokens, max_tokens=2)])
     engine.reset_prefix_cache()
@@ -343,7 +321,7 @@ def test_a_router_hears_what_every_tier_holds(
 ) -> None:
     tokens = random_prompt(60, 700)
     engine.call(ask_all, [Ask(tokens)])
-    wait_for_keys(valkey, 1)
+    wait_for_values(valkey, 1)
 
     def held(medium: str) -> list[Any]:
         found = {id(event): event for event in router.stored[medium].values()}
@@ -374,10 +352,5 @@ def test_after_a_reset_of_everything_a_router_knows_of_nothing(
 ) -> None:
     engine.call(ask_all, [Ask(random_prompt(70, 700))])
     listen_until(router, engine, lambda: bool(router.stored["CPU"]))
-    engine.call(reset_all)
+    engine.call(reset_everything)
     listen_until(router, engine, lambda: not router.stored["CPU"] and not router.stored["STORAGE"])
-
-
-def reset_all(probe: EngineProbe) -> None:
-    probe.drain()
-    assert probe.engine.reset_prefix_cache(reset_connector=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.api_server import ApiServer, running_api
-from tests.support.engine_settings import CHUNK_SIZE, kv_transfer, random_prompt
+from tests.support.engine_settings import CHUNK_SIZE, kv_transfer
+from tests.support.prompts import random_prompt
 from tests.support.servers import Server
 
 PROMPT_TOKENS, FULL_CHUNKS = 1500, 5
@@ -18,18 +19,16 @@ pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def api(
-    model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ApiServer]:
     log = tmp_path_factory.mktemp("data-parallel") / "log"
     transfer = kv_transfer(redis_url=valkey.url)
-    with running_api(model, transfer, log, "--data-parallel-size", "2") as api:
+    with running_api(tiny_model, transfer, log, "--data-parallel-size", "2") as api:
         yield api
 
 
 def hit_tokens(api: ApiServer, rank: int) -> float:
-    lines = api.metrics().splitlines()
-    name, label = "vllm:external_prefix_cache_hits_total", f'engine="{rank}"'
-    return sum(float(x.split()[-1]) for x in lines if x.startswith(name) and label in x)
+    return api.metric("vllm:external_prefix_cache_hits_total", f'engine="{rank}"')
 
 
 def text(api: ApiServer, prompt: list[int], rank: int) -> str:

@@ -4,39 +4,52 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.test_tiers import check_integrity, value_names, wait_for_keys
-from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
-from tests.support.instance import VllmInstance
+from lmcache_connector.scheduler.background_lookup import PENDING
+from tests.support.engine_calls import check_integrity, forget_unseen, worker_of
+from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
+from tests.support.instance import StartInstance, VllmInstance
 from tests.support.probe import EngineProbe, Served
+from tests.support.prompts import random_prompt
+from tests.support.redis_values import value_names, wait_for_values
 from tests.support.servers import Server, free_port
 
-Start = Callable[..., VllmInstance]
 NUM_TOKENS = 2100
 FULL = 2048
+NUM_HEADS = 4  # each chunk has a value per KV head
 
 
 @pytest.fixture(scope="module")
-def written(start: Start, valkey: Server) -> dict[int, Served]:
+def written(start: StartInstance, valkey: Server) -> dict[int, Served]:
     """Cold runs by seed, stored in Redis by an instance that has left since."""
     with start(kv_transfer(redis_url=valkey.url)) as writer:
         cold = {seed: writer.serve(random_prompt(seed, NUM_TOKENS)) for seed in range(8)}
-    wait_for_keys(valkey, 8 * FULL // 256 * 4)
+    wait_for_values(valkey, 8 * FULL // 256 * NUM_HEADS)
     return cold
 
 
 @pytest.fixture(scope="module")
-def reader(start: Start, valkey: Server, written: dict[int, Served]) -> Iterator[VllmInstance]:
+def reader(
+    start: StartInstance, valkey: Server, written: dict[int, Served]
+) -> Iterator[VllmInstance]:
     with start(kv_transfer(redis_url=valkey.url, cpu_gib=0.1)) as instance:
         yield instance
         instance.call(check_integrity)
 
 
+@pytest.fixture(scope="module")
+def impatient(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
+    with start(kv_transfer(redis_url=valkey.url, load_deadline_seconds=1.0)) as instance:
+        instance.serve(random_prompt(61, 300))
+        yield instance
+        instance.call(check_integrity)
+
+
 def failed_loads(instance: VllmInstance) -> int:
-    return sum(instance.counters()["failed_loads"].values())
+    return int(instance.counts().total("failed_loads"))
 
 
 def serve_and_compare(reader: VllmInstance, cold: Served, seed: int) -> Served:
@@ -45,12 +58,6 @@ def serve_and_compare(reader: VllmInstance, cold: Served, seed: int) -> Served:
     assert len(hit.token_ids) == 2
     assert hit.token_ids[0] == cold.token_ids[0]
     return hit
-
-
-def test_an_untouched_prompt_is_found(reader: VllmInstance, written: dict[int, Served]) -> None:
-    hit = serve_and_compare(reader, written[0], 0)
-    assert hit.external_hit_tokens == FULL
-    assert hit.block_digests[: FULL // BLOCK_SIZE] == written[0].block_digests[: FULL // BLOCK_SIZE]
 
 
 @pytest.mark.parametrize(
@@ -104,18 +111,6 @@ def forget_everything(probe: EngineProbe) -> None:
     assert len(probe.connector._scheduler.index) == 0
 
 
-def forget_unseen(probe: EngineProbe) -> None:
-    """Drop vLLM's prefix cache, and the CPU tier behind the scheduler's back."""
-    probe.reset_prefix_cache()
-    worker_of(probe)._engine.forget_all()
-
-
-def worker_of(probe: EngineProbe):  # type: ignore[no-untyped-def]
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return get_kv_transfer_group()._worker
-
-
 def test_chunks_evicted_from_the_cpu_tier_unseen_are_recomputed(
     reader: VllmInstance, written: dict[int, Served]
 ) -> None:
@@ -148,53 +143,64 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
     import redis
 
     probe.reset_prefix_cache()
-    hits = probe.connector._scheduler._hits
-    answered = hits.redis_answered
+    hits = probe.connector._scheduler.hits
+    find = hits.find
 
-    def vanish(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
-        done = answered(state, num_computed_tokens, is_idle=is_idle)
-        if done and state.redis_chunks:
+    def vanish(state, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
+        hit = find(state, num_computed_tokens, is_idle=is_idle)
+        if hit is not PENDING and state.lookup.redis_chunks:
             redis.Redis(port=port).flushall()
-        return done
+        return hit
 
-    hits.redis_answered = vanish
+    hits.find = vanish
     try:
         return probe.serve(prompt).token_ids
     finally:
-        hits.redis_answered = answered
+        hits.find = find
 
 
-def test_redis_that_stops_and_comes_back(start: Start, valkey: Server) -> None:
-    transfer = kv_transfer(redis_url=valkey.url, redis_timeout_seconds=0.5)
-    with start(transfer) as instance:
-        prompt = random_prompt(50, 1300)
-        cold = instance.serve(prompt)
-        valkey.kill()
-        try:
-            for seed in range(51, 54):
-                assert len(instance.serve(random_prompt(seed, 1300)).token_ids) == 2
-            instance.reset_prefix_cache()
-            hit = instance.serve(prompt)  # the CPU tier goes on
-            assert hit.external_hit_tokens == 1280
-            assert hit.block_digests[:10] == cold.block_digests[:10]
-        finally:
-            valkey.start()
-        instance.call(check_integrity)
+def test_a_copy_that_raises_fails_its_job_alone(reader: VllmInstance) -> None:
+    prompt = random_prompt(80, 1100)
+    cold = reader.serve(prompt)
+    reader.reset_prefix_cache()
+    before = failed_loads(reader)
+    tokens = reader.call(serve_with_broken_copies, prompt)
+    assert tokens[0] == cold.token_ids[0]
+    assert failed_loads(reader) == before + 1
+    reader.reset_prefix_cache()
+    hit = reader.serve(prompt)
+    assert hit.external_hit_tokens == 1024
+    assert hit.block_digests[:8] == cold.block_digests[:8]
+    reader.call(check_integrity)
 
 
-def test_a_server_that_stalls_costs_no_more_than_the_deadline(start: Start, valkey: Server) -> None:
-    transfer = kv_transfer(redis_url=valkey.url)
-    with start(transfer) as writer:
-        cold = writer.serve(random_prompt(60, 1300))
-    wait_for_keys(valkey, 1)
-    transfer = kv_transfer(redis_url=valkey.url, load_deadline_seconds=1.0)
-    with start(transfer) as instance:
-        instance.serve(random_prompt(61, 300))
-        assert valkey.process is not None
-        tokens = instance.call(serve_while_stalled, random_prompt(60, 1300), valkey.process.pid)
-        assert tokens[0] == cold.token_ids[0]
-        assert failed_loads(instance) == 1
-        instance.call(check_integrity)
+def serve_with_broken_copies(probe: EngineProbe, prompt: list[int]) -> tuple[int, ...]:
+    copier = worker_of(probe)._engine._engine.gpu_connector._copier
+    kept = copier.copy
+
+    def broken(*args: object) -> int:
+        raise RuntimeError("this copy fails, as the test wants")
+
+    copier.copy = broken
+    try:
+        return probe.serve(prompt).token_ids
+    finally:
+        copier.copy = kept
+
+
+def test_a_server_that_stalls_costs_no_more_than_the_deadline(
+    reader: VllmInstance, impatient: VllmInstance, valkey: Server
+) -> None:
+    prompt = random_prompt(60, 1300)
+    present = len(value_names(valkey))
+    cold = reader.serve(prompt)
+    wait_for_values(valkey, present + 5 * NUM_HEADS)
+    before = failed_loads(impatient)
+    assert valkey.process is not None
+    tokens = impatient.call(serve_while_stalled, prompt, valkey.process.pid)
+    assert tokens[0] == cold.token_ids[0]
+    assert failed_loads(impatient) == before + 1
+    impatient.call(check_integrity)
 
 
 def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tuple[int, ...]:
@@ -202,24 +208,40 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
     import os
     import signal
 
-    hits = probe.connector._scheduler._hits
-    answered = hits.redis_answered
+    hits = probe.connector._scheduler.hits
+    find = hits.find
 
-    def stall(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
-        done = answered(state, num_computed_tokens, is_idle=is_idle)
-        if done and state.redis_chunks:
+    def stall(state, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
+        hit = find(state, num_computed_tokens, is_idle=is_idle)
+        if hit is not PENDING and state.lookup.redis_chunks:
             os.kill(pid, signal.SIGSTOP)
-        return done
+        return hit
 
-    hits.redis_answered = stall
+    hits.find = stall
     try:
         return probe.serve(prompt).token_ids
     finally:
         os.kill(pid, signal.SIGCONT)
-        hits.redis_answered = answered
+        hits.find = find
 
 
-def test_no_redis_at_start(start: Start) -> None:
+def test_redis_that_stops_and_comes_back(impatient: VllmInstance, valkey: Server) -> None:
+    prompt = random_prompt(50, 1300)
+    cold = impatient.serve(prompt)
+    valkey.kill()
+    try:
+        for seed in range(51, 54):
+            assert len(impatient.serve(random_prompt(seed, 1300)).token_ids) == 2
+        impatient.reset_prefix_cache()
+        hit = impatient.serve(prompt)  # the CPU tier goes on
+        assert hit.external_hit_tokens == 1280
+        assert hit.block_digests[:10] == cold.block_digests[:10]
+    finally:
+        valkey.start()
+    impatient.call(check_integrity)
+
+
+def test_no_redis_at_start(start: StartInstance) -> None:
     """The engine starts, serves, uses its CPU tier and stops in bounded time."""
     transfer = kv_transfer(redis_url=f"redis://127.0.0.1:{free_port()}", shutdown_seconds=1)
     with start(transfer) as instance:
@@ -237,32 +259,3 @@ def seconds_to_shut_down(probe: EngineProbe) -> float:
     started = time.monotonic()
     probe.shutdown()
     return time.monotonic() - started
-
-
-def test_a_copy_that_raises_fails_its_job_alone(start: Start) -> None:
-    with start(kv_transfer()) as instance:
-        prompt = random_prompt(80, 1100)
-        cold = instance.serve(prompt)
-        instance.reset_prefix_cache()
-        tokens = instance.call(serve_with_broken_copies, prompt)
-        assert tokens[0] == cold.token_ids[0]
-        assert failed_loads(instance) == 1
-        instance.reset_prefix_cache()
-        hit = instance.serve(prompt)
-        assert hit.external_hit_tokens == 1024
-        assert hit.block_digests[:8] == cold.block_digests[:8]
-        instance.call(check_integrity)
-
-
-def serve_with_broken_copies(probe: EngineProbe, prompt: list[int]) -> tuple[int, ...]:
-    copier = worker_of(probe)._engine._engine.gpu_connector._copier
-    kept = copier.copy
-
-    def broken(*args: object) -> int:
-        raise RuntimeError("this copy fails, as the test wants")
-
-    copier.copy = broken
-    try:
-        return probe.serve(prompt).token_ids
-    finally:
-        copier.copy = kept

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.engine.test_tiers import check_integrity
 from tests.support.asks import Ask, Round, ask_again, ask_all
-from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
-from tests.support.instance import VllmInstance
+from tests.support.engine_calls import check_integrity
+from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
+from tests.support.instance import StartInstance, VllmInstance
 from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
 from tests.support.tiny_variants import IMAGE_TOKENS, build_adapter, build_seeing_model
 
-Start = Callable[..., VllmInstance]
 NUM_TOKENS = 700
 FULL = 512
 
@@ -27,7 +27,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def engine(start: Start) -> Iterator[VllmInstance]:
+def engine(start: StartInstance) -> Iterator[VllmInstance]:
     """Every request needs a salt here."""
     with start(
         kv_transfer(require_cache_salt=True),
@@ -42,7 +42,7 @@ def engine(start: Start) -> Iterator[VllmInstance]:
 
 
 def assert_same_kv(hit: Round, cold: Round, num_tokens: int) -> None:
-    """All of it was loaded, and it is what was computed."""
+    """All of it was loaded, and the bytes are those that were computed."""
     assert hit.loaded_tokens == num_tokens
     (loaded,), (computed,) = hit.answers, cold.answers
     blocks = num_tokens // BLOCK_SIZE
@@ -64,12 +64,12 @@ def test_tenants_are_isolated(engine: VllmInstance) -> None:
 
 def test_where_salts_are_required_unsalted_requests_leave_nothing(engine: VllmInstance) -> None:
     ask = Ask(random_prompt(2, NUM_TOKENS))
-    before = engine.counters()
+    before = engine.counts()
     for served in engine.call(ask_again, ask):
         assert served.loaded_tokens == 0
-    after = engine.counters()
-    assert after["store_jobs"] == before["store_jobs"]
-    assert after["lookups"] == before["lookups"]
+    after = engine.counts()
+    assert after.total("store_jobs") == before.total("store_jobs")
+    assert after.total("lookups") == before.total("lookups")
 
 
 def test_adapters_are_known_by_their_weights(engine: VllmInstance, adapters: list[Path]) -> None:
@@ -103,13 +103,13 @@ def test_an_adapter_overwritten_under_a_running_engine_is_left_alone(
     assert_same_kv(hit, cold, FULL)
     build_adapter(path, 11)
     engine.reset_prefix_cache()
-    before = engine.counters()["store_jobs"]
+    before = engine.counts().total("store_jobs")
     # vLLM still computes with the weights it has read: stored under the new files' name, this KV
     # would be wrong for whoever reads them.
     still = engine.call(ask_all, [ask])
     assert still.loaded_tokens == 0
     assert still.answers[0].blocks == cold.answers[0].blocks
-    assert engine.counters()["store_jobs"] == before
+    assert engine.counts().total("store_jobs") == before
     engine.reset_prefix_cache()
     new = replace(ask, lora=("mine", 11, str(path)))
     changed = engine.call(ask_all, [new])
@@ -130,7 +130,7 @@ def test_prompt_embeddings(engine: VllmInstance) -> None:
     assert engine.call(ask_all, [replace(ask, embeds=None)]).loaded_tokens == 0
 
 
-def test_pictures(start: Start, tmp_path: Path) -> None:
+def test_pictures(start: StartInstance, tmp_path: Path) -> None:
     """A chunk that ends inside a picture belongs to it; so does everything after it."""
     with start(folder=build_seeing_model(tmp_path / "model"), max_model_len=2048) as seeing:
         words = random_prompt(5, 300)
@@ -162,12 +162,12 @@ def embed(probe: EngineProbe, tokens: list[int]) -> list[float]:
     return vectors[0]
 
 
-def test_pooling_requests_pass_by(start: Start) -> None:
+def test_pooling_requests_pass_by(start: StartInstance) -> None:
     with start(runner="pooling", convert="embed") as pooling:
         tokens = random_prompt(6, NUM_TOKENS)
         first = pooling.call(embed, tokens)
         pooling.reset_prefix_cache()
         assert pooling.call(embed, tokens) == pytest.approx(first, abs=1e-2)
-        counters = pooling.counters()
-        assert counters["store_jobs"] == counters["load_jobs"] == counters["lookups"] == 0
+        counts = pooling.counts()
+        assert not any(map(counts.total, ("store_jobs", "load_jobs", "lookups")))
         pooling.call(check_integrity)

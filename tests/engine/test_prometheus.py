@@ -21,7 +21,8 @@ import yaml
 from tests.support import ROOT
 from tests.support.api_server import running_api
 from tests.support.dashboard import dashboard
-from tests.support.engine_settings import kv_transfer, random_prompt
+from tests.support.engine_settings import kv_transfer
+from tests.support.prompts import random_prompt
 from tests.support.servers import Server, free_port
 
 EXAMPLE = ROOT / "examples" / "observability"
@@ -36,7 +37,7 @@ _WAIT_SECONDS = 60.0
 
 @contextmanager
 def running_prometheus(target: str, folder: Path) -> Iterator[str]:
-    """With the example's own files, but for the target and the pace."""
+    """A Prometheus with the example's own files, except for the target and the interval."""
     shutil.copy(EXAMPLE / "alerts.yml", folder)
     config = yaml.safe_load((EXAMPLE / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -61,7 +62,7 @@ def answer(url: str, path: str, **parameters: str) -> Any:
 
 
 def ask(url: str, expression: str) -> list[Any]:
-    """What a panel's query gives: Grafana's variables stand for everything."""
+    """Ask what a panel asks, with Grafana's variables set to everything."""
     for name, value in (("$model", ".*"), ("$instance", ".*"), ("$__rate_interval", "30s")):
         expression = expression.replace(name, value)
     result: list[Any] = answer(url, "query", query=expression)["result"]
@@ -71,11 +72,11 @@ def ask(url: str, expression: str) -> list[Any]:
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus is installed")
 def test_prometheus_takes_the_rules_and_answers_every_panel(
-    model: Path, valkey: Server, tmp_path: Path
+    tiny_model: Path, valkey: Server, tmp_path: Path
 ) -> None:
     log = tmp_path / "engine.log"
     with (
-        running_api(model, kv_transfer(redis_url=valkey.url), log) as api,
+        running_api(tiny_model, kv_transfer(redis_url=valkey.url), log) as api,
         running_prometheus(api.address, tmp_path) as url,
     ):
         until = time.monotonic() + _WAIT_SECONDS

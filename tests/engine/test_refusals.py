@@ -1,17 +1,14 @@
-"""What cannot work stops the start with one sentence."""
+"""Settings that cannot work stop the start with one sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.engine_settings import kv_transfer
-from tests.support.instance import InstanceError, VllmInstance
+from tests.support.instance import InstanceError, StartInstance, VllmInstance
 from tests.support.tiny_model import ModelShape, build_tiny_model
-
-Start = Callable[..., VllmInstance]
 
 
 def refusal(instance: VllmInstance) -> str:
@@ -20,18 +17,18 @@ def refusal(instance: VllmInstance) -> str:
     return str(error.value)
 
 
-def test_a_chunk_size_that_is_no_multiple_of_the_block_size(start: Start) -> None:
+def test_a_chunk_size_that_is_no_multiple_of_the_block_size(start: StartInstance) -> None:
     message = refusal(start(kv_transfer(chunk_size=200)))
     assert "chunk_size 200 is not a multiple of vLLM's block size 128" in message
 
 
-def test_unknown_keys_and_wrong_values_are_listed_together(start: Start) -> None:
+def test_unknown_keys_and_wrong_values_are_listed_together(start: StartInstance) -> None:
     message = refusal(start(kv_transfer(cpu_gb=3, chunk_size="big")))
     assert "did you mean 'cpu_gib'" in message
     assert "'chunk_size': input should be a valid integer" in message
 
 
-def test_a_model_with_several_kv_cache_groups(start: Start, tmp_path: Path) -> None:
+def test_a_model_with_several_kv_cache_groups(start: StartInstance, tmp_path: Path) -> None:
     from transformers import Gemma3TextConfig
 
     folder = build_tiny_model(tmp_path / "hybrid", ModelShape())
@@ -50,8 +47,8 @@ def test_a_model_with_several_kv_cache_groups(start: Start, tmp_path: Path) -> N
     assert "--disable-hybrid-kv-cache-manager" in message
 
 
-def test_speculation_with_a_draft_model(start: Start, model: Path) -> None:
-    draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+def test_speculation_with_a_draft_model(start: StartInstance, tiny_model: Path) -> None:
+    draft = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2}
     message = refusal(start(speculative_config=draft))
     assert "lmcache-connector does not support speculative decoding with" in message
     assert "use the ngram method or none" in message

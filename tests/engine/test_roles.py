@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.engine.test_sharing import chunk_keys
-from tests.engine.test_tiers import check_integrity, wait_for_keys
-from tests.support.engine_settings import kv_transfer, random_prompt
-from tests.support.instance import VllmInstance
+from tests.support.engine_calls import check_integrity, chunk_keys
+from tests.support.engine_settings import kv_transfer
+from tests.support.instance import StartInstance
+from tests.support.prompts import random_prompt
+from tests.support.redis_values import wait_for_values
 from tests.support.servers import Server
 
-Start = Callable[..., VllmInstance]
 
-
-def test_a_producer_stores_and_a_consumer_loads(start: Start, valkey: Server) -> None:
+def test_a_producer_stores_and_a_consumer_loads(start: StartInstance, valkey: Server) -> None:
     prompt = random_prompt(1, 1300)
     with start(kv_transfer("kv_producer", redis_url=valkey.unix_url)) as producer:
         cold = producer.serve(prompt)
@@ -23,7 +20,7 @@ def test_a_producer_stores_and_a_consumer_loads(start: Start, valkey: Server) ->
         assert producer.serve(prompt).external_hit_tokens == 0
         producer.call(check_integrity)
         assert "holds less than one prompt" not in producer.log
-    wait_for_keys(valkey, 20)
+    wait_for_values(valkey, 20)
     # Also chosen by module path, and with a configuration of its own.
     transfer = kv_transfer("kv_consumer", redis_url=valkey.unix_url, cpu_gib=0.02)
     transfer["kv_connector_module_path"] = "lmcache_connector"
@@ -32,7 +29,7 @@ def test_a_producer_stores_and_a_consumer_loads(start: Start, valkey: Server) ->
         assert hit.external_hit_tokens == 1280
         assert hit.block_digests[:10] == cold.block_digests[:10]
         consumer.serve(random_prompt(2, 1300))
-        assert consumer.counters()["store_jobs"] == 0
+        assert consumer.counts().total("store_jobs") == 0
         consumer.call(check_integrity)
         assert consumer.log.count("cpu_gib 0.02 holds less than one prompt of max_model_len") == 1
         keys = consumer.call(chunk_keys, random_prompt(2, 1300))
@@ -42,7 +39,7 @@ def test_a_producer_stores_and_a_consumer_loads(start: Start, valkey: Server) ->
 
 
 @pytest.mark.soak  # three engines, for what the tests of the keys show without one
-def test_namespaces_and_secrets_keep_instances_apart(start: Start, valkey: Server) -> None:
+def test_namespaces_and_secrets_keep_instances_apart(start: StartInstance, valkey: Server) -> None:
     prompt = random_prompt(3, 800)
     with start(kv_transfer(redis_url=valkey.url, hash_key="0123456789abcdef-one")) as one:
         one.serve(prompt)

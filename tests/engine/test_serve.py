@@ -23,7 +23,8 @@ from lmcache_connector.metrics.table import METRICS, Kind
 from tests.support import ROOT
 from tests.support.api_server import ApiServer, running_api
 from tests.support.dashboard import used_metrics
-from tests.support.engine_settings import CHUNK_SIZE, kv_transfer, random_prompt
+from tests.support.engine_settings import CHUNK_SIZE, kv_transfer
+from tests.support.prompts import random_prompt
 from tests.support.servers import Server
 
 # Room for about 50 chunks: the others push a prompt out of memory, and it comes from Redis.
@@ -34,11 +35,10 @@ HIT_TOKENS = FULL_CHUNKS * CHUNK_SIZE
 
 @pytest.fixture(scope="module")
 def api(
-    model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ApiServer]:
-    # Every hit is loaded: how fast this machine happens to compute must not decide a test.
-    transfer = kv_transfer(redis_url=valkey.url, cpu_gib=CPU_GIB, compute_or_load="always")
-    with running_api(model, transfer, tmp_path_factory.mktemp("serve") / "log") as api:
+    transfer = kv_transfer(redis_url=valkey.url, cpu_gib=CPU_GIB)
+    with running_api(tiny_model, transfer, tmp_path_factory.mktemp("serve") / "log") as api:
         yield api
 
 
@@ -70,8 +70,8 @@ def test_a_prompt_is_served_from_the_cpu_tier(api: ApiServer) -> None:
     assert hit == cold
 
 
-def test_the_metrics_say_what_was_sent(api: ApiServer, model: Path, valkey: Server) -> None:
-    chunk_bytes = model_token_bytes(model) * CHUNK_SIZE
+def test_the_metrics_say_what_was_sent(api: ApiServer, tiny_model: Path, valkey: Server) -> None:
+    chunk_bytes = model_token_bytes(tiny_model) * CHUNK_SIZE
     first = random_prompt(1, PROMPT_TOKENS)
     before = stats(api)
     for seed in range(2, 13):

@@ -9,20 +9,19 @@ from __future__ import annotations
 import itertools
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.sharing import Shape
-from tests.engine.test_tiers import check_integrity
-from tests.support.engine_settings import CHUNK_SIZE, kv_transfer, random_prompt
-from tests.support.instance import VllmInstance
+from tests.support.engine_calls import abort_after, check_integrity, chunk_keys
+from tests.support.engine_settings import CHUNK_SIZE, kv_transfer
+from tests.support.instance import StartInstance, VllmInstance
 from tests.support.probe import EngineProbe, Served
+from tests.support.prompts import random_prompt
+from tests.support.redis_values import values_of
 from tests.support.servers import Server
-
-Start = Callable[..., VllmInstance]
 
 NUM_HEADS = 4
 NUM_TOKENS = 1500
@@ -34,11 +33,11 @@ seeds = itertools.count(1000)
 
 @pytest.fixture(scope="module")
 def transfer(valkey: Server) -> dict[str, Any]:
-    return kv_transfer(redis_url=valkey.url, compute_or_load="always", lookup_deadline_seconds=10.0)
+    return kv_transfer(redis_url=valkey.url, lookup_deadline_seconds=10.0)
 
 
 @pytest.fixture(scope="module")
-def one(start: Start, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
+def one(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
     """One rank, blocks of 128 tokens."""
     with start(transfer) as instance:
         yield instance
@@ -46,7 +45,7 @@ def one(start: Start, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
 
 
 @pytest.fixture(scope="module")
-def two(start: Start, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
+def two(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
     """Two tensor-parallel ranks, blocks of 128 tokens."""
     with start(transfer, tensor_parallel_size=2) as instance:
         yield instance
@@ -59,24 +58,8 @@ def prompt() -> list[int]:
 
 
 def chunk_tags(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
-    """What the names of all values of each chunk of a prompt begin with."""
+    """Per chunk of a prompt, what the names of all its values begin with."""
     return [b"lmc:{default:%s}" % key.hex().encode() for key in chunk_keys(probe, prompt)]
-
-
-def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
-    from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-
-    adapter = probe.connector._scheduler
-    keys = RequestKeys(adapter._hasher, RequestIdentity(weight_epoch=adapter._epoch))
-    keys.extend(prompt)
-    return list(keys.keys)
-
-
-def values_of(valkey: Server, tag: bytes) -> list[bytes]:
-    """Names of the stored values of one chunk, by KV head."""
-    with valkey.client() as client:
-        names = client.keys(tag.replace(b"{", b"?").replace(b"}", b"?") + b":*")
-    return sorted((n for n in names if b":claim:" not in n), key=lambda n: n.rsplit(b":", 1)[1])
 
 
 def serve_cold(
@@ -112,7 +95,7 @@ def assert_from_either(hit: Served, first: Served, second: Served) -> None:
 
 
 def failed_loads(instance: VllmInstance) -> int:
-    return sum(instance.counters()["failed_loads"].values())
+    return int(instance.counts().total("failed_loads"))
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -124,9 +107,9 @@ def test_another_tensor_parallel_size_reads_it(
 ) -> None:
     cold = serve_cold(request.getfixturevalue(writer), valkey, prompt)
     instance: VllmInstance = request.getfixturevalue(reader)
-    before = instance.counters()["redis_load_bytes"]
+    before = instance.counts().total("loaded_bytes", "redis")
     assert_same_bytes(instance.serve(prompt), cold)
-    loaded = instance.counters()["redis_load_bytes"] - before
+    loaded = instance.counts().total("loaded_bytes", "redis") - before
     assert loaded == HIT * 4 * 4 * 2 * 64 * 2  # layers, heads, K and V, elements, bytes
 
 
@@ -142,13 +125,12 @@ def test_two_ranks_read_their_own_cpu_tiers(
 
 @pytest.mark.parametrize("block_size", [32, 64])
 def test_other_block_sizes_read_and_write_the_same_chunks(
-    start: Start, transfer: dict[str, Any], valkey: Server, one: VllmInstance,
+    start: StartInstance, transfer: dict[str, Any], valkey: Server, one: VllmInstance,
     two: VllmInstance, block_size: int,
 ) -> None:  # fmt: skip
-    prepare = Shape(block_size=block_size).prepare
     prompts = [random_prompt(next(seeds), NUM_TOKENS) for _ in range(3)]
     from_one, from_two = serve_cold(one, valkey, prompts[0]), serve_cold(two, valkey, prompts[1])
-    with start(transfer, prepare=prepare, block_size=block_size) as other:
+    with start(transfer, block_size=block_size) as other:
         assert_same_bytes(other.serve(prompts[0]), from_one)
         assert_same_bytes(other.serve(prompts[1]), from_two)
         cold = serve_cold(other, valkey, prompts[2])
@@ -159,7 +141,7 @@ def test_other_block_sizes_read_and_write_the_same_chunks(
 
 
 def give_buffers(worker: Any) -> None:
-    """What a pipeline rank receives with: vLLM's CPU worker makes it in a warm-up that it skips."""
+    """Make what a pipeline rank receives with: vLLM's CPU worker skips the warm-up that does."""
     from vllm.distributed.parallel_state import get_pp_group
 
     runner = worker.model_runner
@@ -182,7 +164,11 @@ def empty_cpu_tiers(probe: EngineProbe, prompt: list[int]) -> None:
 
 
 def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
-    start: Start, transfer: dict[str, Any], valkey: Server, one: VllmInstance, prompt: list[int]
+    start: StartInstance,
+    transfer: dict[str, Any],
+    valkey: Server,
+    one: VllmInstance,
+    prompt: list[int],
 ) -> None:
     """Two layers each: a head of this model is one value of four layers to an instance without."""
     with start(transfer, pipeline_parallel_size=2) as pipeline:
@@ -191,10 +177,10 @@ def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
         pipeline.reset_prefix_cache()
         assert_same_bytes(pipeline.serve(prompt), cold)
         pipeline.call(empty_cpu_tiers, prompt)
-        before = pipeline.counters()["redis_load_bytes"]
+        before = pipeline.counts().total("loaded_bytes", "redis")
         pipeline.serve(random_prompt(next(seeds), 10))  # any step brings the news
         assert_same_bytes(pipeline.serve(prompt), cold)
-        assert pipeline.counters()["redis_load_bytes"] > before
+        assert pipeline.counts().total("loaded_bytes", "redis") > before
         assert failed_loads(pipeline) == 0
         pipeline.call(check_integrity)
     before = failed_loads(one)
@@ -249,20 +235,20 @@ def test_a_load_that_fails_on_one_rank_is_recomputed_on_all(
 ) -> None:
     cold = serve_cold(one, valkey, prompt)
     tags = one.call(chunk_tags, prompt)
-    before = two.counters()
+    before = two.counts()
     gone = values_of(valkey, tags[2])[2:]  # those of rank 1
     served = two.call(delete_after_lookup, prompt, valkey.port, gone)
-    after = two.counters()
+    after = two.counts()
     assert served.external_hit_tokens == HIT  # planned
     assert served.token_ids[0] == cold.token_ids[0]
     assert served.shard_digests[:2] == cold.shard_digests[:2]
-    assert failed_loads(two) == sum(before["failed_loads"].values()) + 1
-    assert after["recomputed_tokens"] - before["recomputed_tokens"] == 3 * CHUNK_SIZE
+    assert failed_loads(two) == before.total("failed_loads") + 1
+    assert after.total("recomputed_tokens") - before.total("recomputed_tokens") == 3 * CHUNK_SIZE
     # What was computed instead is stored where it was missing, and is a hit.
     two.reset_prefix_cache()
     again = two.serve(prompt)
     assert again.external_hit_tokens == HIT
-    assert failed_loads(two) == sum(before["failed_loads"].values()) + 1
+    assert failed_loads(two) == before.total("failed_loads") + 1
     assert_from_either(again, cold, served)
     assert again.shard_digests[2][2:] == served.shard_digests[2][2:]
 
@@ -329,15 +315,6 @@ def test_an_eviction_on_one_rank_is_seen_before_the_next_plan(
     assert failed_loads(two) == before
 
 
-def abort_after(probe: EngineProbe, prompt: list[int], steps: int) -> None:
-    request_id = probe.add(prompt, max_tokens=50)
-    for _ in range(steps):
-        probe.engine.step()
-    probe.engine.abort_request([request_id])
-    probe.drain()
-    check_integrity(probe)
-
-
 def test_two_ranks_let_go_of_every_block(
     two: VllmInstance, valkey: Server, prompt: list[int]
 ) -> None:
@@ -371,12 +348,12 @@ def update_weights(probe: EngineProbe, path: str) -> None:
 
 
 def test_a_weight_update_concerns_one_instance_and_mixes_nothing(
-    one: VllmInstance, two: VllmInstance, valkey: Server, prompt: list[int], model: Path,
+    one: VllmInstance, two: VllmInstance, valkey: Server, prompt: list[int], tiny_model: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     cold = serve_cold(one, valkey, prompt)
     old_tags = one.call(chunk_tags, prompt)
-    two.call(update_weights, str(other_weights(model, tmp_path / "other")))
+    two.call(update_weights, str(other_weights(tiny_model, tmp_path / "other")))
     # No key was deleted, and where the weights have changed none of them is a hit any more.
     assert all(len(values_of(valkey, tag)) == NUM_HEADS for tag in old_tags)
     new = serve_cold(two, valkey, prompt)

@@ -3,18 +3,18 @@ accepted nor what the grammar allows, and only accepted tokens are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.engine.test_tiers import check_integrity
 from tests.support.asks import Ask, Round, ask_all, far_blocks, kv_at_first_token
-from tests.support.engine_settings import BLOCK_SIZE, kv_transfer, random_prompt
-from tests.support.instance import VllmInstance
+from tests.support.engine_calls import check_integrity
+from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
+from tests.support.instance import StartInstance, VllmInstance
 from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
 
-Start = Callable[..., VllmInstance]
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 4,
@@ -24,14 +24,14 @@ NGRAM = {
 
 
 @pytest.fixture(scope="module")
-def engine(start: Start) -> Iterator[VllmInstance]:
+def engine(start: StartInstance) -> Iterator[VllmInstance]:
     with start(kv_transfer(), speculative_config=NGRAM) as instance:
         yield instance
         instance.call(check_integrity)
 
 
 def ask_counting_drafts(probe: EngineProbe, asks: list[Ask]) -> tuple[Round, int, int]:
-    """Also: how many tokens were drafted, and how many of them accepted."""
+    """Serve them; also returns how many tokens were drafted, and how many of them accepted."""
     before = _draft_counts(probe)
     served = ask_all(probe, asks)
     drafted, accepted = (b - a for a, b in zip(before, _draft_counts(probe), strict=True))

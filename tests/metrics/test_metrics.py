@@ -13,30 +13,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from lmcache_connector.metrics.log_line import log_fields
 from lmcache_connector.metrics.prometheus import TablePromMetrics, TieredStats
-from lmcache_connector.metrics.samples import Samples, log_fields
+from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS, Kind
+from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
-from lmcache_connector.scheduler.counters import SchedulerCounters
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
+from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 
 LOAD = LoadJob(1, "r", (b"k",), ((0,),), 0, 1.0, True, 0)
 STORE = StoreJob(2, "r", (b"k",), (0,), ((0,),))
 TIER = RedisTierStats(
-    chunks_hit=3,
-    chunks_missed=1,
-    bytes_read=300,
-    misses={"missing": 1},
-    chunks_written=4,
-    chunks_already_there=2,
-    chunks_claimed_elsewhere=0,
-    chunks_dropped=5,
-    chunks_failed=1,
-    bytes_written=400,
+    counts=TierCounts(
+        chunks_hit=3,
+        misses={"missing": 1},
+        writes={WriteEnd.WRITTEN: 4, WriteEnd.QUEUE_FULL: 5, WriteEnd.FAILED: 1},
+        bytes_written=400,
+    ),
     queued_bytes=7,
-    servers=(("host:6379", "open"),),
+    servers=(("host:6379", CircuitState.OPEN),),
     writes_paused=True,
 )
 # Numbers that floats add up exactly, in any order.
@@ -105,9 +104,14 @@ def test_the_redis_tiers_counts_come_as_increments() -> None:
     rank = Rank()
     first = rank.metrics.take()
     assert first is not None
-    assert first.total("stored_bytes", "redis") == 400
-    assert first.counters["dropped_writes\nqueue_full"] == 5
-    assert first.counters["redis_chunks\nmissing"] == 1
+    assert first.counters == {
+        "redis_chunks\nhit": 3,
+        "redis_chunks\nmissing": 1,
+        "written_chunks\nwritten": 4,
+        "dropped_writes\nqueue_full": 5,
+        "dropped_writes\nfailed": 1,
+        "stored_bytes\nredis": 400,
+    }
     assert first.gauges["circuit_state\n0\nhost:6379"] == 2
     assert first.gauges["writes_paused\n0"] == 1
     rank.now = 10.0
@@ -129,63 +133,49 @@ def test_an_uneventful_step_looks_at_nothing() -> None:
 
 
 def test_the_scheduler_side_tells_what_changed() -> None:
-    counters, seconds = SchedulerCounters(), [0.25]
+    tally, seconds = Tally(), [0.25]
     metrics = SchedulerMetrics(
-        counters,
-        lambda: True,
+        tally,
         lambda: 0.0,
         lambda: [seconds.pop()] if seconds else [],
-        lambda: [("h:1", "trial")],
+        lambda: (("h:1", CircuitState.TRIAL),),
     )
-    counters.redis_lookups, counters.cpu_hit_tokens, counters.redis_hit_tokens = 2, 512, 256
-    counters.saved_seconds = 1.5
-    counters.decisions["load_faster"] = 3
-    taken = metrics.take()
+    tally.count("lookups", "redis", amount=2)
+    tally.count("hit_tokens", "cpu", amount=512)
+    tally.count("decisions", "load_faster", amount=3)
+    taken = metrics.take(is_idle=True)
     assert taken is not None
     assert taken.total("lookups", "redis") == 2
-    assert (taken.total("hit_tokens"), taken.total("hit_tokens", "cpu")) == (768, 512)
+    assert taken.total("hit_tokens", "cpu") == 512
     assert taken.counters["decisions\nload_faster"] == 3
     assert taken.observed("lookup_seconds", "redis") == [0.25]
     assert taken.gauges["circuit_state\nscheduler\nh:1"] == 1
-    assert metrics.take() is None
-    counters.decisions["load_faster"] += 1
-    again = metrics.take()
+    assert metrics.take(is_idle=True) is None
+    tally.count("decisions", "load_faster")
+    again = metrics.take(is_idle=True)
     assert again is not None
     assert again.counters == {"decisions\nload_faster": 1}
+    assert again.gauges == {}, "the circuits are as they were"
+    assert tally.total("decisions") == 4
 
 
 def test_while_requests_run_the_scheduler_side_is_looked_at_now_and_then() -> None:
-    counters, running, now = SchedulerCounters(), True, 100.0
-    metrics = SchedulerMetrics(counters, lambda: not running, lambda: now)
-    assert metrics.take() is None
-    counters.store_jobs = 1
-    assert metrics.take() is None, "a step ago"
+    tally, now = Tally(), 100.0
+    metrics = SchedulerMetrics(tally, lambda: now)
+    assert metrics.take(is_idle=False) is None
+    tally.count("store_jobs")
+    assert metrics.take(is_idle=False) is None, "a step ago"
     now += 1.0
-    assert taken_jobs(metrics) == 1
-    counters.store_jobs = 3
-    assert metrics.take() is None
-    running = False  # there may be no next step
-    assert taken_jobs(metrics) == 2
+    assert taken_jobs(metrics, is_idle=False) == 1
+    tally.count("store_jobs", amount=2)
+    assert metrics.take(is_idle=False) is None
+    assert taken_jobs(metrics, is_idle=True) == 2  # there may be no next step
 
 
-def taken_jobs(metrics: SchedulerMetrics) -> float:
-    taken = metrics.take()
+def taken_jobs(metrics: SchedulerMetrics, is_idle: bool) -> float:
+    taken = metrics.take(is_idle=is_idle)
     assert taken is not None
     return taken.total("store_jobs")
-
-
-def test_every_counter_of_the_scheduler_side_is_told() -> None:
-    """Whoever adds one thinks of /metrics; these are told by the workers instead."""
-    told_elsewhere = {
-        *("cpu_load_bytes", "cpu_load_seconds", "redis_load_bytes", "redis_load_seconds"),
-        *("failed_loads", "decisions"),
-    }
-    for name in SchedulerCounters.__dataclass_fields__.keys() - told_elsewhere:
-        counters = SchedulerCounters()
-        setattr(counters, name, 1)
-        taken = SchedulerMetrics(counters, lambda: True, lambda: 0.0).take()
-        assert taken is not None, name
-        assert list(taken.counters.values()) == [1], name
 
 
 def prom_metrics(registry: CollectorRegistry, engines: int) -> TablePromMetrics:

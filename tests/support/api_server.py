@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,16 +13,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tests.support.processes import running_process, wait_until_healthy
 from tests.support.servers import free_port
 
-_START_SECONDS = 180
+_START_SECONDS = 180.0
 _SETTLE_SECONDS = 30.0
+_EXIT_SECONDS = 60.0
 _RANK_HEADER = "X-data-parallel-rank"
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_FOR_TESTS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
 
 
 class ApiServer:
-    """``address`` is ``host:port``."""
+    """``address`` is ``host:port``; the model it serves is called ``tiny``."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self._process = process
@@ -32,18 +34,13 @@ class ApiServer:
         self._log = log
 
     def wait_ready(self) -> None:
-        for _ in range(_START_SECONDS):
-            if self._process.poll() is not None:
-                break
-            try:
-                urllib.request.urlopen(self._base + "/health", timeout=1).close()
-                return
-            except OSError:
-                try:
-                    self._process.wait(1)
-                except subprocess.TimeoutExpired:
-                    continue
-        raise AssertionError(self._log.read_text()[-4000:])
+        """Raises :class:`~tests.support.processes.ServerError` if the server does not start."""
+        wait_until_healthy(self._process, f"{self._base}/health", _START_SECONDS, self._log)
+
+    def stop(self) -> None:
+        """End it as an operator would. Raises ``TimeoutExpired`` if it does not exit."""
+        self._process.terminate()
+        self._process.wait(_EXIT_SECONDS)
 
     @property
     def log(self) -> str:
@@ -57,7 +54,7 @@ class ApiServer:
         )
 
     def complete_afresh(self, prompt: list[int]) -> str:
-        """Without vLLM's own prefix cache."""
+        """Complete without vLLM's own prefix cache."""
         self.forget()
         return self.complete(prompt)
 
@@ -81,10 +78,14 @@ class ApiServer:
         with urllib.request.urlopen(self._base + "/metrics", timeout=10) as response:
             return str(response.read().decode())
 
-    def metric(self, name: str) -> float:
-        """Sum of all samples whose line begins so; give name, or name and the first labels."""
-        lines = self.metrics().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+    def metric(self, name: str, *labels: str) -> float:
+        """Sum of the samples whose line begins with ``name`` and holds each of ``labels``, which
+        are written as ``engine="0"``."""
+        return sum(
+            float(line.split()[-1])
+            for line in self.metrics().splitlines()
+            if line.startswith(name) and all(label in line for label in labels)
+        )
 
     def settle(self, done: Callable[[], bool]) -> None:
         """Work in the background is reported with the next step: make steps until it is."""
@@ -95,28 +96,33 @@ class ApiServer:
 
 
 @contextmanager
-def running_api(
-    model: Path, transfer: dict[str, Any], log: Path, *arguments: str
+def started_api(
+    model: Path,
+    transfer: Mapping[str, Any] | None,
+    log: Path,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[ApiServer]:
-    """Up and answering; stopped afterwards as an operator would."""
+    """A server that was just started; :meth:`ApiServer.wait_ready` tells when it answers."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--served-model-name", "tiny", "--port", str(port), "--enforce-eager"),
-        *("--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20)),
-        *("--kv-transfer-config", json.dumps(transfer), *arguments),
+        *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
+        *("--enforce-eager", "--disable-uvicorn-access-log", *arguments),
     ]
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
-    api = ApiServer(process, port, log)
-    try:
+    if transfer is not None:
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    with running_process(command, log, environment) as process:
+        yield ApiServer(process, port, log)
+
+
+@contextmanager
+def running_api(
+    model: Path, transfer: Mapping[str, Any], log: Path, *arguments: str
+) -> Iterator[ApiServer]:
+    """A server of the size tests need, up and answering; stopped afterwards as operators do."""
+    sizes = ("--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
+    with started_api(model, transfer, log, *sizes, *arguments, environment=_FOR_TESTS) as api:
         api.wait_ready()
         yield api
-        process.terminate()
-        assert process.wait(60) is not None, "the server does not exit"
-    finally:
-        process.kill()
-        process.wait()
+        api.stop()

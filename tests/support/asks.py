@@ -1,7 +1,7 @@
 """Requests of every kind for a real engine: salts, adapters, embeddings, images, priorities.
 
-An :class:`Ask` is plain data that crosses to the engine's process; what it stands for is built
-there, from seeds.
+An :class:`Ask` is plain data that crosses to the engine's process; embeddings and pictures are
+built there, from seeds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Round:
-    """What requests that arrived together came to. ``loaded_tokens``: by the connector, of all."""
+    """Outcome of requests that arrived together. ``loaded_tokens``: by the connector, for all."""
 
     answers: list[Answer]
     loaded_tokens: int
@@ -82,7 +82,7 @@ def ask_again(probe: EngineProbe, ask: Ask) -> tuple[Round, Round]:
 
 
 def add(probe: EngineProbe, ask: Ask) -> str:
-    """Without a step; returns the beginning of its id."""
+    """Add a request without stepping; returns the beginning of its id."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -128,7 +128,7 @@ def picture(seed: int, side: int = 56) -> Any:
 
 
 def _block_digests(probe: EngineProbe, output: Any) -> tuple[str, ...]:
-    """Of the prompt's full blocks, raw, while the request is still running."""
+    """Digests of the prompt's full blocks, as they lie in memory while the request is running."""
     import torch
 
     num_blocks = len(output.prompt_token_ids or ()) // probe.scheduler.block_size

@@ -1,4 +1,4 @@
-"""Small chunks and tiers for tests."""
+"""Small chunks, and tiers that hold them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
@@ -24,15 +25,17 @@ GEOMETRY = ChunkGeometry(
 
 
 def chunk_key(index: int) -> bytes:
-    return random.Random(index).randbytes(32)
+    """The key of the chunk ``index``, the same in every test."""
+    return random.Random(index).randbytes(CHUNK_KEY_BYTES)
 
 
 def chunk_data(index: int, geometry: ChunkGeometry = GEOMETRY) -> bytes:
+    """The bytes of the chunk ``index``, the same in every test."""
     return random.Random(-1 - index).randbytes(geometry.chunk_bytes)
 
 
 def config(url: str, **changes: object) -> RedisTierConfig:
-    """Two values per head of ``GEOMETRY``, and back-offs a test can wait for."""
+    """Settings under which a head of ``GEOMETRY`` takes two values, and back-offs are short."""
     settings: dict[str, object] = {
         "max_value_bytes": 4096,
         "backoff_min_seconds": 0.02,
@@ -45,6 +48,7 @@ def config(url: str, **changes: object) -> RedisTierConfig:
 def open_tier(
     url: str, geometry: ChunkGeometry = GEOMETRY, **changes: object
 ) -> Iterator[RedisTier]:
+    """A tier with the settings of `config`; it must close in time."""
     tier = RedisTier(config(url, **changes), geometry)
     try:
         yield tier
@@ -53,7 +57,7 @@ def open_tier(
 
 
 class Ends:
-    """Collects what ``on_done`` is told."""
+    """The ``on_done`` of several writes. ``results`` holds what it was told, in order."""
 
     def __init__(self) -> None:
         self.results: list[bool] = []
@@ -65,13 +69,14 @@ class Ends:
             self._changed.notify_all()
 
     def wait(self, count: int, seconds: float = 10.0) -> list[bool]:
+        """Wait for ``count`` results; fail after ``seconds``."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.results) >= count, seconds)
             return list(self.results)
 
 
 def put_all(tier: RedisTier, indices: range | list[int]) -> list[bool]:
-    """Put the chunks of ``indices`` and wait for the end of each."""
+    """Put the chunks of ``indices``, and wait until each is stored or given up."""
     ends = Ends()
     for order, index in enumerate(indices):
         data = memoryview(chunk_data(index, tier.geometry))
@@ -82,11 +87,11 @@ def put_all(tier: RedisTier, indices: range | list[int]) -> list[bool]:
 def get_all(
     tier: RedisTier, indices: range | list[int], seconds: float = 5.0
 ) -> tuple[list[bool], list[bytes]]:
-    """Hits and bytes of the chunks of ``indices``."""
+    """Read the chunks of ``indices``: which are hits, and the bytes in each buffer."""
     buffers = [bytearray(tier.geometry.chunk_bytes) for _ in indices]
-    hits = tier.get_into(
+    result = tier.read(
         [chunk_key(i) for i in indices],
         [memoryview(b) for b in buffers],
         time.monotonic() + seconds,
     )
-    return hits, [bytes(b) for b in buffers]
+    return result.hits, [bytes(b) for b in buffers]

@@ -31,5 +31,5 @@ def queries() -> list[str]:
 
 
 def used_metrics() -> set[str]:
-    """Names of all samples they read."""
+    """Names of all samples that these queries read."""
     return {name for query in queries() for name in re.findall(r"vllm:\w+", query)}

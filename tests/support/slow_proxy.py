@@ -1,9 +1,10 @@
 """A TCP proxy on loopback that is as slow as a network: bandwidth, latency, and silence.
 
-The bandwidth of each direction is shared by all connections. What is on its way when the link falls
-silent stays there, and comes when it is heard of again. All settings take effect at once.
+All connections share the bandwidth of each direction. While the link is stalled, bytes on their way
+stay there, and arrive when it no longer is. All settings take effect at once.
 
-In a process of its own (`proxy_process`) it takes no interpreter time from who measures it.
+In a process of its own (`proxy_process`), the proxy takes no interpreter time from the process that
+measures.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 4096  # on their way per connection and direction
 _POLL_SECONDS = 0.005
 
+# When each piece arrives (``time.monotonic``), and its bytes; none at the end.
+_Pieces = queue.Queue[tuple[float, bytes]]
+
 
 class SlowLink:
-    """What the link is like; may be changed from any process. ``latency_seconds``: a round trip."""
+    """How fast the link is; any process may change that. ``latency_seconds``: of a round trip."""
 
     def __init__(self) -> None:
         self._bytes_per_second = multiprocessing.Value("d", float("inf"))
@@ -76,7 +80,7 @@ class SlowProxy:
             _cut(sock)
 
     def _accept(self) -> None:
-        lanes = (_Lane(self._link), _Lane(self._link))  # one per direction
+        there, back = _Direction(self._link), _Direction(self._link)
         while not self._closed.is_set():
             try:
                 client, _ = self._listener.accept()
@@ -86,22 +90,18 @@ class SlowProxy:
             except OSError:
                 continue
             self._open |= {client, server}
-            self._forward(client, server, lanes[0])
-            self._forward(server, client, lanes[1])
+            self._forward(client, server, there)
+            self._forward(server, client, back)
 
-    def _forward(self, source: socket.socket, target: socket.socket, lane: _Lane) -> None:
-        pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(_MAX_PIECES)
-        for work in (self._receive, self._send):
-            arguments = (source, target, pieces, lane)
-            threading.Thread(target=work, args=arguments, daemon=True).start()
+    def _forward(self, source: socket.socket, target: socket.socket, direction: _Direction) -> None:
+        pieces: _Pieces = queue.Queue(_MAX_PIECES)
+        receiver = threading.Thread(target=self._receive, args=(source, pieces), daemon=True)
+        arguments = (source, target, pieces, direction)
+        sender = threading.Thread(target=self._send, args=arguments, daemon=True)
+        receiver.start()
+        sender.start()
 
-    def _receive(
-        self,
-        source: socket.socket,
-        target: socket.socket,
-        pieces: queue.Queue[tuple[float, bytes]],
-        lane: _Lane,
-    ) -> None:
+    def _receive(self, source: socket.socket, pieces: _Pieces) -> None:
         data = b"-"
         while data:
             try:
@@ -114,14 +114,14 @@ class SlowProxy:
         self,
         source: socket.socket,
         target: socket.socket,
-        pieces: queue.Queue[tuple[float, bytes]],
-        lane: _Lane,
+        pieces: _Pieces,
+        direction: _Direction,
     ) -> None:
         while not self._closed.is_set():
             arrives_at, data = pieces.get()
             if not data:
                 break
-            lane.pass_through(len(data), arrives_at, self._closed)
+            direction.pass_through(len(data), arrives_at, self._closed)
             try:
                 target.sendall(data)
             except OSError:
@@ -130,8 +130,8 @@ class SlowProxy:
             _cut(sock)
 
 
-class _Lane:
-    """One direction of the link."""
+class _Direction:
+    """One direction of the link, shared by all connections."""
 
     def __init__(self, link: SlowLink) -> None:
         self._link = link
@@ -139,7 +139,10 @@ class _Lane:
         self._free_at = 0.0
 
     def pass_through(self, num_bytes: int, arrives_at: float, closed: threading.Event) -> None:
-        """Returns when the bytes have come out at the other end."""
+        """Return when the bytes have arrived at the other end, or ``closed`` is set.
+
+        ``arrives_at`` (``time.monotonic``): the earliest, for the latency.
+        """
         now = time.monotonic()
         with self._lock:
             self._free_at = max(self._free_at, now) + num_bytes / self._link.bytes_per_second
@@ -152,6 +155,7 @@ class _Lane:
 
 @contextlib.contextmanager
 def slow_proxy(target_port: int, link: SlowLink) -> Iterator[SlowProxy]:
+    """The proxy in this process, closed afterwards."""
     proxy = SlowProxy(target_port, link)
     try:
         yield proxy

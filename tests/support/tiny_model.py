@@ -37,8 +37,20 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _BYTES_PER_ELEMENT
 
 
-# Prefill costs enough for a hit to show, and 6,000 tokens of KV are 48 MB, as in a real model's
-# single layers. Sized for two cores.
+# As small as vLLM describes a model; it is never run.
+TINY = ModelShape(
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=64,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=64,
+    max_position=1024,
+)
+
+# Prefill takes long enough for a hit to show, and 6,000 tokens of KV are 48 MB, as in single layers
+# of a real model. Sized for two cores.
 DEMO_SHAPE = ModelShape(
     num_layers=8,
     hidden_size=512,
@@ -128,16 +140,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-TINY = ModelShape(
-    num_layers=2,
-    hidden_size=64,
-    intermediate_size=64,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=64,
-    max_position=1024,
-)
-"""As small as vLLM describes a model; it is never run."""

@@ -1,4 +1,4 @@
-"""What goes with the tiny model: LoRA adapters, and a tiny model that sees pictures."""
+"""LoRA adapters for the tiny model, and a tiny model that sees pictures."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Who hands over to whom: addresses of peers, and request ids that carry two of them.
+"""Addresses of peers, and request ids that carry two of them.
 
 A router that knows no ``kv_transfer_params`` names both instances in the request id::
 
     [cmpl-]___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UNIQUE[-0][-RANDOM]
 
-vLLM puts a prefix before it, and behind it an index and eight random hexadecimal digits of its own,
-other ones on every instance. What names the transfer is the part both instances see alike.
+vLLM adds a prefix, an index and eight hexadecimal digits, which are random on each instance. The
+transfer is named by the part that both instances see alike.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class PeerAddress:
 
 
 def data_ports(first: int, place: int, transports: Sequence[str]) -> dict[str, int]:
-    """Which port each transport of a rank listens on. ``place``: of the rank among those of all
-    data-parallel engines, which may share a host. ``first``: 0 leaves the choice to the system.
+    """The port on which each transport of a rank listens. ``first``: 0 leaves the choice to the
+    system. ``place``: of the rank among those of all data-parallel engines, which may share a host.
 
     Raises :class:`AddressError` past the last port.
     """

@@ -15,6 +15,7 @@ from lmcache_connector.p2p.control.handshake import SessionKey, Transcript, prov
 from lmcache_connector.p2p.control.messages import Card, Message, Packet, ProtocolError
 from lmcache_connector.p2p.control.peers import Peer, check_peer
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.reasons import Reason
 
 
 class ControlClient:
@@ -36,7 +37,7 @@ class ControlClient:
         self._seconds = seconds
         self._clock = clock
         self._sequence = 0
-        _knock(address, seconds)
+        _check_listens(address, seconds)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_PACKET_BYTES)
@@ -46,7 +47,7 @@ class ControlClient:
             self.peer, self._key = self._introduce(card, secret)
         except zmq.ZMQError as error:
             self.close()
-            raise PeerError(f"{address} cannot be reached: {error.strerror}") from error
+            raise _unreachable(address, error.strerror or error) from error
         except PeerError:
             self.close()
             raise
@@ -58,7 +59,7 @@ class ControlClient:
         if not self._key.accepts(packet):
             # Only a refusal may come without a tag: a peer that was restarted knows no session.
             if isinstance(messages.decode(packet.body), messages.Refused):
-                raise PeerError(f"{self._address} has ended the session")
+                raise PeerError(f"{self._address} has ended the session", Reason.LOST)
             raise ProtocolError(f"{self._address} answered with a packet of another session")
         return self._read(packet)
 
@@ -70,7 +71,7 @@ class ControlClient:
         welcome = self._read(self._exchange(messages.pack(1, hello)))
         if not isinstance(welcome, messages.Welcome):
             raise ProtocolError(f"{self._address} did not answer a hello")
-        transcript = Transcript.of(hello, welcome.nonce, messages.encode_card(welcome.card))
+        transcript = Transcript.of(hello, welcome.nonce, messages.encode(welcome.card))
         if not proves(welcome.proof, transcript.server_proof(secret)):
             raise RefusedError(f"{self._address} does not know the shared secret")
         check_peer(card, welcome.card)
@@ -86,15 +87,17 @@ class ControlClient:
         try:
             self._socket.send(packet, zmq.NOBLOCK)
             if not self._socket.poll(int(self._seconds * 1000)):
-                raise PeerError(f"{self._address} gave no answer within {self._seconds:g} s")
+                silence = f"{self._address} gave no answer within {self._seconds:g} s"
+                raise PeerError(silence, Reason.NO_ANSWER)
             return messages.unpack(self._socket.recv(zmq.NOBLOCK))
         except zmq.ZMQError as error:
-            raise PeerError(f"{self._address} cannot be reached: {error.strerror}") from error
+            raise _unreachable(self._address, error.strerror) from error
 
     def _read(self, packet: Packet) -> Message:
         message = messages.decode(packet.body)
         if isinstance(message, messages.Refused):
-            raise RefusedError(f"{self._address} refused: {message.reason}")
+            cause = message.cause
+            raise RefusedError(f"{self._address} refused: {cause.text}", cause.reason)
         return message
 
 
@@ -102,9 +105,13 @@ Connect = Callable[[PeerAddress], ControlClient]
 """Opens a session. Raises ``PeerError``."""
 
 
-def _knock(address: PeerAddress, seconds: float) -> None:
-    """ZeroMQ would go on knocking at a closed door without a word."""
+def _check_listens(address: PeerAddress, seconds: float) -> None:
+    """Raises ``PeerError`` if nobody listens: ZeroMQ itself would keep trying silently."""
     try:
         socket.create_connection((address.host, address.port), timeout=seconds).close()
     except OSError as error:
-        raise PeerError(f"{address} cannot be reached: {error.strerror or error}") from error
+        raise _unreachable(address, error.strerror or error) from error
+
+
+def _unreachable(address: PeerAddress, why: object) -> PeerError:
+    return PeerError(f"{address} cannot be reached: {why}", Reason.UNREACHABLE)

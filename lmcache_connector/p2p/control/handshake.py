@@ -1,9 +1,9 @@
 """How two peers prove to each other that they know the shared secret, without telling it.
 
-Both sides send a nonce, and answer with an HMAC-SHA256 over both nonces and both introductions, one
-per direction. The key of the session comes from the same four things: a packet of another session,
-a repeated or a changed one has the wrong tag. Without a secret the same is done with an empty one,
-which then guards against mix-ups only.
+Both sides send a nonce and a card, and prove themselves by an HMAC-SHA256 over both nonces and both
+cards, one per direction. The session's key is derived from the same four values, so a packet that
+is changed or comes from another session has the wrong tag, and a repeated one an old sequence
+number. Without a secret the key is empty, which guards against mix-ups only.
 
 This authenticates; it does not encrypt.
 """
@@ -22,7 +22,7 @@ _CLIENT, _SERVER, _SESSION = b"client", b"server", b"session"
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What both sides have seen: the client's and the server's introduction with their nonces."""
+    """A digest of what both sides have seen: the nonces and cards of client and server."""
 
     digest: bytes
 
@@ -44,7 +44,7 @@ class Transcript:
 
 
 class SessionKey:
-    """Tags packets of one session and checks them. Directions have keys of their own."""
+    """Tags the packets of one session and checks them. Each direction has a key of its own."""
 
     def __init__(self, key: bytes, *, is_server: bool) -> None:
         ours, theirs = (_SERVER, _CLIENT) if is_server else (_CLIENT, _SERVER)

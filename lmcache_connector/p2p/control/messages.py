@@ -1,10 +1,10 @@
-"""The control plane's vocabulary, and how it is packed: version first, then msgpack.
+"""The messages of the control plane, and how they are packed.
 
 ::
 
     packet  =  magic 4s | version u16 | sequence u64 | tag 32s | body (msgpack, one message)
 
-All versions keep this head, so a peer of another version is recognised and told so in words.
+All versions keep this head, so that a peer of another version is recognised and told so.
 ``sequence`` grows with every message of a session; ``tag`` authenticates the packet once a session
 has a key (see :mod:`handshake`), and is zero before.
 """
@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.reasons import MAX_WIRE_CHARACTERS, Cause, Reason
 
 VERSION = 1
 MAX_PACKET_BYTES = 1 << 20
@@ -32,7 +33,8 @@ _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Tag = Annotated[bytes, Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
 _Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Name = Annotated[str, Meta(min_length=1, max_length=512)]
-_Words = Annotated[str, Meta(max_length=1024)]
+_Words = Annotated[str, Meta(max_length=MAX_WIRE_CHARACTERS)]
+"""A :class:`Cause`: ``WORD: TEXT``."""
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, Meta(ge=1, lt=1 << 16)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -43,7 +45,7 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class Card(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a rank introduces itself. ``model``: digests of what makes its KV its own, by name.
+    """How a rank introduces itself. ``model``: digests of what makes its KV unique, by name.
 
     ``host`` and ``port`` are those of the instance (rank 0); ``transports`` maps the transports
     this rank can receive by to their ports.
@@ -94,6 +96,14 @@ class Refused(_Message, frozen=True):
 
     reason: _Words
 
+    @classmethod
+    def of(cls, text: str, reason: Reason = Reason.REFUSED) -> Refused:
+        return cls(Cause(reason, text).to_wire())
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.from_wire(self.reason, Reason.REFUSED)
+
 
 class Offer(_Message, frozen=True):
     """Producer to consumer: KV of a prompt is coming. ``digest`` names the prompt."""
@@ -110,7 +120,7 @@ class Accepted(_Message, frozen=True):
 
 
 class Busy(_Message, frozen=True):
-    """No room now, come again: back-pressure."""
+    """There is no room now: offer it again later."""
 
 
 class Settled(_Message, frozen=True):
@@ -118,7 +128,7 @@ class Settled(_Message, frozen=True):
 
 
 class Want(_Message, frozen=True):
-    """Consumer to producer: I wait for this, and need its blocks from ``first_block`` on."""
+    """Consumer to producer: a request waits for this, from block ``first_block`` on."""
 
     transfer_id: _Name
     digest: _Digest
@@ -126,7 +136,7 @@ class Want(_Message, frozen=True):
 
 
 class Coming(_Message, frozen=True):
-    """It is here or being computed, and on its way to who asked."""
+    """It is here or being computed, and is sent to the rank that asked."""
 
 
 class Sent(_Message, frozen=True):
@@ -134,7 +144,7 @@ class Sent(_Message, frozen=True):
 
 
 class Unknown(_Message, frozen=True):
-    """Never heard of it."""
+    """The producer has never heard of it."""
 
 
 class Gone(_Message, frozen=True):
@@ -142,12 +152,20 @@ class Gone(_Message, frozen=True):
 
     reason: _Words
 
+    @property
+    def cause(self) -> Cause:
+        return Cause.from_wire(self.reason)
+
 
 class Forget(_Message, frozen=True):
-    """Either way: this transfer is over, free its memory."""
+    """In either direction: this transfer is over, free its memory."""
 
     transfer_id: _Name
     reason: _Words
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.from_wire(self.reason)
 
 
 class Done(_Message, frozen=True):
@@ -193,13 +211,12 @@ class Packet:
 class ProtocolError(PeerError):
     """Not a message of this protocol."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text, Reason.PROTOCOL)
 
-def encode(message: Message) -> bytes:
+
+def encode(message: Message | Card) -> bytes:
     return _encoder.encode(message)
-
-
-def encode_card(card: Card) -> bytes:
-    return _encoder.encode(card)
 
 
 def pack(sequence: int, body: bytes, tag: bytes = bytes(TAG_BYTES)) -> bytes:
@@ -207,7 +224,7 @@ def pack(sequence: int, body: bytes, tag: bytes = bytes(TAG_BYTES)) -> bytes:
 
 
 def unpack(data: bytes) -> Packet:
-    """Raises :class:`ProtocolError`, in words a peer may be told."""
+    """Raises :class:`ProtocolError` with a text that the peer may be told."""
     if not _HEAD.size <= len(data) <= MAX_PACKET_BYTES:
         raise ProtocolError(f"a packet of {len(data)} bytes is not one of this protocol")
     magic, version, sequence, tag = _HEAD.unpack_from(data)

@@ -1,8 +1,7 @@
-"""Whether two ranks can hand KV to each other, in words, and which part of it concerns them."""
+"""Who a peer is, whether it can exchange KV with this rank, and which part of the KV."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -11,6 +10,7 @@ from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
 from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.errors import RefusedError
+from lmcache_connector.p2p.reasons import Reason
 
 _DIGEST_CHARACTERS = 16
 _MAX_RANKS = 4096
@@ -26,7 +26,7 @@ class Peer:
 
 
 def model_digests(root: dict[str, object]) -> dict[str, str]:
-    """Each part of a model's identity under its name, so that a difference can be named."""
+    """Digests of the parts of a model's identity by name, so that a difference can be named."""
     return {
         name: blake3(canonical_bytes(value)).hexdigest()[:_DIGEST_CHARACTERS]
         for name, value in root.items()
@@ -34,31 +34,31 @@ def model_digests(root: dict[str, object]) -> dict[str, str]:
 
 
 def check_peer(own: Card, peer: Card) -> None:
-    """Raises :class:`RefusedError` that says in one clause what does not fit."""
+    """Raises :class:`RefusedError`, which says in one clause what does not fit."""
     names = sorted(
         name
         for name in own.model.keys() | peer.model.keys()
         if own.model.get(name) != peer.model.get(name)
     )
     if own.block_size != peer.block_size:
-        raise RefusedError(
+        raise _mismatch(
             f"blocks of {peer.block_size} and of {own.block_size} tokens do not fit: "
             "start both instances with the same --block-size"
         )
     if names:
-        raise RefusedError(f"the models differ in {', '.join(names)}")
+        raise _mismatch(f"the models differ in {', '.join(names)}")
     if (own.num_kv_heads, own.is_mla) != (peer.num_kv_heads, peer.is_mla):
-        raise RefusedError("the models differ in their KV heads")
+        raise _mismatch("the models differ in their KV heads")
     if sum(own.layer_counts) != sum(peer.layer_counts):
-        raise RefusedError("the models differ in their layers")
+        raise _mismatch("the models differ in their layers")
     if peer.rank >= len(ranks_of(peer)):
-        raise RefusedError(f"there is no rank {peer.rank} in that topology")
+        raise _mismatch(f"there is no rank {peer.rank} in that topology")
 
 
 def ranks_of(card: Card) -> tuple[RankTopology, ...]:
     """All ranks of a peer's instance. Raises :class:`RefusedError` for an impossible topology."""
     if card.tp_size * len(card.layer_counts) > _MAX_RANKS:
-        raise RefusedError(f"more than {_MAX_RANKS} ranks are not believed")
+        raise _mismatch(f"more than {_MAX_RANKS} ranks are not believed")
     try:
         return all_ranks(
             tp_size=card.tp_size,
@@ -67,7 +67,11 @@ def ranks_of(card: Card) -> tuple[RankTopology, ...]:
             is_mla=card.is_mla,
         )
     except TopologyError as error:
-        raise RefusedError(str(error)) from error
+        raise _mismatch(str(error)) from error
+
+
+def _mismatch(text: str) -> RefusedError:
+    return RefusedError(text, Reason.MISMATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +87,8 @@ class Overlap:
 
 
 def overlap(producer: RankTopology, consumer: RankTopology) -> Overlap | None:
-    """``None`` if they have nothing to do with each other. Replicas are sent by one rank only."""
+    """``None`` if the producer has nothing for the consumer. One rank alone sends a replica."""
     heads = tuple(h for h in producer.write_shards if h in consumer.read_shards)
     first = max(producer.layer_start, consumer.layer_start)
     last = min(producer.layer_end, consumer.layer_end)
     return Overlap(heads, first, last) if heads and first < last else None
-
-
-def concerned(own: RankTopology, ranks: Iterable[RankTopology], *, sends: bool) -> tuple[int, ...]:
-    """The peer's ranks this one sends to (``sends``), or receives from."""
-    return tuple(
-        rank.rank
-        for rank in ranks
-        if (overlap(own, rank) if sends else overlap(rank, own)) is not None
-    )

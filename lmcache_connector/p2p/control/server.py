@@ -23,6 +23,7 @@ from lmcache_connector.p2p.control.handshake import SessionKey, Transcript, prov
 from lmcache_connector.p2p.control.messages import Card, Message, Packet
 from lmcache_connector.p2p.control.peers import Peer, check_peer
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +68,12 @@ def bound_socket(
 
 
 def _interface(host: str) -> str:
-    """The address of a name: ZeroMQ binds to no other names than those of network devices."""
+    """The address of a host name: ZeroMQ binds to addresses and names of devices only."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise PeerError(f"cannot listen on {host}: {error.strerror or error}") from error
-    # As for KV: IPv4 where a name has both.
+    # IPv4 where a name has both, as on the data plane.
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
@@ -92,24 +93,18 @@ class ControlServer:
         self._secret = secret
         self._handle = handle
         self._lock = threading.Lock()
-        # Both by ZeroMQ's routing id, the one silent longest first. Who only says hello and never
-        # proves itself must not drive out who has.
+        # Both by ZeroMQ's routing id, the one silent longest first. A client that never proves
+        # itself must not displace one that has.
         self._pending: OrderedDict[bytes, _Pending] = OrderedDict()
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._admitted: dict[bytes, Peer] = {}  # by session name
         self._stopping = threading.Event()
-        self._num_rejected = 0
         self._socket = bound_socket(context, host, port)
         self._thread = threading.Thread(target=self._serve, name="lmc-p2p-control", daemon=True)
         self._thread.start()
 
-    @property
-    def num_rejected(self) -> int:
-        """Packets that were refused or not understood."""
-        return self._num_rejected
-
     def peer_of_session(self, session: bytes) -> Peer | None:
-        """For the data plane: whom a session belongs to."""
+        """The rank that a session belongs to, for the data plane."""
         with self._lock:
             return self._admitted.get(session)
 
@@ -133,8 +128,6 @@ class ControlServer:
                     continue
                 if len(frames) == 2:
                     self._reply(frames[0], self._answer(frames[0], frames[1]))
-                else:
-                    self._num_rejected += 1
 
     def _reply(self, route: bytes, packet: bytes) -> None:
         try:
@@ -159,13 +152,12 @@ class ControlServer:
                 return messages.pack(sequence, self._admit(route, pending, message))
             raise RefusedError("say hello first")
         except PeerError as error:
-            self._num_rejected += 1
-            return messages.pack(sequence, messages.encode(messages.Refused(str(error)[:1024])))
+            return messages.pack(sequence, messages.encode(messages.Refused(error.cause.to_wire())))
 
     def _welcome(self, route: bytes, hello: messages.Hello, packet: Packet) -> bytes:
         check_peer(self._card, hello.card)
         nonce = os.urandom(messages.NONCE_BYTES)
-        transcript = Transcript.of(packet.body, nonce, messages.encode_card(self._card))
+        transcript = Transcript.of(packet.body, nonce, messages.encode(self._card))
         self._pending[route] = _Pending(hello.card, transcript)
         if len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
@@ -195,5 +187,5 @@ class ControlServer:
             answer = self._handle(session.peer, message)
         except Exception:  # one question must not end the server
             logger.exception("A control message of kind %s failed", type(message).__name__)
-            answer = messages.Refused("an error inside, see my log")
+            answer = messages.Refused.of("an error inside, see my log", Reason.OTHER)
         return session.key.seal(packet.sequence, messages.encode(answer))

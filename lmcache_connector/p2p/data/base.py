@@ -1,8 +1,8 @@
-"""The data plane as the rest sees it: frames go out of an :class:`Outlet` and land in a `Sink`.
+"""The interface of the data plane: frames leave by an :class:`Outlet` and land in a `Sink`.
 
 A transport listens on every rank that receives, and connects from every rank that sends. A
 connection belongs to a session of the control plane and proves it. Memory is host memory, which may
-be pinned; how the bytes cross is the transport's own affair.
+be pinned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sink(Protocol):
     """Takes frames. Called from the transport's threads, one per connection."""
 
     def land(self, session: bytes, frame: Frame) -> Landing | None:
-        """Where to put it; ``None``: nobody wants it any more, let it pass.
+        """Where to put it. ``None``: nobody wants it any more, so its bytes are discarded.
 
         Every landing is given back by :meth:`landed`. Raises ``PeerError`` to end the connection.
         """

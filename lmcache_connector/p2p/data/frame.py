@@ -12,7 +12,7 @@ and heads count over the whole model, blocks over the prompt.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmcache_connector.p2p.errors import PeerError
 
@@ -41,6 +41,10 @@ class Frame:
     num_blocks: int
     head_bytes: int
     checksums: tuple[int, ...] = ()
+
+    @property
+    def heads(self) -> range:
+        return range(self.first_head, self.first_head + self.num_heads)
 
     @property
     def num_bytes(self) -> int:
@@ -75,21 +79,11 @@ class FrameHead:
 
     def with_tail(self, tail: bytes) -> Frame:
         checksums = struct.unpack(f"<{self.num_checksums}Q", tail)
-        frame = self.frame
-        return Frame(
-            frame.ticket,
-            frame.layer,
-            frame.first_head,
-            frame.num_heads,
-            frame.first_block,
-            frame.num_blocks,
-            frame.head_bytes,
-            checksums,
-        )
+        return replace(self.frame, checksums=checksums)
 
 
 def unpack_head(data: bytes) -> FrameHead:
-    """Of ``HEAD_BYTES`` bytes. Raises :class:`FrameError`; nothing it lets pass is large."""
+    """Parses ``HEAD_BYTES`` bytes. Raises :class:`FrameError`, also for sizes out of bounds."""
     magic, version, num_checksums, *numbers = _HEAD.unpack(data)
     if magic != _MAGIC:
         raise FrameError("these bytes are not a frame")

@@ -197,7 +197,7 @@ class TcpTransport:
     def _receive_payload(self, path: PayloadPath, session: bytes, sink: Sink, frame: Frame) -> None:
         landing = sink.land(session, frame)
         if landing is None:
-            # Piece by piece and head by head, as a process group sends it.
+            # In the pieces in which a process group sends it.
             for _ in range(frame.num_heads):
                 for views in _scratch(frame.head_bytes):
                     path.receive(views, self._patience())
@@ -206,7 +206,7 @@ class TcpTransport:
             path.receive(landing.views, self._patience())
 
     def _patience(self) -> Deadline:
-        """As long as bytes keep coming; the wire itself knows what a stall is."""
+        """No limit as long as bytes keep coming: the wire itself notices a stall."""
         return Deadline(
             self._clock() + _FOREVER_SECONDS, self._clock, cancelled=self._stopping.is_set
         )

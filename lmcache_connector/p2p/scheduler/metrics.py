@@ -1,92 +1,22 @@
-"""What an engine tells ``/metrics`` of its hand-overs: all from the scheduler side, which hears of
-every rank. Asked after every step; a step without news costs a few comparisons.
-"""
+"""The metrics of hand-overs. The scheduler side counts them all: it hears of every rank."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from lmcache_connector.metrics.increments import CountIncrements
-from lmcache_connector.metrics.samples import Samples, traffic
-from lmcache_connector.metrics.table import SECONDS_BUCKETS, counter, gauge, histogram, table
-from lmcache_connector.p2p.scheduler.counters import REASONS, UNSENT_REASONS
-
-if TYPE_CHECKING:
-    from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
-
-_COUNTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("handovers", "p2p_handovers", ()),
-    ("declined", "p2p_declined_handovers", ()),
-    ("loads", "p2p_loads", ()),
-    ("remote_hit_tokens", "p2p_hit_tokens", ()),
-    ("recomputed_tokens", "p2p_recomputed_tokens", ()),
-    ("malformed", "p2p_malformed_requests", ()),
-    ("wire_bytes", "p2p_received_bytes", ()),
-    ("wire_seconds", "p2p_receive_seconds", ()),
+from lmcache_connector.metrics.log_line import traffic
+from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.metrics.table import (
+    SECONDS_BUCKETS,
+    Known,
+    counter,
+    gauge,
+    histogram,
+    table,
 )
-_COUNTS_BY_REASON = (("failed_loads", "p2p_failed_loads"), ("unsent", "p2p_unsent_handovers"))
+from lmcache_connector.p2p.reasons import UNSENT_REASONS, Reason
 
 
-class P2PMetrics:
-    def __init__(self, side: P2PSchedulerAdapter) -> None:
-        self._side = side
-        self._increments = CountIncrements(side.counters, _COUNTS, _COUNTS_BY_REASON)
-        self._last_reserved: int | None = None
-
-    def take(self) -> Samples | None:
-        """What is new since the last call; ``None`` if nothing is."""
-        samples = Samples()
-        self._increments.take_into(samples)
-        for seconds in self._side.take_load_seconds():
-            samples.observe("p2p_load_seconds", value=seconds)
-        reserved = self._side.reserved_bytes
-        if reserved != self._last_reserved:
-            self._last_reserved = reserved
-            samples.set("p2p_reserved_bytes", value=reserved)
-            samples.set("p2p_capacity_bytes", value=self._side.capacity_bytes)
-        return None if samples.is_empty else samples
-
-
-def log_fields(samples: Samples) -> dict[str, str]:
-    """The periodic log line: the hand-overs of this interval, for a person to read."""
-    fields: dict[str, str] = {}
-    if offered := samples.total("p2p_handovers"):
-        fields["handed over"] = _some(offered, "prompt")
-    if loads := samples.total("p2p_loads"):
-        tokens = samples.total("p2p_hit_tokens")
-        fields["taken over"] = f"{_some(tokens, 'token')} by {_some(loads, 'load')}"
-    if num_bytes := samples.total("p2p_received_bytes"):
-        fields["received"] = traffic(num_bytes, samples.total("p2p_receive_seconds"))
-    for title, name in _TROUBLES:
-        if amount := samples.total(name):
-            fields[title] = f"{amount:.0f}" + _why(samples, name)
-    if reserved := samples.gauge_total("p2p_reserved_bytes"):
-        capacity = samples.gauge_total("p2p_capacity_bytes")
-        fields["buffer"] = f"{reserved / capacity:.0%} of {capacity / 2**30:.3g} GiB"
-    return fields
-
-
-_TROUBLES = (
-    ("tokens recomputed", "p2p_recomputed_tokens"),
-    ("failed loads", "p2p_failed_loads"),
-    ("not sent", "p2p_unsent_handovers"),
-    ("declined", "p2p_declined_handovers"),
-    ("malformed requests", "p2p_malformed_requests"),
-)
-
-
-def _some(count: float, noun: str) -> str:
-    return f"{count:.0f} {noun}{'' if count == 1 else 's'}"
-
-
-def _why(samples: Samples, name: str) -> str:
-    """`` (deadline 2, lost 1)``; nothing for a metric without reasons."""
-    reasons = samples.by_label(name)
-    return f" ({', '.join(f'{why} {n:.0f}' for why, n in reasons.items())})" if reasons else ""
-
-
-def _each(words: tuple[str, ...]) -> tuple[tuple[str], ...]:
-    return tuple((word,) for word in words)
+def _each(reasons: tuple[Reason, ...]) -> Known:
+    return tuple((reason,) for reason in reasons)
 
 
 METRICS = table(
@@ -106,7 +36,7 @@ METRICS = table(
             "p2p_failed_loads",
             ("reason",),
             "Loads that did not bring all, over all ranks.",
-            _each(REASONS),
+            _each(tuple(Reason)),
         ),
         counter("p2p_hit_tokens", (), "Prompt tokens handed over to this engine."),
         counter("p2p_recomputed_tokens", (), "Tokens whose KV did not come, computed after all."),
@@ -131,3 +61,40 @@ METRICS = table(
         gauge("p2p_capacity_bytes", (), "Buffer for hand-overs, per rank."),
     ]
 )
+
+_TROUBLES = (
+    ("tokens recomputed", "p2p_recomputed_tokens"),
+    ("failed loads", "p2p_failed_loads"),
+    ("not sent", "p2p_unsent_handovers"),
+    ("declined", "p2p_declined_handovers"),
+    ("malformed requests", "p2p_malformed_requests"),
+)
+
+
+def log_fields(samples: Samples) -> dict[str, str]:
+    """The periodic log line: the hand-overs of this interval, for a person to read."""
+    fields: dict[str, str] = {}
+    if offered := samples.total("p2p_handovers"):
+        fields["handed over"] = _some(offered, "prompt")
+    if loads := samples.total("p2p_loads"):
+        tokens = samples.total("p2p_hit_tokens")
+        fields["taken over"] = f"{_some(tokens, 'token')} by {_some(loads, 'load')}"
+    if num_bytes := samples.total("p2p_received_bytes"):
+        fields["received"] = traffic(num_bytes, samples.total("p2p_receive_seconds"))
+    for title, name in _TROUBLES:
+        if amount := samples.total(name):
+            fields[title] = f"{amount:.0f}" + _why(samples, name)
+    if reserved := samples.gauge_total("p2p_reserved_bytes"):
+        capacity = samples.gauge_total("p2p_capacity_bytes")
+        fields["buffer"] = f"{reserved / capacity:.0%} of {capacity / 2**30:.3g} GiB"
+    return fields
+
+
+def _some(count: float, noun: str) -> str:
+    return f"{count:.0f} {noun}{'' if count == 1 else 's'}"
+
+
+def _why(samples: Samples, name: str) -> str:
+    """`` (deadline 2, lost 1)``; nothing for a metric without reasons."""
+    reasons = samples.by_label(name)
+    return f" ({', '.join(f'{why} {n:.0f}' for why, n in reasons.items())})" if reasons else ""

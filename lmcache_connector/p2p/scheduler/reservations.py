@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmcache_connector.metrics.tally import Tally
+
 
 @dataclass(slots=True)
 class _Reservation:
@@ -17,11 +19,13 @@ class Reservations:
     A reservation lasts until each of ``num_ranks`` has let go of the transfer.
     """
 
-    def __init__(self, capacity_bytes: int, num_ranks: int) -> None:
+    def __init__(self, capacity_bytes: int, num_ranks: int, tally: Tally) -> None:
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = 0
         self._num_ranks = num_ranks
+        self._tally = tally
         self._by_id: dict[str, _Reservation] = {}
+        self._add(0)
 
     def reserve(self, transfer_id: str, num_bytes: int) -> bool:
         """Whether there is room, beside all that is promised. One by this name is replaced."""
@@ -29,7 +33,7 @@ class Reservations:
             return False
         self.cancel(transfer_id)
         self._by_id[transfer_id] = _Reservation(num_bytes, self._num_ranks)
-        self.reserved_bytes += num_bytes
+        self._add(num_bytes)
         return True
 
     def release(self, transfer_id: str) -> None:
@@ -44,4 +48,9 @@ class Reservations:
         """No rank has it, or will."""
         reservation = self._by_id.pop(transfer_id, None)
         if reservation is not None:
-            self.reserved_bytes -= reservation.num_bytes
+            self._add(-reservation.num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self.reserved_bytes += num_bytes
+        self._tally.set("p2p_reserved_bytes", value=self.reserved_bytes)
+        self._tally.set("p2p_capacity_bytes", value=self.capacity_bytes)

@@ -1,4 +1,4 @@
-"""What part an instance plays for a request: does it hand its KV over, or is it handed one? (pure)
+"""Whether an instance produces or consumes the KV of a request.
 
 ``kv_transfer_params`` come first; without them the request id may name both instances.
 """
@@ -20,7 +20,7 @@ from lmcache_connector.p2p.scheduler.transfer_params import (
 
 @dataclass(frozen=True, slots=True)
 class Produce:
-    """Hand over the prompt's KV. ``target``: push it there; ``None``: whoever asks gets it.
+    """Hand over the prompt's KV. ``target``: push it there; ``None``: keep it for whoever asks.
     ``answers``: the router wants parameters to pass on."""
 
     transfer_id: str

@@ -1,4 +1,4 @@
-"""vLLM's ``kv_transfer_params``, in the words NIXL's routers use.
+"""vLLM's ``kv_transfer_params``, with the names that routers for NIXL use.
 
 A router sends the prefill request with ``{"do_remote_decode": true}``, takes the parameters from
 its answer, and passes them on with the decode request::
@@ -7,7 +7,7 @@ its answer, and passes them on with the decode request::
     remote_host/_port   where the instance that has it takes control messages
     remote_engine_id    its vLLM engine
     remote_request_id   what the hand-over is called there
-    remote_block_ids    its blocks; others' connectors need them, this one does not look
+    remote_block_ids    its blocks; other connectors need them, this one does not
 
 With ``remote_host`` and ``remote_port`` beside ``do_remote_decode`` the router names the decode
 instance, and the KV can be pushed there.
@@ -33,7 +33,7 @@ class RemotePrefill:
 
 @dataclass(frozen=True, slots=True)
 class RemoteDecode:
-    """Somebody will want the prompt's KV; ``target`` if the router says who."""
+    """Keep the prompt's KV for a decode instance; ``target`` if the router names it."""
 
     target: PeerAddress | None
 

@@ -9,35 +9,40 @@ from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.client import Connect
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import Peer
-from lmcache_connector.p2p.plans import HandoverLoad, HandoverPlan, HandoverResult
+from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport
+from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.loader import Loader
 from lmcache_connector.p2p.worker.poller import Poller
-from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer, ReceiveBufferSettings
+from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
+from lmcache_connector.p2p.worker.role import Role
+from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
+from lmcache_connector.plans import StepOutput
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Copier
     from lmcache_connector.kv_layout.paged_cache import PagedLayout
 
+_NOT_NEEDED = Cause(Reason.NOT_NEEDED, "nobody needs it any more")
+_GAVE_UP = Cause(Reason.GAVE_UP, "the consumer gave up")
 
-class Consumer:
-    """Called from the engine's step thread, but for :meth:`answer`."""
+
+class Consumer(Role):
+    """``receive_buffer`` is the sink for this rank's transports."""
 
     def __init__(
         self,
-        settings: ReceiveBufferSettings,
+        settings: P2PWorkerSettings,
         paged: PagedLayout,
         copier: Copier,
         host_buffer: HostBuffer,
         connect: Connect,
-        grace_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self.receive_buffer = ReceiveBuffer(settings, host_buffer, clock)
         self._loader = Loader(paged, copier, self.receive_buffer, clock)
+        grace_seconds = settings.config.unknown_grace_seconds
         self._poller = Poller(self.receive_buffer, settings.own, connect, grace_seconds, clock)
-
-    # -- one step ------------------------------------------------------------------------------
 
     def start_loads(self, plan: HandoverPlan) -> None:
         for load in plan.loads:
@@ -48,33 +53,41 @@ class Consumer:
             self.receive_buffer.cancel(request_id)
         for release in plan.releases:
             self.receive_buffer.discard(release.transfer_id)
-            self._poller.forget(release.source, release.transfer_id, "nobody needs it any more")
+            self._poller.forget(release.source, release.transfer_id, _NOT_NEEDED)
 
-    def wait_for_result(self, seconds: float) -> None:
-        self._loader.wait_for_result(seconds)
-
-    def take_results(self) -> list[tuple[HandoverLoad, HandoverResult]]:
+    def take_output(self) -> StepOutput[HandoverReport]:
         """Loads that ended. Producers of those that failed are told to stop."""
         self.receive_buffer.end_overdue()
-        results = self._loader.take_results()
-        for load, result in results:
+        ended = self._loader.take_results()
+        if not ended:
+            return StepOutput()
+        missing: set[int] = set()
+        for load, result in ended:
+            missing.update(load.block_ids[result.num_blocks :])
             is_short = result.num_blocks < len(load.block_ids)
             if is_short and not self.receive_buffer.awaits(load.transfer_id):
-                self._poller.forget(load.source, load.transfer_id, "the consumer gave up")
-        return results
+                self._poller.forget(load.source, load.transfer_id, _GAVE_UP)
+        return StepOutput(
+            finished_recving=frozenset(load.request_id for load, _ in ended),
+            invalid_block_ids=frozenset(missing),
+            report=HandoverReport(loads=tuple(result for _, result in ended)),
+        )
+
+    def wait(self, seconds: float, *, for_room: bool) -> bool:
+        if not self.receive_buffer.num_waiting:
+            return False
+        self._loader.wait_for_result(seconds)
+        return True
+
+    def answer(self, peer: Peer, message: Message) -> Message | None:
+        if isinstance(message, messages.Offer):
+            return self.receive_buffer.offered(peer, message)
+        if isinstance(message, messages.Forget):
+            self.receive_buffer.fail(message.transfer_id, message.cause)
+            return messages.Done()
+        return None
 
     def close(self, seconds: float) -> None:
         self.receive_buffer.close()
         self._poller.close(seconds)
         self._loader.close(seconds)
-
-    # -- the control server's thread -----------------------------------------------------------
-
-    def answer(self, peer: Peer, message: Message) -> Message | None:
-        """To a message that is for a consumer; ``None`` for any other."""
-        if isinstance(message, messages.Offer):
-            return self.receive_buffer.offered(peer, message)
-        if isinstance(message, messages.Forget):
-            self.receive_buffer.fail(message.transfer_id, message.reason)
-            return messages.Done()
-        return None

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lmcache_connector.storage.geometry import ChunkGeometry
-
 _ALIGNMENT = 4096
 
 
@@ -118,21 +116,3 @@ class HostBuffer:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def run_of(
-    geometry: ChunkGeometry, num_blocks: int, layer: int, head: int, first: int, last: int
-) -> slice:
-    """Bytes of blocks ``[first, last)`` in ``[head][layer][block]`` memory.
-
-    ``layer`` and ``head`` count over the model; ``num_blocks`` is the transfer's. Raises
-    ``ValueError`` for what is not in there.
-    """
-    if not geometry.layer_start <= layer < geometry.layer_end or head not in geometry.shards:
-        raise ValueError(f"layer {layer}, head {head} are not in this part of the model")
-    if not 0 <= first < last <= num_blocks:
-        raise ValueError(f"no blocks {first} to {last} among {num_blocks}")
-    index = layer - geometry.layer_start
-    start = geometry.shards.index(head) * geometry.shard_bytes + geometry.layer_offsets[index]
-    block = geometry.layer_widths[index] * (geometry.num_tokens // num_blocks)
-    return slice(start + first * block, start + last * block)

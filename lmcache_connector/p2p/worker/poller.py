@@ -1,7 +1,7 @@
-"""Ask producers for what requests wait for, one thread per producer instance.
+"""Asks producers for what requests wait for, one thread per producer instance.
 
-As long as a request waits, its producer is asked again and again whether the KV is still coming: a
-producer that died, was restarted or gave the hand-over up is found out within moments, not at the
+As long as a request waits, its producer is asked again and again whether the KV is still coming. So
+a producer that died, was restarted or gave the hand-over up is found out within moments, not at the
 deadline.
 """
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.client import Connect, ControlClient
-from lmcache_connector.p2p.control.peers import concerned, ranks_of
-from lmcache_connector.p2p.errors import AddressError, PeerError
+from lmcache_connector.p2p.control.messages import Message
+from lmcache_connector.p2p.control.peers import overlap, ranks_of
+from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.transfer import Waiting
 
@@ -35,7 +37,7 @@ class _PolledProducer:
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: list[Waiting] = field(default_factory=list)
     asked: list[Waiting] = field(default_factory=list)
-    forgets: list[tuple[str, str]] = field(default_factory=list)
+    forgets: list[messages.Forget] = field(default_factory=list)
     thread: threading.Thread | None = None
     closed: bool = False
 
@@ -61,14 +63,15 @@ class Poller:
         self._stopping = False
 
     def watch(self, waiting: Waiting) -> None:
-        """Until it is over, keep asking for it. Never waits."""
-        self._tell(waiting.load.source, waiting, None)
+        """Keep asking for it until it is over. Never blocks."""
+        self._tell(waiting.load.source, waiting=[waiting])
 
-    def forget(self, source: PeerAddress, transfer_id: str, reason: str) -> None:
-        """Tell the producer, once, if it can be reached. Never waits."""
-        self._tell(source, None, (transfer_id, reason))
+    def forget(self, source: PeerAddress, transfer_id: str, cause: Cause) -> None:
+        """Tell the producer once, if it can be reached. Never blocks."""
+        self._tell(source, forgets=[messages.Forget(transfer_id, cause.to_wire())])
 
     def close(self, seconds: float) -> None:
+        """Stop asking. Bounded by ``seconds``."""
         with self._lock:
             self._stopping = True
             producers = list(self._producers.values())
@@ -81,7 +84,10 @@ class Poller:
                 producer.thread.join(max(0.0, end - self._clock()))
 
     def _tell(
-        self, source: PeerAddress, waiting: Waiting | None, forget: tuple[str, str] | None
+        self,
+        source: PeerAddress,
+        waiting: Sequence[Waiting] = (),
+        forgets: Sequence[messages.Forget] = (),
     ) -> None:
         with self._lock:
             producer = self._producers.get(source)
@@ -92,13 +98,11 @@ class Poller:
                 )
                 producer.thread.start()
             with producer.changed:
-                if waiting is not None:
-                    producer.waiting.append(waiting)
-                if forget is not None:
-                    producer.forgets.append(forget)
+                producer.waiting += waiting
+                producer.forgets += forgets
                 producer.changed.notify_all()
 
-    # -- an producer's thread ---------------------------------------------------------------------
+    # -- one thread per producer ---------------------------------------------------------------
 
     def _work(self, producer: _PolledProducer) -> None:
         sessions: list[ControlClient] = []
@@ -109,11 +113,11 @@ class Poller:
                     sessions = sessions or self._open(producer.source)
                     for each in waiting:
                         self._want(producer.source, sessions, each)
-                    for transfer_id, reason in forgets:
+                    for forget in forgets:
                         for session in sessions:
-                            session.ask(messages.Forget(transfer_id, reason))
+                            session.ask(forget)
                 except PeerError as error:
-                    self._lose(waiting, error)
+                    self._lose(waiting, error.cause)
                     _close(sessions)
                     sessions = []
         finally:
@@ -121,18 +125,22 @@ class Poller:
 
     def _next(
         self, producer: _PolledProducer
-    ) -> tuple[list[Waiting], list[tuple[str, str]]] | None:
-        """What to ask and tell now: at once what is new, the rest again after a while."""
+    ) -> tuple[list[Waiting], list[messages.Forget]] | None:
+        """What to ask and tell now: at once what is new, the rest again after a while.
+
+        ``None``: the thread shall end.
+        """
         with producer.changed:
-            now = self._clock()
+            since = self._clock()
             while not self._stopping:
+                quiet_seconds = self._clock() - since
                 producer.waiting = [w for w in producer.waiting if not self._buffer.is_over(w)]
                 is_new = any(w not in producer.asked for w in producer.waiting) or producer.forgets
-                if is_new or (producer.waiting and self._clock() - now >= _ASK_SECONDS):
+                if is_new or (producer.waiting and quiet_seconds >= _ASK_SECONDS):
                     forgets, producer.forgets = producer.forgets, []
                     producer.asked = list(producer.waiting)
                     return producer.asked, forgets
-                if not producer.waiting and self._clock() - now > _IDLE_SECONDS:
+                if not producer.waiting and quiet_seconds > _IDLE_SECONDS:
                     break
                 producer.changed.wait(_ASK_SECONDS if producer.waiting else _IDLE_SECONDS)
             producer.closed = True
@@ -143,38 +151,41 @@ class Poller:
         first = self._connect(source)
         sessions = [first]
         try:
-            ranks = concerned(self._own, ranks_of(first.peer.card), sends=False)
+            ranks = [r.rank for r in ranks_of(first.peer.card) if overlap(r, self._own)]
             sessions += [self._connect(source.of_rank(rank)) for rank in ranks if rank]
             if 0 not in ranks:
                 sessions.remove(first)
                 first.close()
-        except (PeerError, AddressError) as error:
+        except PeerError:
             _close(sessions)
-            raise PeerError(str(error)) from error
+            raise
         return sessions
 
     def _want(self, source: PeerAddress, sessions: list[ControlClient], waiting: Waiting) -> None:
         load = waiting.load
         want = messages.Want(load.transfer_id, load.digest, load.first_block)
         for session in sessions:
-            answer = session.ask(want)
-            if isinstance(answer, messages.Gone):
-                self._buffer.fail(load.transfer_id, f"{source} says: {answer.reason}")
-            elif self._is_patient(waiting):
-                continue
-            elif isinstance(answer, messages.Unknown):
-                self._buffer.fail(load.transfer_id, f"{source} has never heard of it")
-            elif isinstance(answer, messages.Sent):
-                self._buffer.fail(load.transfer_id, f"{source} has sent it, but it did not arrive")
+            cause = self._judge(source, session.ask(want), waiting)
+            if cause is not None:
+                self._buffer.fail(load.transfer_id, cause)
 
-    def _is_patient(self, waiting: Waiting) -> bool:
-        """Bytes may be on their way to us, or the prompt's request on its way to the producer."""
-        return self._clock() - self._buffer.last_progress(waiting) < self._grace_seconds
+    def _judge(self, source: PeerAddress, answer: Message, waiting: Waiting) -> Cause | None:
+        """Why a producer that answers so will not deliver; ``None``: it may."""
+        if isinstance(answer, messages.Gone):
+            return Cause(answer.cause.reason, f"{source} says: {answer.cause.text}")
+        # Bytes may be on their way to us, or the prompt's request on its way to the producer.
+        if self._clock() - self._buffer.last_progress(waiting) < self._grace_seconds:
+            return None
+        if isinstance(answer, messages.Unknown):
+            return Cause(Reason.UNKNOWN, f"{source} has never heard of it")
+        if isinstance(answer, messages.Sent):
+            return Cause(Reason.NOT_ARRIVED, f"{source} has sent it, but it did not arrive")
+        return None
 
-    def _lose(self, waiting: list[Waiting], error: PeerError) -> None:
+    def _lose(self, waiting: list[Waiting], cause: Cause) -> None:
         for each in waiting:
             if not self._buffer.is_over(each):
-                self._buffer.fail(each.load.transfer_id, str(error))
+                self._buffer.fail(each.load.transfer_id, cause)
 
 
 def _close(sessions: list[ControlClient]) -> None:

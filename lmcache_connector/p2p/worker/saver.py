@@ -1,4 +1,4 @@
-"""Copies what a forward pass has written out of the paged cache, layer by layer, off its path."""
+"""Copies what a forward pass has written out of the paged cache, layer by layer, on one thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import xxhash
 from lmcache_connector.copy_kv_blocks.copier import Copier, copy_kv_blocks
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
-from lmcache_connector.p2p.worker.send_buffer import Outgoing, Piece, SendBuffer
+from lmcache_connector.p2p.worker.send_buffer import SendBuffer
+from lmcache_connector.p2p.worker.transfer import Outgoing, Piece
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -62,11 +63,10 @@ class Saver:
         self._buffer.save_planned(outgoing)
         self._queue.put(partial(self._buffer.sealed, outgoing))
 
-    def close(self, seconds: float) -> bool:
-        """Finish what was submitted. False if that took longer than ``seconds``."""
+    def close(self, seconds: float) -> None:
+        """Finish what was submitted, for ``seconds`` at most."""
         self._queue.put(None)
         self._thread.join(seconds)
-        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -74,12 +74,12 @@ class Saver:
 
     def _save(self, save: LayerSave) -> None:
         outgoing = save.outgoing
-        if outgoing.failed:
+        if outgoing.failed is not None:
             self._buffer.not_saved(outgoing)
             return
         try:
             piece = self._copy(save)
-        except Exception:  # it costs this hand-over, not the lane
+        except Exception:  # it costs this hand-over, not the thread
             logger.exception("KV of %s could not be copied", outgoing.transfer_id)
             self._buffer.not_saved(outgoing)
         else:

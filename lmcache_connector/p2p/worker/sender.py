@@ -24,8 +24,9 @@ from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
 from lmcache_connector.p2p.data.base import Outlet, Session, Transport
 from lmcache_connector.p2p.data.frame import Frame
-from lmcache_connector.p2p.errors import AddressError, PeerError, RefusedError
-from lmcache_connector.p2p.worker.send_buffer import Delivery, Destination, Piece, SendBuffer
+from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.worker.send_buffer import SendBuffer
+from lmcache_connector.p2p.worker.transfer import Delivery, Destination, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,10 @@ class Route:
 
 @dataclass(eq=False)
 class _RankQueue:
-    """One consumer rank, and what is to go there. Guarded by the send buffer's condition."""
+    """What is to go to one consumer rank. Guarded by the send buffer's lock.
+
+    ``address``: of the rank's instance. ``busy_until``: for deliveries without room there.
+    """
 
     to: Destination
     address: PeerAddress
@@ -52,9 +56,25 @@ class _RankQueue:
     busy_until: dict[Delivery, float] = field(default_factory=dict)
     thread: threading.Thread | None = None
 
+    def next_due(self, now: float) -> Delivery | None:
+        """The first delivery with something to do; those that are over are left out from now on."""
+        self.deliveries = [
+            d for d in self.deliveries if not d.over or (d.transfer.failed and d.ticket)
+        ]
+        for delivery in self.deliveries:
+            is_free = self.busy_until.get(delivery, 0.0) <= now
+            if delivery.transfer.failed or (is_free and delivery.is_behind):
+                return delivery
+        return None
+
+    def wait_seconds(self, now: float) -> float:
+        """How long nothing can become due without a word from elsewhere."""
+        return min([_WAKE_SECONDS, *(t - now for t in self.busy_until.values() if t > now)])
+
 
 class Sender:
-    """``own``: this rank. ``connect`` opens control sessions; ``transports`` by name."""
+    """``own``: this rank. ``transports``: by name, the preferred one first. ``seconds``: how long a
+    data connection may take."""
 
     def __init__(
         self,
@@ -76,7 +96,7 @@ class Sender:
         self._stopping = False
 
     def push(self, transfer_id: str, target: PeerAddress) -> None:
-        """Deliver to all ranks of the instance at ``target``; never waits."""
+        """Deliver to all ranks of the instance at ``target``. Never blocks."""
         with self._buffer.changed:
             route = self._routes.get(target)
         if route is not None:
@@ -86,12 +106,13 @@ class Sender:
         threading.Thread(target=work, name="lmc-p2p-find", daemon=True).start()
 
     def fetch(self, transfer_id: str, card: Card, first_block: int) -> None:
-        """Deliver to the one rank that asked; never waits. Raises ``PeerError``."""
+        """Deliver to the one rank that asked. Never blocks. Raises ``PeerError``."""
         route = self._route_to(card)
         only = Destination(card.engine_id, card.rank)
         self._carry(route, self._buffer.route(transfer_id, route.parts, only, first_block))
 
     def close(self, seconds: float) -> None:
+        """End all threads. Bounded by ``seconds``."""
         with self._buffer.changed:
             self._stopping = True
             self._buffer.changed.notify_all()
@@ -116,16 +137,12 @@ class Sender:
         self._carry(route, self._buffer.route(transfer_id, route.parts))
 
     def _route_to(self, card: Card, address: PeerAddress | None = None) -> Route:
-        try:
-            address = address or PeerAddress(card.host, card.port)
-        except AddressError as error:
-            raise RefusedError(str(error)) from error
         parts = {
             Destination(card.engine_id, rank.rank): part
             for rank in ranks_of(card)
             if (part := overlap(self._own, rank)) is not None
         }
-        return Route(address, parts)
+        return Route(address or PeerAddress(card.host, card.port), parts)
 
     def _carry(self, route: Route, deliveries: Iterable[Delivery]) -> None:
         with self._buffer.changed:
@@ -141,7 +158,7 @@ class Sender:
                 queue.deliveries.append(delivery)
             self._buffer.changed.notify_all()
 
-    # -- a queue's thread --------------------------------------------------------------------
+    # -- one thread per consumer rank ----------------------------------------------------------
 
     def _work(self, queue: _RankQueue) -> None:
         connection: _Connection | None = None
@@ -161,29 +178,19 @@ class Sender:
                 connection.close()
 
     def _next(self, queue: _RankQueue) -> Delivery | None:
-        """The first delivery with something to do. ``None``: the queue shall end."""
+        """Waits for a delivery with something to do. ``None``: the thread shall end."""
         idle_since = self._clock()
         with self._buffer.changed:
             while not self._stopping:
                 now = self._clock()
-                queue.deliveries = [
-                    d for d in queue.deliveries if not d.over or (d.transfer.failed and d.ticket)
-                ]
-                for delivery in queue.deliveries:
-                    if delivery.transfer.failed:
-                        return delivery
-                    if queue.busy_until.get(delivery, 0.0) <= now and (
-                        delivery.sent < len(delivery.transfer.pieces)
-                    ):
-                        return delivery
+                delivery = queue.next_due(now)
+                if delivery is not None:
+                    return delivery
                 if queue.deliveries:
                     idle_since = now
                 elif now - idle_since > _IDLE_SECONDS:
                     break
-                wait = min(
-                    [_WAKE_SECONDS, *(t - now for t in queue.busy_until.values() if t > now)]
-                )
-                self._buffer.changed.wait(wait)
+                self._buffer.changed.wait(queue.wait_seconds(now))
             self._queues.pop(queue.to, None)
             return None
 
@@ -211,11 +218,12 @@ class Sender:
     def _advance(self, queue: _RankQueue, connection: _Connection, delivery: Delivery) -> None:
         """Do the next thing for a delivery: tell of its end, offer it, or send a piece."""
         outgoing = delivery.transfer
-        if outgoing.failed:
+        if outgoing.failed is not None:
             self._buffer.finish(delivery)
             delivery.ticket, ticket = None, delivery.ticket
             if ticket is not None and not outgoing.superseded:
-                connection.client.ask(messages.Forget(outgoing.transfer_id, outgoing.failed))
+                cause = outgoing.failed.to_wire()
+                connection.client.ask(messages.Forget(outgoing.transfer_id, cause))
             return
         if delivery.ticket is None and not self._offer(queue, connection, delivery):
             return

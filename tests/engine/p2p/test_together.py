@@ -39,10 +39,10 @@ def multi(role: str, port: int, **extra: Any) -> dict[str, Any]:
     }
 
 
-def figures(probe: EngineProbe) -> tuple[int, int]:
+def hit_tokens(probe: EngineProbe) -> tuple[int, int]:
     """Tokens handed over to this engine, and loaded from its tiers."""
-    p2p, tiered = (c._scheduler.counters for c in probe.connector.sub_connectors)
-    return p2p.remote_hit_tokens, tiered.local_hit_tokens
+    counts = probe.counts()
+    return int(counts.total("p2p_hit_tokens")), int(counts.total("hit_tokens"))
 
 
 def integrity(probe: EngineProbe) -> None:
@@ -71,13 +71,13 @@ def test_with_the_tiered_connector(both: Engines) -> None:
         prefill.call(integrity)
         decode.reset_prefix_cache()
         prefill.reset_prefix_cache()
-    handed_over, _ = decode.call(figures)
+    handed_over, _ = decode.call(hit_tokens)
     assert handed_over == 2600
     again = decode.call(ask, Ask("turn-two", [*prompt, *prompt_of(100, 2)]))
-    assert decode.call(figures) == (2600, 1280)
+    assert decode.call(hit_tokens) == (2600, 1280)
     assert again.served.block_digests[:10] == cold.served.block_digests[:10]
     # The prefill engine's own tiers spare it the computation; that KV is handed over as well.
-    assert prefill.call(figures)[1] > 0
+    assert prefill.call(hit_tokens)[1] > 0
     # And a prefill engine that is gone costs a recompute, or a load from the tiers.
     gone = {
         "do_remote_prefill": True,

@@ -35,7 +35,9 @@ WANT = messages.Want("t", bytes(32), 0)
 def answer(peer: Peer, message: Message) -> Message:
     if isinstance(message, messages.Forget):
         raise ValueError("a bug in a handler")
-    return messages.Gone(f"{peer.card.engine_id} asked") if message == WANT else messages.Done()
+    return (
+        messages.Gone(f"other: {peer.card.engine_id} asked") if message == WANT else messages.Done()
+    )
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.server import ControlServer, bound_socket
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.reasons import Reason
 from tests.p2p.control.conftest import CARD, SECRET, WANT, Connect, answer
 
 
@@ -21,7 +22,7 @@ def test_peers_that_fit_talk(connect: Connect) -> None:
     client = connect()
     assert client.peer.card == CARD
     for _ in range(3):
-        assert client.ask(WANT) == messages.Gone("engine asked")
+        assert client.ask(WANT) == messages.Gone("other: engine asked")
 
 
 @pytest.mark.parametrize("secret", [b"", b"another secret, as long"])
@@ -46,8 +47,9 @@ def test_who_does_not_know_the_secret_is_not_let_in(connect: Connect, secret: by
 def test_a_mismatch_is_refused_in_words(
     connect: Connect, change: dict[str, object], words: str
 ) -> None:
-    with pytest.raises(RefusedError, match=words):
+    with pytest.raises(RefusedError, match=words) as refused:
         connect(card=msgspec.structs.replace(CARD, **change))
+    assert refused.value.cause.reason is Reason.MISMATCH
 
 
 def _exchange(address: PeerAddress, *packets: bytes) -> bytes:
@@ -66,7 +68,7 @@ def _exchange(address: PeerAddress, *packets: bytes) -> bytes:
 def _refusal(answer: bytes) -> str:
     message = messages.decode(messages.unpack(answer).body)
     assert isinstance(message, messages.Refused)
-    return message.reason
+    return message.cause.text
 
 
 def test_another_version_is_told_so(server: PeerAddress) -> None:
@@ -96,7 +98,7 @@ def test_a_bug_in_a_handler_ends_neither_server_nor_session(connect: Connect) ->
     client = connect()
     with pytest.raises(RefusedError, match="an error inside"):
         client.ask(messages.Forget("t", "r"))
-    assert client.ask(WANT) == messages.Gone("engine asked")
+    assert client.ask(WANT) == messages.Gone("other: engine asked")
 
 
 def test_it_listens_on_the_address_of_a_name(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -130,12 +132,12 @@ def test_garbage_on_the_port_disturbs_nobody(connect: Connect, server: PeerAddre
             dealer.send(messages.pack(1, os.urandom(size)))
             dealer.send(hello[:size])
             dealer.send_multipart([os.urandom(size), b"", b"x"])
-        assert client.ask(WANT) == messages.Gone("engine asked")
+        assert client.ask(WANT) == messages.Gone("other: engine asked")
     oversized = messages.MAX_PACKET_BYTES + 1
     with context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 100)
         dealer.connect(f"tcp://{server}")
         dealer.send(bytes(oversized))
         assert not dealer.poll(200)  # cut off, not answered
-    assert client.ask(WANT) == messages.Gone("engine asked")
-    assert connect().ask(WANT) == messages.Gone("engine asked")
+    assert client.ask(WANT) == messages.Gone("other: engine asked")
+    assert connect().ask(WANT) == messages.Gone("other: engine asked")

@@ -9,11 +9,14 @@ from typing import Any
 from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, HandoverResult
-from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter, P2PSchedulerSettings
+from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
+from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 
 OWN = PeerAddress("127.0.0.1", 5)
 BLOCK = 16
+LATE = Cause(Reason.DEADLINE, "it did not come within 9 s")
 
 
 @dataclass(eq=False)
@@ -157,9 +160,9 @@ class TestProducer:
         assert begin(side, second) == (None, False)
         plan = step(side, {first: 7 * BLOCK}, {"1": list(range(7))})
         assert plan.waits_for_room
-        for rank in range(2):  # room is there when all ranks have let go
+        for _ in range(2):  # room is there when all ranks have let go
             assert side.get_num_new_matched_tokens(second, 0) == (None, False)
-            side.update_from_reports([HandoverReport(rank, released=("1",))])
+            side.update_from_reports([HandoverReport(released=("1",))])
         assert side.get_num_new_matched_tokens(second, 0) == (0, False)
         third = asks_for_decode("3", 6 * BLOCK)
         assert begin(side, third) == (None, False)
@@ -167,13 +170,13 @@ class TestProducer:
         assert side.get_num_new_matched_tokens(third, 0) == (0, False)
         plan = step(side, {third: 6 * BLOCK}, {"3": list(range(6))})
         assert (plan.starts, plan.saves) == ((), ())
-        assert "full" in plan.drops[0].reason
-        assert side.counters.declined == 1
+        assert plan.drops[0].cause.reason is Reason.BUFFER_FULL
+        assert side.tally.total("p2p_declined_handovers") == 1
 
     def test_what_never_fits_does_not_wait(self) -> None:
         side, request = make(buffer_blocks=2), asks_for_decode("r", 3 * BLOCK)
         assert begin(side, request) == (0, False)
-        assert side.counters.declined == 1
+        assert side.tally.total("p2p_declined_handovers") == 1
 
 
 def wants(name: str, num_tokens: int) -> FakeRequest:
@@ -199,11 +202,10 @@ class TestConsumer:
         )
         assert side.get_num_new_matched_tokens(request, 0) == (0, False)
         side.update_state_after_alloc(request, lambda: [1, 2, 3, 4, 5], 0)
-        for rank, num_blocks in enumerate((4, 3)):
-            result = HandoverResult("r", num_blocks, 0, 0.1, reason="" if num_blocks == 4 else "x")
-            side.update_from_reports([HandoverReport(rank, (result,))])
-        assert side.counters.remote_hit_tokens == 48
-        assert side.counters.recomputed_tokens == 2
+        for result in (HandoverResult("r", 4, 0.1), HandoverResult("r", 3, 0.1, cause=LATE)):
+            side.update_from_reports([HandoverReport((result,))])
+        assert side.tally.total("p2p_hit_tokens") == 48
+        assert side.tally.total("p2p_recomputed_tokens") == 2
         assert side.request_finished(request, [], is_served=True) == (False, None)
         plan = step(side, {}, {})
         assert (plan.releases, plan.cancelled_loads) == ((), ())
@@ -242,13 +244,13 @@ class TestConsumer:
         step(side, {}, {})
         assert side.request_finished(request, [1], is_served=False) == (False, None)
         assert step(side, {}, {}).cancelled_loads == ("r",)
-        side.update_from_reports([HandoverReport(0, (HandoverResult("r", 0, 0, 0.0, reason="x"),))])
+        side.update_from_reports([HandoverReport((HandoverResult("r", 0, 0.0, cause=LATE),))])
 
     def test_a_malformed_request_is_served_alone(self) -> None:
         side = make("consumer")
         bad = FakeRequest("___prefill_addr_nowhere", [1, 2, 3])
         assert begin(side, bad) == (0, False)
-        assert side.counters.malformed == 1
+        assert side.tally.total("p2p_malformed_requests") == 1
 
     def test_a_reset_cancels_loads_on_the_way(self) -> None:
         """What they bring was computed before it."""

@@ -1,60 +1,56 @@
-"""Hand-overs on ``/metrics``: every total is told once, under a bounded set of names."""
+"""Hand-overs on ``/metrics``: every count is told once, under a bounded set of names."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.metrics.samples import Samples, split_key
 from lmcache_connector.metrics.table import METRICS as TIERED
 from lmcache_connector.metrics.table import Kind
 from lmcache_connector.p2p.connector import LMCacheP2PConnector
 from lmcache_connector.p2p.plans import HandoverReport, HandoverResult
-from lmcache_connector.p2p.scheduler import counters as reasons
-from lmcache_connector.p2p.scheduler.counters import (
-    OTHER,
-    REASONS,
-    UNSENT_REASONS,
-    P2PCounters,
-    reason_word,
+from lmcache_connector.p2p.reasons import Reason
+from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
+from lmcache_connector.p2p.scheduler.metrics import METRICS, log_fields
+from tests.p2p.scheduler.test_adapter import (
+    BLOCK,
+    LATE,
+    FakeRequest,
+    asks_for_decode,
+    begin,
+    make,
+    step,
+    wants,
 )
-from lmcache_connector.p2p.scheduler.metrics import METRICS, P2PMetrics, log_fields
-from tests.p2p.scheduler.test_adapter import BLOCK, asks_for_decode, begin, make, step, wants
-
-SOURCES = Path(reasons.__file__).parent
 
 
-def taken(metrics: P2PMetrics) -> Samples:
-    samples = metrics.take()
+def taken(side: P2PSchedulerAdapter) -> Samples:
+    samples = side.tally.take()
     assert samples is not None
     return samples
 
 
-class TestTotals:
+class TestTally:
     def test_a_load_on_two_ranks_counts_tokens_once_and_bytes_twice(self) -> None:
         side, request = make("consumer"), wants("r", 50)
-        metrics = P2PMetrics(side)
-        assert taken(metrics).gauges == {"p2p_reserved_bytes": 0, "p2p_capacity_bytes": 1000}
-        assert [metrics.take() for _ in range(100)] == [None] * 100
+        assert taken(side).gauges == {"p2p_reserved_bytes": 0, "p2p_capacity_bytes": 1000}
+        assert side.tally.take() is None
         begin(side, request)
         side.update_state_after_alloc(request, lambda: [1, 2, 3, 4], 50)
-        assert taken(metrics).counters == {"p2p_loads": 1}
-        late = "it did not come within 9 s"
+        assert taken(side).counters == {"p2p_loads": 1}
         side.update_from_reports(
             [
-                HandoverReport(0, (HandoverResult("r", 4, 64, 0.25, 64, 0.125),)),
-                HandoverReport(1, (HandoverResult("r", 3, 48, 0.5, 48, 0.125, late),)),
+                HandoverReport((HandoverResult("r", 4, 0.25, 64, 0.125),)),
+                HandoverReport((HandoverResult("r", 3, 0.5, 48, 0.125, LATE),)),
             ]
         )
-        samples = taken(metrics)
+        samples = taken(side)
         assert samples.counters == {
             "p2p_hit_tokens": 48,
             "p2p_recomputed_tokens": 2,
@@ -63,105 +59,51 @@ class TestTotals:
             "p2p_failed_loads\ndeadline": 1,
         }
         assert samples.observations == {"p2p_load_seconds": [0.25, 0.5]}
-        assert metrics.take() is None
+        assert side.tally.take() is None
 
     def test_reserved_bytes_follow_what_is_promised(self) -> None:
         side = make()
-        metrics = P2PMetrics(side)
-        metrics.take()
+        taken(side)
         first, second = asks_for_decode("1", 7 * BLOCK), asks_for_decode("2", 5 * BLOCK)
         begin(side, first)
         begin(side, second)
-        assert taken(metrics).gauges["p2p_reserved_bytes"] == side.reserved_bytes == 120
+        assert taken(side).gauges["p2p_reserved_bytes"] == side.reserved_bytes == 120
         step(side, {first: 7 * BLOCK}, {"1": list(range(7))})
         side.request_finished(second, [], is_served=False)  # it never began
-        assert taken(metrics).gauges["p2p_reserved_bytes"] == 70
+        assert taken(side).gauges["p2p_reserved_bytes"] == 70
         begin(side, asks_for_decode("1", 7 * BLOCK))  # the same name once more
         assert side.reserved_bytes == 70
-        for rank in range(2):
-            nobody = (("1", "nobody fetched it in time"),)
-            side.update_from_reports([HandoverReport(rank, released=("1",), unsent=nobody)])
-        samples = taken(metrics)
+        for _ in range(2):
+            nobody = (("1", Reason.EXPIRED),)
+            side.update_from_reports([HandoverReport(released=("1",), unsent=nobody)])
+        samples = taken(side)
         assert samples.gauges["p2p_reserved_bytes"] == 0
         assert samples.counters == {"p2p_unsent_handovers\nexpired": 2}
 
-    def test_every_total_is_told(self) -> None:
-        """Whoever adds one thinks of /metrics. Only the tiers have hits of their own; the seconds
-        of loads are a histogram."""
-        told_elsewhere = {"local_hit_tokens", "load_seconds"}
-        for name in P2PCounters.__dataclass_fields__.keys() - told_elsewhere:
-            side = make()
-            metrics = P2PMetrics(side)
-            metrics.take()
-            many = isinstance(getattr(side.counters, name), dict)
-            setattr(side.counters, name, {"aborted": 1} if many else 1)
-            samples = taken(metrics)
-            assert list(samples.counters.values()) == [1], name
-            assert {key.split("\n")[0] for key in samples.counters} <= METRICS.keys()
-
-
-class TestReasons:
-    @pytest.mark.parametrize(
-        ("text", "word"),
-        [
-            ("10.0.0.1:9 says: its request was aborted", "aborted"),
-            ("10.0.0.1:9 says: the producer's buffer is full", "buffer_full"),
-            ("10.0.0.1:9 cannot be reached: Connection refused", "unreachable"),
-            ("10.0.0.1:9 gave no answer within 2 s", "no_answer"),
-            ("10.0.0.1:9 refused: the models differ in weights", "mismatch"),
-            ("10.0.0.1:9 refused: you do not know the shared secret", "refused"),
-            ("it did not come within 30 s", "deadline"),
-            ("the producer was lost: the connection ended", "lost"),
-            ("bytes were damaged on the way", "bad_checksum"),
-            ("whatever a peer of another version says", "other"),
-        ],
-    )
-    def test_a_text_with_an_address_becomes_a_word(self, text: str, word: str) -> None:
-        assert reason_word(text) == word
-
-    def test_every_reason_in_the_source_has_a_word(self) -> None:
-        texts = {
-            text
-            for path in SOURCES.glob("*.py")
-            for text in said_reasons(ast.parse(path.read_text()))
+    def test_all_metrics_are_counted_and_nothing_else(self) -> None:
+        producer, consumer = make(buffer_blocks=4), make("consumer")
+        small, large = asks_for_decode("small", 50), asks_for_decode("large", 100)
+        for request in (small, large):
+            begin(producer, request)
+        step(producer, {small: 50}, {"small": [1, 2, 3, 4]})
+        producer.request_finished(small, [1, 2, 3, 4], is_served=True)
+        producer.update_from_reports([HandoverReport(unsent=(("small", Reason.EXPIRED),))])
+        load = wants("r", 50)
+        begin(consumer, load)
+        consumer.update_state_after_alloc(load, lambda: [1, 2, 3, 4], 50)
+        result = HandoverResult("r", 1, 0.25, 64, 0.125, LATE)
+        consumer.update_from_reports([HandoverReport((result,))] * 2)
+        begin(consumer, FakeRequest("___prefill_addr_nowhere", [1, 2, 3]))
+        samples = taken(producer)
+        samples.merge(taken(consumer))
+        kinds = {
+            Kind.COUNTER: set(samples.counters),
+            Kind.GAUGE: set(samples.gauges),
+            Kind.HISTOGRAM: set(samples.observations),
         }
-        texts -= {"X says: X", " s"}  # around a reason, and behind a number
-        assert len(texts) > 20
-        assert [text for text in texts if reason_word(text) == OTHER] == []
-        assert set(UNSENT_REASONS) <= set(REASONS)
-
-    def test_a_talkative_peer_adds_no_names(self) -> None:
-        side = make()
-        for number in range(100):
-            unsent = (("r", f"reason {number}"),)
-            side.update_from_reports([HandoverReport(0, unsent=unsent)])
-        assert side.counters.unsent == {OTHER: 100}
-
-
-_SAYS = {"fail", "decline", "_end", "forget", "_forget", "Gone", "Forget", "Drop", "ProtocolError"}
-
-
-def said_reasons(tree: ast.AST) -> list[str]:
-    """Texts with which a load or a hand-over ends, in calls and in assignments to ``end``."""
-    values: list[ast.expr] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            values += node.args if name in _SAYS else []
-        elif isinstance(node, ast.Assign):
-            targets = {
-                getattr(t, "attr", "") for t in ast.walk(node) if isinstance(t, ast.Attribute)
-            }
-            values += [*ast.walk(node.value)] if targets & {"end", "failed"} else []  # type: ignore[list-item]
-    return [text for value in values if " " in (text := _text(value))]
-
-
-def _text(value: ast.AST) -> str:
-    if isinstance(value, ast.Constant) and isinstance(value.value, str):
-        return value.value
-    if isinstance(value, ast.JoinedStr):
-        return "".join(_text(part) or "X" for part in value.values)
-    return ""
+        for kind, values in kinds.items():
+            told = {split_key(key)[0] for key in values}
+            assert told == {name for name, metric in METRICS.items() if metric.kind is kind}
 
 
 class TestPrometheus:
@@ -174,7 +116,7 @@ class TestPrometheus:
             if metric.kind is not Kind.COUNTER:
                 assert name.endswith(("_seconds", "_bytes"))
 
-    def test_engines_keep_their_own_figures_beside_the_tiers(self) -> None:
+    def test_engines_keep_their_own_metrics_beside_the_tiers(self) -> None:
         from lmcache_connector.connector import LMCacheTieredConnector
 
         registry = CollectorRegistry()
@@ -187,10 +129,11 @@ class TestPrometheus:
         assert not METRICS.keys() & TIERED.keys()
 
         side = make()
-        side.counters.handovers, side.counters.unsent = 3, {"expired": 2}
+        side.tally.count("p2p_handovers", amount=3)
+        side.tally.count("p2p_unsent_handovers", Reason.EXPIRED, amount=2)
         stats = LMCacheP2PConnector.build_kv_connector_stats()
         assert stats.is_empty()
-        more = LMCacheP2PConnector.build_kv_connector_stats(taken(P2PMetrics(side)).to_data())
+        more = LMCacheP2PConnector.build_kv_connector_stats(taken(side).to_data())
         stats = stats.aggregate(more)
         prom.observe(json.loads(json.dumps(stats.to_dict())), engine_idx=1)
 

@@ -5,28 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.p2p.scheduler.reservations import Reservations
 
 CAPACITY = 100
-
-
-def test_a_reservation_lasts_until_every_rank_has_let_go() -> None:
-    room = Reservations(CAPACITY, num_ranks=2)
-    assert room.reserve("a", 60)
-    room.release("a")
-    assert not room.reserve("b", 60)
-    room.release("a")
-    assert room.reserve("b", 60)
-    assert room.reserved_bytes == 60
-
-
-def test_nobody_else_is_released_by_a_late_word() -> None:
-    room = Reservations(CAPACITY, num_ranks=1)
-    room.reserve("a", 60)
-    room.cancel("a")
-    room.release("a")
-    room.release("unknown")
-    assert room.reserved_bytes == 0
 
 
 @given(
@@ -40,7 +22,10 @@ def test_nobody_else_is_released_by_a_late_word() -> None:
     )
 )
 def test_what_is_promised_is_what_is_reserved(actions: list[tuple[str, str, int]]) -> None:
-    room, expected, heard = Reservations(CAPACITY, num_ranks=2), dict[str, int](), dict[str, int]()
+    """A reservation lasts until both ranks have released it, and a late release frees no other."""
+    tally = Tally()
+    room = Reservations(CAPACITY, num_ranks=2, tally=tally)
+    expected, heard = dict[str, int](), dict[str, int]()
     for action, name, num_bytes in actions:
         if action == "reserve":
             fits = sum(expected.values()) + num_bytes <= CAPACITY
@@ -56,3 +41,9 @@ def test_what_is_promised_is_what_is_reserved(actions: list[tuple[str, str, int]
             room.cancel(name)
             expected.pop(name, None)
         assert room.reserved_bytes == sum(expected.values()) <= CAPACITY
+    told = tally.take()
+    assert told is not None
+    assert told.gauges == {
+        "p2p_reserved_bytes": room.reserved_bytes,
+        "p2p_capacity_bytes": CAPACITY,
+    }

@@ -12,14 +12,17 @@ from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.data.base import KeyOf, Sink
 from lmcache_connector.p2p.data.tcp import TcpTransport
 from lmcache_connector.p2p.plans import HandoverResult
-from tests.p2p.worker.test_pairs import OTHERS, SHUFFLED, check
+from lmcache_connector.p2p.reasons import Reason
 from tests.support.fault_proxy import Direction, Fault, FaultProxy, Kind, fault_proxy
 from tests.support.p2p_instances import (
     BLOCK_SIZE,
     NUM_HEADS,
     NUM_LAYERS,
+    OTHERS,
+    SHUFFLED,
     WIDTH,
     FakeInstance,
+    check_all_arrived,
     running_instance,
 )
 
@@ -74,12 +77,17 @@ def check_partial(
     """What is said to have arrived is right; the rest is reported for recompute in time."""
     (result,) = decode.finish(f"request of {transfer_id}", seconds)
     assert result.num_blocks < len(OTHERS)
-    assert result.reason
+    assert result.cause is not None
     arrived = result.num_blocks
     assert decode.content(OTHERS[:arrived]) == prefill.content(SHUFFLED[:arrived])
     assert decode.invalid >= set(OTHERS[arrived:])
     decode.until(lambda: decode.used_bytes == 0)
     return result
+
+
+def check_cause(result: HandoverResult, reason: Reason, words: str) -> None:
+    assert result.cause is not None
+    assert (result.cause.reason, words in result.cause.text) == (reason, True), result.cause
 
 
 @pytest.mark.parametrize("kind", [Kind.CLOSE, Kind.RESET, Kind.STALL, Kind.FLIP])
@@ -102,7 +110,7 @@ def test_the_data_connection_breaks(pair: Pair, mode: str, kind: Kind, share: fl
     # And the next hand-over goes through.
     prefill.prefill(f"{name} after", SHUFFLED, seed=3)
     decode.load(f"{name} after", OTHERS, prefill.address)
-    check(prefill, decode, f"{name} after")
+    check_all_arrived(prefill, decode, f"{name} after")
 
 
 def _end_connections(proxy: FaultProxy) -> None:
@@ -130,7 +138,7 @@ def test_a_producer_that_is_not_there() -> None:
             pass
         decode.load("x", OTHERS, prefill.address)
         result = decode.finish("request of x", 3.0)[0]
-        assert "cannot be reached" in result.reason
+        check_cause(result, Reason.UNREACHABLE, "cannot be reached")
         assert decode.invalid == set(OTHERS)
 
 
@@ -138,7 +146,7 @@ def test_a_producer_that_never_heard_of_it(pair: Pair) -> None:
     prefill, decode, _ = pair
     decode.load("never", OTHERS, prefill.address)
     (result,) = decode.finish("request of never", 5.0)
-    assert "never heard of it" in result.reason
+    check_cause(result, Reason.UNKNOWN, "never heard of it")
 
 
 def test_another_prompt_is_not_taken(pair: Pair) -> None:
@@ -149,18 +157,18 @@ def test_another_prompt_is_not_taken(pair: Pair) -> None:
         decode.load(f"other {mode}", OTHERS, prefill.address, digest=bytes(32))
         (result,) = decode.finish(f"request of other {mode}", 5.0)
         assert result.num_blocks == 0
-        assert "another" in result.reason
+        check_cause(result, Reason.OTHER_PROMPT, "another")
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "reason", "words"),
     [
-        ({"model": "another"}, "the models differ in weights"),
-        ({"block_size": 32}, "--block-size"),
-        ({"secret": "not what the other one has"}, "secret"),
+        ({"model": "another"}, Reason.MISMATCH, "the models differ in weights"),
+        ({"block_size": 32}, Reason.MISMATCH, "--block-size"),
+        ({"secret": "not what the other one has"}, Reason.REFUSED, "secret"),
     ],
 )
-def test_instances_that_do_not_fit(settings: dict[str, object], words: str) -> None:
+def test_instances_that_do_not_fit(settings: dict[str, object], reason: Reason, words: str) -> None:
     with (
         running_instance(produces=True) as prefill,
         running_instance(consumes=True, **settings) as decode,  # type: ignore[arg-type]
@@ -169,7 +177,7 @@ def test_instances_that_do_not_fit(settings: dict[str, object], words: str) -> N
         decode.load("x", OTHERS, prefill.address)
         (result,) = decode.finish("request of x", 5.0)
         assert result.num_blocks == 0
-        assert words in result.reason
+        check_cause(result, reason, words)
 
 
 def test_the_deadline_holds_whatever_the_producer_says() -> None:
@@ -181,7 +189,7 @@ def test_the_deadline_holds_whatever_the_producer_says() -> None:
         started = time.monotonic()
         decode.load("slow", OTHERS, prefill.address, seconds=0.5)
         result = check_partial(prefill, decode, "slow", 3.0)
-        assert "within 0.5 s" in result.reason
+        check_cause(result, Reason.DEADLINE, "within 0.5 s")
         assert time.monotonic() - started < 2.0
         assert result.num_blocks == 2  # what came is used
         prefill.until(lambda: prefill.used_bytes == 0)  # told that nobody needs the rest
@@ -223,7 +231,8 @@ def test_the_overflow_is_used_before_anybody_waits() -> None:
         assert prefill.used_bytes == 2 * PROMPT_BYTES
         assert prefill.released == ["none"]
         decode.load("none", SHUFFLED, prefill.address)
-        assert "buffer is full" in decode.finish("request of none")[0].reason
+        (result,) = decode.finish("request of none")
+        check_cause(result, Reason.BUFFER_FULL, "buffer is full")
         for name in ("overflow", "buffer"):
             decode.load(name, OTHERS, prefill.address)
             assert decode.finish(f"request of {name}")[0].num_blocks == len(OTHERS)
@@ -237,7 +246,7 @@ def test_nothing_is_kept_longer_than_the_lease() -> None:
     ):
         prefill.prefill("nobody", SHUFFLED)
         prefill.until(lambda: prefill.used_bytes == 0, 3.0)
-        assert prefill.unsent == [("nobody", "nobody fetched it in time")]
+        assert prefill.unsent == [("nobody", Reason.EXPIRED)]
         prefill.prefill("unclaimed", SHUFFLED, decode.address)
         decode.until(lambda: decode.used_bytes > 0, 3.0)
         decode.until(lambda: decode.used_bytes == 0, 3.0)
@@ -249,7 +258,7 @@ def test_a_restarted_decode_instance_is_found_again() -> None:
             with running_instance(consumes=True) as decode:
                 prefill.prefill(name, SHUFFLED, decode.address)
                 decode.load(name, OTHERS, prefill.address)
-                check(prefill, decode, name)
+                check_all_arrived(prefill, decode, name)
 
 
 def test_shutdown_is_bounded_while_bytes_are_missing() -> None:

@@ -10,14 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.kv_layout.topology import all_ranks
+from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Accepted, Busy, Card, Offer, Refused, Settled
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.plans import HandoverLoad
+from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
-from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer, ReceiveBufferSettings
+from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
+from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 BLOCK, WIDTH, LAYERS, HEADS = 4, 8, 2, 4
@@ -53,8 +56,18 @@ def peer(rank: int = 0, tp_size: int = 1, name: bytes = b"session") -> Peer:
 
 def make(capacity: int = 1 << 20, clock: Callable[[], float] | None = None) -> ReceiveBuffer:
     geometry = ChunkGeometry(BLOCK, 0, (WIDTH,) * LAYERS, OWN.read_shards, HEADS, "uint8")
-    buffer_settings = ReceiveBufferSettings(OWN, geometry, max_blocks=64, lease_seconds=10.0)
-    return ReceiveBuffer(buffer_settings, HostBuffer(capacity, 0, pinned=False), clock or Clock())
+    own = P2PWorkerSettings(
+        config=P2PConfig(lease_seconds=10.0),
+        card=peer().card,
+        own=OWN,
+        block_geometry=geometry,
+        layer_widths={},
+        num_kv_heads=HEADS,
+        max_blocks=64,
+        produces=False,
+        consumes=True,
+    )
+    return ReceiveBuffer(own, HostBuffer(capacity, 0, pinned=False), clock or Clock())
 
 
 def accepted(buffer: ReceiveBuffer, offer: Offer, who: Peer) -> int:
@@ -141,7 +154,8 @@ def test_one_name_is_one_prompt() -> None:
     other = Offer("t", bytes(32), 3 * BLOCK)
     assert isinstance(buffer.offered(peer(1, 2, b"other"), other), Refused)
     waiting = buffer.expect(load(digest=bytes(32)))
-    assert "another prompt" in waiting.end
+    assert waiting.cause is not None
+    assert waiting.cause.reason is Reason.OTHER_PROMPT
 
 
 def test_a_second_offer_begins_its_part_anew() -> None:
@@ -198,7 +212,8 @@ def test_a_deadline_uses_what_came_without_a_gap() -> None:
     buffer.end_overdue()
     arrived = buffer.next_arrived()
     assert arrived is not None
-    assert (arrived.num_blocks, arrived.waiting.end) == (2, "it did not come within 3 s")
+    late = Cause(Reason.DEADLINE, "it did not come within 3 s")
+    assert (arrived.num_blocks, arrived.waiting.cause) == (2, late)
     buffer.loaded(arrived)
     assert buffer._host_buffer.used_bytes == 0
     assert buffer.num_waiting == 0

@@ -22,7 +22,7 @@ def test_opens_after_failures_in_a_row_only() -> None:
     breaker.succeeded()
     assert not breaker.failed()
     assert not breaker.failed()
-    assert breaker.state.value == "closed"
+    assert breaker.state.name == "CLOSED"
     assert breaker.failed(), "says so once"
     assert not breaker.failed()
     assert breaker.state is CircuitState.OPEN
@@ -51,7 +51,7 @@ def test_a_connection_is_a_trial_and_work_closes_it() -> None:
     clock.now += 1.0
     assert breaker.may_connect()
     assert breaker.connected(), "had been open"
-    assert breaker.state.value == "trial"
+    assert breaker.state.name == "TRIAL"
     assert breaker.failed(), "one failure on trial is enough"
     assert breaker.seconds_until_retry() == 4.0, "and it does not start from the beginning"
     clock.now += 4.0

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES
+from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.chunks import (
@@ -82,7 +83,7 @@ def test_a_fault_in_a_reply_never_reaches_a_buffer_that_counts(
         hits = checked_get(tier, range(4))
         assert proxy.num_struck == 1
         assert all(hits) == (kind is Kind.DELAY)
-        assert sum(tier.stats().misses.values()) == 4 - sum(hits)
+        assert sum(tier.stats().counts.misses.values()) == 4 - sum(hits)
         wait_until(lambda: all(checked_get(tier, range(4))), "the tier did not recover")
 
 
@@ -123,11 +124,13 @@ def test_a_stalled_server_is_left_alone_after_a_while(proxy: FaultProxy) -> None
         for _ in range(3):
             proxy.arm(Fault(Kind.STALL))
             assert checked_get(tier, range(2)) == [False, False]
-        wait_until(lambda: tier.stats().servers[0][1] == "open", "the circuit did not open")
+        wait_until(
+            lambda: tier.stats().servers[0][1] is CircuitState.OPEN, "the circuit did not open"
+        )
         # From now on a miss costs nothing at all: not even the deadline is looked at.
         buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
-        assert tier.get_into([chunk_key(0)], [buffer], time.monotonic() + 3600.0) == [False]
-        assert tier.stats().misses["unavailable"] >= 1
+        assert tier.read([chunk_key(0)], [buffer], time.monotonic() + 3600.0).hits == [False]
+        assert tier.stats().counts.misses["unavailable"] >= 1
 
 
 def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -> None:
@@ -139,8 +142,8 @@ def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -
         buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
         threading.Timer(0.1, cancelled.set).start()
         far = time.monotonic() + 3600.0
-        assert tier.get_into([chunk_key(0)], [buffer], far, cancelled.is_set) == [False]
-        assert tier.stats().misses == {"cancelled": 1}
+        assert tier.read([chunk_key(0)], [buffer], far, cancelled.is_set).hits == [False]
+        assert tier.stats().counts.misses == {"cancelled": 1}
 
 
 def test_closing_does_not_wait_for_a_silent_server(proxy: FaultProxy) -> None:

@@ -18,6 +18,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.lmcache_plugin import TIER, RedisStoragePlugin, chunk_bytes
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.chunks import chunk_key, config
@@ -141,7 +142,7 @@ def test_one_instance_loads_what_another_stored(valkey: Server) -> None:
     with instance(valkey.url) as one:
         one.store(0, 1, 2)
         assert one.tier.flush(5.0)
-        assert one.tier.stats().chunks_written == 3
+        assert one.tier.stats().counts.writes[WriteEnd.WRITTEN] == 3
     with instance(valkey.url) as other:
         assert other.load(0, 1, 2) == [data(0), data(1), data(2)]
         assert all(other.in_cpu(i) for i in range(3)), "kept for the next time"
@@ -153,7 +154,7 @@ def test_only_what_the_cpu_tier_lacks_is_fetched(valkey: Server) -> None:
         assert one.tier.flush(5.0)
         one.drop_from_cpu(0, 2)
         assert one.load(0, 1, 2, 3) == [data(i) for i in range(4)]
-        assert one.tier.stats().chunks_hit == 2
+        assert one.tier.stats().counts.chunks_hit == 2
 
 
 def test_the_first_miss_ends_the_load_and_gives_back_the_rest(valkey: Server) -> None:
@@ -225,6 +226,6 @@ def test_lmcache_never_shows_the_secret(valkey: Server, capfd: pytest.CaptureFix
     with instance(f"redis://u:hunter2@127.0.0.1:{valkey.port}") as one:
         one.store(0)
         assert one.tier.flush(5.0)
-        assert one.tier.stats().chunks_written == 1
+        assert one.tier.stats().counts.writes[WriteEnd.WRITTEN] == 1
     shown = capfd.readouterr()
     assert "hunter2" not in shown.out + shown.err

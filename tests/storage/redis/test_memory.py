@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.chunks import (
     GEOMETRY,
@@ -26,17 +28,26 @@ from tests.support.servers import Server, running_server
 MAX_MEMORY = 5 << 20
 
 
-@pytest.fixture(params=["valkey", pytest.param("redis", marks=pytest.mark.redis_server)])
-def binary(request: pytest.FixtureRequest) -> str:
-    return str(request.getfixturevalue(f"{request.param}_path"))
+@pytest.fixture(
+    scope="module", params=["valkey", pytest.param("redis", marks=pytest.mark.redis_server)]
+)
+def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with running_server(request.getfixturevalue(f"{request.param}_path")) as server:
+        yield server
 
 
 @pytest.fixture
-def small(binary: str, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server with a few MiB and the policy the test names."""
-    settings = {"maxmemory": f"{MAX_MEMORY}", "maxmemory-policy": request.param}
-    with running_server(binary, settings) as server:
-        yield server
+def server(own_server: Server) -> Server:
+    """An empty server whose memory settings the test may change."""
+    configure(own_server, maxmemory=0, policy="noeviction")
+    return own_server
+
+
+def configure(server: Server, maxmemory: int, policy: str) -> None:
+    with server.client() as client:
+        client.flushall()
+        client.config_resetstat()
+        client.config_set("maxmemory", maxmemory, "maxmemory-policy", policy)
 
 
 def remaining_ms(server: Server) -> list[int]:
@@ -67,14 +78,13 @@ def test_a_hit_renews_the_lifetime_if_asked(valkey: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "small",
-    ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl"],
-    indirect=True,
+    "policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl"]
 )
-def test_under_eviction_every_hit_is_right(small: Server) -> None:
+def test_under_eviction_every_hit_is_right(server: Server, policy: str) -> None:
     """More than fits: some are there, what was evicted is a miss."""
+    configure(server, MAX_MEMORY, policy)
     count = 2 * MAX_MEMORY // GEOMETRY.chunk_bytes
-    with open_tier(small.url, ttl_seconds=600.0) as tier:
+    with open_tier(server.url, ttl_seconds=600.0) as tier:
         put_all(tier, range(count))
         found = 0
         for i in range(count):
@@ -83,31 +93,31 @@ def test_under_eviction_every_hit_is_right(small: Server) -> None:
             found += hits[0]
         assert found < count
         # Other policies may take one of the four values of every chunk.
-        newest_survive = small.settings["maxmemory-policy"] in ("allkeys-lru", "volatile-ttl")
+        newest_survive = policy in ("allkeys-lru", "volatile-ttl")
         assert found > 0 or not newest_survive
-        with small.client() as client:
+        with server.client() as client:
             assert client.info("stats")["evicted_keys"] > 0
 
 
-@pytest.mark.parametrize("small", ["noeviction"], indirect=True)
-def test_a_full_server_pauses_writes_and_serves_reads(small: Server) -> None:
+def test_a_full_server_pauses_writes_and_serves_reads(server: Server) -> None:
+    configure(server, MAX_MEMORY, "noeviction")
     count = 2 * MAX_MEMORY // GEOMETRY.chunk_bytes
-    with open_tier(small.url, backoff_min_seconds=600.0, backoff_max_seconds=600.0) as tier:
+    with open_tier(server.url, backoff_min_seconds=600.0, backoff_max_seconds=600.0) as tier:
         assert all(put_all(tier, range(10)))
         assert not all(put_all(tier, range(10, count)))
         assert tier.stats().writes_paused
-        dropped = tier.stats().chunks_dropped
+        dropped = tier.stats().counts.writes[WriteEnd.QUEUE_FULL]
         assert put_all(tier, [0]) == [False], "not even asked while writes pause"
-        assert tier.stats().chunks_dropped == dropped + 1
-        assert all(state == "closed" for _, state in tier.stats().servers)
+        assert tier.stats().counts.writes[WriteEnd.QUEUE_FULL] == dropped + 1
+        assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
         assert get_all(tier, range(10)) == ([True] * 10, [chunk_data(i) for i in range(10)])
 
 
-@pytest.mark.parametrize("small", ["noeviction"], indirect=True)
-def test_writes_go_on_when_there_is_room_again(small: Server) -> None:
-    with open_tier(small.url) as tier:
+def test_writes_go_on_when_there_is_room_again(server: Server) -> None:
+    configure(server, MAX_MEMORY, "noeviction")
+    with open_tier(server.url) as tier:
         assert not all(put_all(tier, range(2 * MAX_MEMORY // GEOMETRY.chunk_bytes)))
-        with small.client() as client:
+        with server.client() as client:
             client.flushall()
         wait_until(lambda: put_all(tier, [0]) == [True], "writes did not go on")
         assert get_all(tier, [0]) == ([True], [chunk_data(0)])
@@ -115,18 +125,19 @@ def test_writes_go_on_when_there_is_room_again(small: Server) -> None:
 
 
 def test_a_server_that_will_fill_its_machine_is_warned_of_once(
-    binary: str, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def warnings(settings: dict[str, str]) -> int:
+    def warnings(maxmemory: int, policy: str) -> int:
+        configure(server, maxmemory, policy)
         caplog.clear()
-        with running_server(binary, settings) as server, open_tier(server.url) as tier:
+        with open_tier(server.url) as tier:
             put_all(tier, [0])
         return sum("noeviction" in r.message for r in caplog.records)
 
     with caplog.at_level(logging.WARNING):
-        assert warnings({}) == 1
-        assert warnings({"maxmemory": "100mb"}) == 0
-        assert warnings({"maxmemory-policy": "allkeys-lru"}) == 0
+        assert warnings(0, "noeviction") == 1
+        assert warnings(100 << 20, "noeviction") == 0
+        assert warnings(0, "allkeys-lru") == 0
 
 
 def test_a_full_queue_gives_up_the_deepest_chunks(valkey: Server) -> None:
@@ -148,7 +159,7 @@ def test_a_full_queue_gives_up_the_deepest_chunks(valkey: Server) -> None:
             tier.put(chunk_key(index), memoryview(chunk_data(index)), told[index], index)
         # 0 is stuck on the wire; 52 and 51 made room for 1 and 2, and 60 found none.
         assert {i for i, ends in told.items() if ends.results == [False]} == {51, 52, 60}
-        assert tier.stats().chunks_dropped == 3
+        assert tier.stats().counts.writes[WriteEnd.QUEUE_FULL] == 3
         assert tier.close(0.1)
         assert all(len(ends.results) == 1 for ends in told.values())
         with open_tier(valkey.url) as witness:
@@ -169,7 +180,7 @@ def test_writers_of_one_chunk_share_the_work(valkey: Server) -> None:
         slow.put(chunk_key(0), memoryview(chunk_data(0)), ends)
         wait_until(lambda: proxy.num_struck == 1, "the first writer has not begun")
         assert put_all(other, [0]) == [False]
-        assert other.stats().chunks_claimed_elsewhere == 1
+        assert other.stats().counts.writes[WriteEnd.CLAIMED_ELSEWHERE] == 1
         assert ends.wait(1) == [True]
         assert get_all(other, [0]) == ([True], [chunk_data(0)])
         assert put_all(other, [0]) == [True], "now it is there"

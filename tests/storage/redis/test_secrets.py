@@ -12,7 +12,7 @@ import pytest
 
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from tests.support.chunks import GEOMETRY, chunk_key, config, get_all, open_tier, put_all
-from tests.support.servers import Server, running_server
+from tests.support.servers import Server, free_port
 
 SECRETS = ("hunter2", "us3rname", "another-s3cret")
 
@@ -26,7 +26,7 @@ def everything_shown(url: str, caplog: pytest.LogCaptureFixture) -> str:
         put_all(tier, [0])
         get_all(tier, [0, 1], seconds=0.5)
         lookup.exists_prefix([chunk_key(0)], time.monotonic() + 0.5)
-        shown += [repr(tier), repr(lookup), repr(tier.stats()), repr(lookup.stats())]
+        shown += [repr(tier), repr(lookup), repr(tier.stats()), repr(lookup.servers())]
         shown += [repr(config(url, **settings)), repr(config(url, **settings).address)]
         shown += [thread.name for thread in threading.enumerate()]
         for path in Path("/proc/self/task").glob("*/comm"):
@@ -38,27 +38,22 @@ def everything_shown(url: str, caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(shown)
 
 
-def credentials(server: Server) -> str:
-    return f"redis://us3rname:hunter2@127.0.0.1:{server.port}"
-
-
 @pytest.mark.parametrize("case", ["accepted", "refused", "no server", "forbidden"])
-def test_secrets_stay_secret(valkey_path: str, caplog: pytest.LogCaptureFixture, case: str) -> None:
-    with running_server(valkey_path) as server:
-        with server.client() as client:
-            password = ">wrong" if case == "refused" else ">hunter2"
-            rights = ["+ping"] if case == "forbidden" else ["+@all"]
-            client.execute_command(
-                "ACL", "SETUSER", "us3rname", "on", password, "~*", "-@all", *rights
-            )
-        if case == "no server":
-            server.kill()
-        shown = everything_shown(credentials(server), caplog)
-        assert str(server.port) in shown, "the address is no secret"
-        for secret in SECRETS:
-            assert secret not in shown
-        if case != "accepted":
-            assert "cannot connect" in shown
+def test_secrets_stay_secret(valkey: Server, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    password = ">wrong" if case == "refused" else ">hunter2"
+    rights = "+ping" if case == "forbidden" else "+@all"
+    port = free_port() if case == "no server" else valkey.port
+    with valkey.client() as client:
+        client.execute_command("ACL SETUSER", "us3rname", "on", password, "~*", "-@all", rights)
+        try:
+            shown = everything_shown(f"redis://us3rname:hunter2@127.0.0.1:{port}", caplog)
+        finally:
+            client.acl_deluser("us3rname")
+    assert str(port) in shown, "the address is no secret"
+    for secret in SECRETS:
+        assert secret not in shown
+    if case != "accepted":
+        assert "cannot connect" in shown
 
 
 def test_a_look_at_the_server_shows_no_secret_either(valkey: Server) -> None:

@@ -97,12 +97,12 @@ class Instance:
     def read(self, number: int) -> tuple[list[bool], list[bytes]]:
         tier = self.tiers[number]
         buffers = [bytearray(tier.geometry.chunk_bytes) for _ in range(NUM_CHUNKS)]
-        found = tier.get_into(
+        result = tier.read(
             [chunk_key(index) for index in range(NUM_CHUNKS)],
             [memoryview(buffer) for buffer in buffers],
             time.monotonic() + 5,
         )
-        return found, [bytes(buffer) for buffer in buffers]
+        return result.hits, [bytes(buffer) for buffer in buffers]
 
 
 @pytest.mark.parametrize("reader", ALIGNED, ids=str)
@@ -169,6 +169,9 @@ def test_replicas_write_each_value_once(valkey: Server) -> None:
     with ExitStack() as stack:
         instance = Instance(valkey.url, (8, (12,)), stack)
         instance.write()
-        written = sum(tier.stats().bytes_written for tier in instance.tiers)
+        written = sum(tier.stats().counts.bytes_written for tier in instance.tiers)
         assert written == NUM_CHUNKS * HEADS * LAYERS * LAYER_BYTES
-        assert [tier.stats().bytes_written > 0 for tier in instance.tiers] == [True, False] * 4
+        assert [tier.stats().counts.bytes_written > 0 for tier in instance.tiers] == [
+            True,
+            False,
+        ] * 4

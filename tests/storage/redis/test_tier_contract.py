@@ -1,5 +1,4 @@
-"""What every tier promises. The in-memory one below keeps the interface honest; the suite is for
-any tier to come."""
+"""What every tier promises: the in-memory tier below keeps the interface honest."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
 from tests.support.chunks import GEOMETRY, Ends, chunk_data, chunk_key, config
 from tests.support.servers import Server
 
@@ -21,9 +20,9 @@ class Tier(Protocol):
     @property
     def geometry(self) -> ChunkGeometry: ...
 
-    def get_into(
+    def read(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> list[bool]: ...
+    ) -> ReadResult: ...
 
     def put(
         self, key: bytes, buffer: memoryview, on_done: Callable[[bool], None], order: int = 0
@@ -40,9 +39,9 @@ class MemoryTier:
         self._chunks: dict[bytes, bytes] = {}
         self._closed = False
 
-    def get_into(
+    def read(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> list[bool]:
+    ) -> ReadResult:
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys, {len(buffers)} buffers")
         hits = []
@@ -51,7 +50,7 @@ class MemoryTier:
             if found is not None:
                 buffer[:] = found
             hits.append(found is not None)
-        return hits
+        return ReadResult(hits, 0.0, False)
 
     def put(
         self, key: bytes, buffer: memoryview, on_done: Callable[[bool], None], order: int = 0
@@ -91,7 +90,7 @@ def get(tier: Tier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes 
     buffers = [bytearray(tier.geometry.chunk_bytes) for _ in indices]
     keys = [chunk_key(i) for i in indices]
     deadline = time.monotonic() + seconds
-    hits = tier.get_into(keys, [memoryview(b) for b in buffers], deadline)
+    hits = tier.read(keys, [memoryview(b) for b in buffers], deadline).hits
     assert len(hits) == len(indices)
     return [bytes(b) if hit else None for hit, b in zip(hits, buffers, strict=True)]
 
@@ -126,7 +125,7 @@ def test_past_its_deadline_nothing_is_a_hit(tier: Tier) -> None:
 
 def test_misused_it_raises(tier: Tier) -> None:
     with pytest.raises(ValueError, match="keys"):
-        tier.get_into([chunk_key(0)], [], time.monotonic() + 1.0)
+        tier.read([chunk_key(0)], [], time.monotonic() + 1.0)
 
 
 def test_closed_it_is_a_miss_and_every_put_still_ends(tier: Tier) -> None:

@@ -196,8 +196,13 @@ class TestAcl:
     # README lists the same.
     MINIMAL = ("+get", "+getex", "+set", "+strlen", "+exists")
 
-    def test_the_minimal_command_set_is_enough(self, binary: str) -> None:
-        with running_server(binary) as server, server.client() as client:
+    @pytest.fixture(scope="class")
+    def server(self, binary: str) -> Iterator[Server]:
+        with running_server(binary) as server:
+            yield server
+
+    def test_the_minimal_command_set_is_enough(self, server: Server) -> None:
+        with server.client() as client:
             client.execute_command(
                 "ACL", "SETUSER", "kv", "on", ">pass", "resetkeys", "~lmc:*", "-@all", *self.MINIMAL
             )
@@ -210,10 +215,14 @@ class TestAcl:
             assert lookup.exists_prefix(keys, time.monotonic() + 5.0) == 5
             lookup.close()
 
-    def test_a_wrong_password_costs_misses_only(self, binary: str) -> None:
-        with running_server(binary, {"requirepass": "right"}) as server:
-            with open_tier(f"redis://:wrong@127.0.0.1:{server.port}") as tier:
-                assert put_all(tier, [0]) == [False]
-                assert get_all(tier, [0], seconds=1.0)[0] == [False]
-            with open_tier(f"redis://:right@127.0.0.1:{server.port}") as tier:
-                assert put_all(tier, [0]) == [True]
+    def test_a_wrong_password_costs_misses_only(self, server: Server) -> None:
+        with server.client() as client:
+            client.config_set("requirepass", "right")
+            try:
+                with open_tier(f"redis://:wrong@127.0.0.1:{server.port}") as tier:
+                    assert put_all(tier, [0]) == [False]
+                    assert get_all(tier, [0], seconds=1.0)[0] == [False]
+                with open_tier(f"redis://:right@127.0.0.1:{server.port}") as tier:
+                    assert put_all(tier, [10]) == [True]
+            finally:
+                client.config_set("requirepass", "")

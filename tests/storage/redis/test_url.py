@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.config.strict import resolve_secret
-from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.url import TopologyKind, parse_redis_url
 
 
@@ -91,42 +89,5 @@ def test_sentinels_have_credentials_of_their_own() -> None:
 )
 def test_impossible_urls_say_why_and_keep_the_secret(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        RedisTierConfig(url=url.replace("://", "://user:hunter2@"))
+        parse_redis_url(url.replace("://", "://user:hunter2@"))
     assert "hunter2" not in str(error.value)
-
-
-def test_config_lists_every_problem() -> None:
-    with pytest.raises(ValueError, match="namespace") as error:
-        RedisTierConfig(
-            url="nonsense",
-            namespace="a{b}",
-            num_connections=0,
-            refresh_ttl=True,
-            hash_key=b"short",
-            max_value_bytes=1,
-        )
-    message = str(error.value)
-    for name in ("num_connections", "refresh_ttl", "hash_key", "max_value_bytes", "redis_url"):
-        assert name in message
-
-
-def test_config_shows_no_secret() -> None:
-    shown = repr(RedisTierConfig(url="redis://u:hunter2@h", hash_key=b"another secret 1"))
-    assert "hunter2" not in shown
-    assert "another secret" not in shown
-
-
-def test_secrets_by_value_environment_and_file(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.write_text("from file\n")
-    environ = {"NAME": "from env", "EMPTY": ""}
-    assert resolve_secret("plain", environ) == "plain"
-    assert resolve_secret("env:NAME", environ) == "from env"
-    assert resolve_secret(f"file:{file}", environ) == "from file"
-    assert resolve_secret("redis://u:p@h", environ) == "redis://u:p@h"
-    for reference in ("env:MISSING", "env:EMPTY", "file:/no/such/file"):
-        with pytest.raises(ValueError, match=reference.split(":", 1)[1]):
-            resolve_secret(reference, environ)
-    file.write_text("\n")
-    with pytest.raises(ValueError, match="no secret"):
-        resolve_secret(f"file:{file}", environ)

@@ -1,0 +1,1 @@
+"""What benchmarks share: the command line, engines, servers, timings, results and the report."""

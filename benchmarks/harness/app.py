@@ -1,0 +1,131 @@
+"""The command line: picks a benchmark, runs it and writes its result.
+
+A benchmark is a module ``benchmarks/NAME.py`` with two functions::
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None: ...
+    def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]: ...
+
+and, where a picture says more than a table, a third one that ``report`` calls::
+
+    def draw(result: dict[str, Any], target: Path) -> None: ...
+
+``run`` returns JSON-ready fields: plain values, and lists of flat objects for tables. The result
+also gets ``benchmark``, ``measured`` (when, for how long, the machine's load before), ``machine``
+and ``versions``. Progress goes to stderr; with ``--json -`` the last line on stdout is the JSON
+object. ``--keep`` puts the same object where ``report`` finds it, see
+:mod:`benchmarks.harness.results`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+from benchmarks.harness.machine import surroundings
+from benchmarks.harness.results import keep, to_line, variant_name
+
+BENCHMARKS = {
+    "convoy": "eight requests on one shared prefix that arrive together, against vLLM alone",
+    "copy": "KV blocks between a paged cache and chunks, against one long memcpy",
+    "growth": "how costs grow with prompts, cached chunks, requests and instances",
+    "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
+    "p2p": "KV from a prefill to a decode engine, against a plain socket and recompute",
+    "slowlink": "time to first token over slow and silent links, against recompute",
+    "trace": "realistic load on a served API, with the connector, without, and with LMCache's own",
+    "ttft": "time to first token cold and from each tier, against vLLM alone and LMCache's own",
+    "redis": "chunks to and from a real Redis or Valkey server",
+    "sharing": "what engines of one shape wrote, read by engines of another",
+}
+COMMANDS = {
+    "all": "every benchmark, each in a process of its own, kept and reported",
+    "report": "write RESULTS.md and its plots anew from the results kept",
+}
+# With small pages, where an engine's memory happens to lie decides its speed: two engines without
+# any connector, started one after the other, differed by 20 %. With huge pages they did not.
+_ENGINE_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
+_COMMAND_MODULES = {"all": "suite", "report": "report"}
+
+
+def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:
+    """Run the benchmark that ``argv`` names; only its module is imported."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        epilog="\n".join(f"{name}: {what}" for name, what in (BENCHMARKS | COMMANDS).items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = sorted(BENCHMARKS | COMMANDS)
+    parser.add_argument("name", choices=names, nargs="?", default="all", help="what to run (all)")
+    name = parser.parse_args(argv[:1]).name
+    if name in COMMANDS:
+        return int(
+            importlib.import_module(f"benchmarks.harness.{_COMMAND_MODULES[name]}").main(argv[1:])
+        )
+    return _run_benchmark(name, argv[1:])
+
+
+def benchmark_parser(name: str) -> argparse.ArgumentParser:
+    """The options of a benchmark, with those that all of them have."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}", description=BENCHMARKS[name]
+    )
+    parser.add_argument("--json", metavar="PATH|-", help="where the result goes; - is stdout")
+    parser.add_argument(
+        "--keep",
+        metavar="VARIANT",
+        nargs="?",
+        const="",
+        type=variant_name,
+        help="keep the result in benchmarks/results, under the benchmark's name and VARIANT",
+    )
+    importlib.import_module(f"benchmarks.{name}").add_arguments(parser)
+    return parser
+
+
+def _run_benchmark(name: str, argv: Sequence[str]) -> int:
+    args = benchmark_parser(name).parse_args(argv)
+    module = importlib.import_module(f"benchmarks.{name}")
+    os.environ.update(_ENGINE_ENVIRONMENT)  # of the processes that are started from here on
+    load, begun, started = os.getloadavg()[0], datetime.now(UTC), time.perf_counter()
+    with progress_bar() as progress:
+        fields = module.run(args, progress)
+    measured = {
+        "on": begun.strftime("%Y-%m-%d"),
+        "seconds": round(time.perf_counter() - started, 1),
+        "load_before": round(load, 2),
+    }
+    result = {"benchmark": name, **fields, "measured": measured, **surroundings()}
+    if args.keep is not None:
+        keep(result, args.keep)
+    emit(result, args.json)
+    return 0
+
+
+def emit(result: dict[str, Any], target: str | None) -> None:
+    """Write ``result`` as one line of JSON to a file or stdout, or for people to stderr."""
+    if target is None:
+        Console(stderr=True).print_json(data=result)
+    elif target == "-":
+        print(to_line(result), flush=True)
+    else:
+        Path(target).write_text(to_line(result) + "\n", encoding="utf-8")
+
+
+def progress_bar() -> Progress:
+    """A progress bar on stderr that disappears when the work is done."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

@@ -1,0 +1,221 @@
+"""What benchmarks measure inside an engine's process.
+
+All are top-level functions for :meth:`tests.support.instance.VllmInstance.call`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.support.engine_calls import forget_unseen, worker_of
+from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
+
+_MAX_STEPS = 200_000
+_WRITE_SECONDS = 30.0
+_PROBE_SECONDS = 15.0
+_SHORT_PROMPT = (2, 3, 4)
+
+
+def ttft_seconds(probe: EngineProbe, prompt: Sequence[int]) -> float:
+    """Serve one request for one token, and wait until the engine is idle again. Returns the time
+    from the request's arrival to that token."""
+    return ttft_and_cached(probe, prompt)[0]
+
+
+def ttft_and_cached(probe: EngineProbe, prompt: Sequence[int]) -> tuple[float, int]:
+    """Like :func:`ttft_seconds`; also returns how many tokens of the prompt vLLM did not have to
+    compute, whatever connector had them."""
+    started = time.perf_counter()
+    probe.add(prompt, max_tokens=1)
+    for _ in range(_MAX_STEPS):
+        for output in probe.engine.step():
+            if output.outputs[0].token_ids:
+                taken = time.perf_counter() - started
+                probe.drain()
+                return taken, output.num_cached_tokens or 0
+    raise RuntimeError("no token came")
+
+
+def seconds_for_all(probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
+    """Serve requests that arrive together. Returns the time until the last has its last token."""
+    started = time.perf_counter()
+    for prompt in prompts:
+        probe.add(prompt, max_tokens)
+    while probe.engine.has_unfinished_requests():
+        probe.engine.step()
+    taken = time.perf_counter() - started
+    probe.drain()
+    return taken
+
+
+def decode_tokens_per_second(
+    probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> float:
+    """Throughput of requests that decode together, from the last one's first token to the end."""
+    for prompt in prompts:
+        probe.add(prompt, max_tokens)
+    _step_until(probe, lambda lengths: len(lengths) == len(prompts))
+    before = sum(_running_lengths(probe).values())
+    started = time.perf_counter()
+    while probe.engine.has_unfinished_requests():
+        probe.engine.step()
+    taken = time.perf_counter() - started
+    probe.drain()
+    return (len(prompts) * max_tokens - before) / taken
+
+
+def come_to_rest(probe: EngineProbe) -> None:
+    """Empty vLLM's prefix cache, and wait until nothing is left to write to Redis."""
+    from lmcache_connector import LMCacheTieredConnector
+
+    probe.reset_prefix_cache()
+    if not isinstance(probe.connector, LMCacheTieredConnector):
+        return
+    tier = worker_of(probe)._engine._redis_tier
+    if tier is not None:
+        tier.flush(_WRITE_SECONDS)
+
+
+def without_connector(probe: EngineProbe, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(probe, *args)`` while the engine runs like one that has no connector.
+
+    Process, weights and KV cache are the same, so that what one engine differs by from another is
+    not measured. No request may be running.
+    """
+    from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+    on_scheduler, on_worker = probe.scheduler.connector, state._KV_CONNECTOR_AGENT
+    probe.scheduler.connector = state._KV_CONNECTOR_AGENT = None
+    try:
+        return function(probe, *args)
+    finally:
+        probe.scheduler.connector, state._KV_CONNECTOR_AGENT = on_scheduler, on_worker
+
+
+def empty_cpu_tier(probe: EngineProbe) -> None:
+    """Empty vLLM's prefix cache and the CPU tier. The scheduler side is told with the next step."""
+    forget_unseen(probe)
+    ttft_seconds(probe, _SHORT_PROMPT)
+
+
+def probe_link(probe: EngineProbe) -> None:
+    """Have Redis measured now, which otherwise happens within a minute of traffic."""
+    policy = probe.connector._scheduler.policy
+    link = worker_of(probe)._probe
+    policy.probe_now()
+    until = time.perf_counter() + _PROBE_SECONDS
+    while time.perf_counter() < until:
+        ttft_seconds(probe, _SHORT_PROMPT)
+        if not link.is_busy:
+            break
+        time.sleep(0.01)
+    ttft_seconds(probe, _SHORT_PROMPT)  # its report comes with a step
+
+
+def _running_lengths(probe: EngineProbe) -> dict[str, int]:
+    return {r.request_id: r.num_output_tokens for r in probe.scheduler.running}
+
+
+def _step_until(probe: EngineProbe, done: Callable[[dict[str, int]], bool]) -> None:
+    for _ in range(_MAX_STEPS):
+        probe.engine.step()
+        lengths = {r: n for r, n in _running_lengths(probe).items() if n > 0}
+        if done(lengths):
+            return
+    raise RuntimeError("the requests do not decode")
+
+
+# -- the scheduler side alone --------------------------------------------------------------------
+
+
+def lookup_microseconds(probe: EngineProbe, num_tokens: int, repeats: int) -> float:
+    """Median time of a whole look-up: hash a prompt, find it in the index, plan its load.
+
+    That is everything the scheduler thread does for the connector until the plan is built. The
+    index holds all chunks of the prompt.
+    """
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport
+
+    adapter = probe.connector._scheduler
+    tokens = random_prompt(1, num_tokens)
+    seconds = []
+    for repeat in range(repeats + 1):
+        request = _request(f"lookup-{repeat}", tokens)
+        if repeat == 0:  # make all chunks known
+            adapter.on_new_request(request)
+            keys = adapter._states[request.request_id].keys.keys
+            events = tuple(CacheEvent(key, admitted=True) for key in keys)
+            adapter.update_from_reports([RankReport(0, events, ())])
+            adapter.request_finished(request, ((),))
+            continue
+        size = probe.scheduler.block_size
+        block_ids = (list(range(-(-num_tokens // size))),)
+        empty = SchedulerOutput.make_empty()
+        started = time.perf_counter()
+        adapter.on_new_request(request)
+        found, _ = adapter.get_num_new_matched_tokens(request, 0)
+        adapter.update_state_after_alloc(request, block_ids, found)
+        plan = adapter.build_plan(empty)
+        seconds.append(time.perf_counter() - started)
+        assert found == num_tokens // adapter._settings.chunk_size * adapter._settings.chunk_size
+        (job,) = plan.loads
+        done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+        adapter.update_from_reports([RankReport(0, (), (done,))])
+        adapter.request_finished(request, block_ids)
+        adapter.build_plan(empty)
+    forget = tuple(CacheEvent(key, admitted=False) for key in keys)
+    adapter.update_from_reports([RankReport(0, forget, ())])
+    return statistics.median(seconds) * 1e6
+
+
+def decode_step_microseconds(
+    probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> float:
+    """Time of the scheduler thread in the connector per running request, median over steps."""
+    connector, spent = probe.connector, [0.0]
+    names = ("build_connector_meta", "update_connector_output", "get_num_new_matched_tokens")
+    for name in names:
+        setattr(connector, name, _timed(getattr(connector, name), spent))
+    for prompt in prompts:
+        probe.add(prompt, max_tokens)
+    _step_until(probe, lambda lengths: len(lengths) == len(prompts))
+    per_request = []
+    try:
+        while len(probe.scheduler.running) == len(prompts):
+            spent[0] = 0.0
+            probe.engine.step()
+            per_request.append(spent[0] / len(prompts))
+    finally:
+        for name in names:
+            delattr(connector, name)
+    probe.drain()
+    return statistics.median(per_request) * 1e6
+
+
+def _timed(function: Any, spent: list[float]) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            spent[0] += time.perf_counter() - started
+
+    return timed
+
+
+def _request(request_id: str, tokens: Sequence[int]) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(tokens),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+    )

@@ -1,0 +1,82 @@
+"""The engines of a benchmark: one model, and all that run it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.engine_timings import come_to_rest, without_connector
+from tests.support.api_server import ApiServer, started_api
+from tests.support.instance import VllmInstance
+from tests.support.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
+
+# With random weights. "large" is large for two cores.
+MODELS = {
+    "tiny": DEMO_SHAPE,
+    "large": ModelShape(
+        num_layers=12,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+    ),
+}
+
+
+class Engines(contextlib.ExitStack):
+    """Engines of one model, their logs beside it in ``folder``. All are gone on exit."""
+
+    def __init__(self, shape: ModelShape = DEMO_SHAPE) -> None:
+        super().__init__()
+        folder = tempfile.TemporaryDirectory(prefix="lmcache-connector-benchmark-")
+        self.folder = Path(self.enter_context(folder))
+        self.model = build_tiny_model(self.folder / "model", shape)
+
+    def instance(
+        self, name: str, transfer: dict[str, Any] | None = None, **options: Any
+    ) -> VllmInstance:
+        """An instance that is not started yet, for those that leave before the others.
+
+        ``options`` are those of :class:`~tests.support.instance.VllmInstance`.
+        """
+        return VllmInstance(self.model, transfer, self.folder / f"{name}.log", **options)
+
+    def start(
+        self, name: str, transfer: dict[str, Any] | None = None, **options: Any
+    ) -> VllmInstance:
+        """An instance that serves. Raises ``InstanceError`` if it does not start."""
+        return self.enter_context(self.instance(name, transfer, **options))
+
+    def serve(self, name: str, transfer: dict[str, Any] | None, *arguments: str) -> ApiServer:
+        """vLLM's OpenAI server with this model, just started."""
+        log = self.folder / f"{name}.log"
+        return self.enter_context(started_api(self.model, transfer, log, *arguments))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run vLLM: the name of an engine, and whether its connector is in it.
+
+    Two processes differ by a few per cent whatever they run. What a connector costs is therefore
+    measured against the same engine, whose connector is taken out for a moment.
+    """
+
+    engine: str
+    connected: bool = True
+
+    def measure(
+        self, engines: Mapping[str, VllmInstance], function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """``function(probe, *args)`` in the engine, which comes to rest afterwards."""
+        engine = engines[self.engine]
+        if self.connected:
+            measured = engine.call(function, *args)
+        else:
+            measured = engine.call(without_connector, function, *args)
+        engine.call(come_to_rest)
+        return measured

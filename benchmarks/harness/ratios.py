@@ -1,0 +1,74 @@
+"""Times of repeated work, and what becomes of them: medians, quartiles, ratios pair by pair."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Stopwatch:
+    """Durations by name, in seconds and in the order they were measured."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def time(self, name: str, work: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        work()
+        self.seconds[name].append(time.perf_counter() - started)
+
+    def rounds(self, number: int) -> Iterator[int]:
+        """Numbers of rounds, from 0. The first warms up; it is forgotten, and ``number`` follow."""
+        for i in range(number + 1):
+            if i == 1:
+                self.seconds.clear()
+            yield i
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(taken) for name, taken in self.seconds.items()}
+
+
+def median_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Median duration of ``repeats`` calls, after one that is not measured."""
+    watch = Stopwatch()
+    for _ in watch.rounds(repeats):
+        watch.time("work", work)
+    return watch.medians()["work"]
+
+
+def median(values: Sequence[float], digits: int = 4) -> float:
+    return round(statistics.median(values), digits)
+
+
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
+    """``median``, and the quartiles ``q1`` and ``q3`` where there are three values or more."""
+    fields = {"median": median(values, digits)}
+    if len(values) >= 3:
+        q1, _, q3 = statistics.quantiles(values, n=4, method="inclusive")
+        fields |= {"q1": round(q1, digits), "q3": round(q3, digits)}
+    return fields
+
+
+def pairwise(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Ratios of what was measured in the same rounds: a drift that hits both cancels out.
+
+    Where one took part in fewer rounds, the other's further ones do not count.
+    """
+    return [a / b for a, b in zip(ours, theirs, strict=False)]
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float], digits: int = 4) -> float:
+    """Median of the ratios pair by pair."""
+    return median(pairwise(ours, theirs), digits)
+
+
+def in_turn(contestants: Iterable[T], number: int) -> list[T]:
+    """All of them, in the order of round ``number``: another goes first each time."""
+    order = list(contestants)
+    first = number % len(order)
+    return order[first:] + order[:first]

@@ -1,0 +1,69 @@
+"""The connectors that benchmarks compare with, each run as its makers mean it to be.
+
+``LMCacheMPConnector`` needs ``lmcache server`` beside it; without a GPU that server must be told to
+let the engine do the copying (``--supported-transfer-mode auto``). The others run as shipped;
+vLLM's own two need to be told how much memory they may use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.processes import running_process, wait_until_healthy
+from tests.support.servers import free_port
+
+_START_SECONDS = 120.0
+
+_OFFLOAD = {"kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 2 << 30}}
+TRANSFERS: dict[str, dict[str, Any]] = {
+    "lmcache_v1": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+    "vllm_offloading": {"kv_connector": "OffloadingConnector", **_OFFLOAD},
+    "vllm_simple_offload": {"kv_connector": "SimpleCPUOffloadConnector", **_OFFLOAD},
+}
+"""``--kv-transfer-config`` of those that need no server, by their name in results."""
+
+
+def let_numba_come_early() -> None:
+    """Lets vLLM's CPU worker start in a process where LMCache has imported numba before.
+
+    The worker looks at the ``__dict__`` of every object. llvmlite's handle of its library takes any
+    name for a C function, that one too, and the start would end in an ``AttributeError``.
+    """
+    from llvmlite.binding import ffi
+
+    ffi.lib._fntab["__dict__"] = {}
+
+
+@contextmanager
+def lmcache_server(log: Path, gib: float) -> Iterator[dict[str, Any]]:
+    """``lmcache server`` with ``gib`` of memory; yields the ``--kv-transfer-config`` to reach it.
+
+    Raises :class:`~tests.support.processes.ServerError` when it does not start.
+    """
+    port, http_port = free_port(), free_port()
+    command = [
+        *(str(Path(sys.executable).with_name("lmcache")), "server"),
+        *("--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)),
+        *("--supported-transfer-mode", "auto", "--eviction-policy", "LRU"),
+        *("--l1-size-gb", str(gib), "--l1-init-size-gb", "1", "--disable-metrics"),
+    ]
+    with running_process(command, log, {"LMCACHE_TRACK_USAGE": "false"}) as server:
+        health = f"http://127.0.0.1:{http_port}/healthcheck"
+        wait_until_healthy(server, health, _START_SECONDS, log)
+        yield {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": port,
+            },
+        }
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

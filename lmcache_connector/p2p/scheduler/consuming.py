@@ -1,0 +1,156 @@
+"""Requests whose KV is handed over to here.
+
+A request is offered to vLLM, loading, and over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.p2p.plans import HandoverLoad, HandoverPlan, HandoverResult, Release
+from lmcache_connector.p2p.scheduler.routing import Consume
+from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Consuming:
+    """``offered_from``: the first token offered to vLLM. ``over``: the offer was taken or refused.
+    ``ranks_left``: have not yet reported the load. ``num_blocks``: came to every rank so far."""
+
+    request: Request
+    part: Consume
+    digest: bytes
+    offered_from: int = 0
+    over: bool = False
+    ranks_left: int = 0
+    num_blocks: int = 0
+    load: HandoverLoad | None = None
+
+
+class ConsumingRequests:
+    def __init__(self, settings: P2PSchedulerSettings, tally: Tally) -> None:
+        self._settings = settings
+        self._tally = tally
+        self._requests: dict[str, _Consuming] = {}
+        self._loads: list[HandoverLoad] = []
+        self._cancelled_loads: list[str] = []
+        self._releases: list[Release] = []
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    def add(self, request: Request, part: Consume, digest: bytes) -> None:
+        """``digest``: of the prompt."""
+        self._requests[request.request_id] = _Consuming(request, part, digest)
+
+    def num_offered_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens of the prompt that are worth waiting for, beyond those already computed."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.over:
+            return 0
+        missing: int = request.num_prompt_tokens - num_computed_tokens
+        # The last block alone is computed sooner than it is fetched: its last token has to be.
+        if missing <= (self._settings.block_size if num_computed_tokens else 0):
+            return 0
+        state.offered_from = num_computed_tokens
+        return missing
+
+    def allocated(
+        self, request: Request, block_ids: Callable[[], Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Plan the load, once, or tell the producer that none is needed."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.over:
+            return
+        state.over = True
+        if num_external_tokens <= 0:
+            self._release(state)
+            return
+        first = state.offered_from // self._settings.block_size
+        last = self._settings.num_blocks(state.offered_from + num_external_tokens)
+        state.load = HandoverLoad(
+            request_id=request.request_id,
+            transfer_id=state.part.transfer_id,
+            digest=state.digest,
+            num_tokens=request.num_prompt_tokens,
+            source=state.part.source,
+            first_block=first,
+            block_ids=tuple(block_ids()[first:last]),
+            deadline_seconds=self._settings.load_deadline_seconds,
+        )
+        state.ranks_left = self._settings.world_size
+        state.num_blocks = last - first
+        self._loads.append(state.load)
+        self._tally.count("p2p_loads")
+
+    def finish(self, request_id: str) -> None:
+        """vLLM keeps the blocks of an aborted load until it is reported."""
+        state = self._requests.pop(request_id, None)
+        if state is not None:
+            self._cancel(state)
+
+    def reset(self) -> None:
+        """Loads in flight end: what they bring was computed before."""
+        for state in self._requests.values():
+            self._cancel(state)
+            state.over = True
+
+    def complete(self, plan: HandoverPlan) -> HandoverPlan:
+        """The plan with the consumer's part of it."""
+        plan = replace(
+            plan,
+            loads=tuple(self._loads),
+            cancelled_loads=tuple(self._cancelled_loads),
+            releases=tuple(self._releases),
+        )
+        self._loads, self._cancelled_loads, self._releases = [], [], []
+        return plan
+
+    def update(self, result: HandoverResult) -> None:
+        """How a load ended on one rank."""
+        self._tally.count("p2p_received_bytes", amount=result.wire_bytes)
+        self._tally.count("p2p_receive_seconds", amount=result.wire_seconds)
+        self._tally.observe("p2p_load_seconds", value=result.seconds)
+        if result.cause is not None:
+            self._tally.count("p2p_failed_loads", result.cause.reason)
+            logger.warning(
+                "Of the KV of request %s, %d blocks arrived, the rest is recomputed: %s",
+                result.request_id,
+                result.num_blocks,
+                result.cause.text,
+            )
+        state = self._requests.get(result.request_id)
+        if state is None or state.load is None:
+            return
+        state.ranks_left -= 1
+        state.num_blocks = min(state.num_blocks, result.num_blocks)
+        if state.ranks_left == 0:
+            self._count_tokens(state.load, state.num_blocks)
+
+    # -- details -------------------------------------------------------------------------------
+
+    def _count_tokens(self, load: HandoverLoad, num_blocks: int) -> None:
+        size = self._settings.block_size
+        wanted = load.num_tokens - load.first_block * size
+        arrived = min(wanted, num_blocks * size)
+        self._tally.count("p2p_hit_tokens", amount=arrived)
+        self._tally.count("p2p_recomputed_tokens", amount=wanted - arrived)
+
+    def _cancel(self, state: _Consuming) -> None:
+        if not state.over:
+            self._release(state)
+        elif state.ranks_left:
+            self._cancelled_loads.append(state.request.request_id)
+
+    def _release(self, state: _Consuming) -> None:
+        self._releases.append(Release(state.part.transfer_id, state.part.source))

@@ -1,0 +1,258 @@
+"""Chunks wanted now: reads under way, shared out over the reader threads.
+
+The caller makes a `PendingRead` and waits. Readers `claim` runs of its values, receive them into
+the chunks' buffers and report each value as settled or failed. A reader works only inside
+`PendingRead.reading`, and `PendingRead.wait` returns only when no reader is inside: from then on no
+thread touches a buffer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.wire import WireFault
+from lmcache_connector.storage.chunk_codec import (
+    HEADER_BYTES,
+    Sealer,
+    ValueHeader,
+    check_value,
+    stripe_header,
+)
+from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.counters import Miss, NotAsked
+from lmcache_connector.storage.redis.resp import CRLF, bulk_line, command
+from lmcache_connector.storage.redis.topology import Node
+from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What all reads of a tier have in common."""
+
+    geometry: ChunkGeometry
+    stripes: tuple[Stripe, ...]
+    namespace: str
+    sealer: Sealer
+    # GET, or GETEX where a hit renews the lifetime.
+    verb: bytes
+    verb_options: tuple[bytes, ...]
+
+    @classmethod
+    def make(cls, config: RedisTierConfig, geometry: ChunkGeometry) -> ReadPlan:
+        return cls(
+            geometry=geometry,
+            stripes=geometry.stripes(config.max_payload_bytes),
+            namespace=config.namespace,
+            sealer=Sealer(config.hash_key),
+            verb=b"GETEX" if config.refresh_ttl else b"GET",
+            verb_options=config.ttl_options if config.refresh_ttl else (),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ValueRequest:
+    """One value of a chunk: the command that asks for it, and where its reply goes.
+
+    A good reply is ``line`` and the value's header (both received into ``head``), the payload
+    (received into the chunk's buffer), and CRLF (``tail``).
+    """
+
+    chunk: int
+    command: bytes
+    line: bytes
+    expected: ValueHeader
+    head: memoryview
+    payload: memoryview
+    tail: memoryview
+    sealer: Sealer
+
+    @property
+    def reply_bytes(self) -> int:
+        return len(self.head) + len(self.payload) + len(self.tail)
+
+    def verify(self) -> None:
+        """Raise `InvalidValueError` unless what was received is the value that was stored."""
+        check_value(self.head[len(self.line) :], self.payload, self.expected, self.sealer)
+
+
+class PendingRead:
+    """A read of consecutive chunks of one prompt. Thread-safe.
+
+    ``buffers[i]``: ``geometry.chunk_bytes`` writable bytes for the chunk ``keys[i]``, which lives
+    on ``nodes[i]``.
+    """
+
+    def __init__(
+        self,
+        plan: ReadPlan,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        nodes: Sequence[Node],
+        deadline: Deadline,
+    ) -> None:
+        self.deadline = deadline
+        self.total_bytes = plan.geometry.chunk_bytes * len(keys)
+        self._plan = plan
+        self._keys = keys
+        self._buffers = buffers
+        self._changed = threading.Condition()
+        self._left = [len(plan.stripes)] * len(keys)
+        self._misses: dict[int, Miss] = {}
+        # Chunks from here on are of no use: an earlier one is missing.
+        self._end = len(keys)
+        self._active = 0
+        self._closed = False
+        self._work = {
+            node: self._requests([i for i, other in enumerate(nodes) if other == node])
+            for node in dict.fromkeys(nodes)
+        }
+
+    # For reader threads.
+
+    def nodes_with_work(self) -> list[Node]:
+        with self._changed:
+            return [] if self._closed else list(self._work)
+
+    def claim(self, node: Node, max_bytes: int) -> list[ValueRequest]:
+        """The next values to ask ``node`` for: up to ``max_bytes`` or one value; empty if none."""
+        claimed: list[ValueRequest] = []
+        size = 0
+        with self._changed:
+            work = self._work.get(node)
+            while work is not None and not self._closed and size < max_bytes:
+                request = next(work, None)
+                if request is None or request.chunk >= self._end:
+                    del self._work[node]
+                    self._changed.notify_all()
+                    break
+                claimed.append(request)
+                size += request.reply_bytes
+        return claimed
+
+    @contextmanager
+    def reading(self) -> Iterator[bool]:
+        """Keep the read open meanwhile. Yields False if it is over already."""
+        with self._changed:
+            entered = not self._closed
+            self._active += entered
+        try:
+            yield entered
+        finally:
+            with self._changed:
+                self._active -= entered
+                self._changed.notify_all()
+
+    def settle(self, request: ValueRequest) -> None:
+        """The value is in place and verified."""
+        with self._changed:
+            self._left[request.chunk] -= 1
+
+    def fail(self, request: ValueRequest, miss: Miss) -> None:
+        """The value cannot be had, so its chunk is a miss. A chunk's first failure counts."""
+        with self._changed:
+            self._fail_chunk(request.chunk, miss)
+
+    def fail_node(self, node: Node) -> None:
+        """``node`` cannot be reached."""
+        with self._changed:
+            request = next(self._work.pop(node, iter(())), None)
+            if request is not None:
+                self._fail_chunk(request.chunk, Miss(NotAsked.UNAVAILABLE))
+            self._changed.notify_all()
+
+    # For the caller.
+
+    def wait(self) -> None:
+        """Return when everything is settled, or the deadline has passed; no reader is inside."""
+        with self._changed:
+            while (self._work or self._active) and (left := self.deadline.remaining()) > 0.0:
+                self._changed.wait(min(left, _POLL_SECONDS))
+            self._closed = True
+            # Bounded: readers look at the same deadline after every slice.
+            while self._active:
+                self._changed.wait(_POLL_SECONDS)
+
+    def hits(self) -> list[bool]:
+        """Whether every byte of each chunk is verified. Only after `wait`."""
+        return [left == 0 and i not in self._misses for i, left in enumerate(self._left)]
+
+    def misses(self) -> list[Miss]:
+        """Why each missing chunk is missing. Only after `wait`."""
+        over = WireFault.CANCELLED if self.deadline.cancelled() else WireFault.DEADLINE
+        return [
+            self._misses.get(i, Miss(over if i < self._end else NotAsked.AFTER_MISS))
+            for i, hit in enumerate(self.hits())
+            if not hit
+        ]
+
+    def _fail_chunk(self, chunk: int, miss: Miss) -> None:
+        self._misses.setdefault(chunk, miss)
+        self._end = min(self._end, chunk)
+        if self._end == 0:
+            self._work.clear()
+            self._changed.notify_all()
+
+    def _requests(self, chunks: Sequence[int]) -> Iterator[ValueRequest]:
+        plan = self._plan
+        for chunk in chunks:
+            key = self._keys[chunk]
+            tag = chunk_tag(plan.namespace, key)
+            buffer = self._buffers[chunk]
+            for stripe in plan.stripes:
+                name = tag + stripe_suffix(stripe)
+                line = bulk_line(HEADER_BYTES + stripe.num_bytes)
+                yield ValueRequest(
+                    chunk=chunk,
+                    command=command(plan.verb, name, *plan.verb_options),
+                    line=line,
+                    expected=stripe_header(plan.geometry, stripe, key, keyed=plan.sealer.keyed),
+                    head=memoryview(bytearray(len(line) + HEADER_BYTES)),
+                    payload=buffer[stripe.offset : stripe.offset + stripe.num_bytes],
+                    tail=memoryview(bytearray(len(CRLF))),
+                    sealer=plan.sealer,
+                )
+
+
+class ReadQueue:
+    """Reads with work left, oldest first. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._reads: list[PendingRead] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def add(self, read: PendingRead) -> bool:
+        """False once closed."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._reads.append(read)
+            self._changed.notify_all()
+            return True
+
+    def next(self, timeout: float) -> PendingRead | None:
+        """The oldest read with work left; None after ``timeout`` seconds or when closed."""
+        with self._changed:
+            if not self._closed and self._oldest() is None:
+                self._changed.wait(timeout)
+            return None if self._closed else self._oldest()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _oldest(self) -> PendingRead | None:
+        self._reads = [read for read in self._reads if read.nodes_with_work()]
+        return next(iter(self._reads), None)

@@ -1,0 +1,199 @@
+"""Whether Redis is waited for: a slow answer must not put it aside for good."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache_connector.cost_model.cost_model import CostModel
+from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
+from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.scheduler.background_lookup import (
+    PENDING,
+    BackgroundLookup,
+    Found,
+    LookupAnswer,
+    Pending,
+    PendingLookup,
+)
+from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.scheduler.hit_finder import RedisHitFinder
+from lmcache_connector.scheduler.kv_events import KvEventSink
+from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
+
+CHUNK = 256
+PROMPT_TOKENS = 4 * CHUNK
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowLookup:
+    """Takes so many seconds of the test's time for each question in turn; holds everything, unless
+    told otherwise."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.seconds: list[float] = []
+        self.num_held: int | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        assert self.gate.wait(30.0)
+        self._clock.now += self.seconds.pop(0)
+        return len(keys) if self.num_held is None else self.num_held
+
+    def tend(self) -> None:
+        """Nothing to connect."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Scene:
+    """Prefill is measured: a prompt takes 1 s, of which 0.04 s may go into waiting for Redis."""
+
+    def __init__(self, lookup_wait_seconds: float = 1.0) -> None:
+        self.clock = Clock()
+        self.tier = SlowLookup(self.clock)
+        self.remote = BackgroundLookup(self.tier, 5.0, self.clock)
+        self.tally = Tally()
+        settings = SchedulerSettings(
+            chunk_size=CHUNK,
+            block_sizes=(16,),
+            world_size=1,
+            loads=True,
+            stores=True,
+            lookup_wait_seconds=lookup_wait_seconds,
+        )
+        model = CostModel(clock=self.clock, max_deadline_seconds=10.0)
+        for _ in range(8):
+            model.observe_prefill(PROMPT_TOKENS, 0, 1.0)
+        self.finder = RedisHitFinder(
+            settings,
+            ChunkIndex(1),
+            self.tally,
+            self.remote,
+            LoadPolicy(model, CHUNK, 1 << 20, self.clock),
+            KvEventSink(),
+            self.clock,
+        )
+
+    def request(self, seed: int) -> RequestState:
+        """A new request whose question is on its way."""
+        rng = random.Random(seed)
+        keys = RequestKeys(PrefixHasher({}, CHUNK), RequestIdentity())
+        keys.extend([rng.randrange(100) for _ in range(PROMPT_TOKENS)])
+        state = RequestState(SimpleNamespace(num_tokens=PROMPT_TOKENS), keys)
+        self.finder.next_step()
+        self.finder.ask(state, 0)
+        return state
+
+    def find(self, state: RequestState, is_idle: bool = False) -> range | Pending:
+        return self.finder.find(state, 0, is_idle=is_idle)
+
+
+def pending(state: RequestState) -> PendingLookup:
+    """The question that is on its way."""
+    assert state.lookup.pending is not None
+    return state.lookup.pending
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.tier.gate.set()
+    scene.remote.close()
+
+
+def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: Scene) -> None:
+    scene.tier.seconds = [0.5, 0.5, 0.0, 0.0]
+    assert pending(scene.request(1)).wait(4.0) == Found(4)
+
+    scene.tier.gate.clear()
+    scene.remote.submit([])  # still on its way when the next request is scheduled
+    hasty = scene.request(2)
+    given_up = pending(hasty)
+    assert scene.find(hasty) == range(0)
+    assert scene.tally.total("lookups_given_up") == 1
+
+    scene.tier.gate.set()
+    assert given_up.wait(4.0) == Found(4)  # nobody waits for it, but it says that Redis is quick
+    patient = scene.request(3)
+    assert pending(patient).wait(4.0) == Found(4)
+    assert scene.find(patient) == range(4)
+    assert scene.remote.last_seconds == 0.0
+    assert scene.tally.total("lookups_given_up") == 1
+
+
+def test_a_request_that_has_queued_is_asked_for_once_more(scene: Scene) -> None:
+    """While it did, another one stored what they share."""
+    scene.tier.seconds = [0.0, 0.0]
+    scene.tier.num_held = 1
+    state = scene.request(1)
+    first = pending(state)
+    assert first.wait(4.0) == Found(1)
+    scene.tier.num_held = 4
+    scene.clock.now += 0.1
+    scene.finder.ask(state, 0)
+    assert pending(state) is first, "asked a moment ago"
+    scene.clock.now += 1.0
+    scene.finder.ask(state, 0)
+    assert pending(state) is not first
+    assert pending(state).wait(4.0) == Found(4)
+    assert scene.find(state) == range(4)
+    scene.clock.now += 1.0
+    scene.finder.ask(state, 0)
+    assert state.lookup.pending is None, "it has been decided"
+
+
+def test_a_whole_hit_is_not_asked_for_again(scene: Scene) -> None:
+    scene.tier.seconds = [0.0]
+    state = scene.request(1)
+    first = pending(state)
+    assert first.wait(4.0) == Found(4)
+    scene.clock.now += 1.0
+    scene.finder.ask(state, 0)
+    assert pending(state) is first
+
+
+class Unanswered:
+    """A question without an answer yet, that notes for how long it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> LookupAnswer:
+        self.waits.append(seconds)
+        return PENDING
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_idle", "waits"),
+    [(0.001, False, [0.001, 0.0]), (0.001, True, [0.005, 0.0]), (0.0, True, [0.0, 0.0])],
+)
+def test_a_step_waits_once_and_longer_where_it_holds_up_nobody(
+    setting: float, is_idle: bool, waits: list[float]
+) -> None:
+    scene = Scene(lookup_wait_seconds=setting)
+    scene.tier.seconds = [0.0]
+    state = scene.request(1)
+    question = Unanswered()
+    state.lookup.pending = question  # type: ignore[assignment]
+    for _ in waits:
+        assert scene.find(state, is_idle) is PENDING
+    assert question.waits == waits
+    scene.remote.close()

@@ -1,0 +1,72 @@
+"""What tests have done inside an engine's process, by :meth:`VllmInstance.call`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.support.probe import EngineProbe
+
+
+def check_integrity(probe: EngineProbe) -> None:
+    """Raises unless every block is free again and the scheduler side's state agrees with itself."""
+    probe.connector._scheduler.check_integrity()
+    pool = probe.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # the null block
+
+
+def abort_after(probe: EngineProbe, prompt: list[int], steps: int) -> None:
+    """Add a request, abort it after so many steps, and check that nothing of it is left."""
+    request_id = probe.add(prompt, max_tokens=50)
+    for _ in range(steps):
+        probe.engine.step()
+    probe.engine.abort_request([request_id])
+    probe.drain()
+    check_integrity(probe)
+
+
+def reset_everything(probe: EngineProbe) -> None:
+    """Reset vLLM's prefix cache and those of the connector."""
+    probe.drain()
+    assert probe.engine.reset_prefix_cache(reset_connector=True)
+
+
+@contextmanager
+def preemptions(probe: EngineProbe) -> Iterator[list[str]]:
+    """Ids of the requests that are preempted meanwhile, in order."""
+    scheduler, preempted = probe.scheduler, list[str]()
+    preempt = scheduler._preempt_request
+
+    def note(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = note
+    try:
+        yield preempted
+    finally:
+        scheduler._preempt_request = preempt
+
+
+def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
+    """Keys of a prompt's full chunks."""
+    from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
+
+    adapter = probe.connector._scheduler
+    keys = RequestKeys(adapter._hasher, RequestIdentity(weight_epoch=adapter._epoch))
+    keys.extend(prompt)
+    return list(keys.keys)
+
+
+def worker_of(probe: EngineProbe) -> Any:
+    """The worker side of the connector in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker
+
+
+def forget_unseen(probe: EngineProbe) -> None:
+    """Drop vLLM's prefix cache, and the CPU tier behind the scheduler's back."""
+    probe.reset_prefix_cache()
+    worker_of(probe)._engine.forget_all()
