@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("p2p/data", "p2p/plans", "p2p/config"),
     ("p2p/control", "p2p/heartbeat"),
     ("p2p/errors",),
+    ("p2p/reasons",),
     ("connector",),
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),

@@ -155,6 +155,7 @@ class Sender:
                     )
                     self._queues[delivery.to] = queue
                     queue.thread.start()
+                queue.address = route.address  # it may have been restarted elsewhere
                 queue.deliveries.append(delivery)
             self._buffer.changed.notify_all()
 

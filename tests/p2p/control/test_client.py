@@ -11,21 +11,24 @@ import zmq
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.client import ControlClient
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.reasons import Reason
 from tests.p2p.control.conftest import CARD, SECRET
 from tests.support.servers import free_port
 
 
 def test_nobody_there_is_known_at_once(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     started = time.monotonic()
-    with pytest.raises(PeerError, match="cannot be reached"):
+    with pytest.raises(PeerError, match="cannot be reached") as away:
         ControlClient(context, PeerAddress("127.0.0.1", free_port()), CARD, SECRET, 5.0)
     assert time.monotonic() - started < 2.0
+    assert away.value.cause.reason is Reason.UNREACHABLE
 
 
 def test_silence_is_bounded(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = PeerAddress("127.0.0.1", silent.getsockname()[1])
         started = time.monotonic()
-        with pytest.raises(PeerError, match=r"no answer within 0\.3 s"):
+        with pytest.raises(PeerError, match=r"no answer within 0\.3 s") as silence:
             ControlClient(context, address, CARD, SECRET, 0.3)
         assert time.monotonic() - started < 2.0
+        assert silence.value.cause.reason is Reason.NO_ANSWER

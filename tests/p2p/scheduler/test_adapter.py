@@ -145,7 +145,7 @@ class TestProducer:
         step(side, {request: 32}, {"r": [1, 2]})
         assert side.request_finished(request, [1, 2], is_served=False) == (True, None)
         plan = step(side, {}, {})
-        assert [drop.transfer_id for drop in plan.drops] == ["r"]
+        assert [(d.transfer_id, d.cause.reason) for d in plan.drops] == [("r", Reason.ABORTED)]
         early = asks_for_decode("early", 50)
         begin(side, early)
         assert side.request_finished(early, [], is_served=False) == (False, None)
@@ -177,6 +177,15 @@ class TestProducer:
         side, request = make(buffer_blocks=2), asks_for_decode("r", 3 * BLOCK)
         assert begin(side, request) == (0, False)
         assert side.tally.total("p2p_declined_handovers") == 1
+
+    def test_a_reset_ends_what_is_being_saved(self) -> None:
+        side, request = make(), asks_for_decode("r", 50)
+        begin(side, request)
+        step(side, {request: 32}, {"r": [1, 2]})
+        side.reset_cache()
+        plan = step(side, {request: 18}, {"r": [1, 2, 3, 4]})
+        assert [(d.transfer_id, d.cause.reason) for d in plan.drops] == [("r", Reason.RESET)]
+        assert plan.saves == ()
 
 
 def wants(name: str, num_tokens: int) -> FakeRequest:

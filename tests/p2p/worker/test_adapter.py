@@ -82,8 +82,9 @@ class TestModes:
         assert result.wire_bytes == 4 * NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * WIDTH
 
     def test_put_has_sent_all_when_the_step_ends(self, decode: FakeInstance) -> None:
-        with running_instance(produces=True, send_type="PUT") as prefill:
+        with running_instance(produces=True, send_type="PUT", stall_seconds=10.0) as prefill:
             prefill.prefill("warm-up", SHUFFLED, decode.address)  # finds the peer
+            prefill.until(lambda: "warm-up" in prefill.released)
             prefill.prefill("waited", SHUFFLED, decode.address, seed=6)
             assert "waited" in prefill.released
             decode.load("waited", OTHERS, prefill.address)
@@ -97,6 +98,7 @@ class TestModes:
         assert prefill.used_bytes > 0
         decode.step(HandoverPlan(releases=(Release("unneeded", prefill.address),)))
         prefill.until(lambda: "unneeded" in prefill.released)
+        assert ("unneeded", Reason.NOT_NEEDED) in prefill.unsent
         assert prefill.used_bytes == 0
 
 
@@ -182,7 +184,8 @@ class TestRequestsThatEndEarly:
         prefill.prefill("left", SHUFFLED[:3], num_tokens=len(SHUFFLED) * BLOCK_SIZE)
         decode.step(HandoverPlan(cancelled_loads=("request of left",)))
         (result,) = decode.finish("request of left")
-        assert result.num_blocks == 0
+        cancelled = Cause(Reason.CANCELLED, "the load was cancelled")
+        assert (result.num_blocks, result.cause) == (0, cancelled)
         prefill.until(lambda: "left" in prefill.released)
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
 

@@ -106,6 +106,9 @@ def test_the_data_connection_breaks(pair: Pair, mode: str, kind: Kind, share: fl
     prefill.prefill(name, SHUFFLED, decode.address if mode == "pushed" else None, per_step=2)
     result = check_partial(prefill, decode, name, 10.0)
     assert proxy.num_struck > struck, result
+    assert result.cause is not None
+    cut = {Reason.LOST, Reason.NOT_ARRIVED}
+    assert result.cause.reason in ({Reason.BAD_CHECKSUM} if kind is Kind.FLIP else cut)
     proxy.arm(None)
     # And the next hand-over goes through.
     prefill.prefill(f"{name} after", SHUFFLED, seed=3)
