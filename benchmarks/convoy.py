@@ -52,8 +52,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 for way in _WAYS if number % 2 else reversed(_WAYS):
                     taken = way.measure(engines, seconds_for_all, prompts, args.max_tokens)
                     seconds[way].append(taken)
-        ours = engines[_OURS]
-        counters = ours.counters()
+        counts = engines[_OURS].counts()
     alone, out, connected = _WAYS
     return {
         "rounds": args.rounds,
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "again_vs_none": median_ratio(again[connected], again[out], 3),
         "new_vs_other_process": median_ratio(new[connected], new[alone], 3),
         "again_vs_other_process": median_ratio(again[connected], again[alone], 3),
-        "hit_tokens": counters["cpu_hit_tokens"] + counters["redis_hit_tokens"],
+        "hit_tokens": int(counts.total("hit_tokens")),
     }
 
 

@@ -257,9 +257,9 @@ def _by_requests(engine: VllmInstance) -> list[Curve]:
         prompts = [random_prompt(10_000 * number + i, 300) for i in range(number)]
         engine.call(seconds_for_all, prompts, 1)
         engine.call(come_to_rest)
-        before = engine.counters()["cpu_hit_tokens"]
+        before = engine.counts().total("hit_tokens", "cpu")
         hits.append((float(number), engine.call(seconds_for_all, prompts, 1)))
-        found = engine.counters()["cpu_hit_tokens"] - before
+        found = engine.counts().total("hit_tokens", "cpu") - before
         if found != number * CHUNK_TOKENS:
             raise RuntimeError(f"{found} tokens of {number} requests were hits")
         engine.call(come_to_rest)

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             prompts = [random_prompt(50_000 + i, 64) for i in range(args.decode_requests)]
             steps.append(both.call(decode_step_microseconds, prompts, args.decode_tokens))
             lookups.append(both.call(lookup_microseconds, LOOKUP_TOKENS, 40))
-            store_jobs += both.counters()["store_jobs"]
+            store_jobs += int(both.counts().total("store_jobs"))
     ratios = _ratios(ttfts, speeds)
     return {
         "launches": args.launches,

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from benchmarks.harness.engines import Engines
 from benchmarks.peers.raw_socket import RawSocket
-from tests.support.handover import Ask, ask, counters
+from tests.support.handover import Ask, ask
 from tests.support.p2p_engines import Engines as PrefillDecode
 from tests.support.p2p_engines import kv_transfer, running
 from tests.support.p2p_instances import free_ports
@@ -88,12 +88,12 @@ class _Pair:
     def round(self) -> dict[str, Any]:
         """Hand one new prompt over. ``gbps``: from the first to the last byte received."""
         ((decode, _),) = self.engines.decode
-        before = decode.call(counters)
+        before = decode.counts()
         cold, hit = self.engines.hand_over(random_prompt(next(self.seeds), self.num_tokens))
-        after = decode.call(counters)
-        num_bytes = after["wire_bytes"] - before["wire_bytes"]
-        seconds = after["wire_seconds"] - before["wire_seconds"]
-        failed = sum(after["failed_loads"].values()) - sum(before["failed_loads"].values())
+        after = decode.counts()
+        num_bytes = int(after.total("p2p_received_bytes") - before.total("p2p_received_bytes"))
+        seconds = after.total("p2p_receive_seconds") - before.total("p2p_receive_seconds")
+        failed = int(after.total("p2p_failed_loads") - before.total("p2p_failed_loads"))
         return {
             "equal": () != hit.served.block_digests == cold.served.block_digests,
             "hit": hit.served.external_hit_tokens,

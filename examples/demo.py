@@ -16,14 +16,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tests.support.engine_settings import tiered_transfer
 from tests.support.instance import InstanceError, VllmInstance
-from tests.support.probe import Served
+from tests.support.probe import EngineProbe, Served
 from tests.support.prompts import random_prompt
 from tests.support.servers import running_server, valkey_binary
 from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
@@ -139,22 +138,22 @@ def _serve(
     prompts: Sequence[list[int]],
     before_each: Callable[[], None] = lambda: None,
 ) -> Way:
-    before = instance.counters()
+    before = instance.call(EngineProbe.metrics)
     served = []
     for prompt in prompts:
         before_each()
         served.append(instance.serve(prompt))
-    after = instance.counters()
+    after = instance.call(EngineProbe.metrics)
     return Way(tuple(served), _load_gbps(before, after))
 
 
-def _load_gbps(before: dict[str, Any], after: dict[str, Any]) -> float | None:
-    for tier in ("local", "remote"):
-        num_bytes = after[f"{tier}_load_bytes"] - before[f"{tier}_load_bytes"]
-        seconds = after[f"{tier}_load_seconds"] - before[f"{tier}_load_seconds"]
-        if num_bytes:
-            return float(num_bytes / seconds / 1e9)
-    return None
+def _load_gbps(before: dict[str, float], after: dict[str, float]) -> float | None:
+    """10^9 bytes per second of all loads between two looks at the metrics; ``None``: there were
+    none."""
+    new = {name: value - before.get(name, 0) for name, value in after.items()}
+    num_bytes = new["loaded_bytes_total cpu"]  # copied to the KV cache, wherever they came from
+    seconds = sum(new.get(f"load_seconds_sum {tier}", 0) for tier in ("cpu", "redis"))
+    return num_bytes / seconds / 1e9 if num_bytes else None
 
 
 def _table(outcome: Outcome) -> Table:

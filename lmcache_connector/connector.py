@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Calibration
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
-from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.vllm_kv_events import to_vllm
 from lmcache_connector.vllm_compat.model import describe_model
 
@@ -53,7 +51,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._scheduler_metrics: SchedulerMetrics | None = None
         if role is KVConnectorRole.SCHEDULER:
             model = describe_model(
                 vllm_config,
@@ -68,13 +65,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 stores=self._kv_transfer_config.is_kv_producer,
                 kv_events=self._wants_kv_events,
-            )
-            self._scheduler_metrics = SchedulerMetrics(
-                self._scheduler.counters,
-                lambda: self._scheduler_side.is_idle,
-                time.monotonic,
-                self._scheduler.take_lookup_seconds,
-                self._scheduler.lookup_servers,
             )
 
     @property
@@ -111,12 +101,12 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self._scheduler_side.calibrate(
+        self._scheduler_side.policy.calibrate(
             meta.calibration for meta in metadata.values() if isinstance(meta, CalibrationMetadata)
         )
 
     def take_events(self) -> list[KVCacheEvent]:
-        return [to_vllm(event) for event in self._scheduler_side.take_kv_events()]
+        return [to_vllm(event) for event in self._scheduler_side.kv_events.take()]
 
     def reset_cache(self) -> bool:
         self._scheduler_side.reset_cache()
@@ -157,7 +147,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def _take_samples(self) -> Samples | None:
         if self._worker is not None:
             return self._worker.take_metrics()
-        return self._scheduler_metrics.take() if self._scheduler_metrics is not None else None
+        return self._scheduler.take_metrics() if self._scheduler is not None else None
 
     # -- details -------------------------------------------------------------------------------
 

@@ -104,9 +104,9 @@ def empty_cpu_tier(probe: EngineProbe) -> None:
 
 def probe_link(probe: EngineProbe) -> None:
     """Have Redis measured now, which otherwise happens within a minute of traffic."""
-    choice = probe.connector._scheduler._choice
+    policy = probe.connector._scheduler.policy
     link = worker_of(probe)._probe
-    choice.probe_now()
+    policy.probe_now()
     until = time.perf_counter() + _PROBE_SECONDS
     while time.perf_counter() < until:
         ttft_seconds(probe, _SHORT_PROMPT)

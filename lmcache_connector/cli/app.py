@@ -1,4 +1,4 @@
-"""Commands and options. What they do lies in the modules they import."""
+"""The commands and their options. What a command does lies in the module it imports."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check(
     json_: Json = False,
 ) -> None:
     """Try a configuration as the engine would, and every tier it names."""
-    from lmcache_connector.cli.check import run as command
+    from lmcache_connector.cli.check import command
 
     _run(json_, lambda report: command.run(report, config))
 
@@ -96,8 +96,9 @@ def ls(
 ) -> None:
     """Namespaces and models in Redis: chunks, bytes, ages."""
     from lmcache_connector.cli.redis import ls as command
+    from lmcache_connector.cli.target import Target
 
-    _run(json_, lambda report: command.run(report, redis_url, config, namespace))
+    _run(json_, lambda report: command.run(report, Target(redis_url, config), namespace))
 
 
 @app.command()
@@ -110,8 +111,9 @@ def inspect(
 ) -> None:
     """One chunk in Redis: its values and what their headers say."""
     from lmcache_connector.cli.redis import inspect as command
+    from lmcache_connector.cli.target import Target
 
-    _run(json_, lambda report: command.run(report, redis_url, config, namespace, chunk))
+    _run(json_, lambda report: command.run(report, Target(redis_url, config), namespace, chunk))
 
 
 @app.command()
@@ -124,8 +126,9 @@ def verify(
 ) -> None:
     """Read values and check header and checksum of each. Exit code 1 if any is unsound."""
     from lmcache_connector.cli.redis import verify as command
+    from lmcache_connector.cli.target import Target
 
-    _run(json_, lambda report: command.run(report, redis_url, config, namespace, limit))
+    _run(json_, lambda report: command.run(report, Target(redis_url, config), namespace, limit))
 
 
 @app.command()
@@ -143,9 +146,10 @@ def purge(
 ) -> None:
     """Remove values from Redis, in small batches, freed in the background."""
     from lmcache_connector.cli.redis import purge as command
+    from lmcache_connector.cli.target import Target
 
-    choice = command.Choice(namespace, everything, idle, dry_run, yes)
-    _run(json_, lambda report: command.run(report, redis_url, config, choice))
+    options = command.Options(namespace, everything, idle, dry_run, yes)
+    _run(json_, lambda report: command.run(report, Target(redis_url, config), options))
 
 
 @app.command()
@@ -169,13 +173,14 @@ def bench(
 ) -> None:
     """Measure this host and Redis: from which prefix length on does loading beat recompute?"""
     from lmcache_connector.cli.engine import bench as command
+    from lmcache_connector.cli.target import Target
 
     options = command.Options(model, token_bytes, engine, prefill, mib)
-    _run(json_, lambda report: command.run(report, redis_url, config, options))
+    _run(json_, lambda report: command.run(report, Target(redis_url, config), options))
 
 
 def _run(as_json: bool, command: Callable[[Report], int | None]) -> None:
-    # What the tiers would log, the findings say.
+    # Commands say themselves what the tiers would log.
     logging.getLogger("lmcache_connector").addHandler(logging.NullHandler())
     logging.getLogger("lmcache_connector").propagate = False
     report = Report.to_terminal(as_json)
@@ -185,9 +190,7 @@ def _run(as_json: bool, command: Callable[[Report], int | None]) -> None:
         if as_json:
             report.emit(error.as_json())
         else:
-            report.err.print(f"Error: {error}", style="red", highlight=False, markup=False)
-            if error.hint:
-                report.err.print(f"Try: {error.hint}", highlight=False, markup=False)
+            report.complain(error)
         code = error.code
     except KeyboardInterrupt:
         code = 130

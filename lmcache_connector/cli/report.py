@@ -7,7 +7,7 @@ used, 3 a server cannot be reached.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,21 +44,33 @@ class Report:
         return cls(as_json, Console(soft_wrap=True), Console(stderr=True, soft_wrap=True))
 
     def emit(self, document: dict[str, Any]) -> None:
-        """For programs; on one line."""
+        """One line of JSON, for programs."""
         self.out.file.write(json.dumps(document) + "\n")
         self.out.file.flush()
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Columns whose title ends in a space are numbers, set right."""
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for column in columns:
-            table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left")
-        for row in rows:
-            table.add_row(*row)
-        self.out.print(table)
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """For people; see :func:`plain_table`."""
+        self.out.print(plain_table(columns, rows))
 
     def say(self, text: str) -> None:
+        """A line for people."""
         self.out.print(text, highlight=False)
+
+    def complain(self, error: CliError) -> None:
+        """An error for people, and what to do about it."""
+        self.err.print(f"Error: {error}", style="red", highlight=False, markup=False)
+        if error.hint:
+            self.err.print(f"Try: {error.hint}", highlight=False, markup=False)
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table without lines. Columns whose title ends in a space are numbers, set right."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def size(num_bytes: float) -> str:
@@ -71,7 +83,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """``3 d 4 h``, ``2.5 s``, ``0.8 ms``; a dash for ``None``."""
+    """``3 d``, ``2.5 s``, ``0.8 ms``; a dash for ``None``."""
     if seconds is None:
         return "-"
     if seconds < 0.1:
@@ -85,7 +97,7 @@ def duration(seconds: float | None) -> str:
 
 
 def span(values: Sequence[float | None]) -> str:
-    """``2 s to 3 h`` over what is known."""
+    """``2 s to 3 h``: the least and the most of what is known; a dash for nothing."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return "-"

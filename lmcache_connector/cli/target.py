@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,8 +29,6 @@ _EXAMPLE = (
 
 def read_transfer_config(text_or_path: str) -> dict[str, Any]:
     """The object of ``--kv-transfer-config``. Raises :class:`CliError`, never repeating values."""
-    import json
-
     text = text_or_path.strip()
     if text == "-":
         text = sys.stdin.read()
@@ -69,34 +68,46 @@ def _parsed(
         raise CliError(str(error), hint) from None
 
 
-def tier_config(redis_url: str | None, config: str | None) -> RedisTierConfig:
-    """Raises :class:`CliError` if there is none, or it cannot be used."""
-    if config is not None:
-        found = connector_config(read_transfer_config(config)).redis_tier_config()
-        if found is None and redis_url is None:
-            raise CliError("this configuration has no redis_url", "add one, or give --redis-url")
-        if found is not None:
-            return _with_url(found, redis_url)
-    if redis_url is None:
-        raise CliError(
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which Redis the user named: with ``--redis-url``, with ``--config``, or both."""
+
+    redis_url: str | None
+    config: str | None
+
+    def tier_config(self) -> RedisTierConfig:
+        """Raises :class:`CliError` if there is none, or it cannot be used."""
+        found = None
+        if self.config is not None:
+            found = connector_config(read_transfer_config(self.config)).redis_tier_config()
+        if found is None:
+            found = RedisTierConfig(url="redis://localhost")
+            if self.redis_url is None:
+                raise self._nothing_named()
+        return _with_url(found, self.redis_url)
+
+    def _nothing_named(self) -> CliError:
+        if self.config is not None:
+            return CliError("this configuration has no redis_url", "add one, or give --redis-url")
+        return CliError(
             "which Redis? None was named",
             "give --redis-url redis://HOST:6379, or --config with the engine's configuration",
         )
-    return _with_url(RedisTierConfig(url="redis://localhost"), redis_url)
+
+    @contextmanager
+    def admin(self) -> Iterator[RedisAdmin]:
+        """See :func:`open_admin`."""
+        with open_admin(self.tier_config()) as admin:
+            yield admin
 
 
 @contextmanager
 def open_admin(config: RedisTierConfig) -> Iterator[RedisAdmin]:
-    """What goes wrong inside leaves as a :class:`CliError`."""
-    with translated(), RedisAdmin(config) as admin:
-        admin.nodes()
-        yield admin
-
-
-@contextmanager
-def translated() -> Iterator[None]:
+    """Connected. What goes wrong inside leaves as a :class:`CliError`."""
     try:
-        yield
+        with RedisAdmin(config) as admin:
+            admin.nodes()
+            yield admin
     except RedisAdminError as error:
         raise CliError(str(error), error.hint, UNREACHABLE) from None
 

@@ -1,13 +1,87 @@
-"""Secrets by value or by reference: ``env:NAME`` and ``file:PATH`` (pure but for the file)."""
+"""Strict settings, for every connector: nothing unknown, nothing converted, every problem at once.
+
+A model derives from :class:`StrictSettings`; :func:`parse` makes one of what a user wrote. Nothing
+here repeats a value: it may be a secret.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr, ValidationError
+
+from lmcache_connector.errors import ConfigError
+
+_NO_HINTS: Mapping[str, str] = MappingProxyType({})
+
+
+class StrictSettings(BaseModel):
+    """Frozen, without conversions; an unknown key or an infinite number is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Settings that are sound one by one and do not go together, one line each."""
+        yield from ()
+
+
+SettingsT = TypeVar("SettingsT", bound=StrictSettings)
+
+
+def parse(
+    model: type[SettingsT],
+    raw: Mapping[str, Any],
+    what: str,
+    hints: Mapping[str, str] = _NO_HINTS,
+    **given: Any,
+) -> SettingsT:
+    """``raw``, called ``what`` in messages, as settings.
+
+    ``given`` sets fields that are no keys of ``raw``; ``hints`` says of unknown keys what they are
+    instead. Raises :class:`ConfigError` with one line per problem.
+    """
+    valid = [name for name in model.model_fields if name not in given]
+    problems = [
+        f"{key!r} is {hints[key]}" if key in hints else unknown_key(key, valid)
+        for key in raw
+        if key not in valid
+    ]
+    known = {key: value for key, value in raw.items() if key in valid}
+    try:
+        settings = model(**known, **given)
+        problems += settings.problems()
+    except ValidationError as error:
+        problems += [_explain(detail) for detail in error.errors(include_url=False)]
+    if problems:
+        raise ConfigError(f"{what} cannot be used:\n" + "\n".join(f"  - {p}" for p in problems))
+    return settings
+
+
+def unknown_key(key: str, valid: Sequence[str], valid_are: str = "valid keys are") -> str:
+    """Names the nearest valid key, or else all of them behind the words ``valid_are``."""
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"{valid_are} {', '.join(valid)}"
+    return f"{key!r} is not a key: {hint}"
+
+
+def _explain(detail: Any) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    return f"{name!r}: {message[0].lower()}{message[1:]}"
 
 
 def resolve_secret(reference: str, environ: Mapping[str, str]) -> str:
-    """The secret itself. Raises ``ValueError`` naming the reference, never a secret."""
+    """The secret that ``env:NAME`` or ``file:PATH`` refers to; anything else is the secret itself.
+
+    Raises ``ValueError`` naming the reference, never a secret.
+    """
     kind, separator, name = reference.partition(":")
     if kind == "env" and separator:
         if not environ.get(name):
@@ -22,3 +96,15 @@ def resolve_secret(reference: str, environ: Mapping[str, str]) -> str:
             raise ValueError(f"file {name} holds no secret")
         return text
     return reference
+
+
+def _resolved(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if not value:
+        raise ValueError("must not be empty")
+    return SecretStr(resolve_secret(value, os.environ))
+
+
+Secret = Annotated[SecretStr, BeforeValidator(_resolved)]
+"""A setting that may be given as ``env:NAME`` or ``file:PATH``, and is never shown."""

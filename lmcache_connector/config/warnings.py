@@ -1,7 +1,8 @@
 """Settings that are valid and yet not what anybody wants: one sentence each, and what to do.
 
-What stops a start instead is an error of :mod:`lmcache_connector.config.tiered`; what only a server
-can tell is said when it is connected to.
+Some show in the settings alone, some only beside the model and this host's memory. What stops a
+start is an error of :mod:`lmcache_connector.config.tiered` instead, and what only a server knows is
+told when it is connected to.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the settings meet. ``chunk_bytes``: of one rank. ``available_bytes``: of this host, not
-    counting the CPU tiers; ``None``: unknown."""
+    """What the settings meet: the model and this host.
+
+    ``chunk_bytes`` is one rank's part of a chunk. ``available_bytes`` is this host's free memory
+    before the CPU tiers take theirs; ``None`` where it is unknown.
+    """
 
     max_model_len: int
     chunk_bytes: int
@@ -28,7 +32,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class StartupWarning:
-    """What is wrong, and how to mend it."""
+    """What is wrong, and how to mend it: two sentences without a full stop."""
 
     problem: str
     remedy: str
@@ -37,8 +41,20 @@ class StartupWarning:
         return f"{self.problem}: {self.remedy}"
 
 
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes of memory programs can still get; ``None`` where the system does not say."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
 def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[StartupWarning]:
-    """What the settings alone give away."""
+    """Settings that have no effect, or leave the connector without one."""
     if config.redis_url is not None:
         return
     idle = sorted(k for k in config.model_fields_set if k.startswith(("redis_", "lookup_")))
@@ -61,7 +77,7 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
 
 
 def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[StartupWarning]:
-    """What does not fit together."""
+    """Sizes that do not fit the model or this host."""
     if config.chunk_size > around.max_model_len:
         yield StartupWarning(
             f"chunk_size {config.chunk_size} is more than max_model_len {around.max_model_len}, so "
@@ -83,15 +99,3 @@ def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[Sta
             f"{available / _GIB:.1f} GiB this host has left, which may run out as the tier fills",
             "lower cpu_gib",
         )
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that programs can still have; ``None`` where the system does not say."""
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None

@@ -1,14 +1,15 @@
 """Copies between host memory and a KV cache on a CUDA device.
 
-Each direction is a *lane* with two side streams and a staging slot on each, so one slot's gather
-or scatter overlaps the other's transfer, and both overlap the forward pass on the compute stream.
-Streams order everything inside a slot; the only waits are the side streams' for the caller's fence
-and the calling thread's for the end. Copies of long runs go without staging.
+Each direction has a *pipeline* of two side streams with a staging slot on each, so one slot's
+gather or scatter overlaps the other's transfer, and both overlap the forward pass on the compute
+stream. Streams order everything inside a slot. The side streams wait for the caller's fence and the
+calling thread for the end; nothing else waits. Copies of long runs go without staging.
 
-Memory: ``2 lanes * 2 slots * slot bytes`` on the device, taken at the first copy of each lane (the
-self-test at start), never per copy. Host memory should be pinned; it is slower, but right, if not.
+Memory: ``2 pipelines * 2 slots * slot bytes`` on the device, taken at the first copy of each
+direction (the self-test at start), never per copy. Copies from and to host memory that is not
+pinned are right too, but slower.
 
-Threads: one copy per lane at a time; further ones wait their turn.
+Threads: one copy per direction at a time; further ones wait their turn.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import BlockSpace
 
 DIRECT_MIN_RUN_BYTES = 256 << 10
-"""Runs from here on need no staging: the bus is busy long enough with each.
+"""Runs of this size and longer need no staging: each keeps the bus busy long enough.
 
 Not yet measured; ``python -m benchmarks copy --device cuda --direct-min-bytes`` is for that.
 """
 SLOT_BYTES = 32 << 20
 """A staging slot: long enough for the bus, and at least one chunk."""
-SLOTS_PER_LANE = 2
+SLOTS_PER_PIPELINE = 2
 TABLE_WORDS = 1 << 16
-"""64-bit words of a lane's tables to begin with: enough for about 16,000 blocks in one copy."""
+"""64-bit words of a pipeline's first tables: enough for about 16,000 blocks in one copy."""
 
 _HOST = torch.device("cpu")
 
@@ -47,8 +48,8 @@ class _Slot:
     memory: torch.Tensor
 
 
-class _Lane:
-    """One direction's streams, staging and tables. Used by one thread at a time."""
+class _Pipeline:
+    """Streams, staging slots and tables of one direction. Used by one thread at a time."""
 
     def __init__(self, device: torch.device, driver: CudaDriver, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
@@ -56,7 +57,7 @@ class _Lane:
         self._device = device
         self._slots = [
             _Slot(torch.cuda.Stream(device), torch.empty(0, dtype=torch.uint8, device=device))
-            for _ in range(SLOTS_PER_LANE)
+            for _ in range(SLOTS_PER_PIPELINE)
         ]
         self._tables = torch.empty(0, dtype=torch.int64, device=device)
         self._host_tables = torch.empty(0, dtype=torch.int64)
@@ -103,10 +104,10 @@ class _Lane:
             with torch.cuda.stream(stream):
                 if to_host:
                     kernel.launch(moves, rows, tile.first_row, tile.last_row)
-                for transfer in tile.transfers:
-                    ends = (transfer.host, transfer.staged)
+                for copy in tile.copies:
+                    ends = (copy.host, copy.staged)
                     dst, src = ends if to_host else ends[::-1]
-                    self._driver.copy(dst, src, transfer.num_bytes, stream.cuda_stream)
+                    self._driver.copy(dst, src, copy.num_bytes, stream.cuda_stream)
                 if not to_host:
                     kernel.launch(moves, rows, tile.first_row, tile.last_row)
 
@@ -155,8 +156,10 @@ class CudaCopier:
         self._device = torch.device("cuda", index)
         self._direct_min_run_bytes = direct_min_run_bytes
         self._driver = CudaDriver(index)
-        self._lanes = {way: _Lane(self._device, self._driver, slot_bytes) for way in ("h2d", "d2h")}
-        self._locks = {way: threading.Lock() for way in self._lanes}
+        self._pipelines = {
+            way: _Pipeline(self._device, self._driver, slot_bytes) for way in ("h2d", "d2h")
+        }
+        self._locks = {way: threading.Lock() for way in self._pipelines}
 
     def fence(self) -> torch.cuda.Event:
         """Mark the end of what the compute stream has been given; no synchronisation."""
@@ -183,11 +186,11 @@ class CudaCopier:
         host = dst if to_host else src
         with self._locks[direction], torch.cuda.device(self._device):
             self._driver.bind()
-            lane = self._lanes[direction]
+            pipeline = self._pipelines[direction]
             if isinstance(host, ChunkBuffers) and self._stages(plan, host, to_host):
-                lane.run_staged(plan, host, to_host, after)
+                pipeline.run_staged(plan, host, to_host, after)
             else:
-                lane.run_direct(plan, after)
+                pipeline.run_direct(plan, after)
         return plan.num_bytes
 
     def _stages(self, plan: CopyPlan, host: ChunkBuffers, to_host: bool) -> bool:
@@ -197,5 +200,5 @@ class CudaCopier:
 
     def close(self) -> None:
         """Free the staging memory."""
-        self._lanes.clear()
+        self._pipelines.clear()
         self._driver.close()

@@ -24,8 +24,8 @@ from lmcache_connector.kv_layout.paged_cache import Int64s
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """One chunk between host memory and a slot, in bytes and addresses."""
+class SlotCopy:
+    """One chunk between host memory and a staging slot: two addresses, and a size in bytes."""
 
     host: int
     staged: int
@@ -39,7 +39,7 @@ class Tile:
     slot: int
     first_row: int
     last_row: int
-    transfers: tuple[Transfer, ...]
+    copies: tuple[SlotCopy, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,11 +90,11 @@ def stage(
     tiles = []
     for first in range(0, len(addresses), per_slot):
         last = min(first + per_slot, len(addresses))
-        transfers = tuple(
-            Transfer(int(addresses[i]), int(staged[i]), chunk_bytes) for i in range(first, last)
+        copies = tuple(
+            SlotCopy(int(addresses[i]), int(staged[i]), chunk_bytes) for i in range(first, last)
         )
         slot = first // per_slot % len(slots)
-        tiles.append(Tile(slot, borders[first], borders[last], transfers))
+        tiles.append(Tile(slot, borders[first], borders[last], copies))
     sides = paged_side + slot_side if to_host else slot_side + paged_side
     return StagedCopy(np.stack(sides), tuple(tiles))
 

@@ -1,4 +1,4 @@
-"""What the cost model is asked, what it answers, and what it shows of itself: plain values."""
+"""What the cost model is asked, and what it answers: plain values."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ class Reason(Enum):
     LOAD_FASTER = "load_faster"
     COMPUTE_FASTER = "compute_faster"
     SOURCE_STALLED = "source_stalled"
-    EXPLORE = "explore"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOffer:
-    """A hit to decide on.
+    """A hit to decide on. Raises ``ValueError`` for one that cannot be.
 
-    ``context_tokens`` of ``prompt_tokens`` are computed already; ``sources`` names, in prompt
-    order, where each hit chunk from there on lies. The first may be computed in part.
-    ``chunk_bytes`` is what the rank with the largest part moves per chunk. ``queued_bytes`` waits
-    ahead of this job per source. ``running_requests`` are the others.
+    ``context_tokens`` of ``prompt_tokens`` are computed already; ``tiers`` names, in prompt order,
+    where each hit chunk from there on lies. The first may be computed in part. ``chunk_bytes`` is
+    what the rank with the largest part moves per chunk. ``queued_bytes`` waits ahead of this job
+    per tier. ``running_requests`` are the others.
     """
 
     context_tokens: int
     prompt_tokens: int
     chunk_tokens: int
     chunk_bytes: int
-    sources: tuple[Tier, ...]
+    tiers: tuple[Tier, ...]
     queued_bytes: Mapping[Tier, int] = field(default_factory=dict)
     running_requests: int = 0
 
@@ -65,7 +64,6 @@ class LoadDecision:
     predicted_load_seconds: float
     predicted_compute_seconds: float
     reason: Reason
-    exploring: bool = False
 
     def __str__(self) -> str:
         return (
@@ -74,27 +72,3 @@ class LoadDecision:
             f"recompute {self.predicted_compute_seconds:.4f} s, "
             f"deadline {self.deadline_seconds:.4f} s"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFigures:
-    """One source as the model sees it. ``bytes_per_second`` is infinite when nothing is known."""
-
-    known: bool
-    stalled: bool
-    latency_seconds: float
-    bytes_per_second: float
-    spread: float
-    failure_rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class CostFigures:
-    """The model at one moment, for metrics. ``decisions`` counts since the start."""
-
-    links: Mapping[Tier, LinkFigures]
-    prefill_known: bool
-    prefill_seconds_per_token: float
-    prefill_seconds_per_token_pair: float
-    prefill_seconds_per_token_and_request: float
-    decisions: Mapping[Reason, int]

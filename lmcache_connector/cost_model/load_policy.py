@@ -1,10 +1,10 @@
-"""Compute or load, as the scheduler side asks it: keeps the cost model supplied with figures.
+"""Compute or load, as the scheduler side asks it: keeps the cost model supplied with measurements.
 
-Where the figures come from:
+Where they come from:
 
 - at start every rank times a load from memory (the self-test) and from Redis (a probe), and hands
   both over before the first request (:meth:`LoadPolicy.calibrate`);
-- every load reports the time it was served, without the time it stood in line;
+- every load reports the time it was served, without the time it waited in a queue;
 - the worker times each forward pass that computes a few dozen prompt tokens or more. The
   scheduler side cannot: with asynchronous scheduling it hears of a step while the next one runs;
 - while Redis is not loaded from although requests ask for what it holds, the worker reads a few
@@ -26,10 +26,10 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
 from lmcache_connector.plans import (
     Calibration,
-    ForwardTime,
     JobResult,
     LoadJob,
     Outcome,
+    PrefillWork,
     RankReport,
     Tier,
     TransferTime,
@@ -47,14 +47,19 @@ _MIN_PROBE_SECONDS, _MAX_PROBE_SECONDS = 2.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A load on its way. ``num_bytes``: of the rank with the largest part, per source."""
+    """A load on its way. ``num_bytes``: of the rank with the largest part, per tier."""
 
     redis_keys: tuple[bytes, ...]
     num_bytes: dict[Tier, int]
 
 
 class LoadPolicy:
-    """``chunk_bytes``: of the rank with the largest part. ``num_stages``: of the pipeline."""
+    """Decides which hits to load, and learns from what jobs, forward passes and probes took.
+
+    A chunk has ``chunk_tokens`` tokens, and ``chunk_bytes`` on the rank with the largest part. A
+    prompt passes ``num_stages`` of a pipeline one after the other. ``clock`` gives seconds,
+    monotonic.
+    """
 
     def __init__(
         self,
@@ -87,8 +92,12 @@ class LoadPolicy:
         keys: Sequence[bytes],
         are_in_cpu: Iterable[bool],
     ) -> LoadDecision:
-        """Decide one request, once. ``keys``: its hit chunks, from the one being computed on."""
-        sources = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu)
+        """Decide one request, once.
+
+        ``keys`` are its hit chunks from the one that holds token ``context_tokens`` on;
+        ``are_in_cpu`` says of each whether memory holds it, else Redis does.
+        """
+        tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu)
         queued = dict(self._queued_bytes)
         # What others fetch already is waited for, and copied from memory then.
         shared = sum(key in self._fetching for key in keys) if self._fetching else 0
@@ -99,19 +108,22 @@ class LoadPolicy:
                 prompt_tokens=prompt_tokens,
                 chunk_tokens=self._chunk_tokens,
                 chunk_bytes=self._chunk_bytes,
-                sources=sources,
+                tiers=tiers,
                 queued_bytes=queued,
                 running_requests=self._num_requests,
             )
         )
-        if Tier.REDIS in sources[decision.num_chunks :]:
+        if Tier.REDIS in tiers[decision.num_chunks :]:
             self._want_probe()
         return decision
 
     def lookup_seconds(
         self, context_tokens: int, prompt_tokens: int, last_lookup_seconds: float
     ) -> float:
-        """How long to wait for Redis to say what it holds of a prompt; 0: not at all."""
+        """Seconds to wait for Redis to say what it holds of a prompt; 0: do not ask it.
+
+        ``last_lookup_seconds``: how long its last answer took.
+        """
         if self.model.mode == "always":
             return float("inf")
         if self._clock() - self._redis_news_at > _FRESH_SECONDS:
@@ -141,27 +153,28 @@ class LoadPolicy:
         self._probe_pause = min(2 * self._probe_pause, _MAX_PROBE_SECONDS)
         return True
 
-    # -- figures -------------------------------------------------------------------------------
+    # -- measurements --------------------------------------------------------------------------
 
     def step_planned(self, num_requests: int) -> None:
-        """So many requests run in this step."""
+        """``num_requests`` run in this step."""
         self._num_requests = num_requests
 
     def load_planned(self, job: LoadJob, redis_keys: tuple[bytes, ...]) -> None:
+        """``job`` is on its way. ``redis_keys``: those of its chunks that Redis must bring."""
         num_bytes = {
             Tier.CPU: (len(job.keys) - len(redis_keys)) * self._chunk_bytes,
             Tier.REDIS: len(redis_keys) * self._chunk_bytes,
         }
         self._running[job.job_id] = _Running(redis_keys, num_bytes)
         self._fetching.update(redis_keys)
-        for source, count in num_bytes.items():
-            self._queued_bytes[source] += count
+        for tier, count in num_bytes.items():
+            self._queued_bytes[tier] += count
 
     def load_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
         """All ranks have reported. The one that failed, or else the slowest, counts."""
         running = self._running.pop(job_id)
-        for source, count in running.num_bytes.items():
-            self._queued_bytes[source] -= count
+        for tier, count in running.num_bytes.items():
+            self._queued_bytes[tier] -= count
         self._fetching.subtract(running.redis_keys)
         for key in running.redis_keys:
             if not self._fetching[key]:
@@ -169,23 +182,19 @@ class LoadPolicy:
         self._observe_load(max(results, key=lambda r: (r.redis_failed, r.seconds)))
 
     def observe_reports(self, reports: Iterable[RankReport]) -> None:
-        """Forward passes and probes, of one step's reports. The slowest rank counts."""
-        forwards: list[ForwardTime] = []
+        """Forward passes and probes of one step. The slowest rank counts."""
+        slowest: dict[PrefillWork, float] = {}
         probes: list[TransferTime] = []
         for report in reports:
-            forwards += report.forwards
+            for forward in report.forwards:
+                slowest[forward.work] = max(forward.seconds, slowest.get(forward.work, 0.0))
             if report.redis is not None:
                 probes.append(report.redis)
-        slowest: dict[object, ForwardTime] = {}
-        for forward in forwards:
-            if forward.seconds > getattr(slowest.get(forward.work), "seconds", -1.0):
-                slowest[forward.work] = forward
-        for forward in slowest.values():
-            work = forward.work
+        for work, seconds in slowest.items():
             self.model.observe_prefill(
                 work.num_tokens,
                 work.context_tokens,
-                forward.seconds * self._num_stages,
+                seconds * self._num_stages,
                 work.running_requests,
             )
         if probes:
@@ -223,7 +232,7 @@ class LoadPolicy:
             self.model.observe_load_failed(Tier.REDIS, measured.seconds)
             return
         was_stalled = self.model.is_stalled(Tier.REDIS)
-        copy_speed = self.model.snapshot().links[Tier.CPU].bytes_per_second
+        copy_speed = self.model.bytes_per_second(Tier.CPU)
         speed = 1.0 / (1.0 / _speed(measured) + 1.0 / copy_speed)
         self.model.calibrate(Tier.REDIS, speed, measured.latency_seconds)
         if was_stalled:

@@ -16,6 +16,12 @@ Not thread-safe; the scheduler side owns it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Matrix: TypeAlias = npt.NDArray[np.float64]
 
 MIN_PREFILL_TOKENS = 32
 """Shorter prefills are not looked at: they last as long as a decode step whatever their length."""
@@ -29,9 +35,9 @@ _MAX_SLOWNESS = 2.0
 """A prefill slower than this many times the prediction counts as that slow: one hiccup must not
 make loading look good. A lasting slowdown gets through in a few observations."""
 # Features are scaled to be about 1 for a prefill of 1,000 tokens after 10,000, beside 10 requests.
-_SCALE = (1e-3, 1e-7, 1e-4)
+_SCALE = np.array((1e-3, 1e-7, 1e-4))
 # Where the data cannot tell (all prefills alike), ``a`` explains it before ``b`` and ``d`` do.
-_RIDGE = (1e-6, 1e-4, 1e-4)
+_RIDGE = np.array((1e-6, 1e-4, 1e-4))
 
 
 @dataclass(slots=True)
@@ -43,8 +49,8 @@ class PrefillSpeed:
     """Per token and token of context."""
     seconds_per_token_and_request: float = 0.0
     known: bool = False
-    _xx: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(3)])
-    _xy: list[float] = field(default_factory=lambda: [0.0] * 3)
+    _xx: Matrix = field(default_factory=lambda: np.zeros((3, 3)))
+    _xy: Matrix = field(default_factory=lambda: np.zeros(3))
     _changed_at: float = 0.0
 
     def seconds(self, start: int, end: int, running_requests: int = 0) -> float:
@@ -62,7 +68,10 @@ class PrefillSpeed:
         seconds: float,
         running_requests: int = 0,
     ) -> None:
-        """Raises ``ValueError`` for negative figures."""
+        """One step took ``seconds`` for ``num_tokens`` after ``context_tokens``.
+
+        ``now`` is monotonic, in seconds. Raises ``ValueError`` for anything negative.
+        """
         if min(num_tokens, context_tokens, running_requests) < 0 or seconds < 0:
             raise ValueError("a prefill has no negative tokens, requests or seconds")
         if num_tokens < MIN_PREFILL_TOKENS:
@@ -75,63 +84,36 @@ class PrefillSpeed:
             seconds = min(seconds, _MAX_SLOWNESS * predicted)
         if seconds * _SURPRISE_FACTOR < predicted:
             keep *= _KEEP_AFTER_FAST_SURPRISE
-        features = (
-            num_tokens * _SCALE[0],
-            num_tokens * (context_tokens + num_tokens / 2) * _SCALE[1],
-            num_tokens * running_requests * _SCALE[2],
-        )
-        for i, feature in enumerate(features):
-            row = self._xx[i]
-            for j, other in enumerate(features):
-                row[j] = row[j] * keep + feature * other
-            self._xy[i] = self._xy[i] * keep + feature * seconds
+        pairs = num_tokens * (context_tokens + num_tokens / 2)
+        features = _SCALE * (num_tokens, pairs, num_tokens * running_requests)
+        self._xx = self._xx * keep + np.outer(features, features)
+        self._xy = self._xy * keep + features * seconds
         self._changed_at = now
         self.known = True
         self._fit()
 
     def _fit(self) -> None:
-        a, b, d = non_negative_solution(self._xx, self._xy, _RIDGE)
-        self.seconds_per_token = a * _SCALE[0]
-        self.seconds_per_token_pair = b * _SCALE[1]
-        self.seconds_per_token_and_request = d * _SCALE[2]
+        a, b, d = (non_negative_solution(self._xx, self._xy, _RIDGE) * _SCALE).tolist()
+        self.seconds_per_token = a
+        self.seconds_per_token_pair = b
+        self.seconds_per_token_and_request = d
 
 
-def non_negative_solution(
-    xx: list[list[float]], xy: list[float], ridge: tuple[float, ...]
-) -> list[float]:
-    """Solve the normal equations ``xx @ beta = xy``, each beta at least zero.
+def non_negative_solution(xx: Matrix, xy: Matrix, ridge: Matrix) -> Matrix:
+    """Solve the normal equations ``xx @ beta = xy`` of ``n`` unknowns, each beta at least zero.
 
-    ``ridge[i]`` times the trace is added to the diagonal. The most negative beta is fixed at zero
-    and the rest solved again until none is negative: at most as many rounds as there are betas.
+    ``xx`` is (n, n) and positive semidefinite, ``xy`` and ``ridge`` are (n,); ``ridge`` times the
+    trace is added to the diagonal. The most negative beta is fixed at zero and the rest solved
+    again until none is negative: at most as many rounds as there are betas.
     """
+    matrix = xx + np.diag(ridge * (xx.trace() or 1.0))
+    beta = np.zeros(len(xy))
     active = list(range(len(xy)))
-    trace = sum(xx[i][i] for i in active) or 1.0
     while active:
-        matrix = [
-            [xx[i][j] + (ridge[i] * trace if i == j else 0.0) for j in active] + [xy[i]]
-            for i in active
-        ]
-        solution = _solve(matrix)
-        worst = min(range(len(active)), key=solution.__getitem__)
+        solution = np.linalg.solve(matrix[np.ix_(active, active)], xy[active])
+        worst = int(solution.argmin())
         if solution[worst] >= 0:
-            beta = [0.0] * len(xy)
-            for index, value in zip(active, solution, strict=True):
-                beta[index] = value
-            return beta
+            beta[active] = solution
+            break
         del active[worst]
-    return [0.0] * len(xy)
-
-
-def _solve(matrix: list[list[float]]) -> list[float]:
-    """Gaussian elimination of ``[A | y]``, ``A`` positive definite, so no pivoting is needed."""
-    size = len(matrix)
-    for i in range(size):
-        for j in range(i + 1, size):
-            factor = matrix[j][i] / matrix[i][i]
-            for k in range(i, size + 1):
-                matrix[j][k] -= factor * matrix[i][k]
-    solution = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(matrix[i][k] * solution[k] for k in range(i + 1, size))
-        solution[i] = (matrix[i][size] - known) / matrix[i][i]
-    return solution
+    return beta

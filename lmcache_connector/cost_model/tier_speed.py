@@ -13,15 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _KEEP_PER_LOAD = 0.75
-"""Weight older loads keep after one more: the last four or so decide. A link's speed depends on
-its neighbours and changes within seconds; old figures are worth little."""
+"""Weight older loads keep after one more: the last four or so decide. A tier's speed depends on
+its neighbours and changes within seconds; old measurements are worth little."""
 _KEEP_AFTER_SLOW_SURPRISE = 0.2
-"""A load twice as slow as predicted: the link has probably changed, possibly only hiccupped."""
+"""A load twice as slow as predicted: the tier has probably changed, possibly only hiccupped."""
 _KEEP_AFTER_FAST_SURPRISE = 0.02
 """A load twice as fast as predicted: nothing is fast by accident, so the past is out of date. Not
 zero: two sizes are needed to tell latency from bandwidth."""
 _SURPRISE_FACTOR = 2.0
 _HALF_LIFE_SECONDS = 600.0
+QUIET_SECONDS = 60.0
+"""What was learned counts for no longer against a tier that is not loaded from."""
 _SIZE_OFFSET_BYTES = 8 << 20
 _KEEP_PROVEN = 0.9
 _CALIBRATED_BYTES = 1 << 30
@@ -32,7 +34,7 @@ nothing else tells latency from bandwidth, and yields to any two sizes."""
 _STALL_FACTOR = 3.0
 """A load cut off after this many times what its bytes should have taken counts as stalled."""
 _KEEP_COUNTS = 0.9
-"""Slower than speeds fade: a link that stalls now and then looks well in between."""
+"""Slower than speeds fade: a tier that stalls now and then looks well in between."""
 _PRIOR_LOADS = 5.0
 _PRIOR_FAILURE_RATE = 0.02
 _FIRST_SPREAD = 0.15
@@ -68,8 +70,12 @@ class _Sums:
 
 @dataclass(slots=True)
 class TierSpeed:
-    """What is known of one tier. ``known`` is false until a load or a calibration told something;
-    ``stalled`` is true from a load that hung or broke until the next one that arrived."""
+    """What is known of one tier.
+
+    ``known`` is false until a load or a calibration told something; ``stalled`` is true from a load
+    that hung or broke until the next one that arrived; ``on_trial`` is true from a return to the
+    calibration until the next load.
+    """
 
     latency_seconds: float = 0.0
     seconds_per_byte: float = 0.0
@@ -77,16 +83,18 @@ class TierSpeed:
     """Decayed mean of the prediction's relative error, from 0.1 to 1."""
     known: bool = False
     stalled: bool = False
+    on_trial: bool = False
     proven_bytes: float = float("inf")
-    """The largest load the figures rest on, fading as smaller ones follow."""
+    """The largest load the estimate rests on, fading as smaller ones follow."""
     _sums: _Sums = field(default_factory=_Sums)
-    _anchor_seconds: float | None = None
+    _calibration: tuple[float, float] | None = None
+    """Bytes per second, and seconds of latency."""
     _num_good: float = 0.0
     _num_failed: float = 0.0
     _changed_at: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Predicted seconds of one load of that size on an idle link; 0 when nothing is known."""
+        """Predicted seconds of one load of that size from an idle tier; 0 when nothing is known."""
         return self.latency_seconds + num_bytes * self.seconds_per_byte
 
     def seconds_at_worst(self, num_bytes: float) -> float:
@@ -110,20 +118,33 @@ class TierSpeed:
         return failed / (self._num_failed + self._num_good + _PRIOR_LOADS)
 
     def calibrate(self, now: float, bytes_per_second: float, latency_seconds: float) -> None:
-        """Start again from measured figures. Raises ``ValueError`` if they cannot be any."""
+        """Start again from a measurement. Raises ``ValueError`` if it cannot be one."""
         if bytes_per_second <= 0 or latency_seconds < 0:
             raise ValueError("a calibration needs a positive bandwidth and no negative latency")
         self._sums = _Sums()
-        self._anchor_seconds = latency_seconds
+        self._calibration = bytes_per_second, latency_seconds
         for num_bytes in (1 << 20, _CALIBRATED_BYTES):
             self._sums.add(num_bytes, latency_seconds + num_bytes / bytes_per_second)
         self._changed_at = now
         self.proven_bytes = float(_CALIBRATED_BYTES)
-        self.known, self.stalled = True, False
+        self.known, self.stalled, self.on_trial = True, False, False
+        self._count(failed=False)
         self._fit()
 
+    def is_outdated(self, now: float) -> bool:
+        """Whether nothing was observed for a minute. A stall does not end by itself."""
+        return not self.stalled and now - self._changed_at >= QUIET_SECONDS
+
+    def on_trial_from(self, now: float) -> TierSpeed:
+        """A tier of which the calibration is known, if there was one, and nothing else."""
+        fresh = TierSpeed()
+        if self._calibration is not None:
+            fresh.calibrate(now, *self._calibration)
+        fresh.on_trial = True
+        return fresh
+
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:
-        """A load that brought all its bytes. Raises ``ValueError`` for impossible figures."""
+        """A load that brought all its bytes. Raises ``ValueError`` for an impossible one."""
         self._observe(now, num_bytes, seconds)
         self._count(failed=False)
         self.stalled = False
@@ -131,7 +152,7 @@ class TierSpeed:
     def cut_off(self, now: float, num_bytes: int, seconds: float) -> None:
         """A load that ended early, ``num_bytes`` of it in time.
 
-        It is no failure of the link if those bytes took about as long as they should have: then
+        It is no failure of the tier if those bytes took about as long as they should have: then
         its deadline was too short, and the speed it showed is as good as any.
         """
         predicted = max(self.seconds(num_bytes), _MIN_SECONDS)
@@ -153,7 +174,7 @@ class TierSpeed:
         self._sums.keep(0.5 ** (max(0.0, now - self._changed_at) / _HALF_LIFE_SECONDS))
         self._sums.add(num_bytes, seconds)
         self._changed_at = now
-        self.known = True
+        self.known, self.on_trial = True, False
         self._fit()
 
     def _share_to_keep(self, seconds: float, predicted: float) -> float:
@@ -167,7 +188,7 @@ class TierSpeed:
         if seconds * _SURPRISE_FACTOR < predicted:
             return _KEEP_AFTER_FAST_SURPRISE
         if seconds > predicted * _SURPRISE_FACTOR:
-            return _KEEP_AFTER_SLOW_SURPRISE
+            return 0.0 if self.on_trial else _KEEP_AFTER_SLOW_SURPRISE
         return _KEEP_PER_LOAD
 
     def _count(self, failed: bool) -> None:
@@ -178,9 +199,10 @@ class TierSpeed:
         """Least squares for (latency, seconds per byte), neither of them negative."""
         s = self._sums
         w, y = s.w, s.y
-        if self._anchor_seconds is not None:
+        if self._calibration is not None:
+            _, latency_seconds = self._calibration
             w += _ANCHOR_SHARE * s.w
-            y += _ANCHOR_SHARE * s.w * self._anchor_seconds
+            y += _ANCHOR_SHARE * s.w * latency_seconds
         # The share of the byte sums' variance: with one size only it is rounding noise.
         variance = w * s.xx - s.x * s.x
         if variance > 1e-4 * w * s.xx:

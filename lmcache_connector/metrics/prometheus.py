@@ -1,4 +1,4 @@
-"""The connector's figures as vLLM wants them: a stats container, and Prometheus metrics.
+"""The connector's samples as vLLM wants them: a stats container, and Prometheus metrics.
 
 Runs in vLLM's front end, which may serve several engines (data parallel): each has its own label
 values. Nothing here touches the cache.
@@ -15,7 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from lmcache_connector.metrics.samples import Samples, log_fields, sample_key, split_key
+from lmcache_connector.metrics.log_line import log_fields
+from lmcache_connector.metrics.samples import Samples, sample_key, split_key
 from lmcache_connector.metrics.table import Kind, Metric
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ConnectorStats(KVConnectorStats):
-    """``data`` is a :class:`Samples`, as plain data. A subclass says how the log line reads."""
+    """``data`` is a :class:`Samples` as plain data. A subclass says how the log line reads."""
 
     @classmethod
     def of(cls, samples: Samples) -> Self:
@@ -38,7 +39,7 @@ class ConnectorStats(KVConnectorStats):
         self.data = Samples().to_data()
 
     def aggregate(self, other: KVConnectorStats) -> Self:
-        """Another rank's or interval's are added to these."""
+        """Add another rank's or interval's to these, which are returned."""
         total = self.samples
         total.merge(Samples.from_data(other.data))
         self.data = total.to_data()
@@ -50,10 +51,10 @@ class ConnectorStats(KVConnectorStats):
 
 @dataclass
 class TieredStats(ConnectorStats):
-    """Of the tiers."""
+    """What the tiered connector counted in some interval."""
 
     def reduce(self) -> dict[str, Any]:
-        """For the periodic log line."""
+        """The periodic log line."""
         return dict(log_fields(self.samples))
 
 

@@ -1,4 +1,4 @@
-"""Figures on their way from workers and scheduler to ``/metrics``: plain data that adds up.
+"""Samples on their way from workers and scheduler to ``/metrics``: plain data that adds up.
 
 Both sides collect into :class:`Samples` and hand over what is new since they last did. vLLM adds up
 those of all ranks and of the scheduler, ships the sum to the front end with each step's output, and
@@ -27,7 +27,7 @@ class Samples:
     observations: dict[str, list[float]] = field(default_factory=dict)
 
     def count(self, name: str, *labels: str, amount: float = 1) -> None:
-        """Nothing is recorded for an amount of 0. Negative ones are a caller's bug."""
+        """Add to a counter. Raises ``ValueError`` for a negative amount; 0 records nothing."""
         if amount < 0:
             raise ValueError(f"{name} must not shrink, not even by {-amount}")
         if amount:
@@ -35,13 +35,15 @@ class Samples:
             self.counters[key] = self.counters.get(key, 0) + amount
 
     def set(self, name: str, *labels: str, value: float) -> None:
+        """Set a gauge."""
         self.gauges[sample_key(name, *labels)] = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
+        """Add one value to a histogram."""
         self.observations.setdefault(sample_key(name, *labels), []).append(value)
 
     def merge(self, later: Samples) -> None:
-        """Take in another rank's, or a later interval's."""
+        """Add another rank's samples, or a later interval's."""
         for key, amount in later.counters.items():
             self.counters[key] = self.counters.get(key, 0) + amount
         self.gauges.update(later.gauges)
@@ -60,10 +62,16 @@ class Samples:
         """A counter by its first label; empty without one."""
         return {labels[0]: v for _, labels, v in _select(self.counters, name) if labels}
 
+    def gauge_values(self, name: str) -> list[float]:
+        """A gauge's values, one for each set of label values."""
+        return [value for _, _, value in _select(self.gauges, name)]
+
     def gauge_total(self, name: str) -> float:
-        return sum(value for _, _, value in _select(self.gauges, name))
+        """The sum of a gauge over all label values."""
+        return sum(self.gauge_values(name))
 
     def observed(self, name: str, label: str) -> list[float]:
+        """A histogram's values with that one label value."""
         return self.observations.get(sample_key(name, label), [])
 
     def to_data(self) -> dict[str, Any]:
@@ -85,11 +93,12 @@ class Samples:
 
 
 def sample_key(name: str, *labels: str) -> str:
+    """The key of a metric's sample with these label values."""
     return _SEPARATOR.join((name, *labels))
 
 
 def split_key(key: str) -> tuple[str, tuple[str, ...]]:
-    """Name and label values."""
+    """The metric's name and the label values of a key."""
     name, *labels = key.split(_SEPARATOR)
     return name, tuple(labels)
 
@@ -105,52 +114,3 @@ def _select(
 
 def _fits(labels: tuple[str, ...], wanted: str | None) -> bool:
     return wanted is None or labels[:1] == (wanted,)
-
-
-def log_fields(samples: Samples) -> dict[str, str]:
-    """The periodic log line: what the cache did in this interval, for a person to read."""
-    fields: dict[str, str] = {}
-    queried = samples.total("queried_tokens")
-    hit = samples.total("hit_tokens")
-    if queried:
-        fields["hit tokens"] = (
-            f"{hit:.0f} of {queried:.0f} (CPU {samples.total('hit_tokens', 'cpu'):.0f}, "
-            f"Redis {samples.total('hit_tokens', 'redis'):.0f})"
-        )
-    for verb, tier, title in _TRAFFIC:
-        num_bytes = samples.total(_BYTES[verb], tier)
-        if num_bytes:
-            fields[title] = traffic(num_bytes, sum(samples.observed(f"{verb}_seconds", tier)))
-    for title, name in _TROUBLES:
-        if amount := samples.total(name):
-            fields[title] = f"{amount:.0f}"
-    if capacity := samples.gauge_total("cpu_capacity_bytes"):
-        used = samples.gauge_total("cpu_used_bytes")
-        fields["CPU tier"] = f"{used / capacity:.0%} of {capacity / 2**30:.3g} GiB"
-    if any(value == 2 for _, _, value in _select(samples.gauges, "circuit_state")):
-        fields["Redis"] = "DOWN"
-    if saved := samples.total("prefill_saved_seconds"):
-        fields["prefill saved"] = f"{saved:.3g} s"
-    return fields
-
-
-_TRAFFIC = (
-    ("load", "cpu", "loaded from CPU"),
-    ("load", "redis", "fetched from Redis"),
-    ("store", "cpu", "stored to CPU"),
-    ("store", "redis", "written to Redis"),
-)
-_BYTES = {"load": "loaded_bytes", "store": "stored_bytes"}
-_TROUBLES = (
-    ("tokens left to compute", "declined_tokens"),
-    ("failed loads", "failed_loads"),
-    ("tokens recomputed", "recomputed_tokens"),
-    ("dropped writes", "dropped_writes"),
-    ("evicted chunks", "evicted_chunks"),
-)
-
-
-def traffic(num_bytes: float, seconds: float) -> str:
-    """``32 MiB at 1.7 GB/s``."""
-    text = f"{num_bytes / 2**20:.3g} MiB"
-    return f"{text} at {num_bytes / seconds / 1e9:.2g} GB/s" if seconds > 0 else text

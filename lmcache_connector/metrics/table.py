@@ -21,7 +21,6 @@ SECONDS_BUCKETS = (
 )
 BANDWIDTH_BUCKETS = (1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1e11)
 
-
 Known = tuple[tuple[str, ...], ...]
 _TIERS: Known = (("cpu",), ("redis",))
 

@@ -11,10 +11,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +22,29 @@ _IDLE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0
 
 
+class Pending(Enum):
+    """The answer of a look-up that has none yet."""
+
+    PENDING = "pending"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer of a look-up: the leading ``num_chunks`` of those asked for exist."""
+
+    num_chunks: int
+
+
+PENDING: Final = Pending.PENDING
+MISS: Final = Found(0)
+LookupAnswer = Found | Pending
+
+
 class PrefixLookup(Protocol):
     """A tier that can say how many leading chunks it holds. One thread owns it."""
 
     def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """0 on any trouble."""
+        """Blocks until ``deadline``, a reading of the clock, at most. 0 on any trouble."""
         ...
 
     def tend(self) -> None:
@@ -38,52 +55,50 @@ class PrefixLookup(Protocol):
 
 
 class PendingLookup:
-    """One question to Redis. ``deadline`` is in the clock's seconds. For one asking thread."""
+    """One question to Redis: one thread asks and waits, another settles it.
+
+    ``deadline`` is a reading of ``clock``, seconds.
+    """
 
     def __init__(
         self, keys: tuple[bytes, ...], deadline: float, clock: Callable[[], float]
     ) -> None:
         self.keys = keys
         self.deadline = deadline
-        self._clock = clock
-        self._answer = 0
-        self._done = threading.Event()
         self.is_cancelled = False
+        self._clock = clock
+        self._answer: LookupAnswer = PENDING
+        self._settled = threading.Event()
 
-    def wait(self, seconds: float) -> int | None:
-        """Leading chunks that exist, 0 past the deadline, ``None`` while still open."""
+    def wait(self, seconds: float) -> LookupAnswer:
+        """The answer, waited for up to so many seconds. Past the deadline it is a miss."""
         remaining = self.deadline - self._clock()
-        if self._done.wait(max(0.0, min(seconds, remaining))):
-            return self._answer
-        if remaining > seconds:
-            return None
-        self.cancel()
-        return 0
+        self._settled.wait(max(0.0, min(seconds, remaining)))
+        if self._answer is PENDING and remaining <= seconds:
+            self.cancel()
+            return MISS
+        return self._answer
 
     @property
-    def is_answered(self) -> bool:
-        return self._done.is_set()
+    def answer(self) -> LookupAnswer:
+        """As far as it is known now, deadline or not."""
+        return self._answer
 
     def cancel(self) -> None:
-        """It need not be asked any more. One already on its way is let be."""
+        """It need not be asked any more. A question already on its way is left alone."""
         self.is_cancelled = True
 
-    def settle(self, answer: int) -> None:
-        self._answer = answer
-        self._done.set()
+    def settle(self, num_chunks: int) -> None:
+        self._answer = Found(num_chunks)
+        self._settled.set()
 
 
 class BackgroundLookup:
-    """Runs lookups one after the other on one background thread, which ``lookup`` belongs to."""
+    """Asks one question after the other on one background thread, which ``lookup`` belongs to."""
 
     def __init__(
-        self,
-        lookup: PrefixLookup,
-        deadline_seconds: float,
-        clock: Callable[[], float],
-        servers: Callable[[], tuple[tuple[str, CircuitState], ...]] = tuple,
+        self, lookup: PrefixLookup, deadline_seconds: float, clock: Callable[[], float]
     ) -> None:
-        """``servers()``: the servers asked, and the states of their circuits."""
         self._lookup = lookup
         self._deadline_seconds = deadline_seconds
         self._clock = clock
@@ -91,7 +106,6 @@ class BackgroundLookup:
         self.last_seconds = 0.0
         """How long the last question was on its way, answered or not."""
         self._times: deque[float] = deque(maxlen=_MAX_TIMES)
-        self.servers = servers
         self._thread = threading.Thread(target=self._run, name="lmc-lookup", daemon=True)
         self._thread.start()
 
@@ -101,7 +115,7 @@ class BackgroundLookup:
         return pending
 
     def take_seconds(self) -> list[float]:
-        """Times of the questions that have ended since the last call."""
+        """Durations of the questions that have ended since the last call, at most 1024."""
         return [self._times.popleft() for _ in range(len(self._times))]
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,13 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_identity import RequestIdentifier
-from lmcache_connector.plans import Tier
+from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
-from lmcache_connector.scheduler.kv_events import KvEventLog
+from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.scheduler.hit_finder import HitFinder, RedisHitFinder
+from lmcache_connector.scheduler.kv_events import KvEventLog, KvEventSink
+from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 
 if TYPE_CHECKING:
@@ -29,50 +31,56 @@ def build_scheduler(
     stores: bool,
     kv_events: bool,
 ) -> SchedulerAdapter:
-    """``loads`` and ``stores``: what ``kv_role`` allows."""
-    return SchedulerAdapter(
-        SchedulerSettings(
-            chunk_size=config.chunk_size,
-            block_sizes=(model.block_size,),
-            world_size=model.world_size,
-            loads=loads,
-            stores=stores,
-            store_generated=config.store_generated,
-            redis_only_reused=config.redis_admission == "reused",
-            load_deadline_seconds=config.load_deadline_seconds,
-            lookup_wait_seconds=config.lookup_wait_seconds,
-        ),
-        PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes),
-        RequestIdentifier(config.require_cache_salt).identify,
-        _make_lookup(config, model),
-        _make_choice(config, model),
-        kv_events=KvEventLog(model.world_size) if kv_events else None,
-    )
-
-
-def _make_lookup(config: ConnectorConfig, model: ModelDescription) -> BackgroundLookup | None:
+    """The scheduler side of an engine. ``loads`` and ``stores``: what ``kv_role`` allows."""
+    settings = _settings(config, model, loads, stores)
+    tally, index = Tally(), ChunkIndex(model.world_size)
+    policy = _make_policy(config, model)
+    events = KvEventLog(model.world_size) if kv_events else KvEventSink()
     tier_config = config.redis_tier_config()
     if tier_config is None:
-        return None
-    from lmcache_connector.storage.redis.lookup import RedisLookup
+        hits = HitFinder(settings, index, tally)
+        metrics = SchedulerMetrics(tally, time.monotonic)
+    else:
+        from lmcache_connector.storage.redis.lookup import RedisLookup
 
-    lookup = RedisLookup(tier_config, model.geometries)
-    return BackgroundLookup(
-        lookup,
-        config.lookup_deadline_seconds,
-        time.monotonic,
-        servers=lookup.servers,
+        redis = RedisLookup(tier_config, model.geometries)
+        lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, time.monotonic)
+        hits = RedisHitFinder(settings, index, tally, lookup, policy, events, time.monotonic)
+        metrics = SchedulerMetrics(tally, time.monotonic, lookup.take_seconds, redis.servers)
+    return SchedulerAdapter(
+        settings,
+        PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes),
+        RequestIdentifier(config.require_cache_salt).identify,
+        index=index,
+        hits=hits,
+        policy=policy,
+        kv_events=events,
+        tally=tally,
+        metrics=metrics,
     )
 
 
-def _make_choice(config: ConnectorConfig, model: ModelDescription) -> LoadPolicy:
-    """Requests may try the CPU tier, which cannot stall; Redis is measured by a probe."""
+def _settings(
+    config: ConnectorConfig, model: ModelDescription, loads: bool, stores: bool
+) -> SchedulerSettings:
+    return SchedulerSettings(
+        chunk_size=config.chunk_size,
+        block_sizes=(model.block_size,),
+        world_size=model.world_size,
+        loads=loads,
+        stores=stores,
+        store_generated=config.store_generated,
+        redis_only_reused=config.redis_admission == "reused",
+        load_deadline_seconds=config.load_deadline_seconds,
+        lookup_wait_seconds=config.lookup_wait_seconds,
+    )
+
+
+def _make_policy(config: ConnectorConfig, model: ModelDescription) -> LoadPolicy:
     cost_model = CostModel(
         clock=time.monotonic,
-        rng=random.Random(),
         max_deadline_seconds=config.load_deadline_seconds,
         mode=config.compute_or_load,
-        explores=frozenset({Tier.CPU}),
     )
     return LoadPolicy(
         cost_model,

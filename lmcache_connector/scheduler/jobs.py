@@ -1,4 +1,4 @@
-"""The jobs that have been planned and not yet reported by every rank."""
+"""The jobs of the scheduler side, from their planning to the last rank's report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from lmcache_connector.plans import Hold, JobResult, LoadJob, PrefillWork, StepPlan, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState
 
+# The plan of nearly every decode step.
+_NOTHING_NEW = StepPlan()
+
 
 @dataclass(slots=True)
 class PlannedJob:
-    """``num_chunks``: that all ranks heard so far have; ``results``: one per rank heard."""
+    """A job and what has been heard of it: one of ``results`` per rank that has reported,
+    ``num_chunks`` leading chunks that arrived on all of these."""
 
     state: RequestState
     job: LoadJob | StoreJob
@@ -19,49 +23,45 @@ class PlannedJob:
 
 
 class PlannedJobs:
-    """A job has ended when each of ``num_ranks`` has said so. Owned by the scheduler side."""
+    """A job waits here for the step's plan, and then for the reports of ``num_ranks`` ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._jobs: dict[int, PlannedJob] = {}
         self._last_id = 0
+        # For the next plan.
+        self._loads: list[LoadJob] = []
+        self._stores: list[StoreJob] = []
+        self._holds: list[Hold] = []
+        self._cancelled_loads: list[int] = []
+
+    def __len__(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._jobs)
 
     def new_id(self) -> int:
         """Greater than all before, over loads and stores together."""
         self._last_id += 1
         return self._last_id
 
-    def start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
+    def add(self, state: RequestState, job: LoadJob | StoreJob) -> None:
+        """Hand the job to the workers with the next plan."""
         self._jobs[job.job_id] = PlannedJob(state, job, num_chunks=len(job.keys))
+        if isinstance(job, LoadJob):
+            self._loads.append(job)
+        else:
+            self._stores.append(job)
 
-    def report(self, result: JobResult) -> tuple[PlannedJob, bool]:
-        """The job after one rank's ``result``, and whether that was the last rank's."""
-        running = self._jobs[result.job_id]
-        running.num_chunks = min(running.num_chunks, result.num_chunks)
-        running.results.append(result)
-        ended = len(running.results) == self._num_ranks
-        if ended:
-            del self._jobs[result.job_id]
-        return running, ended
+    def cancel_load(self, job: LoadJob) -> None:
+        """Tell the workers with the next plan that nobody wants it any more."""
+        self._cancelled_loads.append(job.job_id)
 
-    def __len__(self) -> int:
-        return len(self._jobs)
+    def hold_blocks(self, state: RequestState) -> None:
+        """Keep the blocks of a finished request until its stores have ended."""
+        job_ids = tuple(sorted(state.store.job_ids))
+        self._holds.append(Hold(state.request.request_id, job_ids))
 
-
-# The plan of nearly every decode step.
-_NOTHING_NEW = StepPlan()
-
-
-class PlanDraft:
-    """Collects on the scheduler's thread until the step's plan is taken."""
-
-    def __init__(self) -> None:
-        self.loads: list[LoadJob] = []
-        self.stores: list[StoreJob] = []
-        self.holds: list[Hold] = []
-        self.cancelled_loads: list[int] = []
-
-    def take(
+    def take_plan(
         self,
         *,
         vacated_stores: tuple[int, ...],
@@ -69,19 +69,29 @@ class PlanDraft:
         prefill: PrefillWork | None,
         probe: bool,
     ) -> StepPlan:
-        """The plan of a step of which the rest is known now. The draft is empty then."""
-        jobs = self.loads or self.stores or self.holds or self.cancelled_loads
-        if not (idle or jobs or vacated_stores or prefill or probe):
+        """The plan of a step: all that was added since the last one, and what is known of this."""
+        new = self._loads or self._stores or self._holds or self._cancelled_loads
+        if not (idle or new or vacated_stores or prefill or probe):
             return _NOTHING_NEW
         plan = StepPlan(
-            loads=tuple(self.loads),
-            stores=tuple(self.stores),
-            holds=tuple(self.holds),
-            cancelled_loads=tuple(self.cancelled_loads),
+            loads=tuple(self._loads),
+            stores=tuple(self._stores),
+            holds=tuple(self._holds),
+            cancelled_loads=tuple(self._cancelled_loads),
             vacated_stores=vacated_stores,
             idle=idle,
             prefill=prefill,
             probe=probe,
         )
-        self.loads, self.stores, self.holds, self.cancelled_loads = [], [], [], []
+        self._loads, self._stores, self._holds, self._cancelled_loads = [], [], [], []
         return plan
+
+    def report(self, result: JobResult) -> tuple[PlannedJob, bool]:
+        """The job after one rank's ``result``, and whether it has ended with that."""
+        planned = self._jobs[result.job_id]
+        planned.num_chunks = min(planned.num_chunks, result.num_chunks)
+        planned.results.append(result)
+        has_ended = len(planned.results) == self._num_ranks
+        if has_ended:
+            del self._jobs[result.job_id]
+        return planned, has_ended

@@ -11,7 +11,7 @@ in a tier, or on its way there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,10 +59,37 @@ class _Chunk:
         return not any(self.holders.values())
 
 
-class KvEventLog:
+class KvEventSink:
+    """Takes what becomes of chunks and forgets it: for an engine whose events nobody wants."""
+
+    def describe(self, keys: Sequence[bytes], describe: Callable[[int], BlockRun]) -> None:
+        """Before a job that may bring these chunks to a tier; ``describe(i)`` describes the i-th,
+        and is called if it is new."""
+
+    def apply(self, report: RankReport) -> None:
+        """Learn what one rank's tiers took in and let go."""
+
+    def gone(self, tier: Tier, rank: int, key: bytes) -> None:
+        """Learn that this rank's part of a chunk has left the tier."""
+
+    def missing(self, key: bytes) -> None:
+        """Learn that Redis was asked for a chunk and does not have it."""
+
+    def settle(self, keys: Iterable[bytes]) -> None:
+        """Forget what a job that has ended brought nowhere."""
+
+    def clear(self) -> None:
+        """Nothing stored before can be hit any more."""
+
+    def take(self) -> list[KvEvent]:
+        """Events since the last call, in order."""
+        return []
+
+
+class KvEventLog(KvEventSink):
     """Turns the ranks' reports into events. ``world_size``: how many ranks make a whole chunk.
 
-    Chunks nobody has described, as those of the self-test, are passed over.
+    Chunks nobody has described, such as those of the self-test, are passed over.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -74,13 +101,12 @@ class KvEventLog:
         """Chunks described."""
         return len(self._chunks)
 
-    def describe(self, key: bytes, describe: Callable[[], BlockRun]) -> None:
-        """Before a job that may bring the chunk to a tier; ``describe`` is called if it is new."""
-        if key not in self._chunks:
-            self._chunks[key] = _Chunk(describe())
+    def describe(self, keys: Sequence[bytes], describe: Callable[[int], BlockRun]) -> None:
+        for i, key in enumerate(keys):
+            if key not in self._chunks:
+                self._chunks[key] = _Chunk(describe(i))
 
     def apply(self, report: RankReport) -> None:
-        """What one rank's tiers took in and let go."""
         # A chunk may leave memory once it is written: it must be known still.
         for key in report.written:
             self._hold(Tier.REDIS, report.rank, key)
@@ -91,7 +117,6 @@ class KvEventLog:
                 self.gone(Tier.CPU, report.rank, event.key)
 
     def gone(self, tier: Tier, rank: int, key: bytes) -> None:
-        """This rank's part of a chunk has left the tier."""
         chunk = self._chunks.get(key)
         if chunk is None:
             return
@@ -103,19 +128,16 @@ class KvEventLog:
             del self._chunks[key]
 
     def missing(self, key: bytes) -> None:
-        """Redis was asked for a chunk and does not have it."""
         for rank in range(self._all_ranks.bit_length()):
             self.gone(Tier.REDIS, rank, key)
 
     def settle(self, keys: Iterable[bytes]) -> None:
-        """A job has ended: what it brought nowhere is forgotten."""
         for key in keys:
             chunk = self._chunks.get(key)
             if chunk is not None and chunk.is_nowhere:
                 del self._chunks[key]
 
     def clear(self) -> None:
-        """Nothing stored before can be hit any more."""
         for chunk in self._chunks.values():
             for tier, holders in chunk.holders.items():
                 if holders == self._all_ranks:
@@ -123,7 +145,6 @@ class KvEventLog:
         self._chunks.clear()
 
     def take(self) -> list[KvEvent]:
-        """Events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

@@ -1,150 +1,125 @@
-"""How much of a request can be loaded, and how much of that shall be.
-
-The index of the CPU tiers answers at once, Redis in its own time; :class:`LoadPolicy` then says
-which part of the hit is quicker to load than to compute.
-"""
+"""How much of a request's hit shall be loaded, and the job that loads it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
-from lmcache_connector.scheduler.background_lookup import BackgroundLookup
+from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.plans import BlockIds, JobResult, LoadJob, Tier
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
-from lmcache_connector.scheduler.counters import SchedulerCounters
-from lmcache_connector.scheduler.kv_events import KvEventLog
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 logger = logging.getLogger(__name__)
 
-# For an answer from Redis while nothing runs: an idle step would take no less.
-_IDLE_WAIT_SECONDS = 0.005
-# An answer that old is asked for again before a request is scheduled: it has queued, while others
-# stored what it shares with them and the CPU tier let go of what it had.
-_STALE_SECONDS = 0.25
-
 
 class LoadPlanner:
-    """Without ``lookup`` only the index is asked; without ``choice`` every hit is loaded."""
+    """Loads the part of a hit that ``policy`` finds quicker to load than to compute.
+
+    Owns the load part of every request's state.
+    """
 
     def __init__(
         self,
         settings: SchedulerSettings,
         index: ChunkIndex,
-        lookup: BackgroundLookup | None,
-        choice: LoadPolicy | None,
-        kv_events: KvEventLog | None,
-        counters: SchedulerCounters,
-        clock: Callable[[], float],
+        policy: LoadPolicy,
+        tally: Tally,
+        new_job_id: Callable[[], int],
     ) -> None:
         self._settings = settings
         self._index = index
-        self.lookup = lookup
-        self._choice = choice
-        self._kv_events = kv_events
-        self._counters = counters
-        self._clock = clock
-        self._may_wait = True
+        self._policy = policy
+        self._tally = tally
+        self._new_job_id = new_job_id
 
-    def next_step(self) -> None:
-        """A new engine step may wait for Redis again, once."""
-        self._may_wait = True
+    def offer(self, state: RequestState, num_computed_tokens: int, hit: range) -> int:
+        """How many tokens after the computed ones shall be loaded of the chunks that are hits.
 
-    def ask_redis(self, state: RequestState, first: int) -> None:
-        """Ask for the chunks from ``first`` on that are not in the index: once, and again for a
-        request that has queued for long."""
-        if self.lookup is None or (state.lookup_chunks and not self._is_stale(state)):
+        Decided once, until the request is preempted.
+        """
+        load = state.load
+        if hit and load.end is None:
+            self._decide(state, num_computed_tokens, hit)
+        end = hit.stop if load.end is None else min(hit.stop, load.end)
+        num_tokens = end * self._settings.chunk_size - num_computed_tokens
+        if num_tokens <= 0:
+            return 0
+        load.offered_from = num_computed_tokens
+        return num_tokens
+
+    def plan(
+        self, state: RequestState, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> LoadJob:
+        """The load of the ``num_tokens`` that vLLM has taken of the offer, into the request's
+        blocks (per KV cache group)."""
+        load, chunk_size = state.load, self._settings.chunk_size
+        end = load.offered_from + num_tokens
+        keys = tuple(state.keys.keys[load.offered_from // chunk_size : -(-end // chunk_size)])
+        are_in_cpu = self._index.has_each(keys)
+        redis_keys = tuple(key for key, in_cpu in zip(keys, are_in_cpu, strict=True) if not in_cpu)
+        job = LoadJob(
+            job_id=self._new_job_id(),
+            request_id=state.request.request_id,
+            keys=keys,
+            block_ids=self._blocks_between(block_ids, load.offered_from, end),
+            skip_blocks=load.offered_from % chunk_size // self._settings.block_sizes[0],
+            deadline_seconds=load.deadline_seconds,
+            needs_redis=bool(redis_keys),
+            after_job=max(map(self._index.planned_job, keys)),
+        )
+        load.job = job
+        load.redis_tokens = min(num_tokens, len(redis_keys) * chunk_size)
+        self._policy.load_planned(job, redis_keys)
+        self._tally.count("load_jobs")
+        self._tally.count("hit_tokens", Tier.CPU.value, amount=num_tokens - load.redis_tokens)
+        self._tally.count("hit_tokens", Tier.REDIS.value, amount=load.redis_tokens)
+        return job
+
+    def ended(
+        self, state: RequestState, job: LoadJob, num_chunks: int, results: Sequence[JobResult]
+    ) -> None:
+        """All ranks have reported: the leading ``num_chunks`` of the job arrived on each."""
+        load, chunk_size = state.load, self._settings.chunk_size
+        load.job = None
+        self._policy.load_ended(job.job_id, results)
+        self._count_saved(load.offered_from, num_chunks * chunk_size - self._skipped_tokens(job))
+        if num_chunks < len(job.keys):
+            # The tier that failed is not asked again for this request: it is recomputed.
+            load.is_allowed = False
+            lost = (len(job.keys) - num_chunks) * chunk_size
+            self._tally.count("recomputed_tokens", amount=lost)
+
+    def _decide(self, state: RequestState, num_computed_tokens: int, hit: range) -> None:
+        load, request = state.load, state.request
+        load.end, load.deadline_seconds = hit.stop, self._settings.load_deadline_seconds
+        if num_computed_tokens >= request.num_tokens:
             return
-        keys = state.keys.keys
-        found = self._index.has_each(keys[first:])
-        missing = tuple(i for i, in_cpu in enumerate(found, first) if not in_cpu)
-        if missing:
-            state.lookup_chunks = missing
-            state.lookup = self.lookup.submit([keys[i] for i in missing])
-            state.asked_at = self._clock()
-            self._counters.redis_lookups += 1
-
-    def _is_stale(self, state: RequestState) -> bool:
-        """Whether a new answer may say more: the old one is old, and not all was there."""
-        pending = state.lookup
-        if pending is None or self._clock() - state.asked_at < _STALE_SECONDS:
-            return False
-        return pending.is_answered and pending.wait(0.0) != len(state.lookup_chunks)
-
-    def redis_answered(
-        self, state: RequestState, num_computed_tokens: int, *, is_idle: bool
-    ) -> bool:
-        """Waits a moment if that is worth it, longer where it holds up nobody (``is_idle``: no
-        request runs). False: to be asked again."""
-        if state.lookup is None:
-            return True
-        patience = self._lookup_patience(state, num_computed_tokens)
-        found = state.lookup.wait(min(self._wait_seconds(is_idle), max(0.0, patience)))
-        if found is None and patience > 0:
-            self._may_wait = False  # a slow server costs a step one wait, however many requests
-            return False
-        if found is None:
-            # Not cancelled: how long it takes tells whether the next one is worth waiting for.
-            self._counters.lookups_given_up += 1
-            found = 0
-        elif self._kv_events is not None and found < len(state.lookup_chunks):
-            self._kv_events.missing(state.keys.keys[state.lookup_chunks[found]])
-        state.redis_chunks = frozenset(state.lookup_chunks[:found])
-        state.lookup = None
-        return True
-
-    def _wait_seconds(self, is_idle: bool) -> float:
-        wait_seconds = self._settings.lookup_wait_seconds if self._may_wait else 0.0
-        return max(wait_seconds, _IDLE_WAIT_SECONDS) if is_idle and wait_seconds else wait_seconds
-
-    def _lookup_patience(self, state: RequestState, num_computed_tokens: int) -> float:
-        """Seconds for which this request may still wait for Redis' answer."""
-        if self._choice is None or self.lookup is None:
-            return float("inf")
-        now = self._clock()
-        if state.lookup_until is None:
-            state.lookup_until = now + self._choice.lookup_seconds(
-                num_computed_tokens, state.request.num_tokens, self.lookup.last_seconds
-            )
-        return state.lookup_until - now
-
-    def load_end(self, state: RequestState, num_computed_tokens: int) -> int:
-        """The chunk where the load shall end, decided once until the request is preempted."""
-        first = num_computed_tokens // self._settings.chunk_size
-        end = self._hit_end(state, first)
-        if state.load_end is None and end > first:
-            self._decide(state, num_computed_tokens, first, end)
-        return end if state.load_end is None else min(end, state.load_end)
-
-    def _decide(self, state: RequestState, num_computed_tokens: int, first: int, end: int) -> None:
-        state.load_end, state.deadline_seconds = end, self._settings.load_deadline_seconds
-        request = state.request
-        if self._choice is None or num_computed_tokens >= request.num_tokens:
-            return
-        keys = state.keys.keys[first:end]
-        decision = self._choice.decide(
+        keys = state.keys.keys[hit.start : hit.stop]
+        decision = self._policy.decide(
             num_computed_tokens, request.num_tokens, keys, self._index.has_each(keys)
         )
-        state.load_end = first + decision.num_chunks
-        state.deadline_seconds = decision.deadline_seconds
-        declined = (end - state.load_end) * self._settings.chunk_size
-        self._counters.count_decision(decision.reason.value, declined)
+        load.end = hit.start + decision.num_chunks
+        load.deadline_seconds = decision.deadline_seconds
+        declined = (hit.stop - load.end) * self._settings.chunk_size
+        self._tally.count("decisions", decision.reason.value)
+        self._tally.count("declined_tokens", amount=declined)
         logger.debug("Request %s: %s", request.request_id, decision)
 
-    def _hit_end(self, state: RequestState, first: int) -> int:
-        end = first
-        for in_cpu in self._index.has_each(state.keys.keys[first:]):
-            if not in_cpu and end not in state.redis_chunks:
-                break
-            end += 1
-        return end
+    def _blocks_between(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> BlockIds:
+        return tuple(
+            tuple(ids[start // size : -(-end // size)])
+            for ids, size in zip(block_ids, self._settings.block_sizes, strict=True)
+        )
 
-    def count_lookup(self, state: RequestState, num_computed_tokens: int) -> None:
-        state.counted = True
-        counters, first = self._counters, num_computed_tokens // self._settings.chunk_size
-        counters.cpu_lookups += 1
-        counters.queried_tokens += max(0, state.request.num_tokens - num_computed_tokens)
-        hits = self._index.has_each(state.keys.keys[first : self._hit_end(state, first)])
-        counters.cpu_lookup_hits += any(hits)
-        counters.redis_lookup_hits += not all(hits)
+    def _skipped_tokens(self, job: LoadJob) -> int:
+        return job.skip_blocks * self._settings.block_sizes[0]
+
+    def _count_saved(self, start: int, num_tokens: int) -> None:
+        """Tokens from ``start`` on were loaded instead of computed."""
+        if num_tokens <= 0:
+            return
+        seconds = self._policy.model.compute_seconds(start, start + num_tokens)
+        self._tally.count("prefill_saved_tokens", amount=num_tokens)
+        self._tally.count("prefill_saved_seconds", amount=seconds or 0.0)

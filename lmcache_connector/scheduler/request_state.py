@@ -26,25 +26,100 @@ class SchedulerSettings:
 
 
 @dataclass(slots=True)
+class LookupState:
+    """What the tiers were asked about a request. Written by its :class:`HitFinder`.
+
+    Chunks are numbered by their place in the request; times are readings of the hit finder's clock.
+    """
+
+    pending: PendingLookup | None = None
+    asked_at: float = 0.0
+    wait_until: float | None = None  # set when the request first waits for the answer
+    asked_chunks: tuple[int, ...] = ()
+    redis_chunks: frozenset[int] = frozenset()
+    is_counted: bool = False
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self.pending is not None:
+            self.pending.cancel()
+            self.pending = None
+
+    def reset(self) -> None:
+        self.cancel()
+        self.asked_chunks, self.redis_chunks = (), frozenset()
+
+
+@dataclass(slots=True)
+class LoadState:
+    """The load of a request. Written by the :class:`LoadPlanner`.
+
+    ``end``: the chunk where the load ends, once that is decided. ``offered_from``: computed tokens
+    when it was offered to vLLM. ``redis_tokens``: of the load planned last.
+    """
+
+    is_allowed: bool = True
+    end: int | None = None
+    deadline_seconds: float = 0.0
+    offered_from: int = 0
+    job: LoadJob | None = None
+    redis_tokens: int = 0
+
+    def restart(self) -> None:
+        self.end = None
+
+    def reset(self) -> None:
+        """Its keys name nothing that is stored."""
+        self.is_allowed = False
+        self.end = None
+
+
+@dataclass(slots=True)
+class StoreState:
+    """The stores of a request. Written by the :class:`StorePlanner`.
+
+    Chunks before ``next_chunk`` have been planned, or were there. Chunks before ``num_sighted``
+    have been counted as wanted, once however often they are planned.
+    """
+
+    is_allowed: bool = True
+    next_chunk: int = 0
+    num_sighted: int = 0
+    job_ids: set[int] = field(default_factory=set)
+
+    def restart(self) -> None:
+        self.is_allowed = True
+        self.next_chunk = 0
+
+    def reset(self, *, is_computed: bool) -> None:
+        """What is computed already was computed before the reset: it must not be stored."""
+        self.is_allowed = not is_computed
+        self.next_chunk = 0
+
+
+@dataclass(slots=True)
 class RequestState:
     """Everything known about one request. Owned by the scheduler side, on its one thread."""
 
     request: Any
     keys: RequestKeys
-    next_store_chunk: int = 0
-    sighted_chunks: int = 0  # counted once, however often they are planned
-    lookup: PendingLookup | None = None
-    asked_at: float = 0.0
-    lookup_until: float | None = None  # set when the request first waits for it
-    lookup_chunks: tuple[int, ...] = ()
-    redis_chunks: frozenset[int] = frozenset()
-    offered_from: int = 0
-    load_end: int | None = None  # chunk where the load ends, once decided
-    deadline_seconds: float = 0.0
-    may_load: bool = True
-    may_store: bool = True
-    load_job: LoadJob | None = None
-    store_jobs: set[int] = field(default_factory=set)
-    finished: bool = False
-    counted: bool = False  # as looked up
-    redis_hit_tokens: int = 0  # of the planned load
+    lookup: LookupState = field(default_factory=LookupState)
+    load: LoadState = field(default_factory=LoadState)
+    store: StoreState = field(default_factory=StoreState)
+    is_finished: bool = False
+
+    def restart(self) -> None:
+        """The request was preempted: it is computed, or loaded, from its first token again."""
+        self.load.restart()
+        self.store.restart()
+
+    def reset(self, keys: RequestKeys) -> None:
+        """The cache was reset: the request goes on under other keys."""
+        self.keys = keys
+        self.lookup.reset()
+        self.load.reset()
+        self.store.reset(is_computed=self.request.num_computed_tokens > 0)
+
+    @property
+    def has_jobs(self) -> bool:
+        return self.load.job is not None or bool(self.store.job_ids)

@@ -1,7 +1,7 @@
 """The worker side: runs the plans of one rank, and reports.
 
-Nothing here blocks the forward pass. ``start_load`` and ``start_store`` hand jobs to the lanes of a
-:class:`JobQueue`; a store waits for the forward pass that fills its blocks through the copier's
+Nothing here blocks the forward pass. ``start_loads`` and ``end_forward`` hand jobs to the lanes of
+a :class:`JobQueue`; a store waits for the forward pass that fills its blocks through the copier's
 fence. Only a step with nothing to compute waits, a few milliseconds at most, for a job to end:
 spinning would keep the interpreter lock from the very threads it waits for.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,11 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.worker.forward_timer import ForwardTimer
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
-from lmcache_connector.worker.lmcache_engine import EngineSettings, LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_plugs import Transfer
-from lmcache_connector.worker.metrics import RankFigures, WorkerMetrics
-from lmcache_connector.worker.redis_probe import RedisProbe
+from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+from lmcache_connector.worker.lmcache_plugs import JobTransfer
+from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
+from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
 from lmcache_connector.worker.self_test import SelfTestResult, run_self_test
 
 if TYPE_CHECKING:
@@ -50,19 +51,22 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 0.005
 _VACATE_SECONDS = 0.02
 _FIRST_PROBE_SECONDS = 2.0
-# After a forward pass on CPU: stores leave the cores that long to whoever samples its tokens. New
-# prompts of 3,000 tokens were answered 2 to 3 % sooner.
+# After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
+# New prompts of 3,000 tokens were answered 2 to 3 % sooner.
 _STORE_DELAY_SECONDS = 0.03
-# After a forward pass on CPU: writes wait that long for the next one.
+# After a forward pass on CPU, writes to Redis wait that long for the next one.
 _HOLD_SECONDS = 0.01
+_NUM_REDIS_LANES = 2
 _NO_NEWS: StepOutput[RankReport] = StepOutput()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What the worker side needs of the configuration.
+    """What the worker side of one rank needs to know.
 
-    ``probe_keys``: chunks of our own in Redis, to measure it with; none: it is not measured.
+    ``layer_widths`` maps the layers of the KV cache group, in model order, to the bytes of one
+    token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
+    not measured. ``planes`` say how a block lies in memory where strides do not.
     """
 
     engine: EngineSettings
@@ -71,13 +75,16 @@ class WorkerSettings:
     layer_widths: dict[str, int]
     self_test: bool
     shutdown_seconds: float
-    redis_lanes: int = 2
     probe_keys: tuple[bytes, ...] = ()
     planes: tuple[Plane, ...] = ()
 
 
 class WorkerAdapter:
-    """Maps vLLM's worker-side connector calls onto jobs. ``redis_tier`` is closed with it."""
+    """Maps vLLM's worker-side connector calls onto jobs.
+
+    ``make_redis_tier`` is called once; the tier is closed with the adapter. ``None``: there is only
+    the CPU tier. Runs on the engine's step thread.
+    """
 
     def __init__(
         self,
@@ -90,109 +97,97 @@ class WorkerAdapter:
         self._clock = clock
         paged = _describe(settings, kv_caches)
         device = next(iter(kv_caches.values())).device
-        if device.type == "cpu":
+        on_cpu = device.type == "cpu"
+        if on_cpu:
             ask_for_amx()  # the first forward pass may follow a hit of the whole prompt
         self._copier: Copier = make_copier(device)
         self._timer = ForwardTimer(device, clock)
         tier = self._tier = make_redis_tier() if make_redis_tier else None
-        # Where the cores that would write compute the model.
-        self._held_tier = tier if device.type == "cpu" else None
+        # On CPU, the cores that write compute the model.
+        self._hold_writes = tier.hold_writes if tier is not None and on_cpu else _hold_nothing
         self._engine = LMCacheEngineAdapter(
             settings.engine, settings.geometry, paged, self._copier, tier
         )
-        self._probe: RedisProbe | None = None
-        if tier is not None and settings.probe_keys:
-            self._probe = RedisProbe(tier, settings.probe_keys, clock)
-        self.self_test: SelfTestResult | None = None
-        if settings.self_test:
-            self.self_test = run_self_test(
-                self._engine,
-                kv_caches,
-                settings.layer_widths,
-                settings.engine.block_size,
-                settings.geometry.num_tokens,
-                clock,
-            )
-        self._board = JobQueue(
+        self._probe = _make_probe(tier, settings.probe_keys, clock)
+        self.self_test = self._run_self_test(kv_caches) if settings.self_test else None
+        self._jobs = JobQueue(
             self._run,
-            settings.redis_lanes if make_redis_tier is not None else 0,
+            _NUM_REDIS_LANES if tier is not None else 0,
             clock,
-            _STORE_DELAY_SECONDS if device.type == "cpu" else 0.0,
+            _STORE_DELAY_SECONDS if on_cpu else 0.0,
         )
-        self._metrics = WorkerMetrics(settings.engine.rank, self._figures, clock)
+        self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._holds: list[Hold] = []
         self._idle = False
 
+    def _run_self_test(self, kv_caches: dict[str, torch.Tensor]) -> SelfTestResult | None:
+        return run_self_test(
+            self._engine,
+            kv_caches,
+            self._settings.layer_widths,
+            self._settings.engine.block_size,
+            self._settings.geometry.num_tokens,
+            self._clock,
+        )
+
     def calibration(self) -> Calibration:
-        """What was measured at start. Waits for Redis, a few seconds at most."""
+        """What was measured at start. Waits for Redis, two seconds at most."""
         local = None
         if self.self_test is not None:
             local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
-        redis = self._probe.wait(_FIRST_PROBE_SECONDS) if self._probe is not None else None
-        return Calibration(local, redis)
+        return Calibration(local, self._probe.wait(_FIRST_PROBE_SECONDS))
 
     # -- the engine's step ---------------------------------------------------------------------
 
     def handle_preemptions(self, plan: StepPlan) -> None:
         """Before the forward pass: let go of blocks that are about to be overwritten."""
         if plan.vacated_stores:
-            self._board.settle(plan.vacated_stores, _VACATE_SECONDS)
+            self._jobs.settle(plan.vacated_stores, _VACATE_SECONDS)
 
     def start_forward(self, plan: StepPlan) -> None:
-        if self._held_tier is not None and not plan.idle:
-            self._held_tier.hold_writes(float("inf"))
+        """Right before the forward pass."""
+        if not plan.idle:
+            self._hold_writes(float("inf"))
         self._timer.start(plan.prefill)
 
     def start_loads(self, plan: StepPlan) -> None:
+        """After the forward pass was submitted, so no load is for this pass."""
         self._timer.stop()
         self._idle = plan.idle
-        if plan.probe and self._probe is not None:
+        if plan.probe:
             self._probe.request()
         if plan.loads:
             fence = self._copier.fence()
             for job in plan.loads_and_earlier_stores():
-                self._board.submit(job, fence)
+                self._jobs.submit(job, fence)
         if plan.cancelled_loads:
-            self._board.cancel(plan.cancelled_loads)
+            self._jobs.cancel(plan.cancelled_loads)
 
     def end_forward(self, plan: StepPlan) -> None:
-        if not (plan.stores or plan.holds):
-            return
-        stores = plan.later_stores()
-        if stores:
+        """After the forward pass was submitted: its blocks may be stored."""
+        if plan.stores and (stores := plan.later_stores()):
             fence = self._copier.fence()
             for job in stores:
-                self._board.submit(job, fence)
+                self._jobs.submit(job, fence)
         self._holds += plan.holds
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
-        if self._held_tier is not None:
-            self._held_tier.hold_writes(self._clock() + _HOLD_SECONDS)
+        self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
-            self._board.wait_for_result(_IDLE_WAIT_SECONDS)
+            self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
         if not self._has_news():
             return _NO_NEWS
-        # Before the results are taken: a released request's last result must go with it, there may
-        # be no next step.
+        # Before the ended jobs are taken: the last result of a released request must go with it,
+        # there may be no next step.
         released = frozenset(self._released())
-        ended = self._board.take_results()
-        events, written = self._engine.take_events(), self._engine.take_written()
-        self._count(ended, events)
-        forwards = self._timer.take()
-        redis = self._probe.take() if self._probe is not None else None
-        report = None
-        if ended or events or forwards or redis or written:
-            results = tuple(running.result for running in ended if running.result is not None)
-            rank = self._settings.engine.rank
-            report = RankReport(rank, events, results, forwards, redis, written)
+        ended = self._jobs.take_ended()
+        loaded = [queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)]
         return StepOutput(
             finished_sending=released,
-            finished_recving=frozenset(
-                running.job.request_id for running in ended if isinstance(running.job, LoadJob)
-            ),
+            finished_recving=frozenset(loaded),
             invalid_block_ids=frozenset(_failed_blocks(ended, self._blocks_per_chunk)),
-            report=report,
+            report=self._report(ended),
         )
 
     def take_metrics(self) -> Samples | None:
@@ -202,26 +197,25 @@ class WorkerAdapter:
     def shutdown(self) -> None:
         """Bounded by ``shutdown_seconds`` (for the lanes, and again for writes to Redis)."""
         seconds = self._settings.shutdown_seconds
-        if self._probe is not None:
-            self._probe.close(seconds)
-        if not self._board.close(seconds):
+        self._probe.close(seconds)
+        if not self._jobs.close(seconds):
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
         self._engine.close(seconds)
         self._copier.close()
 
     # -- jobs, on the lanes' threads -----------------------------------------------------------
 
-    def _run(self, running: QueuedJob) -> JobResult:
+    def _run(self, queued: QueuedJob) -> JobResult:
         started = self._clock()
-        job = running.job
+        job = queued.job
         if isinstance(job, StoreJob):
-            transfer = self._engine.store(job, running.fence, running.cancelled)
+            transfer = self._engine.store(job, queued.fence, queued.cancelled)
         else:
-            transfer = self._engine.load(job, running.fence, running.cancelled, running.deadline)
+            transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)
         seconds = self._clock() - started
         return JobResult(
             job_id=job.job_id,
-            outcome=self._outcome(running, transfer),
+            outcome=self._outcome(queued, transfer),
             num_chunks=transfer.num_chunks,
             num_bytes=transfer.num_bytes,
             redis_bytes=transfer.redis_bytes,
@@ -230,12 +224,12 @@ class WorkerAdapter:
             redis_failed=transfer.redis_failed,
         )
 
-    def _outcome(self, running: QueuedJob, transfer: Transfer) -> Outcome:
+    def _outcome(self, queued: QueuedJob, transfer: JobTransfer) -> Outcome:
         if transfer.num_chunks == len(transfer.keys):
             return Outcome.DONE
-        if running.cancelled.is_set():
+        if queued.cancelled.is_set():
             return Outcome.CANCELLED
-        return Outcome.DEADLINE if self._clock() >= running.deadline else Outcome.MISSING
+        return Outcome.DEADLINE if self._clock() >= queued.deadline else Outcome.MISSING
 
     # -- details -------------------------------------------------------------------------------
 
@@ -244,42 +238,61 @@ class WorkerAdapter:
         driven all of it out of the processor's caches."""
         return bool(
             self._holds
-            or self._board.is_busy
+            or self._jobs.is_busy
             or self._engine.has_news
             or self._timer.has_news
-            or (self._probe is not None and self._probe.has_news)
+            or self._probe.has_news
         )
 
-    @property
-    def _blocks_per_chunk(self) -> int:
-        return self._settings.geometry.num_tokens // self._settings.engine.block_size
+    def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
+        events, written = self._engine.take_events(), self._engine.take_written()
+        forwards, redis = self._timer.take(), self._probe.take()
+        self._count(ended, events)
+        if not (ended or events or forwards or redis or written):
+            return None
+        results = tuple(queued.result for queued in ended if queued.result is not None)
+        return RankReport(self._settings.engine.rank, events, results, forwards, redis, written)
 
-    def _count(self, ended: Iterable[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
-        for running in ended:
-            if running.result is not None:
-                self._metrics.job_ended(running.job, running.result)
+    def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
+        for queued in ended:
+            if queued.result is not None:
+                self._metrics.job_ended(queued.job, queued.result)
         if events:
             self._metrics.cache_changed(events)
 
-    def _figures(self) -> RankFigures:
+    def _snapshot(self) -> RankSnapshot:
         settings = self._settings
-        return RankFigures(
-            queued_jobs=self._board.num_open,
+        return RankSnapshot(
+            queued_jobs=self._jobs.num_open,
             cpu_used_bytes=self._engine.num_chunks * settings.geometry.chunk_bytes,
             cpu_capacity_bytes=int(settings.engine.cpu_gib * 2**30),
             redis=self._tier.stats() if self._tier is not None else None,
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )
 
+    @property
+    def _blocks_per_chunk(self) -> int:
+        return self._settings.geometry.num_tokens // self._settings.engine.block_size
+
     def _released(self) -> Iterable[str]:
         """Finished requests whose last store has ended."""
         open_holds: list[Hold] = []
         for hold in self._holds:
-            if any(self._board.is_open(job_id) for job_id in hold.job_ids):
+            if any(self._jobs.is_open(job_id) for job_id in hold.job_ids):
                 open_holds.append(hold)
             else:
                 yield hold.request_id
         self._holds = open_holds
+
+
+def _hold_nothing(until: float) -> None:
+    """No writes to Redis compete with the forward pass."""
+
+
+def _make_probe(
+    tier: RedisTier | None, keys: tuple[bytes, ...], clock: Callable[[], float]
+) -> RedisProbe | NoProbe:
+    return RedisProbe(tier, keys, clock) if tier is not None and keys else NoProbe()
 
 
 def _describe(settings: WorkerSettings, kv_caches: dict[str, torch.Tensor]) -> PagedLayout:
@@ -301,8 +314,8 @@ def _describe(settings: WorkerSettings, kv_caches: dict[str, torch.Tensor]) -> P
 
 def _failed_blocks(ended: Iterable[QueuedJob], per_chunk: int) -> Iterable[int]:
     """Blocks of loads that did not arrive, from the first missing chunk on."""
-    for running in ended:
-        job, result = running.job, running.result
+    for queued in ended:
+        job, result = queued.job, queued.result
         if isinstance(job, LoadJob) and result is not None and result.num_chunks < len(job.keys):
             first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
             for block_ids in job.block_ids:

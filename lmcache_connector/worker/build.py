@@ -19,7 +19,7 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.startup import banner
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
-from lmcache_connector.worker.lmcache_engine import EngineSettings
+from lmcache_connector.worker.lmcache_start import EngineSettings
 
 if TYPE_CHECKING:
     import torch

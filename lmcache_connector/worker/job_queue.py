@@ -1,19 +1,21 @@
-"""Runs jobs on lanes of the worker side, and keeps the state of each until it is reported.
+"""Runs the jobs of one rank, and keeps the state of each until it is reported.
 
-Three kinds of lanes, so that nobody waits behind something slower that it has nothing to do with:
+A *lane* is a thread that runs jobs of one kind. There are three kinds, so that no job waits behind
+a slower one it has nothing to do with:
 
-- *store*: stores, one after the other in the order they were planned. Each waits for the forward
-  pass that fills its blocks, and a moment longer unless somebody waits for it;
-- *load*: loads from memory;
-- *fetch*: loads that may need Redis.
+- the *store lane* runs stores, one after the other in the order they were planned. Each waits for
+  the forward pass that fills its blocks, and a moment longer unless somebody waits for it;
+- the *CPU lane* runs loads from the CPU tier;
+- *Redis lanes* run loads that may need Redis.
 
-A load waits for the store it relies on. A fetch whose chunks another one is bringing waits for that
-one, and then finds them in memory: however many requests want a chunk, it is fetched once. Among
-loads that wait for nothing, small ones pass large ones that came a little earlier. A load whose
-deadline passes while it waits is over at once, even if all lanes are busy.
+A load waits for the store it relies on. A load from Redis whose chunks another one is bringing
+waits for that one, and then finds them in the CPU tier: however many requests want a chunk, it is
+fetched once. Among loads that wait for nothing, small ones pass large ones that came a little
+earlier. A load whose deadline passes while it waits ends at once, even if all lanes are busy.
 
-One lock guards all state. It is held for a few instructions at a time, never while a job runs.
-Nobody is woken for news of others: each thread that wakes wants the interpreter lock from the step.
+One lock guards all state. It is held for a few instructions at a time, never while a job runs. A
+thread is woken only for what concerns it: each one that wakes competes with the engine's step for
+the interpreter lock.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ nothing waits for ever."""
 class QueuedJob:
     """A submitted job. ``cancelled`` may be set at any time; whoever runs the job looks at it.
 
-    ``not_before``: a store begins no earlier, unless somebody waits for it; a reading of the clock.
+    ``submitted_at`` and ``not_before`` are readings of the queue's clock. A store begins no earlier
+    than ``not_before``, unless somebody waits for it. ``result`` is set when the job has ended.
     """
 
     job: Job
@@ -55,22 +58,22 @@ class QueuedJob:
 
     @property
     def deadline(self) -> float:
-        """When a load gives up, in ``time.monotonic`` seconds."""
+        """When a load gives up, a reading of the queue's clock."""
         seconds = self.job.deadline_seconds if isinstance(self.job, LoadJob) else 3600.0
         return self.submitted_at + seconds
 
 
 class JobQueue:
-    """``run(running)`` executes one job on a lane's thread and returns its result.
+    """``run(queued)`` executes one job on a lane and returns its result.
 
-    Stores begin ``store_delay_seconds`` late. Where those who copy need the cores that compute, the
-    rest of the step goes first that way: its tokens are sampled and on their way out.
+    Stores begin ``store_delay_seconds`` late. Where copies need the cores that compute, the rest of
+    the step goes first that way: its tokens are sampled and on their way out.
     """
 
     def __init__(
         self,
         run: Callable[[QueuedJob], JobResult],
-        redis_lanes: int,
+        num_redis_lanes: int,
         clock: Callable[[], float] = time.monotonic,
         store_delay_seconds: float = 0.0,
     ) -> None:
@@ -82,20 +85,21 @@ class JobQueue:
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
         self._job_ended = threading.Condition(self._lock)  # for the step thread
         self._open: dict[int, QueuedJob] = {}
+        # Jobs that no lane has begun yet.
         self._stores: list[QueuedJob] = []
-        self._loads: list[QueuedJob] = []
-        self._fetches: list[QueuedJob] = []
-        self._fetching: set[bytes] = set()  # chunks of the needs_redis that run
-        self._done: list[QueuedJob] = []
+        self._cpu_loads: list[QueuedJob] = []
+        self._redis_loads: list[QueuedJob] = []
+        self._keys_on_redis_lanes: set[bytes] = set()
+        self._ended: list[QueuedJob] = []
         self._stopping = False
-        lanes = [("lmc-store", self._stores), ("lmc-load", self._loads)]
-        lanes += [(f"lmc-fetch-{i}", self._fetches) for i in range(redis_lanes)]
-        self._threads = [
-            threading.Thread(target=self._work, args=(queue,), name=name, daemon=True)
-            for name, queue in lanes
+        lanes = [("lmc-store", self._stores), ("lmc-load-cpu", self._cpu_loads)]
+        lanes += [(f"lmc-load-redis-{i}", self._redis_loads) for i in range(num_redis_lanes)]
+        self._lanes = [
+            threading.Thread(target=self._work, args=(waiting,), name=name, daemon=True)
+            for name, waiting in lanes
         ]
-        for thread in self._threads:
-            thread.start()
+        for lane in self._lanes:
+            lane.start()
 
     # -- the engine's step thread --------------------------------------------------------------
 
@@ -104,14 +108,14 @@ class JobQueue:
         now = self._clock()
         with self._lock:
             if isinstance(job, StoreJob):
-                queue, wake, not_before = self._stores, self._store_came, now + self._store_delay
+                waiting, wake, not_before = self._stores, self._store_came, now + self._store_delay
             else:
-                queue = self._fetches if job.needs_redis else self._loads
+                waiting = self._redis_loads if job.needs_redis else self._cpu_loads
                 wake, not_before = self._load_may_run, now
                 if job.after_job in self._open:
                     self._begin_stores()
-            self._open[job.job_id] = running = QueuedJob(job, fence, now, not_before)
-            queue.append(running)
+            self._open[job.job_id] = queued = QueuedJob(job, fence, now, not_before)
+            waiting.append(queued)
             wake.notify_all()
 
     def cancel(self, job_ids: Iterable[int]) -> None:
@@ -138,16 +142,16 @@ class JobQueue:
             while self._open:
                 self._end_overdue()
                 left = until - self._clock()
-                if self._done or left <= 0:
+                if self._ended or left <= 0:
                     return
                 self._job_ended.wait(min(left, self._seconds_to_a_deadline()))
 
-    def take_results(self) -> list[QueuedJob]:
+    def take_ended(self) -> list[QueuedJob]:
         """Jobs that ended since the last call, in the order they ended."""
         with self._lock:
             self._end_overdue()
-            done, self._done = self._done, []
-            return done
+            ended, self._ended = self._ended, []
+            return ended
 
     def is_open(self, job_id: int) -> bool:
         """Whether the job has not ended yet."""
@@ -157,7 +161,7 @@ class JobQueue:
     @property
     def is_busy(self) -> bool:
         """Whether a job is open, or its result not taken. Takes no lock."""
-        return bool(self._open or self._done)
+        return bool(self._open or self._ended)
 
     @property
     def num_open(self) -> int:
@@ -173,98 +177,98 @@ class JobQueue:
             self._store_came.notify_all()
             self._load_may_run.notify_all()
         end = self._clock() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, end - self._clock()))
-        return not any(thread.is_alive() for thread in self._threads)
+        for lane in self._lanes:
+            lane.join(max(0.0, end - self._clock()))
+        return not any(lane.is_alive() for lane in self._lanes)
 
     # -- the lanes -----------------------------------------------------------------------------
 
-    def _work(self, queue: list[QueuedJob]) -> None:
-        while (running := self._next(queue)) is not None:
-            result = self._execute(running)
+    def _work(self, waiting: list[QueuedJob]) -> None:
+        while (queued := self._next(waiting)) is not None:
+            result = self._execute(queued)
             with self._lock:
-                if queue is self._fetches:
-                    self._fetching.difference_update(running.job.keys)
-                self._end(running, result)
+                if waiting is self._redis_loads:
+                    self._keys_on_redis_lanes.difference_update(queued.job.keys)
+                self._end(queued, result)
 
-    def _next(self, queue: list[QueuedJob]) -> QueuedJob | None:
+    def _next(self, waiting: list[QueuedJob]) -> QueuedJob | None:
         """The next job of a lane; waits for one. ``None``: the lane shall stop."""
-        wake = self._store_came if queue is self._stores else self._load_may_run
+        wake = self._store_came if waiting is self._stores else self._load_may_run
         with self._lock:
             while True:
                 self._end_overdue()
-                running = self._pick(queue)
-                if running is not None:
-                    queue.remove(running)
-                    if queue is self._fetches:
-                        self._fetching.update(running.job.keys)
-                    return running
-                if self._stopping and not queue:
+                queued = self._pick(waiting)
+                if queued is not None:
+                    waiting.remove(queued)
+                    if waiting is self._redis_loads:
+                        self._keys_on_redis_lanes.update(queued.job.keys)
+                    return queued
+                if self._stopping and not waiting:
                     return None
-                wake.wait(self._seconds_to_wait(queue))
+                wake.wait(self._seconds_to_wait(waiting))
 
-    def _pick(self, queue: list[QueuedJob]) -> QueuedJob | None:
-        if queue is self._stores:
-            return queue[0] if queue and self._clock() >= queue[0].not_before else None
-        ready = [running for running in queue if self._is_ready(running.job)]
+    def _pick(self, waiting: list[QueuedJob]) -> QueuedJob | None:
+        if waiting is self._stores:
+            return waiting[0] if waiting and self._clock() >= waiting[0].not_before else None
+        ready = [queued for queued in waiting if self._is_ready(queued.job)]
         return min(ready, key=_turn, default=None)
 
     def _begin_stores(self) -> None:
         """Somebody waits for one of them."""
-        for running in self._stores:
-            running.not_before = running.submitted_at
+        for queued in self._stores:
+            queued.not_before = queued.submitted_at
         if self._stores:
             self._store_came.notify_all()
 
     def _is_ready(self, job: Job) -> bool:
-        """Whether the load waits for no store and for nobody else's fetch."""
+        """Whether the load waits neither for a store nor for chunks another load is bringing."""
         if not isinstance(job, LoadJob):
             return True
         if job.after_job in self._open:
             return False
-        return not job.needs_redis or self._fetching.isdisjoint(job.keys)
+        return not job.needs_redis or self._keys_on_redis_lanes.isdisjoint(job.keys)
 
     def _end_overdue(self) -> None:
-        """Loads that wait although they were cancelled or their deadline has passed."""
+        """End loads that still wait although they were cancelled or their deadline has passed."""
         now = self._clock()
-        for queue in (self._loads, self._fetches):
-            for running in [r for r in queue if r.cancelled.is_set() or now >= r.deadline]:
-                queue.remove(running)
-                cancelled = running.cancelled.is_set()
+        for waiting in (self._cpu_loads, self._redis_loads):
+            for queued in [q for q in waiting if q.cancelled.is_set() or now >= q.deadline]:
+                waiting.remove(queued)
+                cancelled = queued.cancelled.is_set()
                 outcome = Outcome.CANCELLED if cancelled else Outcome.DEADLINE
-                self._end(running, JobResult(running.job.job_id, outcome, 0, 0, 0, 0.0))
+                self._end(queued, JobResult(queued.job.job_id, outcome, 0, 0, 0, 0.0))
 
-    def _seconds_to_wait(self, queue: list[QueuedJob]) -> float:
+    def _seconds_to_wait(self, waiting: list[QueuedJob]) -> float:
         seconds = self._seconds_to_a_deadline()
-        if queue is self._stores and queue:
-            seconds = min(seconds, max(0.0, queue[0].not_before - self._clock()))
+        if waiting is self._stores and waiting:
+            seconds = min(seconds, max(0.0, waiting[0].not_before - self._clock()))
         return seconds
 
     def _seconds_to_a_deadline(self) -> float:
-        """Of a load that waits: nobody else would notice."""
-        deadlines = [running.deadline for running in (*self._loads, *self._fetches)]
+        """Until the next deadline of a load that waits: no lane would notice."""
+        deadlines = [queued.deadline for queued in (*self._cpu_loads, *self._redis_loads)]
         seconds = min(deadlines, default=float("inf")) - self._clock()
         return min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
-    def _end(self, running: QueuedJob, result: JobResult) -> None:
-        running.result = result
-        del self._open[running.job.job_id]
-        self._done.append(running)
+    def _end(self, queued: QueuedJob, result: JobResult) -> None:
+        queued.result = result
+        del self._open[queued.job.job_id]
+        self._ended.append(queued)
         self._job_ended.notify_all()
-        # One of them may have waited for this job, or for the last job to be gone.
-        if self._loads or self._fetches or self._stopping:
+        # A load may have waited for this job, or a lane that stops for the last one to be gone.
+        if self._cpu_loads or self._redis_loads or self._stopping:
             self._load_may_run.notify_all()
 
-    def _execute(self, running: QueuedJob) -> JobResult:
-        job, started = running.job, self._clock()
-        if running.cancelled.is_set():
+    def _execute(self, queued: QueuedJob) -> JobResult:
+        job, started = queued.job, self._clock()
+        if queued.cancelled.is_set():
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
         try:
-            return self._run(running)
+            return self._run(queued)
         except Exception:  # a job that raises fails alone; the lane lives on
             logger.exception("%s of request %s failed", type(job).__name__, job.request_id)
             return JobResult(job.job_id, Outcome.FAILED, 0, 0, 0, self._clock() - started)
 
 
-def _turn(running: QueuedJob) -> float:
-    return running.submitted_at + len(running.job.keys) * _AGE_PER_CHUNK_SECONDS
+def _turn(queued: QueuedJob) -> float:
+    return queued.submitted_at + len(queued.job.keys) * _AGE_PER_CHUNK_SECONDS

@@ -1,6 +1,6 @@
 """What plugs into LMCache's engine: names of chunks, one copy per job, and its events.
 
-For :mod:`lmcache_connector.worker.lmcache_engine` alone, which says how they fit together.
+:mod:`lmcache_connector.worker.lmcache_engine` says how they fit together.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 
 
 @dataclass(slots=True)
-class Transfer:
-    """One job on its way through LMCache to the GPU connector, and what came of it."""
+class JobTransfer:
+    """One job on its way through LMCache to the GPU connector, and what came of it.
+
+    ``num_bytes`` were copied from or to the paged cache, ``num_chunks`` leading chunks arrived.
+    ``redis_bytes`` came from Redis in ``redis_seconds``; ``redis_failed``: too slow, or broken.
+    """
 
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
@@ -49,9 +53,9 @@ class TransferCancelled(Exception):
 
 
 class PlannedTokens(Sequence[int]):
-    """Stands for a job's tokens where LMCache wants token ids: it has their number and their keys.
+    """A job's tokens where LMCache wants token ids: their number, and the keys of their chunks.
 
-    The scheduler side has hashed them; hashing again here would cost time and could disagree.
+    The scheduler side has hashed them. Hashing again here would cost time and could disagree.
     """
 
     def __init__(self, keys: Sequence[bytes], chunk_size: int) -> None:
@@ -66,7 +70,7 @@ class PlannedTokens(Sequence[int]):
 
 
 class PlannedTokenDatabase(TokenDatabase):
-    """Names chunks by the keys that came with the plan."""
+    """Names chunks by the keys of the plan."""
 
     def __init__(self, metadata: LMCacheMetadata) -> None:
         # The base initialiser would re-seed vLLM's own block hashes in this process.
@@ -99,7 +103,7 @@ class BlockCopyConnector(GPUConnectorInterface):
         self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
         """Raises what the copy raises, or :class:`TransferCancelled`; then nothing is stored."""
-        transfer: Transfer = kwargs["transfer"]
+        transfer: JobTransfer = kwargs["transfer"]
         try:
             chunks = self._chunks(memory_objs)
             block_ids = transfer.block_ids[: chunks.num_blocks]
@@ -124,7 +128,7 @@ class BlockCopyConnector(GPUConnectorInterface):
         self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
         """Never raises: LMCache would keep its references. What went wrong is in the transfer."""
-        transfer: Transfer = kwargs["transfer"]
+        transfer: JobTransfer = kwargs["transfer"]
         if transfer.cancelled.is_set():
             transfer.error = TransferCancelled()
             return
@@ -177,7 +181,7 @@ class EventSink:
         )
 
     def confirm(self, keys: Iterable[bytes]) -> None:
-        """Say again that these are there: LMCache may have told an eviction too late."""
+        """Report again that these are there: LMCache may report an eviction too late."""
         self._events.extend(CacheEvent(key, admitted=True) for key in keys)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Measures how fast Redis is, without a request that waits for it.
 
-A handful of chunks of our own, of random bytes, are written once and read again whenever a figure
-is wanted: first one, then several, which tells latency from bandwidth. Instances with the same
-model and namespace share them; Redis may evict them like any other value.
+A few chunks of random bytes are written once and read again for every measurement: first one, then
+several, which tells latency from bandwidth. Instances with the same model and namespace share them;
+Redis may evict them like any other value.
 
 One thread, off the engine's steps. It reads through the tier as loads do.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
 
 _MAX_BYTES = 16 << 20
-_PATIENCE_SECONDS = 1.0
-"""For each of the two reads. A link that brings no chunk in a second is slower than compute."""
+_READ_SECONDS = 1.0
+"""For each of the two reads. A server that brings no chunk in a second is slower than compute."""
 _CONNECT_SECONDS = 0.5
 """After the start it takes a moment until the tier is connected."""
 _RETRY_SECONDS = 0.01
@@ -30,7 +30,11 @@ _WRITE_SECONDS = 10.0
 
 
 class RedisProbe:
-    """``keys``: names for up to that many chunks, the same in every instance of the model."""
+    """Measures when asked to, and once at start.
+
+    ``keys`` name the chunks to read, the same in every instance of the model; as many are used as
+    16 MiB hold. ``clock`` is monotonic, in seconds.
+    """
 
     def __init__(
         self,
@@ -66,13 +70,13 @@ class RedisProbe:
         return self._result is not None
 
     def take(self) -> TransferTime | None:
-        """What was measured since the last call."""
+        """What was measured since the last call; ``None`` if nothing was."""
         with self._changed:
             result, self._result = self._result, None
             return result
 
     def wait(self, seconds: float) -> TransferTime | None:
-        """What the first one measured; after that long, that nothing came.
+        """The first measurement; after ``seconds`` without one, that nothing came in that time.
 
         ``None`` if Redis answers, but lets us write nothing to measure with.
         """
@@ -141,16 +145,30 @@ class RedisProbe:
         return all(stored)
 
     def _deadline(self) -> float:
-        return self._clock() + _PATIENCE_SECONDS
+        return self._clock() + _READ_SECONDS
 
     def _is_closed(self) -> bool:
         return self._closed.is_set()
 
 
-def _line(one_seconds: float, num_chunks: int, seconds: float, chunk_bytes: int) -> TransferTime:
-    """Latency and bandwidth from a read of one chunk and one of ``num_chunks``.
+class NoProbe:
+    """Stands for a probe where Redis is not measured."""
 
-    Where noise hides the bandwidth, because more took no longer, half of the time counts as each.
+    has_news = False
+
+    def request(self) -> None: ...
+
+    def take(self) -> None: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+    def close(self, seconds: float) -> None: ...
+
+
+def _line(one_seconds: float, num_chunks: int, seconds: float, chunk_bytes: int) -> TransferTime:
+    """Latency and bandwidth, from a read of one chunk and one of ``num_chunks``.
+
+    If more chunks took no longer, noise hides the bandwidth: half of the time counts as latency.
     """
     if num_chunks < 2:
         return TransferTime(chunk_bytes, one_seconds)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmcache_connector.config.warnings import available_memory
-from tests.cli.conftest import Outcome
+from tests.support.command_line import Cli, CliResult
 from tests.support.servers import Server, running_server, valkey_binary
-
-Cli = Callable[..., Outcome]
 
 
 def transfer(**extra: Any) -> str:
@@ -26,7 +22,7 @@ def transfer(**extra: Any) -> str:
     )
 
 
-def verdicts(outcome: Outcome) -> dict[str, str]:
+def verdicts(outcome: CliResult) -> dict[str, str]:
     return {f["name"]: f["verdict"] for f in outcome.document["findings"]}
 
 
@@ -89,13 +85,6 @@ def test_too_much_memory_is_an_error(cli: Cli) -> None:
     outcome = cli("check", transfer(cpu_gib=60000.0), "--json")
     assert outcome.code == 1
     assert verdicts(outcome)["cpu tier"] == "error"
-
-
-def test_memory_is_read_where_linux_keeps_it(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 99 kB\nMemAvailable:   2048 kB\n")
-    assert available_memory(meminfo) == 2 << 20
-    assert available_memory(tmp_path / "none") is None
 
 
 def test_wrong_credentials_are_told_from_a_server_that_is_away(cli: Cli) -> None:

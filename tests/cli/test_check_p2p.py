@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -18,10 +18,9 @@ from examples.disaggregated.proxy import Proxy
 from examples.disaggregated.registry import Registry
 from lmcache_connector.cli.check.transfer import DEFAULT_KV_PORT, TRANSFER_KEYS
 from lmcache_connector.p2p.heartbeat import Registration, tell
-from tests.cli.conftest import Outcome
+from tests.support.command_line import Cli, CliResult
 from tests.support.p2p_instances import free_ports
 
-Cli = Callable[..., Outcome]
 SECRET = "open-sesame-open-sesame"
 
 
@@ -35,7 +34,7 @@ def transfer(role: str = "kv_both", port: object = None, **extra: Any) -> str:
     return json.dumps(document)
 
 
-def found(outcome: Outcome) -> dict[str, dict[str, Any]]:
+def found(outcome: CliResult) -> dict[str, dict[str, Any]]:
     return {finding["name"]: finding for finding in outcome.document["findings"]}
 
 

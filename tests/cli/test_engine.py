@@ -15,20 +15,18 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from lmcache_connector import __version__
-from lmcache_connector.cli.engine.bench import Link, crossover_tokens
+from lmcache_connector.cli.engine.bench import RedisSpeed, crossover_tokens
 from lmcache_connector.cli.engine.scrape import interpolate
 from lmcache_connector.cli.engine.top import sparkline
 from lmcache_connector.metrics.prometheus import TablePromMetrics
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
-from tests.cli.conftest import Outcome
+from tests.support.command_line import Cli
 from tests.support.servers import free_port
-
-Cli = Callable[..., Outcome]
 
 
 class Engine:
-    """What vLLM's front end does with our figures, without vLLM's engine."""
+    """What vLLM's front end does with our samples, without vLLM's engine."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -165,10 +163,10 @@ def test_sparklines() -> None:
 
 
 def test_the_crossover_is_where_both_take_as_long() -> None:
-    link = Link(0.1, 1000.0, 1.0)
+    link = RedisSpeed(0.1, 1000.0, 1.0)
     # 0.1 s + n * 0.01 s of load = n * 0.02 s of compute, at n = 10
     assert crossover_tokens(link, 10, 50) == 128
-    assert crossover_tokens(Link(10.0, 1000.0, 1.0), 10, 50) == 1024
+    assert crossover_tokens(RedisSpeed(10.0, 1000.0, 1.0), 10, 50) == 1024
     assert crossover_tokens(link, 10, 100) is None
 
 

@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from lmcache_connector.storage.redis.value_names import parse_value_name
-from tests.cli.conftest import Outcome
 from tests.support.chunks import GEOMETRY, chunk_key, open_tier, put_all
+from tests.support.command_line import Cli
 from tests.support.servers import Server
 
-Cli = Callable[..., Outcome]
 HASH_KEY = "a secret of enough bytes"
 VALUES_PER_CHUNK = 2 * 2  # heads, values per head
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.cli.conftest import Outcome
 from tests.support import ROOT
 from tests.support.chunks import chunk_key, open_tier, put_all
+from tests.support.command_line import Cli
 from tests.support.server_groups import Cluster, certificates, running_cluster
 from tests.support.servers import Server, redis_binary, running_server, valkey_binary
 
-Cli = Callable[..., Outcome]
 VALUES_PER_CHUNK = 4
 
 

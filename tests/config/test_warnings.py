@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_connector.config.tiered import parse_config
-from lmcache_connector.config.warnings import Surroundings, settings_warnings, size_warnings
+from lmcache_connector.config.warnings import (
+    Surroundings,
+    available_memory,
+    settings_warnings,
+    size_warnings,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
 SOUND = Surroundings(
@@ -64,3 +70,10 @@ def test_more_memory_than_there_is() -> None:
     assert "for each of 2 ranks is more than the 64.0 GiB" in warning
     unknown = Surroundings(8192, 16 * MIB, 2, available_bytes=None)
     assert of_sizes(unknown, cpu_gib=33.0) == []
+
+
+def test_memory_is_read_where_linux_keeps_it(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 99 kB\nMemAvailable:   2048 kB\n")
+    assert available_memory(meminfo) == 2 << 20
+    assert available_memory(tmp_path / "none") is None

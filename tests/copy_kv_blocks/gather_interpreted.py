@@ -1,4 +1,4 @@
-"""Run by ``test_copy_staging.py`` with TRITON_INTERPRET=1, which must be set before Triton loads.
+"""Run by ``test_cuda_staging.py`` with TRITON_INTERPRET=1, which must be set before Triton loads.
 
 The staged copy with host memory in the part of the device: the same tiles and the same kernel as on
 a GPU, with memmove for the bus.
@@ -30,7 +30,7 @@ NUM_SLOTS = 2
 def staged_copy(
     src: Paged | Chunks, dst: Paged | Chunks, ids: list[int], to: list[int], per_slot: int
 ) -> None:
-    """What a lane of the CUDA copier does, one tile after the other."""
+    """What a pipeline of the CUDA copier does, one tile after the other."""
     to_host = isinstance(dst, Chunks)
     left = src.layout if isinstance(src, Paged) else src.buffers
     right = dst.buffers if isinstance(dst, Chunks) else dst.layout
@@ -44,9 +44,9 @@ def staged_copy(
     for tile in staged.tiles:
         if to_host:
             kernel.launch(moves, rows, tile.first_row, tile.last_row)
-        for transfer in tile.transfers:
-            ends = (transfer.host, transfer.staged)
-            ctypes.memmove(*(ends if to_host else ends[::-1]), transfer.num_bytes)
+        for copy in tile.copies:
+            ends = (copy.host, copy.staged)
+            ctypes.memmove(*(ends if to_host else ends[::-1]), copy.num_bytes)
         if not to_host:
             kernel.launch(moves, rows, tile.first_row, tile.last_row)
 

@@ -65,9 +65,9 @@ def test_tiles_use_the_slots_in_turn() -> None:
     staged = stage(plan, host, True, [1 << 20, 1 << 24], 2 * size + 1)
     assert [tile.slot for tile in staged.tiles] == [0, 1, 0]
     assert [(tile.first_row, tile.last_row) for tile in staged.tiles] == [(0, 4), (4, 8), (8, 10)]
-    places = [transfer.staged for tile in staged.tiles for transfer in tile.transfers]
+    places = [copy.staged for tile in staged.tiles for copy in tile.copies]
     assert places == [1 << 20, (1 << 20) + size, 1 << 24, (1 << 24) + size, 1 << 20]
-    hosts = [transfer.host for tile in staged.tiles for transfer in tile.transfers]
+    hosts = [copy.host for tile in staged.tiles for copy in tile.copies]
     assert hosts == sorted(host.addresses.tolist())
 
 

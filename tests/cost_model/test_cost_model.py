@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.cost_model.cost_model import CostModel, LoadOffer, Reason
-from lmcache_connector.cost_model.exploration import MIN_DEADLINE_SECONDS, STALL_SHARE
+from lmcache_connector.cost_model.cost_model import MIN_DEADLINE_SECONDS, STALL_SHARE, CostModel
+from lmcache_connector.cost_model.decision import LoadOffer, Reason
+from lmcache_connector.cost_model.tier_speed import QUIET_SECONDS
 from lmcache_connector.plans import Tier
 from tests.support.simulated_instance import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
-    LOCAL_BYTES_PER_SECOND,
+    CPU_BYTES_PER_SECOND,
     PROMPT_TOKENS,
-    Link,
     SimulatedInstance,
+    TrueSpeed,
 )
 
-LOCAL, REDIS = Tier.CPU, Tier.REDIS
+CPU, REDIS = Tier.CPU, Tier.REDIS
 SECONDS_PER_TOKEN = 1e-4
 CAP_SECONDS = 10.0
 
 
-def make_model(prefill: bool = True, **arguments: object) -> CostModel:
-    """A model that knows a linear prefill speed (and is told nothing of any source)."""
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_model(
+    prefill: bool = True, clock: Callable[[], float] = lambda: 0.0, **arguments: object
+) -> CostModel:
+    """A model that knows a linear prefill speed (and is told nothing of any tier)."""
     model = CostModel(
-        clock=lambda: 0.0,
-        rng=random.Random(0),
+        clock=clock,
         **{"max_deadline_seconds": CAP_SECONDS, **arguments},  # type: ignore[arg-type]
     )
     if prefill:
@@ -39,13 +50,13 @@ def make_model(prefill: bool = True, **arguments: object) -> CostModel:
     return model
 
 
-def offer(*sources: Tier, prompt_tokens: int = 8192, **changes: object) -> LoadOffer:
+def offer(*tiers: Tier, prompt_tokens: int = 8192, **changes: object) -> LoadOffer:
     fields: dict[str, object] = {
         "context_tokens": 0,
         "prompt_tokens": prompt_tokens,
         "chunk_tokens": 256,
         "chunk_bytes": 10**6,
-        "sources": sources,
+        "tiers": tiers,
     }
     return LoadOffer(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -59,20 +70,20 @@ def test_no_hit_loads_nothing() -> None:
     assert decision.predicted_compute_seconds == pytest.approx(RECOMPUTE, rel=1e-3)
 
 
-@pytest.mark.parametrize("source", Tier)
-def test_a_source_nothing_is_known_of_is_loaded_within_the_stall_share(source: Tier) -> None:
-    decision = make_model().decide(offer(*[source] * 32))
+@pytest.mark.parametrize("tier", Tier)
+def test_a_tier_nothing_is_known_of_is_loaded_within_the_stall_share(tier: Tier) -> None:
+    decision = make_model().decide(offer(*[tier] * 32))
     assert (decision.num_chunks, decision.reason) == (32, Reason.UNMEASURED)
     assert decision.deadline_seconds == pytest.approx(STALL_SHARE * RECOMPUTE, rel=1e-3)
 
 
 def test_with_nothing_known_at_all_loads_are_made_within_a_bound() -> None:
-    decision = make_model(prefill=False).decide(offer(LOCAL, LOCAL, REDIS))
+    decision = make_model(prefill=False).decide(offer(CPU, CPU, REDIS))
     assert (decision.num_chunks, decision.reason) == (3, Reason.UNMEASURED)
     assert 0 < decision.deadline_seconds <= 0.25
 
 
-def test_a_fast_source_is_loaded_with_a_multiple_of_its_time() -> None:
+def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
     model = make_model()
     model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.01)
     decision = model.decide(offer(*[REDIS] * 32))
@@ -84,7 +95,7 @@ def test_a_fast_source_is_loaded_with_a_multiple_of_its_time() -> None:
     assert short.deadline_seconds == pytest.approx(3 * 0.018, rel=1e-3)
 
 
-def test_a_slow_source_is_not_loaded() -> None:
+def test_a_slow_tier_is_not_loaded() -> None:
     model = make_model()
     model.calibrate(REDIS, bytes_per_second=3e7, latency_seconds=0.0)
     decision = model.decide(offer(*[REDIS] * 32))
@@ -94,16 +105,16 @@ def test_a_slow_source_is_not_loaded() -> None:
 
 def test_the_memory_part_of_a_hit_is_loaded_without_the_slow_rest() -> None:
     model = make_model()
-    model.calibrate(LOCAL, bytes_per_second=5e9, latency_seconds=0.0)
+    model.calibrate(CPU, bytes_per_second=5e9, latency_seconds=0.0)
     model.calibrate(REDIS, bytes_per_second=1e7, latency_seconds=0.0)
-    decision = model.decide(offer(*[LOCAL] * 10, *[REDIS] * 22))
+    decision = model.decide(offer(*[CPU] * 10, *[REDIS] * 22))
     assert decision.num_chunks == 10
 
 
 def test_a_small_hit_of_a_long_prompt_is_loaded_too() -> None:
     model = make_model()
-    model.calibrate(LOCAL, bytes_per_second=1e9, latency_seconds=0.001)
-    assert model.decide(offer(LOCAL, LOCAL, prompt_tokens=64 * 1024)).num_chunks == 2
+    model.calibrate(CPU, bytes_per_second=1e9, latency_seconds=0.001)
+    assert model.decide(offer(CPU, CPU, prompt_tokens=64 * 1024)).num_chunks == 2
 
 
 @pytest.mark.parametrize(("queued_bytes", "num_chunks"), [(0, 32), (10**8, 0)])
@@ -132,36 +143,36 @@ def test_a_load_is_cut_to_what_the_deadline_cap_lets_through() -> None:
     assert decision.deadline_seconds <= 0.32
 
 
-def test_a_stalled_source_is_left_alone() -> None:
+def test_a_stalled_tier_is_left_alone() -> None:
     model = make_model()
-    model.calibrate(LOCAL, bytes_per_second=5e9, latency_seconds=0.0)
+    model.calibrate(CPU, bytes_per_second=5e9, latency_seconds=0.0)
     model.calibrate(REDIS, bytes_per_second=1e9, latency_seconds=0.0)
     model.observe_load_failed(REDIS, seconds=1.0)
     decision = model.decide(offer(*[REDIS] * 32))
     assert (decision.num_chunks, decision.reason) == (0, Reason.SOURCE_STALLED)
-    assert model.decide(offer(*[LOCAL] * 4, *[REDIS] * 28)).num_chunks == 4
+    assert model.decide(offer(*[CPU] * 4, *[REDIS] * 28)).num_chunks == 4
 
 
 @pytest.mark.parametrize(("redis_stalls", "num_chunks"), [(False, 40), (True, 1)])
-def test_a_scattered_hit_is_loaded_whole_or_up_to_the_stalled_source(
+def test_a_scattered_hit_is_loaded_whole_or_up_to_the_stalled_tier(
     redis_stalls: bool, num_chunks: int
 ) -> None:
     model = make_model(prefill=False)
     model.observe_prefill(8192, 0, 8192 * SECONDS_PER_TOKEN)
-    for source in Tier:
-        model.calibrate(source, bytes_per_second=1e9, latency_seconds=0.0)
+    for tier in Tier:
+        model.calibrate(tier, bytes_per_second=1e9, latency_seconds=0.0)
     if redis_stalls:
         model.observe_load_failed(REDIS, seconds=1.0)
-    assert model.decide(offer(*[LOCAL, REDIS] * 20, prompt_tokens=20000)).num_chunks == num_chunks
+    assert model.decide(offer(*[CPU, REDIS] * 20, prompt_tokens=20000)).num_chunks == num_chunks
 
 
-def test_a_stalled_source_is_left_alone_before_the_first_prefill_too() -> None:
+def test_a_stalled_tier_is_left_alone_before_the_first_prefill_too() -> None:
     model = make_model(prefill=False)
     model.observe_load_failed(REDIS, seconds=1.0)
     assert model.decide(offer(REDIS)).num_chunks == 0
 
 
-def test_before_the_first_prefill_a_slow_source_is_used_for_a_moment_only() -> None:
+def test_before_the_first_prefill_a_slow_tier_is_used_for_a_moment_only() -> None:
     model = make_model(prefill=False)
     model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.045)
     decision = model.decide(offer(*[REDIS] * 32))
@@ -186,24 +197,10 @@ def test_a_decision_explains_itself_in_one_line() -> None:
     )
 
 
-def test_the_snapshot_shows_figures_and_counts_decisions() -> None:
-    model = make_model()
-    model.calibrate(REDIS, bytes_per_second=1e8, latency_seconds=0.02)
-    model.decide(offer(REDIS))
-    model.decide(offer())
-    model.decide(offer())
-    figures = model.snapshot()
-    assert figures.links[REDIS].bytes_per_second == pytest.approx(1e8, rel=1e-3)
-    assert figures.links[REDIS].latency_seconds == pytest.approx(0.02, rel=1e-3)
-    assert not figures.links[LOCAL].known
-    assert figures.prefill_seconds_per_token == pytest.approx(SECONDS_PER_TOKEN, rel=1e-3)
-    assert figures.decisions == {Reason.COMPUTE_FASTER: 1, Reason.NO_HIT: 2}
-
-
 def test_a_partly_computed_first_chunk_saves_only_its_rest() -> None:
-    asked = offer(LOCAL, LOCAL, context_tokens=300, prompt_tokens=1000)
+    asked = offer(CPU, CPU, context_tokens=300, prompt_tokens=1000)
     assert [asked.tokens_after(n) for n in range(3)] == [300, 512, 768]
-    assert offer(LOCAL, LOCAL, prompt_tokens=512).tokens_after(2) == 511
+    assert offer(CPU, CPU, prompt_tokens=512).tokens_after(2) == 511
 
 
 @pytest.mark.parametrize(
@@ -219,30 +216,107 @@ def test_an_impossible_cap_is_the_callers_bug() -> None:
         make_model(prefill=False, max_deadline_seconds=0.0)
 
 
+def slow_cpu_model(clock: Clock) -> CostModel:
+    """Calibrated at 1 GB/s; the loads that followed ran at 10 MB/s, slower than recompute."""
+    model = make_model(clock=clock)
+    model.calibrate(CPU, bytes_per_second=1e9, latency_seconds=0.0)
+    for _ in range(3):
+        model.observe_load(CPU, 32 * 10**6, 3.2)
+    return model
+
+
+def test_a_tier_that_is_slow_stays_left_out_while_its_measurements_are_fresh() -> None:
+    clock = Clock()
+    model = slow_cpu_model(clock)
+    for clock.now in (0.0, 30.0, QUIET_SECONDS - 0.1):
+        assert model.decide(offer(*[CPU] * 32)).num_chunks == 0
+
+
+def test_after_a_quiet_minute_one_chunk_of_a_slow_tier_is_tried() -> None:
+    clock = Clock()
+    model = slow_cpu_model(clock)
+    clock.now = QUIET_SECONDS
+    for _ in range(2):  # until the trial has ended
+        decision = model.decide(offer(*[CPU] * 32))
+        assert (decision.num_chunks, decision.num_hit_chunks) == (1, 32)
+        assert decision.predicted_load_seconds == pytest.approx(1e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(("bytes_per_second", "num_chunks"), [(1e9, 32), (7e8, 32), (1e7, 0)])
+def test_the_trial_decides(bytes_per_second: float, num_chunks: int) -> None:
+    clock = Clock()
+    model = slow_cpu_model(clock)
+    clock.now = QUIET_SECONDS
+    model.decide(offer(*[CPU] * 32))
+    model.observe_load(CPU, 10**6, 10**6 / bytes_per_second)
+    assert model.decide(offer(*[CPU] * 32)).num_chunks == num_chunks
+    clock.now += QUIET_SECONDS - 0.1
+    assert model.decide(offer(*[CPU] * 32)).num_chunks == num_chunks
+
+
+def test_a_tier_whose_calibration_is_slow_is_never_tried() -> None:
+    clock = Clock()
+    model = make_model(clock=clock)
+    model.calibrate(CPU, bytes_per_second=1e7, latency_seconds=0.0)
+    for _ in range(10):
+        clock.now += QUIET_SECONDS
+        assert model.decide(offer(*[CPU] * 32)).num_chunks == 0
+
+
+def test_a_tier_in_use_is_loaded_whole_after_a_quiet_minute() -> None:
+    clock = Clock()
+    model = make_model(clock=clock)
+    model.calibrate(CPU, bytes_per_second=1e9, latency_seconds=0.0)
+    clock.now = 10 * QUIET_SECONDS
+    tiny = offer(CPU, prompt_tokens=300, context_tokens=250)  # not worth loading from any tier
+    assert model.decide(tiny).num_chunks == 0
+    assert model.decide(offer(*[CPU] * 32)).num_chunks == 32
+
+
+def test_a_stall_does_not_end_by_itself() -> None:
+    clock = Clock()
+    model = make_model(clock=clock)
+    model.calibrate(REDIS, bytes_per_second=1e9, latency_seconds=0.0)
+    model.observe_load_failed(REDIS, seconds=1.0)
+    clock.now = 10 * QUIET_SECONDS
+    assert model.decide(offer(*[REDIS] * 32)).reason is Reason.SOURCE_STALLED
+
+
+def test_the_part_in_use_is_loaded_beside_a_trial() -> None:
+    clock = Clock()
+    model = make_model(clock=clock)
+    model.calibrate(CPU, bytes_per_second=5e9, latency_seconds=0.0)
+    model.calibrate(REDIS, bytes_per_second=1e9, latency_seconds=0.0)
+    for _ in range(3):
+        model.observe_load(REDIS, 32 * 10**6, 3.2)
+    mixed = offer(*[CPU] * 10, *[REDIS] * 22)
+    assert model.decide(mixed).num_chunks == 10
+    clock.now = QUIET_SECONDS
+    assert model.decide(mixed).num_chunks == 11
+
+
 @given(
-    sources=st.lists(st.sampled_from(Tier), max_size=40).map(tuple),
+    tiers=st.lists(st.sampled_from(Tier), max_size=40).map(tuple),
     speeds=st.tuples(*[st.tuples(st.floats(1e6, 1e10), st.floats(0, 0.5))] * 2),
     queued=st.integers(0, 10**9),
     context=st.integers(0, 4000),
     cap=st.floats(0.02, 20),
 )
 def test_decisions_stay_in_bounds_and_are_never_predicted_to_lose(
-    sources: tuple[Tier, ...],
+    tiers: tuple[Tier, ...],
     speeds: tuple[tuple[float, float], ...],
     queued: int,
     context: int,
     cap: float,
 ) -> None:
     model = make_model(max_deadline_seconds=cap)
-    for source, (bytes_per_second, latency) in zip(Tier, speeds, strict=True):
-        model.calibrate(source, bytes_per_second, latency)
-    asked = offer(
-        *sources, prompt_tokens=16384, context_tokens=context, queued_bytes={REDIS: queued}
-    )
+    for tier, (bytes_per_second, latency) in zip(Tier, speeds, strict=True):
+        model.calibrate(tier, bytes_per_second, latency)
+    asked = offer(*tiers, prompt_tokens=16384, context_tokens=context, queued_bytes={REDIS: queued})
     decision = model.decide(asked)
-    assert 0 <= decision.num_chunks <= len(sources) == decision.num_hit_chunks
+    assert 0 <= decision.num_chunks <= len(tiers) == decision.num_hit_chunks
     assert decision.deadline_seconds <= cap
-    if decision.num_chunks and not decision.exploring:
+    if decision.num_chunks:
         assert decision.deadline_seconds >= min(MIN_DEADLINE_SECONDS, cap)
         assert decision.deadline_seconds >= decision.predicted_load_seconds
         rest = (16384 - asked.tokens_after(decision.num_chunks)) * SECONDS_PER_TOKEN
@@ -258,32 +332,33 @@ def test_decisions_stay_in_bounds_and_are_never_predicted_to_lose(
 def test_the_choice_is_close_to_the_best_prefix_of_all(
     num_local: int, num_redis: int, redis: tuple[float, float]
 ) -> None:
-    """Only borders between sources are compared; no prefix in between may do much better."""
-    sources = (LOCAL,) * num_local + (REDIS,) * min(num_redis, 23 - num_local)
-    links = {LOCAL: Link(LOCAL_BYTES_PER_SECOND, 0.001), REDIS: Link(*redis)}
-    instance = SimulatedInstance(links, noise=0.0)
+    """Only borders between tiers are compared; no prefix in between may do much better."""
+    tiers = (CPU,) * num_local + (REDIS,) * min(num_redis, 23 - num_local)
+    speeds = {CPU: TrueSpeed(CPU_BYTES_PER_SECOND, 0.001), REDIS: TrueSpeed(*redis)}
+    instance = SimulatedInstance(speeds, noise=0.0)
     instance.calibrate()
     instance.cold_requests(3)
-    if sources:
+    if tiers:
         # At most what caution costs: twice 15 % of the load, and 5 % of recompute.
-        assert instance.request(sources).vs_best < 1.45
+        assert instance.request(tiers).vs_best < 1.45
 
 
 BANDWIDTHS_MB = (1, 3, 10, 30, 100, 300, 1000)
 LATENCIES = (0.0, 0.02, 0.2)
+CPU_HIT = (CPU,) * 23
 REDIS_HIT = (REDIS,) * 23
-SPLIT_HIT = (LOCAL,) * 6 + (REDIS,) * 17
-STALLING = Link(1.0, stalls=True)
+SPLIT_HIT = (CPU,) * 6 + (REDIS,) * 17
+STALLING = TrueSpeed(1.0, stalls=True)
+FAST_CPU = TrueSpeed(CPU_BYTES_PER_SECOND)
 
 
-def redis_links() -> list[Link]:
-    known = [Link(mb * 1e6, latency) for mb, latency in product(BANDWIDTHS_MB, LATENCIES)]
+def redis_speeds() -> list[TrueSpeed]:
+    known = [TrueSpeed(mb * 1e6, latency) for mb, latency in product(BANDWIDTHS_MB, LATENCIES)]
     return [*known, STALLING]
 
 
-def started(link: Link, seed: int = 0, calibrate: bool = True) -> SimulatedInstance:
-    links = {LOCAL: Link(LOCAL_BYTES_PER_SECOND, 0.001), REDIS: link}
-    instance = SimulatedInstance(links, seed=seed)
+def started(redis: TrueSpeed, seed: int = 0, calibrate: bool = True) -> SimulatedInstance:
+    instance = SimulatedInstance({CPU: FAST_CPU, REDIS: redis}, seed=seed)
     if calibrate:
         instance.calibrate()
     instance.cold_requests(2)
@@ -292,88 +367,95 @@ def started(link: Link, seed: int = 0, calibrate: bool = True) -> SimulatedInsta
 
 @pytest.mark.parametrize("calibrate", [True, False], ids=["calibrated", "blind"])
 @pytest.mark.parametrize("hit", [REDIS_HIT, SPLIT_HIT], ids=["redis", "split"])
-@pytest.mark.parametrize("link", redis_links(), ids=str)
+@pytest.mark.parametrize("redis", redis_speeds(), ids=str)
 def test_no_request_is_slower_than_recompute(
-    link: Link, hit: tuple[Tier, ...], calibrate: bool
+    redis: TrueSpeed, hit: tuple[Tier, ...], calibrate: bool
 ) -> None:
-    """1.05 at most for each request that does not explore; 1.02 for all of them together."""
+    """1.05 at most for each request; 1.02 for all of them together."""
     for seed in range(3):
-        outcomes = started(link, seed, calibrate).requests(200, hit)
-        settled = [o.vs_recompute for o in outcomes if not o.decision.exploring]
-        explored = [o.vs_recompute for o in outcomes if o.decision.exploring]
-        assert max(settled) <= 1.05
-        assert max(explored, default=0) <= 1.45
-        assert sum(o.vs_recompute for o in outcomes) / len(outcomes) <= 1.02
+        requests = started(redis, seed, calibrate).requests(200, hit)
+        assert max(r.vs_recompute for r in requests) <= 1.05
+        assert sum(r.vs_recompute for r in requests) / len(requests) <= 1.02
 
 
-@pytest.mark.parametrize("link", redis_links(), ids=str)
-def test_a_calibrated_instance_is_near_the_best_choice_from_the_start(link: Link) -> None:
-    outcomes = started(link).requests(100, REDIS_HIT)
-    settled = sorted(o.vs_best for o in outcomes if not o.decision.exploring)
-    assert settled[len(settled) // 2] <= 1.12
-    assert len(settled) >= 90
+@pytest.mark.parametrize("cpu", [TrueSpeed(3e7), TrueSpeed(1e7)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_that_turned_slow_costs_a_chunk_a_minute_and_is_used_again(
+    cpu: TrueSpeed, seed: int
+) -> None:
+    instance = started(STALLING, seed)
+    assert all(r.decision.num_chunks == 23 for r in instance.requests(20, CPU_HIT))
+    instance.tiers[CPU] = cpu
+    instance.requests(1, CPU_HIT)
+    began = instance.now
+    slow = instance.requests(400, CPU_HIT)
+    tries = [r.decision.num_chunks for r in slow if r.decision.num_chunks]
+    assert 0 < len(tries) <= (instance.now - began) / QUIET_SECONDS
+    assert set(tries) == {1}
+    assert sum(r.vs_recompute for r in slow) / len(slow) <= 1.01
+    instance.tiers[CPU] = FAST_CPU
+    assert instance.requests(90, CPU_HIT)[-1].decision.num_chunks == 23
+
+
+@pytest.mark.parametrize("redis", redis_speeds(), ids=str)
+def test_a_calibrated_instance_is_near_the_best_choice_from_the_start(redis: TrueSpeed) -> None:
+    requests = started(redis).requests(100, REDIS_HIT)
+    assert sorted(r.vs_best for r in requests)[len(requests) // 2] <= 1.12
 
 
 @pytest.mark.parametrize("latency", LATENCIES)
-def test_a_blind_instance_finds_a_link_that_pays(latency: float) -> None:
-    outcomes = started(Link(1e9, latency), calibrate=False).requests(300, REDIS_HIT)
-    assert sorted(o.vs_best for o in outcomes[-50:])[25] <= 1.1
+def test_a_blind_instance_finds_a_tier_that_pays(latency: float) -> None:
+    requests = started(TrueSpeed(1e9, latency), calibrate=False).requests(300, REDIS_HIT)
+    assert sorted(r.vs_best for r in requests[-50:])[25] <= 1.1
 
 
-@pytest.mark.parametrize("before", [Link(1e6), STALLING], ids=["slow", "stalled"])
+@pytest.mark.parametrize("before", [TrueSpeed(1e6), STALLING], ids=["slow", "stalled"])
 @pytest.mark.parametrize(
     ("after", "bound"),
     [
-        (Link(3e8), 75),
-        (Link(1e9, 0.02), 75),
-        (Link(1e9, 0.2), 300),
-        (Link(1e8, 0.02), 400),
+        (TrueSpeed(3e8), 90),
+        (TrueSpeed(1e9, 0.02), 90),
+        (TrueSpeed(1e9, 0.2), 90),
+        (TrueSpeed(1e8, 0.02), 240),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_a_tier_that_recovered_is_found_again(
-    before: Link, after: Link, bound: int, seed: int
+def test_redis_that_recovered_is_found_again_by_its_probes(
+    before: TrueSpeed, after: TrueSpeed, bound: int, seed: int
 ) -> None:
+    """Probes come a minute apart by then, and a request takes about three quarters of a second.
+    Where the gain is narrow, some probes must have arrived before the stall is forgotten."""
     instance = started(before, seed)
     instance.requests(60, REDIS_HIT)
-    instance.links[REDIS] = after
-    outcomes = instance.requests(bound, REDIS_HIT)
-    assert any(o.vs_best < 1.2 and not o.decision.exploring for o in outcomes)
+    instance.tiers[REDIS] = after
+    assert any(r.vs_best < 1.2 for r in instance.requests(bound, REDIS_HIT))
 
 
 def test_a_stall_out_of_the_blue_costs_one_request() -> None:
-    instance = started(Link(3e8))
-    assert all(o.decision.num_chunks == 23 for o in instance.requests(20, REDIS_HIT))
-    instance.links[REDIS] = STALLING
+    instance = started(TrueSpeed(3e8))
+    assert all(r.decision.num_chunks == 23 for r in instance.requests(20, REDIS_HIT))
+    instance.tiers[REDIS] = STALLING
     first, *others = instance.requests(50, REDIS_HIT)
     assert first.vs_recompute <= 2.05
-    assert max(o.vs_recompute for o in others if not o.decision.exploring) == pytest.approx(1.0)
+    assert max(r.vs_recompute for r in others) == pytest.approx(1.0)
 
 
-def test_a_link_that_stalls_every_other_time_is_used_little() -> None:
-    instance = started(Link(1e8))
-    outcomes = []
+def test_a_tier_that_stalls_every_other_time_is_used_little() -> None:
+    instance = started(TrueSpeed(1e8))
+    requests = []
     for number in range(300):
-        instance.links[REDIS] = STALLING if number % 2 else Link(1e8)
-        outcomes.append(instance.request(REDIS_HIT))
-    assert sum(o.vs_recompute for o in outcomes) / 300 <= 1.05
-
-
-def test_exploring_is_paid_for_and_loads_little() -> None:
-    outcomes = started(STALLING).requests(400, REDIS_HIT)
-    tries = [o.decision for o in outcomes if o.decision.exploring]
-    recompute = outcomes[0].decision.predicted_compute_seconds
-    assert 0 < sum(d.deadline_seconds for d in tries) <= 0.02 * 400 * recompute
-    assert all(d.num_chunks == 1 for d in tries)
-    assert max(d.deadline_seconds for d in tries) <= 0.41 * recompute
+        instance.tiers[REDIS] = STALLING if number % 2 else TrueSpeed(1e8)
+        requests.append(instance.request(REDIS_HIT))
+    assert sum(r.vs_recompute for r in requests) / 300 <= 1.05
 
 
 def test_the_instances_numbers_are_the_models() -> None:
     """Guards the simulation: what it calls recompute is what the model predicts."""
-    decision = started(Link(1e9)).request(REDIS_HIT).decision
-    truth = started(Link(1e9)).compute_seconds(0, PROMPT_TOKENS)
+    instance = started(TrueSpeed(1e9))
+    decision = instance.request(REDIS_HIT).decision
+    truth = instance.compute_seconds(0, PROMPT_TOKENS)
     assert decision.predicted_compute_seconds == pytest.approx(truth, rel=0.02)
-    load = 23 * CHUNK_BYTES / 1e9
+    load = 23 * CHUNK_BYTES * (1 / 1e9 + 1 / CPU_BYTES_PER_SECOND)
     assert decision.predicted_load_seconds == pytest.approx(load, rel=0.05)
     assert decision.num_chunks * CHUNK_TOKENS < PROMPT_TOKENS

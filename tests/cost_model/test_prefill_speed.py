@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.cost_model.prefill_speed import PrefillSpeed, non_negative_solution
+from lmcache_connector.cost_model.prefill_speed import Matrix, PrefillSpeed, non_negative_solution
 
 A, B, D = 1e-4, 3e-9, 2e-6
 
@@ -95,25 +96,22 @@ def test_no_history_makes_compute_negative(history: list[tuple[int, int, float, 
 def test_the_non_negative_solution_is_no_worse_than_nothing(
     rows: list[tuple[float, float, float, float]],
 ) -> None:
-    xx = [[sum(r[i] * r[j] for r in rows) for j in range(3)] for i in range(3)]
-    xy = [sum(r[i] * r[3] for r in rows) for i in range(3)]
-    ridge = (1e-6,) * 3
+    table = np.array(rows)
+    x, y = table[:, :3], table[:, 3]
+    xx, ridge = x.T @ x, np.full(3, 1e-6)
 
-    def loss(beta: list[float]) -> float:
-        trace = sum(xx[i][i] for i in range(3)) or 1.0
-        error = sum(
-            (sum(b * x for b, x in zip(beta, r[:3], strict=True)) - r[3]) ** 2 for r in rows
-        )
-        return error + sum(w * trace * b * b for w, b in zip(ridge, beta, strict=True))
+    def loss(beta: Matrix) -> float:
+        error = ((x @ beta - y) ** 2).sum()
+        return float(error + (ridge * (xx.trace() or 1.0) * beta**2).sum())
 
-    beta = non_negative_solution(xx, xy, ridge)
-    assert min(beta) >= 0
-    assert loss(beta) <= loss([0.0] * 3) * (1 + 1e-6) + 1e-6
+    beta = non_negative_solution(xx, x.T @ y, ridge)
+    assert beta.min() >= 0
+    assert loss(beta) <= loss(np.zeros(3)) * (1 + 1e-6) + 1e-6
 
 
 @pytest.mark.parametrize(
-    "figures", [(-1, 0, 1.0, 0), (1, -1, 1.0, 0), (1, 0, -1.0, 0), (1, 0, 1.0, -1)]
+    "prefill", [(-1, 0, 1.0, 0), (1, -1, 1.0, 0), (1, 0, -1.0, 0), (1, 0, 1.0, -1)]
 )
-def test_impossible_prefills_are_the_callers_bug(figures: tuple[int, int, float, int]) -> None:
+def test_impossible_prefills_are_the_callers_bug(prefill: tuple[int, int, float, int]) -> None:
     with pytest.raises(ValueError, match="no negative"):
-        PrefillSpeed().observe(0.0, *figures)
+        PrefillSpeed().observe(0.0, *prefill)

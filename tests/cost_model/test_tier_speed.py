@@ -1,4 +1,4 @@
-"""Latency and bandwidth come out of loads of several sizes, and follow a link that changes."""
+"""Latency and bandwidth come out of loads of several sizes, and follow a tier that changes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lmcache_connector.cost_model.tier_speed import TierSpeed
 MIB = 1 << 20
 
 
-def loads(link: TierSpeed, sizes: list[int], latency: float, bytes_per_second: float) -> None:
+def loads(tier: TierSpeed, sizes: list[int], latency: float, bytes_per_second: float) -> None:
     for size in sizes:
-        link.arrived(0.0, size, latency + size / bytes_per_second)
+        tier.arrived(0.0, size, latency + size / bytes_per_second)
 
 
 @given(
@@ -22,10 +22,10 @@ def loads(link: TierSpeed, sizes: list[int], latency: float, bytes_per_second: f
     sizes=st.lists(st.integers(1, 200).map(lambda n: n * MIB), min_size=2, max_size=10),
 )
 def test_an_exact_line_is_found(latency: float, bytes_per_second: float, sizes: list[int]) -> None:
-    link = TierSpeed()
-    loads(link, [*sizes, 1 * MIB, 64 * MIB], latency, bytes_per_second)
+    tier = TierSpeed()
+    loads(tier, [*sizes, 1 * MIB, 64 * MIB], latency, bytes_per_second)
     for size in (1 * MIB, 64 * MIB):
-        assert link.seconds(size) == pytest.approx(latency + size / bytes_per_second, rel=1e-2)
+        assert tier.seconds(size) == pytest.approx(latency + size / bytes_per_second, rel=1e-2)
 
 
 @given(
@@ -38,123 +38,162 @@ def test_an_exact_line_is_found(latency: float, bytes_per_second: float, sizes: 
 def test_no_history_makes_a_negative_or_missing_prediction(
     history: list[tuple[int, float, bool]],
 ) -> None:
-    link = TierSpeed()
+    tier = TierSpeed()
     for now, (num_bytes, seconds, cut) in enumerate(history):
-        (link.cut_off if cut else link.arrived)(float(now), num_bytes, seconds)
-        assert link.latency_seconds >= 0
-        assert link.seconds_per_byte >= 0
-        assert link.seconds(num_bytes) > 0
-        assert link.seconds_at_worst(2 * num_bytes) >= link.seconds(2 * num_bytes) * (1 - 1e-9)
-        assert 0.1 <= link.spread <= 1
-        assert 0 < link.failure_rate < 1
+        (tier.cut_off if cut else tier.arrived)(float(now), num_bytes, seconds)
+        assert tier.latency_seconds >= 0
+        assert tier.seconds_per_byte >= 0
+        assert tier.seconds(num_bytes) > 0
+        assert tier.seconds_at_worst(2 * num_bytes) >= tier.seconds(2 * num_bytes) * (1 - 1e-9)
+        assert 0.1 <= tier.spread <= 1
+        assert 0 < tier.failure_rate < 1
 
 
 def test_nothing_known_predicts_nothing() -> None:
-    link = TierSpeed()
-    assert not link.known
-    assert link.seconds(MIB) == 0
-    assert link.bytes_per_second == float("inf")
+    tier = TierSpeed()
+    assert not tier.known
+    assert tier.seconds(MIB) == 0
+    assert tier.bytes_per_second == float("inf")
 
 
 def test_a_calibration_is_taken_at_its_word() -> None:
-    link = TierSpeed()
-    link.calibrate(0.0, bytes_per_second=100e6, latency_seconds=0.2)
-    assert link.latency_seconds == pytest.approx(0.2, rel=1e-3)
-    assert link.bytes_per_second == pytest.approx(100e6, rel=1e-3)
-    assert link.seconds_at_worst(512 * MIB) == link.seconds(512 * MIB)
+    tier = TierSpeed()
+    tier.calibrate(0.0, bytes_per_second=100e6, latency_seconds=0.2)
+    assert tier.latency_seconds == pytest.approx(0.2, rel=1e-3)
+    assert tier.bytes_per_second == pytest.approx(100e6, rel=1e-3)
+    assert tier.seconds_at_worst(512 * MIB) == tier.seconds(512 * MIB)
 
 
 def test_loads_of_one_size_are_split_by_the_calibrated_latency() -> None:
-    link = TierSpeed()
-    link.calibrate(0.0, bytes_per_second=100e6, latency_seconds=0.2)
-    loads(link, [10 * MIB] * 30, latency=0.2, bytes_per_second=50e6)
-    assert link.latency_seconds == pytest.approx(0.2, rel=0.05)
-    assert link.bytes_per_second == pytest.approx(50e6, rel=0.05)
+    tier = TierSpeed()
+    tier.calibrate(0.0, bytes_per_second=100e6, latency_seconds=0.2)
+    loads(tier, [10 * MIB] * 30, latency=0.2, bytes_per_second=50e6)
+    assert tier.latency_seconds == pytest.approx(0.2, rel=0.05)
+    assert tier.bytes_per_second == pytest.approx(50e6, rel=0.05)
 
 
 def test_loads_of_one_size_alone_are_all_bandwidth() -> None:
-    link = TierSpeed()
-    loads(link, [10 * MIB] * 3, latency=0.2, bytes_per_second=100e6)
-    assert link.latency_seconds == 0
-    assert link.seconds(20 * MIB) == pytest.approx(2 * (0.2 + 10 * MIB / 100e6))
+    tier = TierSpeed()
+    loads(tier, [10 * MIB] * 3, latency=0.2, bytes_per_second=100e6)
+    assert tier.latency_seconds == 0
+    assert tier.seconds(20 * MIB) == pytest.approx(2 * (0.2 + 10 * MIB / 100e6))
 
 
 def test_a_bet_on_a_larger_load_than_any_seen_expects_proportion() -> None:
-    link = TierSpeed()
-    loads(link, [1 * MIB, 2 * MIB], latency=0.2, bytes_per_second=1e9)
-    assert link.seconds(20 * MIB) == pytest.approx(0.2 + 20 * MIB / 1e9, rel=1e-3)
-    assert link.seconds_at_worst(20 * MIB) == pytest.approx(10 * link.seconds(2 * MIB))
+    tier = TierSpeed()
+    loads(tier, [1 * MIB, 2 * MIB], latency=0.2, bytes_per_second=1e9)
+    assert tier.seconds(20 * MIB) == pytest.approx(0.2 + 20 * MIB / 1e9, rel=1e-3)
+    assert tier.seconds_at_worst(20 * MIB) == pytest.approx(10 * tier.seconds(2 * MIB))
 
 
 @pytest.mark.parametrize("factor", [10, 1 / 10])
 def test_three_loads_are_enough_to_follow_a_tenfold_change(factor: float) -> None:
-    link = TierSpeed()
+    tier = TierSpeed()
     sizes = [10 * MIB, 20 * MIB, 40 * MIB]
-    loads(link, sizes * 10, latency=0.01, bytes_per_second=1e8)
-    loads(link, sizes, latency=0.01, bytes_per_second=1e8 * factor)
-    assert link.seconds(20 * MIB) == pytest.approx(0.01 + 20 * MIB / (1e8 * factor), rel=0.3)
+    loads(tier, sizes * 10, latency=0.01, bytes_per_second=1e8)
+    loads(tier, sizes, latency=0.01, bytes_per_second=1e8 * factor)
+    assert tier.seconds(20 * MIB) == pytest.approx(0.01 + 20 * MIB / (1e8 * factor), rel=0.3)
 
 
-def test_a_load_that_brings_nothing_stalls_the_link_until_one_arrives() -> None:
-    link = TierSpeed()
-    loads(link, [MIB], 0.0, 1e8)
-    link.cut_off(1.0, 0, 0.5)
-    assert link.stalled
-    link.arrived(2.0, MIB, MIB / 1e8)
-    assert not link.stalled
+def test_a_load_that_brings_nothing_stalls_the_tier_until_one_arrives() -> None:
+    tier = TierSpeed()
+    loads(tier, [MIB], 0.0, 1e8)
+    tier.cut_off(1.0, 0, 0.5)
+    assert tier.stalled
+    tier.arrived(2.0, MIB, MIB / 1e8)
+    assert not tier.stalled
 
 
-def test_a_deadline_too_short_for_a_link_that_keeps_its_speed_is_no_stall() -> None:
-    link = TierSpeed()
-    loads(link, [10 * MIB], 0.0, 1e8)
-    before = link.failure_rate
-    link.cut_off(1.0, 4 * MIB, 4 * MIB / 1e8)
-    assert not link.stalled
-    assert link.failure_rate <= before
+def test_a_deadline_too_short_for_a_tier_that_keeps_its_speed_is_no_stall() -> None:
+    tier = TierSpeed()
+    loads(tier, [10 * MIB], 0.0, 1e8)
+    before = tier.failure_rate
+    tier.cut_off(1.0, 4 * MIB, 4 * MIB / 1e8)
+    assert not tier.stalled
+    assert tier.failure_rate <= before
 
 
-def test_a_link_that_stops_halfway_has_stalled() -> None:
-    link = TierSpeed()
-    loads(link, [10 * MIB], 0.0, 1e8)
-    link.cut_off(1.0, 4 * MIB, 40 * MIB / 1e8)
-    assert link.stalled
+def test_a_tier_that_stops_halfway_has_stalled() -> None:
+    tier = TierSpeed()
+    loads(tier, [10 * MIB], 0.0, 1e8)
+    tier.cut_off(1.0, 4 * MIB, 40 * MIB / 1e8)
+    assert tier.stalled
 
 
-def test_the_first_load_cut_off_still_measures_the_link() -> None:
-    link = TierSpeed()
-    link.cut_off(0.0, 4 * MIB, 0.5)
-    assert link.known
-    assert not link.stalled
-    assert link.seconds(4 * MIB) == pytest.approx(0.5)
+def test_the_first_load_cut_off_still_measures_the_tier() -> None:
+    tier = TierSpeed()
+    tier.cut_off(0.0, 4 * MIB, 0.5)
+    assert tier.known
+    assert not tier.stalled
+    assert tier.seconds(4 * MIB) == pytest.approx(0.5)
 
 
 def test_failures_fade_as_loads_arrive_and_one_stall_counts_once() -> None:
-    link = TierSpeed()
-    fresh = link.failure_rate
-    link.cut_off(0.0, 0, 1.0)
-    once = link.failure_rate
-    link.cut_off(1.0, 0, 1.0)
-    assert link.failure_rate == once > fresh
-    loads(link, [MIB] * 10, 0.0, 1e8)
-    assert link.failure_rate < (once + fresh) / 2
+    tier = TierSpeed()
+    fresh = tier.failure_rate
+    tier.cut_off(0.0, 0, 1.0)
+    once = tier.failure_rate
+    tier.cut_off(1.0, 0, 1.0)
+    assert tier.failure_rate == once > fresh
+    loads(tier, [MIB] * 10, 0.0, 1e8)
+    assert tier.failure_rate < (once + fresh) / 2
 
 
-def test_old_figures_weigh_little() -> None:
+def test_old_measurements_weigh_little() -> None:
     young, old = TierSpeed(), TierSpeed()
-    for link, now in ((young, 1.0), (old, 6000.0)):
-        link.arrived(0.0, 10 * MIB, 1.0)
-        link.arrived(now, 10 * MIB, 1.5)
+    for tier, now in ((young, 1.0), (old, 6000.0)):
+        tier.arrived(0.0, 10 * MIB, 1.0)
+        tier.arrived(now, 10 * MIB, 1.5)
     assert old.seconds(10 * MIB) > young.seconds(10 * MIB)
     assert old.seconds(10 * MIB) == pytest.approx(1.5, rel=1e-3)
 
 
-@pytest.mark.parametrize("figures", [(0, 1.0), (-1, 1.0), (1, -1.0)])
-def test_impossible_loads_are_the_callers_bug(figures: tuple[int, float]) -> None:
+def test_a_trial_starts_from_the_calibration_and_the_next_load_settles_it() -> None:
+    tier = TierSpeed()
+    tier.calibrate(0.0, bytes_per_second=1e9, latency_seconds=0.0)
+    loads(tier, [10 * MIB] * 3, latency=0.0, bytes_per_second=1e7)
+    for slowness, expected in ((1.0, 1e9), (10.0, 1e8)):
+        tried = tier.on_trial_from(60.0)
+        assert tried.on_trial
+        assert tried.bytes_per_second == pytest.approx(1e9, rel=1e-3)
+        tried.arrived(61.0, MIB, slowness * MIB / 1e9)
+        assert not tried.on_trial
+        assert tried.bytes_per_second == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_trial_without_a_calibration_starts_from_nothing() -> None:
+    tier = TierSpeed()
+    loads(tier, [10 * MIB], latency=0.0, bytes_per_second=1e7)
+    tried = tier.on_trial_from(60.0)
+    assert not tried.known
+    assert tried.on_trial
+
+
+def test_measurements_are_outdated_after_a_quiet_minute_but_a_stall_is_not() -> None:
+    tier = TierSpeed()
+    tier.arrived(10.0, MIB, 0.1)
+    assert not tier.is_outdated(69.9)
+    assert tier.is_outdated(70.0)
+    tier.cut_off(70.0, 0, 1.0)
+    assert not tier.is_outdated(500.0)
+
+
+def test_a_probe_that_arrives_makes_failures_fade() -> None:
+    tier = TierSpeed()
+    tier.cut_off(0.0, 0, 1.0)
+    before = tier.failure_rate
+    tier.calibrate(1.0, 1e8, 0.0)
+    assert not tier.stalled
+    assert tier.failure_rate < before
+
+
+@pytest.mark.parametrize("measured", [(0, 1.0), (-1, 1.0), (1, -1.0)])
+def test_impossible_loads_are_the_callers_bug(measured: tuple[int, float]) -> None:
     with pytest.raises(ValueError, match="no load moves"):
-        TierSpeed().arrived(0.0, *figures)
+        TierSpeed().arrived(0.0, *measured)
 
 
-@pytest.mark.parametrize("figures", [(0.0, 0.0), (-1.0, 0.0), (1e6, -0.1)])
-def test_impossible_calibrations_are_the_callers_bug(figures: tuple[float, float]) -> None:
+@pytest.mark.parametrize("measured", [(0.0, 0.0), (-1.0, 0.0), (1e6, -0.1)])
+def test_impossible_calibrations_are_the_callers_bug(measured: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="calibration"):
-        TierSpeed().calibrate(0.0, *figures)
+        TierSpeed().calibrate(0.0, *measured)

@@ -147,11 +147,11 @@ def ask_counting_preemptions(probe: EngineProbe, asks: list[Ask]) -> tuple[Round
 
 def test_requests_that_do_not_fit_are_preempted_and_lose_nothing(engine: VllmInstance) -> None:
     asks = [Ask(random_prompt(seed, 700), max_tokens=150) for seed in range(6)]
-    before = engine.counters()
+    before = engine.counts()
     together, preempted = engine.call(ask_counting_preemptions, asks)
     assert len(preempted) > 0
     assert [len(answer.token_ids[0]) for answer in together.answers] == [150] * 6
-    assert engine.counters()["failed_loads"] == before["failed_loads"]
+    assert engine.counts().by_label("failed_loads") == before.by_label("failed_loads")
     engine.reset_prefix_cache()
     again = engine.call(one_by_one, [replace(ask, max_tokens=2) for ask in asks])
     assert again.loaded_tokens == 6 * 512
@@ -237,11 +237,11 @@ def run_session(probe: EngineProbe, chunks: list[list[int]]) -> int:
 def test_a_session_whose_prompt_still_changes_leaves_nothing(engine: VllmInstance) -> None:
     """The last token of an answer is taken back when more input comes: its chunk must not stay."""
     chunks = [random_prompt(30, 508), random_prompt(31, 400)]
-    before = engine.counters()
+    before = engine.counts()
     assert engine.call(run_session, chunks) == 8
-    after = engine.counters()
-    assert after["store_jobs"] == before["store_jobs"]
-    assert after["load_jobs"] == before["load_jobs"]
+    after = engine.counts()
+    assert after.total("store_jobs") == before.total("store_jobs")
+    assert after.total("load_jobs") == before.total("load_jobs")
     engine.call(check_integrity)
 
 

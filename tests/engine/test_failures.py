@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lmcache_connector.scheduler.background_lookup import PENDING
 from tests.support.engine_calls import check_integrity, forget_unseen, worker_of
 from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
 from tests.support.instance import StartInstance, VllmInstance
@@ -48,7 +49,7 @@ def impatient(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
 
 
 def failed_loads(instance: VllmInstance) -> int:
-    return sum(instance.counters()["failed_loads"].values())
+    return int(instance.counts().total("failed_loads"))
 
 
 def serve_and_compare(reader: VllmInstance, cold: Served, seed: int) -> Served:
@@ -142,20 +143,20 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
     import redis
 
     probe.reset_prefix_cache()
-    hits = probe.connector._scheduler._hits
-    answered = hits.redis_answered
+    hits = probe.connector._scheduler.hits
+    find = hits.find
 
-    def vanish(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
-        done = answered(state, num_computed_tokens, is_idle=is_idle)
-        if done and state.redis_chunks:
+    def vanish(state, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
+        hit = find(state, num_computed_tokens, is_idle=is_idle)
+        if hit is not PENDING and state.lookup.redis_chunks:
             redis.Redis(port=port).flushall()
-        return done
+        return hit
 
-    hits.redis_answered = vanish
+    hits.find = vanish
     try:
         return probe.serve(prompt).token_ids
     finally:
-        hits.redis_answered = answered
+        hits.find = find
 
 
 def test_a_copy_that_raises_fails_its_job_alone(reader: VllmInstance) -> None:
@@ -207,21 +208,21 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
     import os
     import signal
 
-    hits = probe.connector._scheduler._hits
-    answered = hits.redis_answered
+    hits = probe.connector._scheduler.hits
+    find = hits.find
 
-    def stall(state, num_computed_tokens, is_idle):  # type: ignore[no-untyped-def]
-        done = answered(state, num_computed_tokens, is_idle=is_idle)
-        if done and state.redis_chunks:
+    def stall(state, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
+        hit = find(state, num_computed_tokens, is_idle=is_idle)
+        if hit is not PENDING and state.lookup.redis_chunks:
             os.kill(pid, signal.SIGSTOP)
-        return done
+        return hit
 
-    hits.redis_answered = stall
+    hits.find = stall
     try:
         return probe.serve(prompt).token_ids
     finally:
         os.kill(pid, signal.SIGCONT)
-        hits.redis_answered = answered
+        hits.find = find
 
 
 def test_redis_that_stops_and_comes_back(impatient: VllmInstance, valkey: Server) -> None:

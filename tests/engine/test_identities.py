@@ -64,12 +64,12 @@ def test_tenants_are_isolated(engine: VllmInstance) -> None:
 
 def test_where_salts_are_required_unsalted_requests_leave_nothing(engine: VllmInstance) -> None:
     ask = Ask(random_prompt(2, NUM_TOKENS))
-    before = engine.counters()
+    before = engine.counts()
     for served in engine.call(ask_again, ask):
         assert served.loaded_tokens == 0
-    after = engine.counters()
-    assert after["store_jobs"] == before["store_jobs"]
-    assert after["lookups"] == before["lookups"]
+    after = engine.counts()
+    assert after.total("store_jobs") == before.total("store_jobs")
+    assert after.total("lookups") == before.total("lookups")
 
 
 def test_adapters_are_known_by_their_weights(engine: VllmInstance, adapters: list[Path]) -> None:
@@ -103,13 +103,13 @@ def test_an_adapter_overwritten_under_a_running_engine_is_left_alone(
     assert_same_kv(hit, cold, FULL)
     build_adapter(path, 11)
     engine.reset_prefix_cache()
-    before = engine.counters()["store_jobs"]
+    before = engine.counts().total("store_jobs")
     # vLLM still computes with the weights it has read: stored under the new files' name, this KV
     # would be wrong for whoever reads them.
     still = engine.call(ask_all, [ask])
     assert still.loaded_tokens == 0
     assert still.answers[0].blocks == cold.answers[0].blocks
-    assert engine.counters()["store_jobs"] == before
+    assert engine.counts().total("store_jobs") == before
     engine.reset_prefix_cache()
     new = replace(ask, lora=("mine", 11, str(path)))
     changed = engine.call(ask_all, [new])
@@ -168,6 +168,6 @@ def test_pooling_requests_pass_by(start: StartInstance) -> None:
         first = pooling.call(embed, tokens)
         pooling.reset_prefix_cache()
         assert pooling.call(embed, tokens) == pytest.approx(first, abs=1e-2)
-        counters = pooling.counters()
-        assert counters["store_jobs"] == counters["load_jobs"] == counters["lookups"] == 0
+        counts = pooling.counts()
+        assert not any(map(counts.total, ("store_jobs", "load_jobs", "lookups")))
         pooling.call(check_integrity)

@@ -29,7 +29,7 @@ def test_a_producer_stores_and_a_consumer_loads(start: StartInstance, valkey: Se
         assert hit.external_hit_tokens == 1280
         assert hit.block_digests[:10] == cold.block_digests[:10]
         consumer.serve(random_prompt(2, 1300))
-        assert consumer.counters()["store_jobs"] == 0
+        assert consumer.counts().total("store_jobs") == 0
         consumer.call(check_integrity)
         assert consumer.log.count("cpu_gib 0.02 holds less than one prompt of max_model_len") == 1
         keys = consumer.call(chunk_keys, random_prompt(2, 1300))

@@ -95,7 +95,7 @@ def assert_from_either(hit: Served, first: Served, second: Served) -> None:
 
 
 def failed_loads(instance: VllmInstance) -> int:
-    return sum(instance.counters()["failed_loads"].values())
+    return int(instance.counts().total("failed_loads"))
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -107,9 +107,9 @@ def test_another_tensor_parallel_size_reads_it(
 ) -> None:
     cold = serve_cold(request.getfixturevalue(writer), valkey, prompt)
     instance: VllmInstance = request.getfixturevalue(reader)
-    before = instance.counters()["redis_load_bytes"]
+    before = instance.counts().total("loaded_bytes", "redis")
     assert_same_bytes(instance.serve(prompt), cold)
-    loaded = instance.counters()["redis_load_bytes"] - before
+    loaded = instance.counts().total("loaded_bytes", "redis") - before
     assert loaded == HIT * 4 * 4 * 2 * 64 * 2  # layers, heads, K and V, elements, bytes
 
 
@@ -177,10 +177,10 @@ def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
         pipeline.reset_prefix_cache()
         assert_same_bytes(pipeline.serve(prompt), cold)
         pipeline.call(empty_cpu_tiers, prompt)
-        before = pipeline.counters()["redis_load_bytes"]
+        before = pipeline.counts().total("loaded_bytes", "redis")
         pipeline.serve(random_prompt(next(seeds), 10))  # any step brings the news
         assert_same_bytes(pipeline.serve(prompt), cold)
-        assert pipeline.counters()["redis_load_bytes"] > before
+        assert pipeline.counts().total("loaded_bytes", "redis") > before
         assert failed_loads(pipeline) == 0
         pipeline.call(check_integrity)
     before = failed_loads(one)
@@ -235,20 +235,20 @@ def test_a_load_that_fails_on_one_rank_is_recomputed_on_all(
 ) -> None:
     cold = serve_cold(one, valkey, prompt)
     tags = one.call(chunk_tags, prompt)
-    before = two.counters()
+    before = two.counts()
     gone = values_of(valkey, tags[2])[2:]  # those of rank 1
     served = two.call(delete_after_lookup, prompt, valkey.port, gone)
-    after = two.counters()
+    after = two.counts()
     assert served.external_hit_tokens == HIT  # planned
     assert served.token_ids[0] == cold.token_ids[0]
     assert served.shard_digests[:2] == cold.shard_digests[:2]
-    assert failed_loads(two) == sum(before["failed_loads"].values()) + 1
-    assert after["recomputed_tokens"] - before["recomputed_tokens"] == 3 * CHUNK_SIZE
+    assert failed_loads(two) == before.total("failed_loads") + 1
+    assert after.total("recomputed_tokens") - before.total("recomputed_tokens") == 3 * CHUNK_SIZE
     # What was computed instead is stored where it was missing, and is a hit.
     two.reset_prefix_cache()
     again = two.serve(prompt)
     assert again.external_hit_tokens == HIT
-    assert failed_loads(two) == sum(before["failed_loads"].values()) + 1
+    assert failed_loads(two) == before.total("failed_loads") + 1
     assert_from_either(again, cold, served)
     assert again.shard_digests[2][2:] == served.shard_digests[2][2:]
 

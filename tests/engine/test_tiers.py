@@ -109,15 +109,15 @@ def preempt_all(probe: EngineProbe, prompt: list[int], steps: int) -> Any:
     while probe.engine.has_unfinished_requests():
         outputs += [output for output in probe.engine.step() if output.finished]
     probe.drain()
-    return outputs[0].outputs[0].token_ids, probe.counters()
+    return outputs[0].outputs[0].token_ids, probe.counts()
 
 
 def test_preemption_while_a_store_may_run(writer: VllmInstance) -> None:
     prompt = random_prompt(30, 1400)
     for steps in (1, 2, 3):
-        tokens, counters = writer.call(preempt_all, [steps, *prompt], steps)
+        tokens, counts = writer.call(preempt_all, [steps, *prompt], steps)
         assert len(tokens) == 8
-        assert counters["failed_loads"] == {}
+        assert counts.by_label("failed_loads") == {}
     writer.call(check_integrity)
 
 
@@ -157,7 +157,8 @@ def test_another_process_finds_it_in_redis(
         assert_loaded(hit, cold, 2000 // CHUNK_SIZE * CHUNK_SIZE)
         again = reader.serve(prompt)  # without vLLM's prefix cache: from the CPU tier
         assert_loaded(again, cold, 2000 // CHUNK_SIZE * CHUNK_SIZE)
-        assert reader.counters()["cpu_load_bytes"] > 0
+        counts = reader.counts()
+        assert counts.total("loaded_bytes", "cpu") > counts.total("loaded_bytes", "redis") > 0
         reader.call(check_integrity)
 
 

@@ -13,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from lmcache_connector.metrics.log_line import log_fields
 from lmcache_connector.metrics.prometheus import TablePromMetrics, TieredStats
-from lmcache_connector.metrics.samples import Samples, log_fields
+from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS, Kind
+from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
-from lmcache_connector.scheduler.counters import SchedulerCounters
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
-from lmcache_connector.worker.metrics import RankFigures, WorkerMetrics
+from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 
 LOAD = LoadJob(1, "r", (b"k",), ((0,),), 0, 1.0, True, 0)
 STORE = StoreJob(2, "r", (b"k",), (0,), ((0,),))
@@ -77,9 +78,9 @@ class Rank:
         self.redis: RedisTierStats | None = TIER
         self.metrics = WorkerMetrics(0, self._look, lambda: self.now)
 
-    def _look(self) -> RankFigures:
+    def _look(self) -> RankSnapshot:
         self.looks += 1
-        return RankFigures(2, 10, 100, self.redis, [(100, 0.5)] if self.looks == 1 else [])
+        return RankSnapshot(2, 10, 100, self.redis, [(100, 0.5)] if self.looks == 1 else [])
 
 
 def test_a_load_counts_for_both_tiers_it_passed() -> None:
@@ -132,63 +133,49 @@ def test_an_uneventful_step_looks_at_nothing() -> None:
 
 
 def test_the_scheduler_side_tells_what_changed() -> None:
-    counters, seconds = SchedulerCounters(), [0.25]
+    tally, seconds = Tally(), [0.25]
     metrics = SchedulerMetrics(
-        counters,
-        lambda: True,
+        tally,
         lambda: 0.0,
         lambda: [seconds.pop()] if seconds else [],
-        lambda: [("h:1", CircuitState.TRIAL)],
+        lambda: (("h:1", CircuitState.TRIAL),),
     )
-    counters.redis_lookups, counters.cpu_hit_tokens, counters.redis_hit_tokens = 2, 512, 256
-    counters.saved_seconds = 1.5
-    counters.decisions["load_faster"] = 3
-    taken = metrics.take()
+    tally.count("lookups", "redis", amount=2)
+    tally.count("hit_tokens", "cpu", amount=512)
+    tally.count("decisions", "load_faster", amount=3)
+    taken = metrics.take(is_idle=True)
     assert taken is not None
     assert taken.total("lookups", "redis") == 2
-    assert (taken.total("hit_tokens"), taken.total("hit_tokens", "cpu")) == (768, 512)
+    assert taken.total("hit_tokens", "cpu") == 512
     assert taken.counters["decisions\nload_faster"] == 3
     assert taken.observed("lookup_seconds", "redis") == [0.25]
     assert taken.gauges["circuit_state\nscheduler\nh:1"] == 1
-    assert metrics.take() is None
-    counters.decisions["load_faster"] += 1
-    again = metrics.take()
+    assert metrics.take(is_idle=True) is None
+    tally.count("decisions", "load_faster")
+    again = metrics.take(is_idle=True)
     assert again is not None
     assert again.counters == {"decisions\nload_faster": 1}
+    assert again.gauges == {}, "the circuits are as they were"
+    assert tally.total("decisions") == 4
 
 
 def test_while_requests_run_the_scheduler_side_is_looked_at_now_and_then() -> None:
-    counters, running, now = SchedulerCounters(), True, 100.0
-    metrics = SchedulerMetrics(counters, lambda: not running, lambda: now)
-    assert metrics.take() is None
-    counters.store_jobs = 1
-    assert metrics.take() is None, "a step ago"
+    tally, now = Tally(), 100.0
+    metrics = SchedulerMetrics(tally, lambda: now)
+    assert metrics.take(is_idle=False) is None
+    tally.count("store_jobs")
+    assert metrics.take(is_idle=False) is None, "a step ago"
     now += 1.0
-    assert taken_jobs(metrics) == 1
-    counters.store_jobs = 3
-    assert metrics.take() is None
-    running = False  # there may be no next step
-    assert taken_jobs(metrics) == 2
+    assert taken_jobs(metrics, is_idle=False) == 1
+    tally.count("store_jobs", amount=2)
+    assert metrics.take(is_idle=False) is None
+    assert taken_jobs(metrics, is_idle=True) == 2  # there may be no next step
 
 
-def taken_jobs(metrics: SchedulerMetrics) -> float:
-    taken = metrics.take()
+def taken_jobs(metrics: SchedulerMetrics, is_idle: bool) -> float:
+    taken = metrics.take(is_idle=is_idle)
     assert taken is not None
     return taken.total("store_jobs")
-
-
-def test_every_counter_of_the_scheduler_side_is_told() -> None:
-    """Whoever adds one thinks of /metrics; these are told by the workers instead."""
-    told_elsewhere = {
-        *("cpu_load_bytes", "cpu_load_seconds", "redis_load_bytes", "redis_load_seconds"),
-        *("failed_loads", "decisions"),
-    }
-    for name in SchedulerCounters.__dataclass_fields__.keys() - told_elsewhere:
-        counters = SchedulerCounters()
-        setattr(counters, name, 1)
-        taken = SchedulerMetrics(counters, lambda: True, lambda: 0.0).take()
-        assert taken is not None, name
-        assert list(taken.counters.values()) == [1], name
 
 
 def prom_metrics(registry: CollectorRegistry, engines: int) -> TablePromMetrics:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.metrics.samples import split_key
+from lmcache_connector.metrics.table import METRICS
+from lmcache_connector.plans import Outcome
 from lmcache_connector.scheduler.kv_events import BlocksRemoved, BlocksStored, KvEventLog
 from tests.support.shadow_engine import ShadowEngine, Shape
 from tests.support.shadow_worker import BLOCK_SIZE, VOCABULARY, Faults
@@ -127,8 +130,11 @@ def test_random_lives_never_touch_a_block_that_is_not_theirs(
     for _ in range(250):
         life.act()
     life.end()
-    assert (engine.adapter.counters.store_jobs > 0) == (engine.shape.role != "kv_consumer")
-    assert (engine.adapter.counters.load_jobs > 0) == (engine.shape.role != "kv_producer")
+    tally = engine.adapter.tally
+    assert (tally.total("store_jobs") > 0) == (engine.shape.role != "kv_consumer")
+    assert (tally.total("load_jobs") > 0) == (engine.shape.role != "kv_producer")
+    for name, labels in map(split_key, tally.totals.counters):
+        assert len(METRICS[name].labels) == len(labels)
 
 
 def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -> None:
@@ -141,7 +147,7 @@ def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -
     engine = ShadowEngine(model, shape, 0, Faults(slow=1.0))
     engine.share_redis_of(other)
     first = engine.add(tokens, max_tokens=1)
-    while engine.adapter.counters.redis_load_bytes == 0 and not engine.ranks[0].num_loaded_chunks:
+    while not engine.ranks[0].num_loaded_chunks:
         engine.step()
     engine.abort(first)  # chunk 0 has left the CPU tier for chunk 1: it is stored from the blocks
     second = engine.add(tokens, max_tokens=1)
@@ -180,7 +186,7 @@ def test_a_load_under_way_during_a_reset_is_cancelled_and_recomputed(model: Path
     engine.step()
     faults.stuck = False
     engine.run_until_idle()
-    assert engine.adapter.counters.failed_loads == {"cancelled": 1}
+    assert engine.ranks[0].load_outcomes == [Outcome.CANCELLED]
     engine.check_answer(request_id)
     engine.check_whole()
 
@@ -196,11 +202,11 @@ def test_one_that_bypasses_since_a_reset_keeps_what_it_stores_to_itself(
         patch.setattr(engine.adapter, "_identify", lambda request, epoch: None)
         engine.adapter.reset_cache()
     engine.run_until_idle()
-    assert engine.adapter.counters.store_jobs == 1
+    assert engine.adapter.tally.total("store_jobs") == 1
     again = engine.add(tokens, max_tokens=1)
     engine.run_until_idle()
-    assert engine.adapter.counters.load_jobs == 0
-    assert engine.adapter.counters.store_jobs == 2
+    assert engine.adapter.tally.total("load_jobs") == 0
+    assert engine.adapter.tally.total("store_jobs") == 2
     engine.check_answer(again)
     engine.check_whole()
 
@@ -229,19 +235,19 @@ def test_a_reset_takes_back_what_routers_were_told(
     engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
     # Else vLLM's scheduler takes them with every step, for the routers.
     monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
-    engine.adapter._kv_events = engine.adapter._hits._kv_events = KvEventLog(world_size=1)
+    engine.adapter.kv_events = KvEventLog(world_size=1)
     engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
     engine.run_until_idle()
-    stored = engine.adapter.take_kv_events()
+    stored = engine.adapter.kv_events.take()
     assert len(stored) == 2
     engine.adapter.reset_cache()
-    removed = engine.adapter.take_kv_events()
+    removed = engine.adapter.kv_events.take()
     assert {event.hashes for event in removed if isinstance(event, BlocksRemoved)} == {
         event.blocks.hashes for event in stored if isinstance(event, BlocksStored)
     }
     assert removed
     engine.adapter.reset_cache()
-    assert engine.adapter.take_kv_events() == []
+    assert engine.adapter.kv_events.take() == []
 
 
 def test_what_the_index_wrongly_thinks_is_there_is_stored_again(model: Path) -> None:

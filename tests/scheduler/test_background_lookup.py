@@ -7,7 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from lmcache_connector.scheduler.background_lookup import BackgroundLookup, PendingLookup
+from lmcache_connector.scheduler.background_lookup import (
+    MISS,
+    PENDING,
+    BackgroundLookup,
+    Found,
+    LookupAnswer,
+    PendingLookup,
+)
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
@@ -64,17 +71,17 @@ def remote(tier: GatedLookup, clock: Clock) -> Iterator[BackgroundLookup]:
     assert tier.closed
 
 
-def answer(pending: PendingLookup) -> int | None:
+def answer(pending: PendingLookup) -> LookupAnswer:
     """Wait for an answer that is on its way, in real seconds."""
     return pending.wait(4.0)
 
 
 def test_an_open_question_is_asked_again(remote: BackgroundLookup, tier: GatedLookup) -> None:
     pending = remote.submit(KEYS)
-    assert pending.wait(0.0) is None
-    assert pending.wait(0.001) is None
+    assert pending.wait(0.0) is PENDING
+    assert pending.wait(0.001) is PENDING
     tier.gate.set()
-    assert answer(pending) == 3
+    assert answer(pending) == Found(3)
     assert tier.asked == [(tuple(KEYS), 105.0)]
 
 
@@ -84,7 +91,7 @@ def test_past_the_deadline_it_is_a_miss(
     pending = remote.submit(KEYS)
     assert tier.started.wait(30)
     clock.now += 5.0
-    assert pending.wait(10.0) == 0, "and it does not wait for it either"
+    assert pending.wait(10.0) == MISS, "and it does not wait for it either"
 
 
 def test_a_question_that_waited_past_its_deadline_is_never_asked(
@@ -96,8 +103,8 @@ def test_a_question_that_waited_past_its_deadline_is_never_asked(
     clock.now += 6.0
     behind = remote.submit(KEYS[:2])
     tier.gate.set()
-    assert answer(behind) == 1
-    assert late.wait(0.0) == 0
+    assert answer(behind) == Found(1)
+    assert late.wait(0.0) == MISS
     assert [len(keys) for keys, _ in tier.asked] == [4, 2]
 
 
@@ -109,7 +116,7 @@ def test_a_cancelled_question_behind_another_is_dropped(
     remote.submit(KEYS[:1]).cancel()
     last = remote.submit(KEYS[:2])
     tier.gate.set()
-    assert answer(last) == 1
+    assert answer(last) == Found(1)
     assert [len(keys) for keys, _ in tier.asked] == [4, 2]
 
 
@@ -118,5 +125,5 @@ def test_a_tier_that_raises_is_a_miss(
 ) -> None:
     tier.error = ValueError("boom")
     tier.gate.set()
-    assert answer(remote.submit(KEYS)) == 0
+    assert answer(remote.submit(KEYS)) == MISS
     assert "boom" in caplog.text

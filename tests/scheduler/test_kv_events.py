@@ -28,8 +28,7 @@ def report(rank: int, admitted: str = "", evicted: str = "", written: str = "") 
 
 def log_of(keys: str, world_size: int = 1) -> KvEventLog:
     log = KvEventLog(world_size)
-    for key in keys:
-        log.describe(key.encode(), lambda key=key: blocks(key.encode()))  # type: ignore[misc]
+    log.describe([key.encode() for key in keys], lambda i: blocks(keys[i].encode()))
     return log
 
 
@@ -103,7 +102,7 @@ def test_stored_and_removed_alternate_and_end_with_the_truth(
     holders: dict[str, set[int]] = {key: set() for key in "abc"}
     told: set[bytes] = set()
     for rank, key, admitted in steps:
-        log.describe(key.encode(), lambda key=key: blocks(key.encode()))  # type: ignore[misc]
+        log.describe([key.encode()], lambda i, key=key: blocks(key.encode()))  # type: ignore[misc]
         log.apply(report(rank, admitted=key) if admitted else report(rank, evicted=key))
         (holders[key].add if admitted else holders[key].discard)(rank)
         for event in log.take():

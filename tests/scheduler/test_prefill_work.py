@@ -46,9 +46,8 @@ def test_several_prompts_count_as_one_that_reads_as_much(model: Path) -> None:
 
 def test_forward_times_teach_what_recompute_costs(model: Path) -> None:
     engine = ShadowEngine(model, Shape(), 1)
-    choice = engine.adapter._choice
-    assert choice is not None
-    assert choice.model.compute_seconds(0, 1000) is None
+    policy = engine.adapter.policy
+    assert policy.model.compute_seconds(0, 1000) is None
     work = PrefillWork(1000, 0, 0)
     engine.adapter.update_from_reports([RankReport(0, (), (), (ForwardTime(work, 0.5),))])
-    assert choice.model.compute_seconds(0, 1000) == pytest.approx(0.5, rel=0.01)
+    assert policy.model.compute_seconds(0, 1000) == pytest.approx(0.5, rel=0.01)

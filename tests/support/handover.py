@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support.probe import EngineProbe, Served
@@ -83,28 +83,11 @@ def add(probe: EngineProbe, request: Ask) -> None:
     probe.engine.add_request(request.request_id, prompt, params)
 
 
-def counters(probe: EngineProbe) -> dict[str, Any]:
-    """Of the scheduler side."""
-    return asdict(probe.connector._scheduler.counters)
-
-
 def metrics(probe: EngineProbe) -> dict[str, float]:
     """Hand-overs as vLLM's own logger has them for Prometheus, by name and reason, in short."""
-    from prometheus_client import REGISTRY
-
-    prefix = "vllm:lmcache_p2p_"
-    return {
-        " ".join((sample.name.removeprefix(prefix), *_reason(sample.labels))): sample.value
-        for family in REGISTRY.collect()
-        if family.name.startswith(prefix)
-        for sample in family.samples
-        if not sample.name.endswith(("_bucket", "_created"))
-    }
-
-
-def _reason(labels: dict[str, str]) -> tuple[str, ...]:
-    assert labels["engine"] == "0"
-    return (labels["reason"],) if "reason" in labels else ()
+    prefix = "p2p_"
+    found = probe.metrics().items()
+    return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
 
 
 def log_stats(probe: EngineProbe) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
+from lmcache_connector.metrics.samples import Samples
 from tests.support.probe import EngineProbe, Served
 
 _START_SECONDS = 600.0
@@ -102,10 +103,10 @@ class VllmInstance:
     def reset_prefix_cache(self) -> None:
         self.call(EngineProbe.reset_prefix_cache)
 
-    def counters(self) -> dict[str, Any]:
-        """The totals of the connector's scheduler side, as plain data."""
-        counters: dict[str, Any] = self.call(EngineProbe.counters)
-        return counters
+    def counts(self) -> Samples:
+        """What the connector has counted since the start, on all its sides."""
+        counts: Samples = self.call(EngineProbe.counts)
+        return counts
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """``function(probe, *args, **kwargs)``, a top-level function, in the instance's process.

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.metrics.table import PREFIX
 from tests.support.kv_digests import block_digests, digest_on_rank, shard_digests
 
 DIGEST_TOKENS = 256
@@ -144,15 +146,30 @@ class EngineProbe:
         return request_id
 
     def external_hit_tokens(self) -> int:
-        """Tokens the connector has loaded so far."""
-        adapter = getattr(self.connector, "_scheduler", None)
-        if adapter is None:
-            return 0
-        return int(adapter.counters.cpu_hit_tokens + adapter.counters.redis_hit_tokens)
+        """Tokens the connector has planned to load so far."""
+        counts = self._scheduler_counts()
+        return int(counts.total("hit_tokens") + counts.total("p2p_hit_tokens"))
 
-    def counters(self) -> dict[str, Any]:
-        """The totals of the connector's scheduler side, as plain data."""
-        return asdict(self.connector._scheduler.counters)
+    def counts(self) -> Samples:
+        """What the connector has counted since the start on its scheduler side and on all ranks,
+        under the names of its metrics."""
+        counts = self._scheduler_counts()
+        for rank_counts in self.on_ranks(counts_on_rank):
+            counts.merge(rank_counts)
+        return counts
+
+    def metrics(self) -> dict[str, float]:
+        """The connector's metrics as vLLM's own logger has them for Prometheus, by short name and
+        label values: ``loaded_bytes_total cpu``."""
+        from prometheus_client import REGISTRY
+
+        return {
+            " ".join((sample.name.removeprefix(PREFIX), *_own_labels(sample.labels))): sample.value
+            for family in REGISTRY.collect()
+            if family.name.startswith(PREFIX)
+            for sample in family.samples
+            if not sample.name.endswith(("_bucket", "_created"))
+        }
 
     def drain(self) -> None:
         """Step until the connector has let go of all blocks."""
@@ -171,6 +188,12 @@ class EngineProbe:
     def shutdown(self) -> None:
         self.engine.engine_core.shutdown()
 
+    def _scheduler_counts(self) -> Samples:
+        counts = Samples()
+        for connector in _parts_of(self.connector):
+            counts.merge(connector._scheduler.tally.totals)
+        return counts
+
     def _digest(self, progress: _Progress, request_id: str) -> None:
         """Digest the prompt's KV while the request still holds its blocks."""
         request = next(
@@ -185,3 +208,30 @@ class EngineProbe:
         ranks = self.on_ranks(digest_on_rank, filled, len(filled) * size, (size, DIGEST_TOKENS))
         progress.block_digests = block_digests(ranks, size)
         progress.shard_digests = shard_digests(ranks, DIGEST_TOKENS)
+
+
+def counts_on_rank(worker: Any) -> Samples:
+    """What the tiered connector of one rank has counted; hand-overs are counted by schedulers."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from lmcache_connector.connector import LMCacheTieredConnector
+
+    counts = Samples()
+    for connector in _parts_of(get_kv_transfer_group()):
+        if isinstance(connector, LMCacheTieredConnector):
+            counts.merge(connector._worker_side._metrics.tally.totals)
+    return counts
+
+
+def _parts_of(connector: Any) -> Sequence[Any]:
+    """The connector, or those that vLLM's ``MultiConnector`` puts together."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    if connector is None:
+        return ()
+    return connector.sub_connectors if isinstance(connector, MultiConnector) else (connector,)
+
+
+def _own_labels(labels: dict[str, str]) -> list[str]:
+    assert labels["engine"] == "0"
+    return [value for name, value in labels.items() if name not in {"engine", "model_name"}]

@@ -7,6 +7,7 @@ does with asynchronous scheduling.
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,13 @@ from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
 from lmcache_connector.plans import LoadJob, StepPlan, StoreJob
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
-from lmcache_connector.scheduler.background_lookup import BackgroundLookup
+from lmcache_connector.scheduler.background_lookup import (
+    PENDING,
+    BackgroundLookup,
+    Found,
+    LookupAnswer,
+)
+from lmcache_connector.scheduler.hit_finder import RedisHitFinder
 from tests.support.shadow_worker import (
     BLOCK_SIZE,
     VOCABULARY,
@@ -79,7 +86,6 @@ class SteppedLookup(BackgroundLookup):
     def __init__(self, ranks: Sequence[ShadowRank], chance: random.Random) -> None:
         # Not the real one's: it starts a thread.
         self.last_seconds = 0.0
-        self.servers = tuple
         self._ranks = ranks
         self._chance = chance
 
@@ -92,25 +98,24 @@ class SteppedLookup(BackgroundLookup):
     def submit(self, keys: Sequence[bytes]) -> SteppedAnswer:  # type: ignore[override]
         return SteppedAnswer(self.exists_prefix(keys, 0.0), self._chance.choice([0, 0, 1, 3]))
 
-    def take_seconds(self) -> list[float]:
-        return []
-
     def close(self) -> None:
         """Nothing is held."""
 
 
 class SteppedAnswer:
+    """Comes when it was waited for ``delay`` times."""
+
     def __init__(self, found: int, delay: int) -> None:
-        self._found = found
+        self._found = Found(found)
         self._delay = delay
 
     @property
-    def is_answered(self) -> bool:
-        return self._delay <= 0
+    def answer(self) -> LookupAnswer:
+        return PENDING if self._delay > 0 else self._found
 
-    def wait(self, seconds: float) -> int | None:
+    def wait(self, seconds: float) -> LookupAnswer:
         self._delay -= 1
-        return None if self._delay >= 0 else self._found
+        return PENDING if self._delay >= 0 else self._found
 
     def cancel(self) -> None:
         """Nothing runs."""
@@ -140,7 +145,9 @@ class ShadowEngine:
             for rank in range(shape.world_size)
         ]
         if shape.redis:
-            self.adapter._hits.lookup = SteppedLookup(self.ranks, self.chance)
+            self.adapter.hits = _finding_in_redis(
+                self.adapter, SteppedLookup(self.ranks, self.chance)
+            )
         self._aggregator = KVOutputAggregator(shape.world_size)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._queue: deque[tuple[SchedulerOutput, Step]] = deque()
@@ -316,6 +323,18 @@ class ShadowEngine:
         if one.end < self.requests[one.request_id].num_tokens:
             return []
         return [_next_token(self._streams[one.request_id][: one.end])]
+
+
+def _finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
+    return RedisHitFinder(
+        adapter._settings,
+        adapter.index,
+        adapter.tally,
+        lookup,
+        adapter.policy,
+        adapter.kv_events,
+        time.monotonic,
+    )
 
 
 def _next_token(tokens: Sequence[int]) -> int:

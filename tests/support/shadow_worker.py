@@ -123,6 +123,7 @@ class ShadowRank:
         self._cancelled: set[int] = set()
         self._holds: list[Hold] = []
         self._done: list[tuple[LoadJob | StoreJob, JobResult]] = []
+        self.load_outcomes: list[Outcome] = []
         self.num_loaded_chunks = 0
         self.num_stored_chunks = 0
 
@@ -198,7 +199,11 @@ class ShadowRank:
             self._stores.popleft()
         else:
             (self._fetch if job.needs_redis else self._loads).remove(job)
-        result = self._load(job) if isinstance(job, LoadJob) else self._store(job)
+        if isinstance(job, LoadJob):
+            result = self._load(job)
+            self.load_outcomes.append(result.outcome)
+        else:
+            result = self._store(job)
         self._open.discard(job.job_id)
         self._done.append((job, result))
         return True

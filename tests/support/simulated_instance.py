@@ -1,30 +1,46 @@
-"""An instance in simulated time: real prefill and link speeds that the cost model must find out."""
+"""An instance in simulated time: its prefill and its tiers have speeds that the policy must find
+out, from its start, its loads and its probes."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lmcache_connector.cost_model.cost_model import CostModel
-from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
-from lmcache_connector.plans import Tier
+from lmcache_connector.cost_model.decision import LoadDecision
+from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.plans import (
+    Calibration,
+    ForwardTime,
+    JobResult,
+    LoadJob,
+    Outcome,
+    PrefillWork,
+    RankReport,
+    Tier,
+    TransferTime,
+)
 
 CHUNK_TOKENS = 256
 CHUNK_BYTES = 2 << 20
 PROMPT_TOKENS = 23 * CHUNK_TOKENS + 100
-LOCAL_BYTES_PER_SECOND = 5e9
+CPU_BYTES_PER_SECOND = 5e9
+_KEYS = [bytes([n]) * 32 for n in range(PROMPT_TOKENS // CHUNK_TOKENS)]
+_PROBE_CHUNKS = 8
+_PROBE_PATIENCE_SECONDS = 1.0
 
 
-@dataclass
-class Link:
-    """A tier as it is; ``stalls`` brings nothing, ever."""
+@dataclass(frozen=True)
+class TrueSpeed:
+    """A tier as it is. If it ``stalls``, nothing ever comes."""
 
     bytes_per_second: float
     latency_seconds: float = 0.0
     stalls: bool = False
 
-    def arrivals(self, num_chunks: int, noise: float) -> list[float]:
+    def arrivals(self, num_chunks: int, noise: float = 1.0) -> list[float]:
         """Seconds until each chunk is there."""
         if self.stalls:
             return [math.inf] * num_chunks
@@ -33,9 +49,23 @@ class Link:
             for n in range(1, num_chunks + 1)
         ]
 
+    def seconds(self, num_chunks: int, noise: float = 1.0) -> float:
+        return self.arrivals(num_chunks, noise)[-1] if num_chunks else 0.0
 
-@dataclass
-class Outcome:
+    def probe(self, noise: float) -> TransferTime:
+        in_time = [
+            seconds
+            for seconds in self.arrivals(_PROBE_CHUNKS, noise)
+            if seconds <= _PROBE_PATIENCE_SECONDS
+        ]
+        if not in_time:
+            return TransferTime(0, _PROBE_PATIENCE_SECONDS)
+        latency_seconds = min(noise * self.latency_seconds, in_time[-1])
+        return TransferTime(len(in_time) * CHUNK_BYTES, in_time[-1], latency_seconds)
+
+
+@dataclass(frozen=True)
+class SimulatedRequest:
     """One request: its decision, and its time to first token over recompute and over the best."""
 
     decision: LoadDecision
@@ -47,23 +77,23 @@ class Outcome:
 class SimulatedInstance:
     """``noise`` is the standard deviation of the logarithm of a load's seconds."""
 
-    links: dict[Tier, Link]
+    tiers: dict[Tier, TrueSpeed]
     noise: float = 0.05
     seed: int = 0
     now: float = 0.0
-    model: CostModel = field(init=False)
-    rng: random.Random = field(init=False)
+    policy: LoadPolicy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
-        self.model = CostModel(
-            clock=lambda: self.now, rng=random.Random(self.seed + 1), max_deadline_seconds=10.0
-        )
+        self._rng = random.Random(self.seed)
+        model = CostModel(lambda: self.now, max_deadline_seconds=10.0)
+        self.policy = LoadPolicy(model, CHUNK_TOKENS, CHUNK_BYTES, lambda: self.now)
+        self._job_id = 0
+        self._probes: list[tuple[float, TransferTime]] = []
 
     def calibrate(self) -> None:
-        for source, link in self.links.items():
-            if not link.stalls:
-                self.model.calibrate(source, link.bytes_per_second, link.latency_seconds)
+        """As at the start: the self-test copies one chunk, the probe reads Redis."""
+        copied = TransferTime(CHUNK_BYTES, self.tiers[Tier.CPU].seconds(1))
+        self.policy.calibrate([Calibration(copied, self.tiers[Tier.REDIS].probe(1.0))])
 
     def compute_seconds(self, start: int, end: int) -> float:
         return (end - start) * (1.2e-4 + 3e-9 * (start + end) / 2)
@@ -72,52 +102,77 @@ class SimulatedInstance:
         for _ in range(count):
             self._compute(0)
 
-    def request(self, sources: tuple[Tier, ...]) -> Outcome:
-        """One prompt with hits in ``sources``: decide, load to the deadline, compute the rest."""
-        offer = LoadOffer(0, PROMPT_TOKENS, CHUNK_TOKENS, CHUNK_BYTES, sources)
-        decision = self.model.decide(offer)
-        waited, num_loaded = self._load(sources[: decision.num_chunks], decision.deadline_seconds)
-        self.now += waited
-        seconds = waited + self._compute(offer.tokens_after(num_loaded) if num_loaded else 0)
+    def request(self, hit: tuple[Tier, ...]) -> SimulatedRequest:
+        """One prompt with a hit: decide, load to the deadline, compute the rest."""
+        decision = self.policy.decide(
+            0, PROMPT_TOKENS, _KEYS[: len(hit)], [tier is Tier.CPU for tier in hit]
+        )
+        self._step_probe()
+        seconds, num_loaded = 0.0, 0
+        if decision.num_chunks:
+            seconds, num_loaded = self._load(decision, hit[: decision.num_chunks])
+        self.now += seconds
+        seconds += self._compute(num_loaded * CHUNK_TOKENS)
         recompute = self.compute_seconds(0, PROMPT_TOKENS)
-        return Outcome(decision, seconds / recompute, seconds / self._best_seconds(offer))
+        return SimulatedRequest(decision, seconds / recompute, seconds / self._best_seconds(hit))
 
-    def requests(self, count: int, sources: tuple[Tier, ...]) -> list[Outcome]:
-        return [self.request(sources) for _ in range(count)]
+    def requests(self, count: int, hit: tuple[Tier, ...]) -> list[SimulatedRequest]:
+        return [self.request(hit) for _ in range(count)]
 
-    def _load(self, sources: tuple[Tier, ...], deadline: float) -> tuple[float, int]:
-        waited, num_loaded = 0.0, 0
-        for source in Tier:
-            asked = sources.count(source)
-            if not asked:
-                continue
-            noise = math.exp(self.rng.gauss(0, self.noise))
-            arrivals = self.links[source].arrivals(asked, noise)
-            left = deadline - waited
-            in_time = sum(seconds <= left for seconds in arrivals)
-            num_loaded += in_time
-            if in_time < asked:
-                self.model.observe_load_failed(source, left, in_time * CHUNK_BYTES)
-                return deadline, num_loaded
-            self.model.observe_load(source, asked * CHUNK_BYTES, arrivals[-1])
-            waited += arrivals[-1]
-        return waited, num_loaded
+    def _load(self, decision: LoadDecision, tiers: tuple[Tier, ...]) -> tuple[float, int]:
+        """Seconds and chunks. Redis is cut off at the deadline; a copy, once begun, is finished."""
+        num_cpu, num_redis = tiers.count(Tier.CPU), tiers.count(Tier.REDIS)
+        keys = tuple(_KEYS[: len(tiers)])
+        self._job_id += 1
+        self.policy.load_planned(
+            LoadJob(self._job_id, "r", keys, ((),), 0, decision.deadline_seconds, True, 0),
+            keys[num_cpu:],
+        )
+        arrivals = self.tiers[Tier.REDIS].arrivals(num_redis, self._some_noise())
+        fetched = [seconds for seconds in arrivals if seconds <= decision.deadline_seconds]
+        cut_off = len(fetched) < num_redis
+        redis_seconds = decision.deadline_seconds if cut_off else max(fetched, default=0.0)
+        num_loaded = num_cpu + len(fetched)
+        seconds = redis_seconds + self.tiers[Tier.CPU].seconds(num_loaded, self._some_noise())
+        result = JobResult(
+            job_id=self._job_id,
+            outcome=Outcome.DEADLINE if cut_off else Outcome.DONE,
+            num_chunks=num_loaded,
+            num_bytes=num_loaded * CHUNK_BYTES,
+            redis_bytes=len(fetched) * CHUNK_BYTES,
+            seconds=seconds,
+            redis_seconds=redis_seconds,
+            redis_failed=cut_off,
+        )
+        self.policy.load_ended(self._job_id, [result])
+        return seconds, num_loaded
 
     def _compute(self, start: int) -> float:
         seconds = self.compute_seconds(start, PROMPT_TOKENS)
         self.now += seconds
-        self.model.observe_prefill(PROMPT_TOKENS - start, start, seconds)
+        forward = ForwardTime(PrefillWork(PROMPT_TOKENS - start, start, 0), seconds)
+        self.policy.observe_reports([RankReport(0, (), (), (forward,)), *self._probe_reports()])
         return seconds
 
-    def _best_seconds(self, offer: LoadOffer) -> float:
-        """What somebody who knows the links would have needed, without noise."""
+    def _step_probe(self) -> None:
+        """A probe runs beside the requests, and reports once it has ended."""
+        if self.policy.take_probe():
+            measured = self.tiers[Tier.REDIS].probe(self._some_noise())
+            self._probes.append((self.now + measured.seconds, measured))
+
+    def _probe_reports(self) -> Iterator[RankReport]:
+        while self._probes and self._probes[0][0] <= self.now:
+            yield RankReport(0, (), (), redis=self._probes.pop(0)[1])
+
+    def _some_noise(self) -> float:
+        return math.exp(self._rng.gauss(0, self.noise))
+
+    def _best_seconds(self, hit: tuple[Tier, ...]) -> float:
+        """What somebody who knows the tiers would have needed, without noise."""
         best = self.compute_seconds(0, PROMPT_TOKENS)
-        for num_chunks in range(1, len(offer.sources) + 1):
-            load = sum(
-                self.links[source].arrivals(count, 1.0)[-1]
-                for source in Tier
-                if (count := offer.sources[:num_chunks].count(source))
-            )
-            rest = self.compute_seconds(offer.tokens_after(num_chunks), PROMPT_TOKENS)
-            best = min(best, load + rest)
+        for num_chunks in range(1, len(hit) + 1):
+            fetch = self.tiers[Tier.REDIS].seconds(hit[:num_chunks].count(Tier.REDIS))
+            copy = self.tiers[Tier.CPU].seconds(num_chunks)
+            rest = self.compute_seconds(num_chunks * CHUNK_TOKENS, PROMPT_TOKENS)
+            best = min(best, fetch + copy + rest)
         return best

@@ -18,6 +18,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import LoadJob, StoreJob
 from tests.support.asks import Ask, far_blocks, kv_at_first_token
 from tests.support.engine_calls import preemptions, worker_of
@@ -30,7 +31,7 @@ _SAMPLES = 6
 
 
 @dataclass
-class StormTally:
+class StormReport:
     """Outcome of a storm. ``rss_bytes``: memory of the process when it was warm and at the end."""
 
     requests: int = 0
@@ -42,17 +43,18 @@ class StormTally:
     far_blocks: int = 0
     evictions: int = 0
     rss_bytes: list[int] = field(default_factory=list)
-    counters: dict[str, Any] = field(default_factory=dict)
+    counts: Samples = field(default_factory=Samples)
 
     def __str__(self) -> str:
-        counters = self.counters
+        counts = self.counts
         warm, end = (f"{size / 2**20:.0f}" for size in (self.rss_bytes[0], self.rss_bytes[-1]))
         return (
             f"{self.requests} requests ({self.failed_requests} failed, {self.aborted} aborted), "
-            f"hits: {counters['cpu_hit_tokens']} tokens from memory, "
-            f"{counters['redis_hit_tokens']} from Redis, {self.evictions} evictions, "
-            f"{self.preemptions} preemptions, failed loads {counters['failed_loads']} "
-            f"({counters['recomputed_tokens']} tokens recomputed), {self.checked_blocks} loaded "
+            f"hits: {counts.total('hit_tokens', 'cpu'):.0f} tokens from memory, "
+            f"{counts.total('hit_tokens', 'redis'):.0f} from Redis, {self.evictions} evictions, "
+            f"{self.preemptions} preemptions, failed loads {counts.by_label('failed_loads')} "
+            f"({counts.total('recomputed_tokens'):.0f} tokens recomputed), "
+            f"{self.checked_blocks} loaded "
             f"blocks checked, {self.mismatches} mismatches, {self.far_blocks} far from a "
             f"recompute, memory {warm} -> {end} MiB"
         )
@@ -61,10 +63,10 @@ class StormTally:
 class Witness:
     """Stands between the worker's threads and its LMCache engine, and sees every byte moved."""
 
-    def __init__(self, probe: EngineProbe, tally: StormTally) -> None:
+    def __init__(self, probe: EngineProbe, report: StormReport) -> None:
         engine = worker_of(probe)._engine
         self._layers = probe.core.model_executor.driver_worker.worker.model_runner.kv_caches
-        self._tally = tally
+        self._report = report
         self._lock = threading.Lock()
         self._seen: dict[tuple[bytes, int], set[bytes]] = defaultdict(set)
         self._store, self._load, self._take = engine.store, engine.load, engine.take_events
@@ -89,14 +91,14 @@ class Witness:
         for at, block in enumerate(job.block_ids[0][: max(0, arrived)], start=job.skip_blocks):
             digest = self._digest(block)
             with self._lock:
-                self._tally.checked_blocks += 1
+                self._report.checked_blocks += 1
                 stored = self._seen[job.keys[at // per_chunk], at % per_chunk]
-                self._tally.mismatches += digest not in stored
+                self._report.mismatches += digest not in stored
         return transfer
 
     def take_events(self) -> Any:
         events = self._take()
-        self._tally.evictions += sum(not event.admitted for event in events)
+        self._report.evictions += sum(not event.admitted for event in events)
         return events
 
     def _digest(self, block: int) -> bytes:
@@ -120,26 +122,26 @@ class Storm:
         ]
         self._wanted: dict[str, int] = {}
         self.prompts: list[list[int]] = []
-        self.tally = StormTally()
-        Witness(probe, self.tally)
+        self.report = StormReport()
+        Witness(probe, self.report)
 
     def blow(self, num_requests: int) -> None:
         """Serve that many more, to the end."""
-        probe, last = self._probe, self.tally.requests + num_requests
-        while self.tally.requests < last or self._wanted:
-            if self.tally.requests < last and len(self._wanted) < _MAX_IN_FLIGHT:
+        probe, last = self._probe, self.report.requests + num_requests
+        while self.report.requests < last or self._wanted:
+            if self.report.requests < last and len(self._wanted) < _MAX_IN_FLIGHT:
                 self._add()
             for output in probe.engine.step():
                 if output.finished:
                     wanted = self._wanted.pop(output.request_id, None)
                     if wanted is not None:
                         got = len(output.outputs[0].token_ids)
-                        self.tally.failed_requests += got != wanted
+                        self.report.failed_requests += got != wanted
             if self._wanted and self._chance.random() < 0.002:
                 victim = self._chance.choice(list(self._wanted))
                 del self._wanted[victim]
                 probe.engine.abort_request([victim])
-                self.tally.aborted += 1
+                self.report.aborted += 1
         probe.drain()
 
     def check_against_recompute(self) -> None:
@@ -149,11 +151,11 @@ class Storm:
             served, _ = kv_at_first_token(self._probe, Ask(prompt))
             fresh = {"skip_reading_prefix_cache": True}
             computed, _ = kv_at_first_token(self._probe, Ask(prompt, sampling=fresh))
-            self.tally.far_blocks += len(far_blocks(served, computed))
+            self.report.far_blocks += len(far_blocks(served, computed))
 
     def note_memory(self) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.tally.rss_bytes.append(pages * 4096)
+        self.report.rss_bytes.append(pages * 4096)
 
     def _add(self) -> None:
         chance = self._chance
@@ -163,11 +165,11 @@ class Storm:
         prompt = [*prefix, *random_prompt(chance.randrange(10**9), chance.choice([5, 60, 300]))]
         wanted = chance.choice([2, 10, 60, 150])
         self._wanted[self._probe.add(prompt, wanted)] = wanted
-        self.tally.requests += 1
+        self.report.requests += 1
         self.prompts.append(prompt)
 
 
-def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) -> StormTally:
+def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) -> StormReport:
     """A storm of ``num_requests`` that lasts ``seconds``, or longer.
 
     Memory counts as warm after the first fifth of the requests.
@@ -177,10 +179,10 @@ def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) 
     with preemptions(probe) as preempted:
         storm.blow(max(10, num_requests // 5))
         storm.note_memory()
-        while storm.tally.requests < num_requests or time.monotonic() - started < seconds:
-            storm.blow(min(20, max(1, num_requests - storm.tally.requests)))
-    storm.tally.preemptions = len(preempted)
+        while storm.report.requests < num_requests or time.monotonic() - started < seconds:
+            storm.blow(min(20, max(1, num_requests - storm.report.requests)))
+    storm.report.preemptions = len(preempted)
     storm.note_memory()
     storm.check_against_recompute()
-    storm.tally.counters = probe.counters()
-    return storm.tally
+    storm.report.counts = probe.counts()
+    return storm.report

@@ -30,7 +30,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
-from lmcache_connector.worker.lmcache_engine import EngineSettings
+from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.servers import Server, running_server, valkey_binary
 from tests.support.slow_proxy import SlowLink, slow_proxy
 
@@ -97,7 +97,9 @@ class Instance:
         return [layer[list(block_ids)].clone() for layer in self.cache.values()]
 
 
-def make_instance(port: int, probe: bool = False) -> Instance:
+def make_instance(
+    port: int, probe: bool = False, tier_type: type[RedisTier] = RedisTier
+) -> Instance:
     torch.manual_seed(random.randrange(1 << 30))
     cache = {
         f"layers.{i}": torch.randn(NUM_BLOCKS, HEADS, BLOCK_SIZE, WIDTH).bfloat16()
@@ -113,7 +115,7 @@ def make_instance(port: int, probe: bool = False) -> Instance:
         probe_keys=PROBE_KEYS if probe else (),
     )
     config = RedisTierConfig(url=f"redis://127.0.0.1:{port}", read_timeout_seconds=LONG)
-    return Instance(WorkerAdapter(settings, cache, partial(RedisTier, config, GEOMETRY)), cache)
+    return Instance(WorkerAdapter(settings, cache, partial(tier_type, config, GEOMETRY)), cache)
 
 
 @pytest.fixture
@@ -283,14 +285,14 @@ def probed(instance: Instance) -> TransferTime:
     raise AssertionError("the probe does not answer")
 
 
-def test_writes_wait_while_the_same_cores_compute(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    instance = make_instance(port)
-    tier = instance.worker._tier
-    assert tier is not None
+def test_writes_wait_while_the_same_cores_compute(port: int) -> None:
     told: list[float] = []
-    monkeypatch.setattr(tier, "hold_writes", told.append)
+
+    class ToldTier(RedisTier):
+        def hold_writes(self, until: float) -> None:
+            told.append(until)
+
+    instance = make_instance(port, tier_type=ToldTier)
     for plan in (StepPlan(prefill=PrefillWork(1000, 0, 0)), StepPlan()):  # one that only decodes
         told.clear()
         instance.run(plan)

@@ -1,4 +1,4 @@
-"""Lanes: order, cancelling, deadlines, and an end that always comes."""
+"""Order, cancelling and deadlines of jobs, and an end that always comes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Runner:
         self._gates: dict[int, threading.Event] = {}
         self._started: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
-        self.act: Callable[[QueuedJob], None] = lambda running: None
+        self.act: Callable[[QueuedJob], None] = lambda queued: None
 
     def gate(self, job_id: int) -> threading.Event:
         """From now on the job waits for this event."""
@@ -55,16 +55,16 @@ class Runner:
         with self._lock:
             return self._started.setdefault(job_id, threading.Event())
 
-    def __call__(self, running: QueuedJob) -> JobResult:
-        job_id = running.job.job_id
+    def __call__(self, queued: QueuedJob) -> JobResult:
+        job_id = queued.job.job_id
         with self._lock:
             self.order.append(job_id)
             gate = self._gates.get(job_id)
         self.started(job_id).set()
         if gate is not None:
             assert gate.wait(LONG)
-        self.act(running)
-        cancelled = running.cancelled.is_set()
+        self.act(queued)
+        cancelled = queued.cancelled.is_set()
         outcome = Outcome.CANCELLED if cancelled else Outcome.DONE
         return JobResult(job_id, outcome, 0 if cancelled else 1, 0, 0, 0.0)
 
@@ -75,253 +75,251 @@ def runner() -> Runner:
 
 
 @pytest.fixture
-def board(runner: Runner) -> Iterator[JobQueue]:
-    board = JobQueue(runner, redis_lanes=1)
-    yield board
-    assert board.close(LONG)
+def jobs(runner: Runner) -> Iterator[JobQueue]:
+    jobs = JobQueue(runner, num_redis_lanes=1)
+    yield jobs
+    assert jobs.close(LONG)
 
 
-def wait_all(board: JobQueue) -> dict[int, JobResult]:
+def wait_all(jobs: JobQueue) -> dict[int, JobResult]:
     results: dict[int, JobResult] = {}
-    while board.num_open:
-        board.wait_for_result(LONG)
-        results |= taken(board)
-    return results | taken(board)
+    while jobs.num_open:
+        jobs.wait_for_result(LONG)
+        results |= taken(jobs)
+    return results | taken(jobs)
 
 
-def taken(board: JobQueue) -> dict[int, JobResult]:
-    return {r.job.job_id: r.result for r in board.take_results() if r.result is not None}
+def taken(jobs: JobQueue) -> dict[int, JobResult]:
+    return {r.job.job_id: r.result for r in jobs.take_ended() if r.result is not None}
 
 
-def test_stores_run_in_the_order_of_the_plans(board: JobQueue, runner: Runner) -> None:
+def test_stores_run_in_the_order_of_the_plans(jobs: JobQueue, runner: Runner) -> None:
     gate = runner.gate(1)
     for job_id in range(1, 20):
-        board.submit(store(job_id), None)
+        jobs.submit(store(job_id), None)
     gate.set()
-    assert list(wait_all(board)) == list(range(1, 20))
+    assert list(wait_all(jobs)) == list(range(1, 20))
     assert runner.order == list(range(1, 20))
 
 
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda board: board.submit(load(3, after_job=1), None),
-        lambda board: board.submit(load(3, after_job=1, needs_redis=True), None),
-        lambda board: board.settle([1], LONG),
-        lambda board: board.wait_for_result(LONG),
+        lambda jobs: jobs.submit(load(3, after_job=1), None),
+        lambda jobs: jobs.submit(load(3, after_job=1, needs_redis=True), None),
+        lambda jobs: jobs.settle([1], LONG),
+        lambda jobs: jobs.wait_for_result(LONG),
     ],
     ids=["a hit from memory", "a hit from Redis", "a preemption", "an idle step"],
 )
 def test_a_delayed_store_begins_when_somebody_waits_for_it(
     runner: Runner, wait: Callable[[JobQueue], None]
 ) -> None:
-    board = JobQueue(runner, redis_lanes=1, store_delay_seconds=LONG)
-    board.submit(store(1), None)
-    board.submit(load(2), None)
+    jobs = JobQueue(runner, num_redis_lanes=1, store_delay_seconds=LONG)
+    jobs.submit(store(1), None)
+    jobs.submit(load(2), None)
     assert runner.started(2).wait(LONG)
     assert not runner.started(1).wait(0.05)
-    wait(board)
+    wait(jobs)
     assert runner.started(1).wait(LONG / 2)
-    wait_all(board)
-    assert board.close(LONG)
+    wait_all(jobs)
+    assert jobs.close(LONG)
 
 
 def test_a_delayed_store_begins_by_itself(runner: Runner) -> None:
-    board = JobQueue(runner, redis_lanes=0, store_delay_seconds=0.05)
-    board.submit(store(1), None)
-    board.submit(store(2), None)
+    jobs = JobQueue(runner, num_redis_lanes=0, store_delay_seconds=0.05)
+    jobs.submit(store(1), None)
+    jobs.submit(store(2), None)
     assert runner.started(2).wait(LONG)
     assert runner.order == [1, 2]
-    assert board.close(LONG)
+    assert jobs.close(LONG)
 
 
-def test_a_board_with_a_delayed_store_closes_at_once(runner: Runner) -> None:
-    board = JobQueue(runner, redis_lanes=0, store_delay_seconds=LONG)
-    board.submit(store(1), None)
-    assert board.close(LONG / 2)
-    assert taken(board)[1].outcome is Outcome.CANCELLED
+def test_a_queue_with_a_delayed_store_closes_at_once(runner: Runner) -> None:
+    jobs = JobQueue(runner, num_redis_lanes=0, store_delay_seconds=LONG)
+    jobs.submit(store(1), None)
+    assert jobs.close(LONG / 2)
+    assert taken(jobs)[1].outcome is Outcome.CANCELLED
 
 
 def test_a_hit_from_memory_waits_for_the_store_it_relies_on_and_no_other(
-    board: JobQueue, runner: Runner
+    jobs: JobQueue, runner: Runner
 ) -> None:
     gates = [runner.gate(1), runner.gate(2)]
-    board.submit(store(1), None)
-    board.submit(store(2), None)
-    board.submit(load(3, after_job=1), None)
-    board.submit(load(4), None)
+    jobs.submit(store(1), None)
+    jobs.submit(store(2), None)
+    jobs.submit(load(3, after_job=1), None)
+    jobs.submit(load(4), None)
     assert runner.started(4).wait(LONG)
     assert 3 not in runner.order
     gates[0].set()
     assert runner.started(3).wait(LONG)
     gates[1].set()
-    assert wait_all(board).keys() == {1, 2, 3, 4}
+    assert wait_all(jobs).keys() == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("needs_redis", [True, False])
 def test_small_loads_pass_large_ones(runner: Runner, needs_redis: bool) -> None:
     now = 0.0
-    board = JobQueue(runner, redis_lanes=1, clock=lambda: now)
+    jobs = JobQueue(runner, num_redis_lanes=1, clock=lambda: now)
     gate = runner.gate(1)
-    board.submit(load(1, needs_redis), None)
+    jobs.submit(load(1, needs_redis), None)
     assert runner.started(1).wait(LONG)
     many = tuple(b"%d" % i for i in range(50))
-    board.submit(load(2, needs_redis, keys=many), None)
-    board.submit(load(3, needs_redis), None)
+    jobs.submit(load(2, needs_redis, keys=many), None)
+    jobs.submit(load(3, needs_redis), None)
     now = 1.0  # by now the large one has waited long enough for its size
-    board.submit(load(4, needs_redis), None)
+    jobs.submit(load(4, needs_redis), None)
     gate.set()
-    wait_all(board)
+    wait_all(jobs)
     assert runner.order == [1, 3, 2, 4]
-    assert board.close(LONG)
+    assert jobs.close(LONG)
 
 
 def test_chunks_are_fetched_once_however_many_want_them(runner: Runner) -> None:
-    board = JobQueue(runner, redis_lanes=3)
+    jobs = JobQueue(runner, num_redis_lanes=3)
     gate = runner.gate(1)
-    board.submit(load(1, needs_redis=True, keys=(b"a", b"b", b"c")), None)
+    jobs.submit(load(1, needs_redis=True, keys=(b"a", b"b", b"c")), None)
     assert runner.started(1).wait(LONG)
-    board.submit(load(2, needs_redis=True, keys=(b"a", b"b")), None)
-    board.submit(load(3, needs_redis=True, keys=(b"c", b"d")), None)
-    board.submit(load(4, needs_redis=True, keys=(b"e",)), None)  # wants something else
-    board.wait_for_result(LONG)
-    assert list(taken(board)) == [4]
+    jobs.submit(load(2, needs_redis=True, keys=(b"a", b"b")), None)
+    jobs.submit(load(3, needs_redis=True, keys=(b"c", b"d")), None)
+    jobs.submit(load(4, needs_redis=True, keys=(b"e",)), None)  # wants something else
+    jobs.wait_for_result(LONG)
+    assert list(taken(jobs)) == [4]
     assert runner.order == [1, 4]
     gate.set()
-    assert wait_all(board).keys() == {1, 2, 3}
-    assert board.close(LONG)
+    assert wait_all(jobs).keys() == {1, 2, 3}
+    assert jobs.close(LONG)
 
 
 def test_a_load_that_waits_is_over_at_its_deadline_though_all_lanes_are_busy(
-    board: JobQueue, runner: Runner
+    jobs: JobQueue, runner: Runner
 ) -> None:
     gate = runner.gate(1)
-    board.submit(load(1, needs_redis=True, keys=(b"a",)), None)
+    jobs.submit(load(1, needs_redis=True, keys=(b"a",)), None)
     assert runner.started(1).wait(LONG)
-    board.submit(load(2, needs_redis=True, keys=(b"a",), deadline_seconds=0.02), None)
-    board.submit(load(3, needs_redis=True, keys=(b"b",), deadline_seconds=0.01), None)
+    jobs.submit(load(2, needs_redis=True, keys=(b"a",), deadline_seconds=0.02), None)
+    jobs.submit(load(3, needs_redis=True, keys=(b"b",), deadline_seconds=0.01), None)
     results: dict[int, JobResult] = {}
     while len(results) < 2:
-        board.wait_for_result(LONG)
-        results |= taken(board)
+        jobs.wait_for_result(LONG)
+        results |= taken(jobs)
     assert {r.outcome for r in results.values()} == {Outcome.DEADLINE}
     assert not any(r.redis_failed for r in results.values())  # nobody asked Redis
     gate.set()
-    wait_all(board)
+    wait_all(jobs)
     assert runner.order == [1]
 
 
-def test_a_slow_fetch_holds_up_nobody(board: JobQueue, runner: Runner) -> None:
+def test_a_slow_load_from_redis_holds_up_nobody(jobs: JobQueue, runner: Runner) -> None:
     gate = runner.gate(1)
-    board.submit(load(1, needs_redis=True), None)
+    jobs.submit(load(1, needs_redis=True), None)
     assert runner.started(1).wait(LONG)
-    board.submit(load(2), None)
-    board.wait_for_result(LONG)
-    assert list(taken(board)) == [2]
-    assert board.is_open(1)
+    jobs.submit(load(2), None)
+    jobs.wait_for_result(LONG)
+    assert list(taken(jobs)) == [2]
+    assert jobs.is_open(1)
     gate.set()
-    assert list(wait_all(board)) == [1]
+    assert list(wait_all(jobs)) == [1]
 
 
-def test_a_fetch_waits_for_the_store_it_relies_on(board: JobQueue, runner: Runner) -> None:
+def test_a_load_from_redis_waits_for_the_store_it_relies_on(jobs: JobQueue, runner: Runner) -> None:
     gate = runner.gate(1)
-    board.submit(store(1), None)
-    board.submit(load(2, needs_redis=True, after_job=1), None)
-    board.submit(load(3, needs_redis=True), None)  # does not wait with it
+    jobs.submit(store(1), None)
+    jobs.submit(load(2, needs_redis=True, after_job=1), None)
+    jobs.submit(load(3, needs_redis=True), None)  # does not wait with it
     assert runner.started(3).wait(LONG)
     assert 2 not in runner.order
     gate.set()
-    assert wait_all(board).keys() == {1, 2, 3}
+    assert wait_all(jobs).keys() == {1, 2, 3}
 
 
-def test_a_store_that_never_ends_costs_a_fetch_its_deadline(
-    board: JobQueue, runner: Runner
-) -> None:
+def test_a_store_that_never_ends_costs_a_load_its_deadline(jobs: JobQueue, runner: Runner) -> None:
     gate = runner.gate(1)
-    board.submit(store(1), None)
-    board.submit(load(2, needs_redis=True, after_job=1, deadline_seconds=0.0), None)
-    board.wait_for_result(LONG)
-    assert taken(board)[2].outcome is Outcome.DEADLINE
+    jobs.submit(store(1), None)
+    jobs.submit(load(2, needs_redis=True, after_job=1, deadline_seconds=0.0), None)
+    jobs.wait_for_result(LONG)
+    assert taken(jobs)[2].outcome is Outcome.DEADLINE
     gate.set()
-    assert wait_all(board)[1].outcome is Outcome.DONE
+    assert wait_all(jobs)[1].outcome is Outcome.DONE
     assert runner.order == [1]
 
 
-def test_cancelled_before_it_ran_a_job_does_not_run(board: JobQueue, runner: Runner) -> None:
+def test_cancelled_before_it_ran_a_job_does_not_run(jobs: JobQueue, runner: Runner) -> None:
     gate = runner.gate(1)
-    board.submit(store(1), None)
-    board.submit(load(2, after_job=1), None)
+    jobs.submit(store(1), None)
+    jobs.submit(load(2, after_job=1), None)
     assert runner.started(1).wait(LONG)
-    board.cancel([2, 77])
+    jobs.cancel([2, 77])
     gate.set()
-    results = wait_all(board)
+    results = wait_all(jobs)
     assert results[2] == JobResult(2, Outcome.CANCELLED, 0, 0, 0, 0.0)
     assert runner.order == [1]
 
 
-def test_a_cancelled_fetch_stops_waiting_for_its_store(board: JobQueue, runner: Runner) -> None:
+def test_a_cancelled_load_stops_waiting_for_its_store(jobs: JobQueue, runner: Runner) -> None:
     gate = runner.gate(1)
-    board.submit(store(1), None)
-    board.submit(load(2, needs_redis=True, after_job=1), None)
-    board.cancel([2])
-    board.wait_for_result(LONG)
-    assert taken(board)[2].outcome is Outcome.CANCELLED
+    jobs.submit(store(1), None)
+    jobs.submit(load(2, needs_redis=True, after_job=1), None)
+    jobs.cancel([2])
+    jobs.wait_for_result(LONG)
+    assert taken(jobs)[2].outcome is Outcome.CANCELLED
     gate.set()
-    wait_all(board)
+    wait_all(jobs)
 
 
-def test_settle_waits_for_jobs_that_end(board: JobQueue, runner: Runner) -> None:
+def test_settle_waits_for_jobs_that_end(jobs: JobQueue, runner: Runner) -> None:
     gate = runner.gate(1)
-    board.submit(store(1), None)
+    jobs.submit(store(1), None)
     assert runner.started(1).wait(LONG)
     threading.Timer(0.01, gate.set).start()
-    board.settle([1, 55], LONG)
-    assert not board.is_open(1)
-    assert taken(board)[1].outcome is Outcome.DONE
+    jobs.settle([1, 55], LONG)
+    assert not jobs.is_open(1)
+    assert taken(jobs)[1].outcome is Outcome.DONE
 
 
-def test_settle_cancels_jobs_that_do_not(board: JobQueue, runner: Runner) -> None:
+def test_settle_cancels_jobs_that_do_not(jobs: JobQueue, runner: Runner) -> None:
     gate = runner.gate(1)
-    board.submit(store(1), None)
+    jobs.submit(store(1), None)
     assert runner.started(1).wait(LONG)
-    board.settle([1], 0.0)
-    assert board.is_open(1)
+    jobs.settle([1], 0.0)
+    assert jobs.is_open(1)
     gate.set()
-    assert wait_all(board)[1].outcome is Outcome.CANCELLED
+    assert wait_all(jobs)[1].outcome is Outcome.CANCELLED
 
 
 def test_a_job_that_raises_fails_alone(
-    board: JobQueue, runner: Runner, caplog: pytest.LogCaptureFixture
+    jobs: JobQueue, runner: Runner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def act(running: QueuedJob) -> None:
-        if running.job.job_id == 1:
+    def act(queued: QueuedJob) -> None:
+        if queued.job.job_id == 1:
             raise RuntimeError("boom")
 
     runner.act = act
-    board.submit(load(1), None)
-    board.submit(load(2), None)
-    results = wait_all(board)
+    jobs.submit(load(1), None)
+    jobs.submit(load(2), None)
+    results = wait_all(jobs)
     assert results[1].outcome is Outcome.FAILED
     assert results[1].num_chunks == 0
     assert results[2].outcome is Outcome.DONE
     assert "boom" in caplog.text
 
 
-def test_with_nothing_open_there_is_nothing_to_wait_for(board: JobQueue) -> None:
-    board.wait_for_result(LONG)
-    assert board.take_results() == []
+def test_with_nothing_open_there_is_nothing_to_wait_for(jobs: JobQueue) -> None:
+    jobs.wait_for_result(LONG)
+    assert jobs.take_ended() == []
 
 
 def test_close_cancels_what_is_queued_and_ends(runner: Runner) -> None:
-    board = JobQueue(runner, redis_lanes=2)
+    jobs = JobQueue(runner, num_redis_lanes=2)
     gate = runner.gate(1)
-    board.submit(store(1), None)
+    jobs.submit(store(1), None)
     for job_id in range(2, 9):
-        board.submit(load(job_id, needs_redis=job_id % 2 == 0, after_job=1), None)
+        jobs.submit(load(job_id, needs_redis=job_id % 2 == 0, after_job=1), None)
     assert runner.started(1).wait(LONG)
     gate.set()
-    assert board.close(LONG)
-    results = taken(board)
+    assert jobs.close(LONG)
+    results = taken(jobs)
     assert results.keys() == set(range(1, 9))
     assert all(
         results[i].outcome is Outcome.CANCELLED for i in range(2, 9) if i not in runner.order
@@ -329,21 +327,21 @@ def test_close_cancels_what_is_queued_and_ends(runner: Runner) -> None:
 
 
 def test_close_is_bounded_when_a_job_hangs(runner: Runner) -> None:
-    board = JobQueue(runner, redis_lanes=0)
+    jobs = JobQueue(runner, num_redis_lanes=0)
     gate = runner.gate(1)
-    board.submit(store(1), None)
+    jobs.submit(store(1), None)
     assert runner.started(1).wait(LONG)
-    assert board.close(0.0) is False
+    assert jobs.close(0.0) is False
     gate.set()
-    assert board.close(LONG)
+    assert jobs.close(LONG)
 
 
 def test_a_deadline_counts_from_submission(runner: Runner) -> None:
     now = 50.0
-    board = JobQueue(runner, redis_lanes=0, clock=lambda: now)
+    jobs = JobQueue(runner, num_redis_lanes=0, clock=lambda: now)
     seen: list[float] = []
-    runner.act = lambda running: seen.append(running.deadline)
-    board.submit(load(1, deadline_seconds=7.0), None)
-    wait_all(board)
+    runner.act = lambda queued: seen.append(queued.deadline)
+    jobs.submit(load(1, deadline_seconds=7.0), None)
+    wait_all(jobs)
     assert seen == [57.0]
-    assert board.close(LONG)
+    assert jobs.close(LONG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import threading
@@ -11,24 +10,21 @@ import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import zmq
-
 from lmcache_connector.cli.check.finding import Finding
 from lmcache_connector.cli.check.host import check_memory, check_versions
+from lmcache_connector.cli.check.ports import check_ports
 from lmcache_connector.cli.check.transfer import kv_port
 from lmcache_connector.cli.report import UNREACHABLE, size
 from lmcache_connector.cli.target import p2p_config
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.control.server import bound_socket
-from lmcache_connector.p2p.data.tcp import listening_socket
-from lmcache_connector.p2p.errors import AddressError, PeerError
+from lmcache_connector.p2p.errors import AddressError
 from lmcache_connector.p2p.heartbeat import Registration, tell
 
 _ANSWER_SECONDS = 5.0
 _MAX_ANSWER_BYTES = 1024
 _EVERY_INTERFACE = ("0.0.0.0", "::")
-# Nobody has this address: who says good-bye from there takes leave of nothing.
+# No instance has this address, so that its farewell removes none.
 _NOBODY = "lmcache-connector-check.invalid:1"
 
 
@@ -43,7 +39,7 @@ def findings(document: Mapping[str, Any]) -> Iterator[Finding]:
     yield check_memory("buffers", "kv_buffer_size and overflow_bytes together", buffers, 1)
     yield _check_reach(config)
     if port is not None:
-        yield _check_ports(config, port, receives=role != "kv_producer")
+        yield check_ports(config, port, receives=role != "kv_producer")
     for host in config.peer_hosts:
         yield _check_peer(host)
     if config.router is not None and config.http_address is not None:
@@ -74,7 +70,7 @@ def _peers(config: P2PConfig) -> str:
 
 
 def _check_reach(config: P2PConfig) -> Finding:
-    """Who reaches this instance, and whether that is what was meant."""
+    """Who can reach this instance, and whether that can be meant."""
     if config.host in _EVERY_INTERFACE:
         detail = f"peers are told to come to {config.host}, which leads each of them to itself"
         hint = f'"host": an address of this machine, "bind_host": "{config.host}"'
@@ -97,28 +93,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _check_ports(config: P2PConfig, port: int, *, receives: bool) -> Finding:
-    host = config.bind_host or config.host
-    data_port = config.data_port if receives else None
-    if data_port == port:
-        detail = f"kv_port and data_port are both {port}"
-        return Finding("ports", "error", detail, "leave data_port out, or choose another")
-    try:
-        try_ports(host, port, data_port)
-    except (PeerError, AddressError) as error:
-        hint = "stop what listens there or choose other ports; bind_host is an address of this host"
-        return Finding("ports", "error", str(error), hint)
-    detail = f"{host}: {port}, and one more for each further rank"
-    if data_port:
-        apart = abs(data_port - port)
-        detail += f"; KV at {data_port}, and so on; from {apart + 1} ranks on the two meet"
-    elif receives:
-        detail += "; KV at any free port"
-    return Finding("ports", "ok", detail)
-
-
 def _check_peer(host: str) -> Finding:
-    """Its port is known to requests only."""
+    """Only its name: requests tell which port."""
     started = time.monotonic()
     try:
         PeerAddress(host, 1)
@@ -145,7 +121,7 @@ def _check_http_address(http_address: str) -> Finding:
 
 
 def _check_router(router: str, role: str, own: PeerAddress, secret: bytes) -> Finding:
-    """Signed as a registration is; it registers nothing."""
+    """Sends it a farewell, signed as a registration is: that registers nothing."""
     registration = Registration(role, _NOBODY, str(own), "lmcache-connector check")
     started = time.monotonic()
     try:
@@ -170,7 +146,7 @@ def _words(error: urllib.error.HTTPError) -> str:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:
-    """What ``call`` raises, or ``TimeoutError``. A name server may keep a resolver for long."""
+    """Raises what ``call`` does, or ``TimeoutError``: a resolver may wait for long."""
     failed: list[OSError | ValueError] = []
 
     def run() -> None:
@@ -186,22 +162,3 @@ def _within(seconds: float, call: Callable[[], object]) -> None:
         raise TimeoutError(f"no answer within {seconds:g} s")
     if failed:
         raise failed[0]
-
-
-def try_ports(host: str, control_port: int, data_port: int | None) -> None:
-    """Bind both at once and let go of them. ``data_port``: 0 is any, ``None`` for a rank that
-    receives nothing. Raises ``PeerError``."""
-    with _context() as context, contextlib.ExitStack() as stack:
-        if data_port is not None:
-            stack.enter_context(listening_socket(host, data_port))
-        stack.enter_context(contextlib.closing(bound_socket(context, host, control_port)))
-
-
-@contextlib.contextmanager
-def _context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    """Its end waits until the ports are free again."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    try:
-        yield context
-    finally:
-        context.destroy(linger=0)

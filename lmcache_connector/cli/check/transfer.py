@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from lmcache_connector.cli.check.finding import Finding
+from lmcache_connector.config.strict import unknown_key
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.p2p.config import P2PConfig
 
@@ -40,6 +40,7 @@ def kv_port(document: Mapping[str, Any]) -> int | None:
 
 
 def check_transfer(document: Mapping[str, Any]) -> Finding:
+    """Connector, role and keys, as vLLM itself would take them."""
     meant = connector_meant(document)
     problems, hints = [], []
     if document.get("kv_connector") not in (TIERED, P2P):
@@ -62,6 +63,4 @@ def check_transfer(document: Mapping[str, Any]) -> Finding:
 def _unknown_key(key: str, connector: str) -> str:
     if key in _SETTINGS[connector]:
         return f"{key!r} belongs inside kv_connector_extra_config"
-    near = difflib.get_close_matches(key, TRANSFER_KEYS, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"vLLM knows {', '.join(TRANSFER_KEYS)}"
-    return f"{key!r} is not a key: {hint}"
+    return unknown_key(key, TRANSFER_KEYS, "vLLM knows")

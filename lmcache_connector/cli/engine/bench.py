@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmcache_connector.cli.engine.scrape import fetch, ratio
-from lmcache_connector.cli.redis.trial import Trial
+from lmcache_connector.cli.redis.round_trip import RoundTrip
 from lmcache_connector.cli.report import CliError, Report, duration, size
-from lmcache_connector.cli.target import open_admin, tier_config
+from lmcache_connector.cli.target import Target, open_admin
 from lmcache_connector.metrics.table import PREFIX
 from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 
@@ -25,6 +26,7 @@ _CHUNK_TOKENS = 128  # the default of chunk_size
 _LENGTHS = (256, 1024, 4096, 16384, 65536)
 _WAIT_SECONDS = 60.0
 _REPEATS = 3
+_COLUMNS = ("prefix tokens ", "KV ", "load ", "recompute ", "load wins below ")
 _DEFAULT_TOKEN_BYTES = 128 << 10  # a model of 8 billion parameters with 8 KV heads, in bfloat16
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -41,7 +43,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RedisSpeed:
     """A load of n bytes takes ``latency_seconds + n / read_bytes_per_second``."""
 
     latency_seconds: float
@@ -52,13 +54,13 @@ class Link:
         return self.latency_seconds + num_bytes / self.read_bytes_per_second
 
 
-def run(report: Report, redis_url: str | None, config: str | None, options: Options) -> None:
+def run(report: Report, target: Target, options: Options) -> None:
     token_bytes, source = _token_bytes(options)
     prefill = _prefill_speed(options)
-    tier = tier_config(redis_url, config)
-    link = _measure(tier, options.mib * MIB, token_bytes * _CHUNK_TOKENS)
-    crossover = crossover_tokens(link, token_bytes, prefill) if prefill else None
-    lengths = [_at(link, token_bytes, prefill, num_tokens) for num_tokens in _LENGTHS]
+    tier = target.tier_config()
+    speed = _measure(tier, options.mib * MIB, token_bytes * _CHUNK_TOKENS)
+    crossover = crossover_tokens(speed, token_bytes, prefill) if prefill else None
+    lengths = [_at(speed, token_bytes, prefill, num_tokens) for num_tokens in _LENGTHS]
     if report.as_json:
         report.emit(
             {
@@ -67,45 +69,44 @@ def run(report: Report, redis_url: str | None, config: str | None, options: Opti
                 "token_bytes": token_bytes,
                 "token_bytes_from": source,
                 "prefill_tokens_per_second": prefill,
-                "latency_seconds": link.latency_seconds,
-                "read_bytes_per_second": link.read_bytes_per_second,
-                "write_bytes_per_second": link.write_bytes_per_second,
-                "break_even_prefill_tokens_per_second": link.read_bytes_per_second / token_bytes,
+                "latency_seconds": speed.latency_seconds,
+                "read_bytes_per_second": speed.read_bytes_per_second,
+                "write_bytes_per_second": speed.write_bytes_per_second,
+                "break_even_prefill_tokens_per_second": speed.read_bytes_per_second / token_bytes,
                 "crossover_tokens": crossover,
                 "lengths": lengths,
             }
         )
         return
     report.say(
-        f"{tier.address}: read {size(link.read_bytes_per_second)}/s after "
-        f"{duration(link.latency_seconds)}, write {size(link.write_bytes_per_second)}/s; "
+        f"{tier.address}: read {size(speed.read_bytes_per_second)}/s after "
+        f"{duration(speed.latency_seconds)}, write {size(speed.write_bytes_per_second)}/s; "
         f"{size(token_bytes)} of KV per token ({source})"
     )
-    rows = [
-        (
-            f"{row['tokens']:,}",
-            size(row["bytes"]),
-            duration(row["load_seconds"]),
-            duration(row["recompute_seconds"]),
-            f"{row['break_even_tokens_per_second']:,.0f} tok/s",
-        )
-        for row in lengths
-    ]
-    columns = ("prefix tokens ", "KV ", "load ", "recompute ", "load wins below ")
-    report.table("", columns, rows)
+    report.table(_COLUMNS, map(_row, lengths))
     report.say(_answer(prefill, crossover))
 
 
-def crossover_tokens(link: Link, token_bytes: float, prefill: float) -> int | None:
+def _row(length: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{length['tokens']:,}",
+        size(length["bytes"]),
+        duration(length["load_seconds"]),
+        duration(length["recompute_seconds"]),
+        f"{length['break_even_tokens_per_second']:,.0f} tok/s",
+    )
+
+
+def crossover_tokens(speed: RedisSpeed, token_bytes: float, prefill: float) -> int | None:
     """The shortest prefix in whole chunks that loads quicker than it is computed; ``None``: none.
 
     Compute is taken to be linear in tokens; attention makes long prefixes dearer than that, so
     that loading wins earlier than this says, never later.
     """
-    gain_per_token = 1 / prefill - token_bytes / link.read_bytes_per_second
+    gain_per_token = 1 / prefill - token_bytes / speed.read_bytes_per_second
     if gain_per_token <= 0:
         return None
-    tokens = link.latency_seconds / gain_per_token
+    tokens = speed.latency_seconds / gain_per_token
     return max(1, math.ceil(tokens / _CHUNK_TOKENS)) * _CHUNK_TOKENS
 
 
@@ -121,8 +122,10 @@ def _answer(prefill: float | None, crossover: int | None) -> str:
     return f"Loading beats recompute from {crossover:,} tokens on, {speed}."
 
 
-def _at(link: Link, token_bytes: float, prefill: float | None, num_tokens: int) -> dict[str, Any]:
-    load_seconds = link.seconds(num_tokens * token_bytes)
+def _at(
+    speed: RedisSpeed, token_bytes: float, prefill: float | None, num_tokens: int
+) -> dict[str, Any]:
+    load_seconds = speed.seconds(num_tokens * token_bytes)
     return {
         "tokens": num_tokens,
         "bytes": num_tokens * token_bytes,
@@ -132,11 +135,11 @@ def _at(link: Link, token_bytes: float, prefill: float | None, num_tokens: int) 
     }
 
 
-def _measure(tier: RedisTierConfig, num_bytes: int, chunk_bytes: int) -> Link:
+def _measure(tier: RedisTierConfig, num_bytes: int, chunk_bytes: int) -> RedisSpeed:
     """Latency from one small chunk, bandwidth from many; the best of a few tries each."""
     chunk_bytes = min(max(chunk_bytes, 64 << 10), 16 * MIB)
     with open_admin(tier) as admin:
-        small, large = Trial(tier, 4096), Trial(tier, chunk_bytes)
+        small, large = RoundTrip(tier, 4096), RoundTrip(tier, chunk_bytes)
         try:
             with small:
                 _must(small.write(1, _WAIT_SECONDS), small)
@@ -149,20 +152,21 @@ def _measure(tier: RedisTierConfig, num_bytes: int, chunk_bytes: int) -> Link:
         finally:
             admin.unlink_anywhere([*small.names, *large.names])
     moved = len(large.keys) * large.chunk_bytes
-    return Link(latency, moved / max(read_seconds - latency, 1e-6), moved / write_seconds)
+    return RedisSpeed(latency, moved / max(read_seconds - latency, 1e-6), moved / write_seconds)
 
 
-def _timed(trial: Trial) -> float:
-    """Of one read of all chunks, comparing left out as far as that goes: it is memory speed."""
+def _timed(trip: RoundTrip) -> float:
+    """Seconds of one read of all chunks. Comparing them takes part of it, at memory speed."""
     started = time.monotonic()
-    _must(trial.read(_WAIT_SECONDS), trial)
+    _must(trip.read(_WAIT_SECONDS), trip)
     return time.monotonic() - started
 
 
-def _must(good: bool, trial: Trial) -> None:
+def _must(good: bool, trip: RoundTrip) -> None:
+    """Raises :class:`CliError` if the tier did not do what it should."""
     if not good:
         raise CliError(
-            f"Redis did not keep what was written: {trial.why}",
+            f"Redis did not keep what was written: {trip.why}",
             "`lmcache-connector check` says more",
             code=1,
         )

@@ -12,7 +12,7 @@ _TITLES = {"cpu": "CPU", "redis": "Redis"}
 
 
 def run(report: Report, urls: Sequence[str]) -> int:
-    """What can be had of some is shown when others are away."""
+    """Engines that answer are shown even if others do not."""
     engines: list[dict[str, Any]] = []
     problems: list[CliError] = []
     for url in urls:
@@ -49,7 +49,7 @@ def _print(report: Report, engine: dict[str, Any]) -> None:
         for tier in TIERS
     ]
     columns = ("tier", "lookups ", "hits ", "hit tokens ", "loaded ", "at", "stored ", "at")
-    report.table("", columns, rows)
+    report.table(columns, rows)
     for line in _lines(engine):
         report.say(line)
 
@@ -86,8 +86,8 @@ def _counts(counts: Mapping[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {count:,.0f}" for name, count in ordered)
 
 
-def _speed(figures: Mapping[str, float | None]) -> str:
-    speed = figures["bytes_per_second"]
+def _speed(transfers: Mapping[str, float | None]) -> str:
+    speed = transfers["bytes_per_second"]
     if speed is None:
         return "-"
-    return f"{size(speed)}/s, p95 {duration(figures['seconds_p95'])}"
+    return f"{size(speed)}/s, p95 {duration(transfers['seconds_p95'])}"

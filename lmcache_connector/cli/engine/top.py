@@ -11,18 +11,16 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
-from lmcache_connector.cli.engine.scrape import (
-    TIERS,
-    Snapshot,
-    circuits,
-    fetch,
-    ratio,
-)
-from lmcache_connector.cli.report import CliError, Report, size
+from lmcache_connector.cli.engine.scrape import TIERS, Snapshot, circuits, fetch, ratio
+from lmcache_connector.cli.report import UNREACHABLE, CliError, Report, plain_table, size
 from lmcache_connector.metrics.table import PREFIX
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 24
+_COLUMNS = (
+    *("engine", "hit rate", "", "saved", "CPU load", "Redis load", "", "Redis store"),
+    *("CPU tier", "queue", "running", "Redis"),
+)
 _RATES = {
     "queried_tokens_per_second": ("queried_tokens_total", {}),
     "saved_tokens_per_second": ("prefill_saved_tokens_total", {}),
@@ -42,7 +40,7 @@ class Watched:
     url: str
     last: Snapshot | None = None
     last_at: float = 0.0
-    figures: dict[str, Any] = field(default_factory=dict)
+    now: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
     hit_rates: deque[float | None] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     loads: deque[float | None] = field(default_factory=lambda: deque(maxlen=_HISTORY))
@@ -52,16 +50,16 @@ class Watched:
         try:
             snapshot = fetch(self.url)
         except CliError as error:
-            self.problem, self.figures, self.last = str(error), {}, None
+            self.problem, self.now, self.last = str(error), {}, None
             return
         self.problem = None
-        self.figures = figures(snapshot, self.last, now - self.last_at)
+        self.now = measured(snapshot, self.last, now - self.last_at)
         self.last, self.last_at = snapshot, now
-        self.hit_rates.append(self.figures["hit_rate"])
-        self.loads.append(sum(self.figures[f"{t}_loaded_bytes_per_second"] for t in TIERS))
+        self.hit_rates.append(self.now["hit_rate"])
+        self.loads.append(sum(self.now[f"{t}_loaded_bytes_per_second"] for t in TIERS))
 
     def as_json(self) -> dict[str, Any]:
-        return {"url": self.url, "problem": self.problem, **self.figures}
+        return {"url": self.url, "problem": self.problem, **self.now}
 
 
 def run(report: Report, urls: Sequence[str], interval: float, count: int) -> int | None:
@@ -69,7 +67,7 @@ def run(report: Report, urls: Sequence[str], interval: float, count: int) -> int
     for engine in engines:
         engine.look(time.monotonic())
     if all(engine.problem for engine in engines):
-        raise CliError("; ".join(engine.problem or "" for engine in engines), code=3)
+        raise CliError("; ".join(engine.problem or "" for engine in engines), code=UNREACHABLE)
     if report.as_json:
         _repeat(engines, interval, count, lambda: report.emit(_document(engines)))
         return None
@@ -90,8 +88,11 @@ def _repeat(
         looks += 1
 
 
-def figures(now: Snapshot, before: Snapshot | None, seconds: float) -> dict[str, Any]:
-    """Rates between two looks; a counter that fell belongs to an engine that has restarted."""
+def measured(now: Snapshot, before: Snapshot | None, seconds: float) -> dict[str, Any]:
+    """Rates between two looks, ``seconds`` apart, and gauges as they are now.
+
+    A counter that fell belongs to an engine that has restarted.
+    """
     found: dict[str, Any] = {}
     for key, (name, labels) in _RATES.items():
         value = now.total(PREFIX + name, **labels)
@@ -124,20 +125,13 @@ def _document(engines: Sequence[Watched]) -> dict[str, Any]:
 
 
 def _table(engines: Sequence[Watched]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("engine", "hit rate", "", "saved", "CPU load", "Redis load", "", "Redis store"):
-        table.add_column(title)
-    for title in ("CPU tier", "queue", "running", "Redis"):
-        table.add_column(title)
-    for engine in engines:
-        table.add_row(*_row(engine))
-    return table
+    return plain_table(_COLUMNS, map(_row, engines))
 
 
 def _row(engine: Watched) -> tuple[str, ...]:
     if engine.problem is not None:
         return (engine.url, "away")
-    now = engine.figures
+    now = engine.now
     rate, capacity = now["hit_rate"], now["cpu_capacity_bytes"]
     states = set(now["circuits"].values())
     return (

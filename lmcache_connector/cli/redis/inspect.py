@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lmcache_connector.cli.report import CliError, Report, duration, size
-from lmcache_connector.cli.target import open_admin, tier_config
+from lmcache_connector.cli.target import Target
 from lmcache_connector.storage.chunk_codec import InvalidValueError, decode_header
 from lmcache_connector.storage.redis.admin import StoredValue
 
@@ -15,8 +15,7 @@ _MAX_CHUNKS = 20
 
 def run(
     report: Report,
-    redis_url: str | None,
-    config: str | None,
+    target: Target,
     namespace: str | None,
     chunk: str,
 ) -> None:
@@ -27,7 +26,7 @@ def run(
             "`ls` counts chunks; "
             "names in Redis are lmc:{NAMESPACE:KEY}:..., KEY being 64 hex digits",
         )
-    with open_admin(tier_config(redis_url, config)) as admin:
+    with target.admin() as admin:
         values = {value.raw_name: value for value in admin.values(namespace, prefix)}
     chunks = sorted({(v.name.namespace, v.name.key) for v in values.values()})
     if not chunks:
@@ -51,7 +50,7 @@ def run(
         for value in ordered
     ]
     columns = ("chunk", "layers", "head ", "size ", "unused for", "ends in", "header")
-    report.table("", columns, rows)
+    report.table(columns, rows)
 
 
 def _order(value: StoredValue) -> tuple[bytes, int, int]:

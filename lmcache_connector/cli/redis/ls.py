@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_connector.cli.report import Report, size, span
-from lmcache_connector.cli.target import open_admin, tier_config
+from lmcache_connector.cli.target import Target
 from lmcache_connector.storage.chunk_codec import InvalidValueError, ValueHeader, decode_header
 from lmcache_connector.storage.redis.admin import ServerFacts, StoredValue
 
@@ -78,10 +78,10 @@ class Group:
         }
 
 
-def run(report: Report, redis_url: str | None, config: str | None, namespace: str | None) -> None:
+def run(report: Report, target: Target, namespace: str | None) -> None:
     groups: dict[tuple[str, Shape | None], Group] = {}
     seen: set[bytes] = set()
-    with open_admin(tier_config(redis_url, config)) as admin:
+    with target.admin() as admin:
         servers = [admin.facts(node) for node in admin.nodes()]
         for value in admin.values(namespace):
             if value.raw_name in seen:
@@ -122,7 +122,7 @@ def _print(report: Report, servers: list[ServerFacts], groups: list[Group]) -> N
         for group in groups
     ]
     columns = ("namespace", "model", "chunks ", "values ", "size ", "unused for", "ends in")
-    report.table("", columns, rows)
+    report.table(columns, rows)
 
 
 def describe_server(facts: ServerFacts) -> str:

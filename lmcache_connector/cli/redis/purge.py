@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import typer
 
 from lmcache_connector.cli.report import CliError, Report, size
-from lmcache_connector.cli.target import open_admin, tier_config
+from lmcache_connector.cli.target import Target
 from lmcache_connector.storage.redis.admin import RedisAdmin
 
 _BATCH = 256
@@ -17,8 +17,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What is to go. ``idle``: as typed, such as ``12h``."""
+class Options:
+    """What is to go, as typed; ``idle`` is such as ``12h``."""
 
     namespace: str | None
     everything: bool
@@ -27,36 +27,36 @@ class Choice:
     yes: bool
 
 
-def run(report: Report, redis_url: str | None, config: str | None, choice: Choice) -> None:
-    idle_seconds = _seconds(choice.idle)
-    if (choice.namespace is None) != choice.everything:
+def run(report: Report, target: Target, options: Options) -> None:
+    idle_seconds = _seconds(options.idle)
+    if (options.namespace is None) != options.everything:
         raise CliError("which values?", "give --namespace NAME, or --all for every namespace")
-    with open_admin(tier_config(redis_url, config)) as admin:
-        num_values, num_bytes = _count(admin, choice.namespace, idle_seconds)
+    with target.admin() as admin:
+        num_values, num_bytes = _count(admin, options.namespace, idle_seconds)
         removed = 0
-        if num_values and not choice.dry_run:
-            _ask(report, choice, num_values, num_bytes)
-            removed = _remove(admin, choice.namespace, idle_seconds)
+        if num_values and not options.dry_run:
+            _ask(report, options, num_values, num_bytes)
+            removed = _remove(admin, options.namespace, idle_seconds)
     if report.as_json:
         report.emit(
             {
                 "ok": True,
-                "dry_run": choice.dry_run,
+                "dry_run": options.dry_run,
                 "matching_values": num_values,
                 "matching_bytes": num_bytes,
                 "removed_values": removed,
             }
         )
-    elif choice.dry_run:
+    elif options.dry_run:
         report.say(f"{num_values} values, {size(num_bytes)}, would be removed.")
     else:
         report.say(f"{removed} values removed, {size(num_bytes)}.")
 
 
-def _ask(report: Report, choice: Choice, num_values: int, num_bytes: int) -> None:
-    if choice.yes:
+def _ask(report: Report, options: Options, num_values: int, num_bytes: int) -> None:
+    if options.yes:
         return
-    where = f"namespace {choice.namespace}" if choice.namespace else "all namespaces"
+    where = f"namespace {options.namespace}" if options.namespace else "all namespaces"
     if report.as_json:
         raise CliError("nobody to ask", "give --yes")
     question = f"Remove {num_values} values, {size(num_bytes)}, from {where}?"

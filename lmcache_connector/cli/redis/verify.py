@@ -8,7 +8,7 @@ from itertools import islice
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lmcache_connector.cli.report import FOUND_WRONG, Report, size
-from lmcache_connector.cli.target import open_admin, tier_config
+from lmcache_connector.cli.target import Target, open_admin
 from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
     InvalidValueError,
@@ -23,12 +23,11 @@ _SHOWN = 20
 
 def run(
     report: Report,
-    redis_url: str | None,
-    config: str | None,
+    target: Target,
     namespace: str | None,
     limit: int,
 ) -> int:
-    tier = tier_config(redis_url, config)
+    tier = target.tier_config()
     sealer, plain = Sealer(tier.hash_key), Sealer()
     counts: Counter[str] = Counter()
     bad: list[tuple[str, str]] = []
@@ -80,7 +79,7 @@ def _print(
             "to check them."
         )
     if bad:
-        report.table("", ("unsound value", "problem"), bad[:_SHOWN])
+        report.table(("unsound value", "problem"), bad[:_SHOWN])
         if len(bad) > _SHOWN:
             report.say(f"and {len(bad) - _SHOWN} more; --json lists all.")
         report.say("An engine takes each of them for a miss, and writes it anew.")

@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.increments import CountIncrements
-from lmcache_connector.metrics.samples import Samples, traffic
+from lmcache_connector.metrics.log_line import traffic
+from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import SECONDS_BUCKETS, counter, gauge, histogram, table
 from lmcache_connector.p2p.scheduler.counters import REASONS, UNSENT_REASONS
 

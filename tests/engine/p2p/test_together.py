@@ -41,8 +41,8 @@ def multi(role: str, port: int, **extra: Any) -> dict[str, Any]:
 
 def figures(probe: EngineProbe) -> tuple[int, int]:
     """Tokens handed over to this engine, and loaded from its tiers."""
-    p2p, tiered = (c._scheduler.counters for c in probe.connector.sub_connectors)
-    return p2p.remote_hit_tokens, tiered.local_hit_tokens
+    counts = probe.counts()
+    return int(counts.total("p2p_hit_tokens")), int(counts.total("hit_tokens"))
 
 
 def integrity(probe: EngineProbe) -> None:

@@ -13,10 +13,18 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-from lmcache_connector.scheduler.background_lookup import BackgroundLookup
+from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.scheduler.background_lookup import (
+    PENDING,
+    BackgroundLookup,
+    Found,
+    LookupAnswer,
+    Pending,
+    PendingLookup,
+)
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
-from lmcache_connector.scheduler.counters import SchedulerCounters
-from lmcache_connector.scheduler.load_planner import LoadPlanner
+from lmcache_connector.scheduler.hit_finder import RedisHitFinder
+from lmcache_connector.scheduler.kv_events import KvEventSink
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 CHUNK = 256
@@ -61,7 +69,7 @@ class Scene:
         self.clock = Clock()
         self.tier = SlowLookup(self.clock)
         self.remote = BackgroundLookup(self.tier, 5.0, self.clock)
-        self.counters = SchedulerCounters()
+        self.tally = Tally()
         settings = SchedulerSettings(
             chunk_size=CHUNK,
             block_sizes=(16,),
@@ -70,12 +78,17 @@ class Scene:
             stores=True,
             lookup_wait_seconds=lookup_wait_seconds,
         )
-        model = CostModel(clock=self.clock, rng=random.Random(0), max_deadline_seconds=10.0)
+        model = CostModel(clock=self.clock, max_deadline_seconds=10.0)
         for _ in range(8):
             model.observe_prefill(PROMPT_TOKENS, 0, 1.0)
-        choice = LoadPolicy(model, CHUNK, 1 << 20, self.clock)
-        self.finder = LoadPlanner(
-            settings, ChunkIndex(1), self.remote, choice, None, self.counters, self.clock
+        self.finder = RedisHitFinder(
+            settings,
+            ChunkIndex(1),
+            self.tally,
+            self.remote,
+            LoadPolicy(model, CHUNK, 1 << 20, self.clock),
+            KvEventSink(),
+            self.clock,
         )
 
     def request(self, seed: int) -> RequestState:
@@ -85,8 +98,17 @@ class Scene:
         keys.extend([rng.randrange(100) for _ in range(PROMPT_TOKENS)])
         state = RequestState(SimpleNamespace(num_tokens=PROMPT_TOKENS), keys)
         self.finder.next_step()
-        self.finder.ask_redis(state, 0)
+        self.finder.ask(state, 0)
         return state
+
+    def find(self, state: RequestState, is_idle: bool = False) -> range | Pending:
+        return self.finder.find(state, 0, is_idle=is_idle)
+
+
+def pending(state: RequestState) -> PendingLookup:
+    """The question that is on its way."""
+    assert state.lookup.pending is not None
+    return state.lookup.pending
 
 
 @pytest.fixture
@@ -99,27 +121,22 @@ def scene() -> Iterator[Scene]:
 
 def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: Scene) -> None:
     scene.tier.seconds = [0.5, 0.5, 0.0, 0.0]
-    slow = scene.request(1)
-    assert slow.lookup is not None
-    assert slow.lookup.wait(4.0) == 4
+    assert pending(scene.request(1)).wait(4.0) == Found(4)
 
     scene.tier.gate.clear()
     scene.remote.submit([])  # still on its way when the next request is scheduled
     hasty = scene.request(2)
-    pending = hasty.lookup
-    assert pending is not None
-    assert scene.finder.redis_answered(hasty, 0, is_idle=False)
-    assert (hasty.redis_chunks, scene.counters.lookups_given_up) == (frozenset(), 1)
+    given_up = pending(hasty)
+    assert scene.find(hasty) == range(0)
+    assert scene.tally.total("lookups_given_up") == 1
 
     scene.tier.gate.set()
-    assert pending.wait(4.0) == 4  # nobody waits for it, but it says that Redis is quick
+    assert given_up.wait(4.0) == Found(4)  # nobody waits for it, but it says that Redis is quick
     patient = scene.request(3)
-    assert patient.lookup is not None
-    assert patient.lookup.wait(4.0) == 4
-    assert scene.finder.redis_answered(patient, 0, is_idle=False)
-    assert patient.redis_chunks == frozenset(range(4))
+    assert pending(patient).wait(4.0) == Found(4)
+    assert scene.find(patient) == range(4)
     assert scene.remote.last_seconds == 0.0
-    assert scene.counters.lookups_given_up == 1
+    assert scene.tally.total("lookups_given_up") == 1
 
 
 def test_a_request_that_has_queued_is_asked_for_once_more(scene: Scene) -> None:
@@ -127,34 +144,30 @@ def test_a_request_that_has_queued_is_asked_for_once_more(scene: Scene) -> None:
     scene.tier.seconds = [0.0, 0.0]
     scene.tier.num_held = 1
     state = scene.request(1)
-    first = state.lookup
-    assert first is not None
-    assert first.wait(4.0) == 1
+    first = pending(state)
+    assert first.wait(4.0) == Found(1)
     scene.tier.num_held = 4
     scene.clock.now += 0.1
-    scene.finder.ask_redis(state, 0)
-    assert state.lookup is first, "asked a moment ago"
+    scene.finder.ask(state, 0)
+    assert pending(state) is first, "asked a moment ago"
     scene.clock.now += 1.0
-    scene.finder.ask_redis(state, 0)
-    assert state.lookup is not None
-    assert state.lookup is not first
-    assert state.lookup.wait(4.0) == 4
-    assert scene.finder.redis_answered(state, 0, is_idle=False)
-    assert state.redis_chunks == frozenset(range(4))
+    scene.finder.ask(state, 0)
+    assert pending(state) is not first
+    assert pending(state).wait(4.0) == Found(4)
+    assert scene.find(state) == range(4)
     scene.clock.now += 1.0
-    scene.finder.ask_redis(state, 0)
-    assert state.lookup is None, "it has been decided"
+    scene.finder.ask(state, 0)
+    assert state.lookup.pending is None, "it has been decided"
 
 
 def test_a_whole_hit_is_not_asked_for_again(scene: Scene) -> None:
     scene.tier.seconds = [0.0]
     state = scene.request(1)
-    first = state.lookup
-    assert first is not None
-    assert first.wait(4.0) == 4
+    first = pending(state)
+    assert first.wait(4.0) == Found(4)
     scene.clock.now += 1.0
-    scene.finder.ask_redis(state, 0)
-    assert state.lookup is first
+    scene.finder.ask(state, 0)
+    assert pending(state) is first
 
 
 class Unanswered:
@@ -163,8 +176,9 @@ class Unanswered:
     def __init__(self) -> None:
         self.waits: list[float] = []
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> LookupAnswer:
         self.waits.append(seconds)
+        return PENDING
 
 
 @pytest.mark.parametrize(
@@ -178,8 +192,8 @@ def test_a_step_waits_once_and_longer_where_it_holds_up_nobody(
     scene.tier.seconds = [0.0]
     state = scene.request(1)
     question = Unanswered()
-    state.lookup = question  # type: ignore[assignment]
+    state.lookup.pending = question  # type: ignore[assignment]
     for _ in waits:
-        assert not scene.finder.redis_answered(state, 0, is_idle=is_idle)
+        assert scene.find(state, is_idle) is PENDING
     assert question.waits == waits
     scene.remote.close()

@@ -18,9 +18,12 @@ _TOKENS = 256
 _LAYERS = 16
 
 
-class Trial:
-    """Use it in a ``with``. Names are random, so nobody else's chunks are touched; who is done
-    removes them. ``chunk_bytes``: about that many per chunk."""
+class RoundTrip:
+    """Some chunks of about ``chunk_bytes`` each. A context manager, connected while inside.
+
+    Keys are random, so nobody else's chunks are touched. What was written stays until the caller
+    removes ``names``.
+    """
 
     def __init__(self, config: RedisTierConfig, chunk_bytes: int = 1 << 20) -> None:
         width = max(1, chunk_bytes // (_TOKENS * _LAYERS))
@@ -30,7 +33,7 @@ class Trial:
         self._data: list[bytes] = []
         self._config = config
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> RoundTrip:
         self._tier = RedisTier(self._config, self._geometry)
         self._lookup = RedisLookup(self._config, [self._geometry])
         return self
@@ -41,7 +44,7 @@ class Trial:
 
     @property
     def names(self) -> list[bytes]:
-        """Of everything that was written, claims included."""
+        """The names in Redis of everything that was written, claims included."""
         stripes = self._geometry.stripes(self._config.max_payload_bytes)
         suffixes = [*map(stripe_suffix, stripes), claim_suffix(stripes[0])]
         tags = [chunk_tag(self._config.namespace, key) for key in self.keys]

@@ -1,4 +1,4 @@
-"""``check``: would an engine start with this configuration, and would every tier work?"""
+"""``check`` for ``LMCacheTieredConnector``: its settings, this host's memory, Redis."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lmcache_connector.cli.check import p2p
 from lmcache_connector.cli.check.finding import Finding
 from lmcache_connector.cli.check.host import check_memory, check_versions
-from lmcache_connector.cli.check.transfer import P2P, check_transfer, connector_meant
 from lmcache_connector.cli.redis.ls import describe_server
-from lmcache_connector.cli.report import BAD_INPUT, UNREACHABLE, CliError, Report, size
-from lmcache_connector.cli.target import connector_config, open_admin, read_transfer_config
+from lmcache_connector.cli.redis.round_trip import RoundTrip
+from lmcache_connector.cli.report import size
+from lmcache_connector.cli.target import connector_config, open_admin
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.warnings import settings_warnings
 from lmcache_connector.storage.redis.admin import RedisAdmin, ServerFacts
@@ -22,22 +21,8 @@ _CHUNKS = 4
 _WAIT_SECONDS = 10.0
 
 
-def run(report: Report, text_or_path: str) -> int:
-    document = read_transfer_config(text_or_path)
-    findings = [check_transfer(document)]
-    more = p2p.findings if connector_meant(document) == P2P else _tiered
-    try:
-        for finding in more(document):
-            findings.append(finding)  # noqa: PERF402 - those before an error count
-    except CliError as error:
-        name = "redis" if error.code == UNREACHABLE else "settings"
-        findings.append(Finding(name, "error", str(error), error.hint, code=error.code))
-    code = max(finding.exit_code for finding in findings)
-    _show(report, findings, code)
-    return code
-
-
-def _tiered(document: Mapping[str, Any]) -> Iterator[Finding]:
+def findings(document: Mapping[str, Any]) -> Iterator[Finding]:
+    """Raises ``CliError`` for settings that the engine would refuse, and if Redis is away."""
     config = connector_config(document)
     yield Finding("settings", "ok", _settings(config))
     for warning in settings_warnings(config, document.get("kv_role")):
@@ -68,10 +53,11 @@ def _check_redis(tier: RedisTierConfig) -> list[Finding]:
         nodes = admin.nodes()
         seconds = time.monotonic() - started
         text = f"{tier.address}: {len(nodes)} server{'s' if len(nodes) > 1 else ''}"
-        findings = [Finding("redis connection", "ok", text, seconds=seconds)]
-        findings += [_judge_server(admin.facts(node), tier) for node in nodes]
-        findings += _round_trip(admin, tier)
-    return findings
+        return [
+            Finding("redis connection", "ok", text, seconds=seconds),
+            *(_judge_server(admin.facts(node), tier) for node in nodes),
+            *_round_trip(admin, tier),
+        ]
 
 
 def _judge_server(facts: ServerFacts, tier: RedisTierConfig) -> Finding:
@@ -85,39 +71,25 @@ def _judge_server(facts: ServerFacts, tier: RedisTierConfig) -> Finding:
     return Finding("redis server", "ok", text)
 
 
-def _round_trip(admin: RedisAdmin, tier: RedisTierConfig) -> list[Finding]:
+def _round_trip(admin: RedisAdmin, tier: RedisTierConfig) -> Iterator[Finding]:
     """Through the engine's own code: write chunks, ask for them, read and compare, remove them."""
-    from lmcache_connector.cli.redis.trial import Trial
-
-    with Trial(tier) as trial:
+    with RoundTrip(tier) as trip:
+        steps: dict[str, Callable[[], bool]] = {
+            "write": lambda: trip.write(_CHUNKS, _WAIT_SECONDS),
+            "look up": lambda: trip.found(_WAIT_SECONDS) == _CHUNKS,
+            "read and compare": lambda: trip.read(_WAIT_SECONDS),
+        }
+        chunks = f"chunks of {size(trip.chunk_bytes)}"
         try:
-            steps: list[tuple[str, Callable[[], bool]]] = [
-                ("write", lambda: trial.write(_CHUNKS, _WAIT_SECONDS)),
-                ("look up", lambda: trial.found(_WAIT_SECONDS) == _CHUNKS),
-                ("read and compare", lambda: trial.read(_WAIT_SECONDS)),
-            ]
-            findings: list[Finding] = []
-            for name, step in steps:
+            for name, step in steps.items():
                 started = time.monotonic()
                 good = step()
                 seconds = time.monotonic() - started
                 if not good:
                     hint = "look at the server's log, its maxmemory and the user's rights (ACL)"
-                    detail = f"chunks of {size(trial.chunk_bytes)} did not go through: {trial.why}"
-                    return [*findings, Finding(f"redis {name}", "error", detail, hint)]
-                detail = f"{_CHUNKS} chunks of {size(trial.chunk_bytes)}"
-                findings.append(Finding(f"redis {name}", "ok", detail, seconds=seconds))
-            return findings
+                    detail = f"{chunks} did not go through: {trip.why}"
+                    yield Finding(f"redis {name}", "error", detail, hint)
+                    return
+                yield Finding(f"redis {name}", "ok", f"{_CHUNKS} {chunks}", seconds=seconds)
         finally:
-            admin.unlink_anywhere(trial.names)
-
-
-def _show(report: Report, findings: list[Finding], code: int) -> None:
-    if report.as_json:
-        document = [finding.as_json() for finding in findings]
-        report.emit({"ok": code == 0, "exit_code": code, "findings": document})
-        return
-    for finding in findings:
-        finding.show(report)
-    if code == BAD_INPUT:
-        report.say("The engine would refuse to start.")
+            admin.unlink_anywhere(trip.names)

@@ -1,0 +1,175 @@
+"""Which leading chunks of a request some tier holds.
+
+The index of the CPU tiers answers at once, Redis in its own time: it is asked when a request
+arrives, and waited for when the request is scheduled, if that is worth it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.plans import Tier
+from lmcache_connector.scheduler.background_lookup import (
+    MISS,
+    PENDING,
+    BackgroundLookup,
+    Found,
+    Pending,
+)
+from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.scheduler.kv_events import KvEventSink
+from lmcache_connector.scheduler.request_state import (
+    LookupState,
+    RequestState,
+    SchedulerSettings,
+)
+
+# For an answer from Redis while nothing runs: an idle step would take no less.
+_IDLE_WAIT_SECONDS = 0.005
+# An answer that old is asked for again before a request is scheduled: while the request queued,
+# others stored what it shares with them, and the CPU tier let go of what it had.
+_STALE_SECONDS = 0.25
+
+
+class HitFinder:
+    """Finds hits in the CPU tiers, the only ones there are.
+
+    Owns the look-up part of every request's state.
+    """
+
+    def __init__(self, settings: SchedulerSettings, index: ChunkIndex, tally: Tally) -> None:
+        self._settings = settings
+        self._index = index
+        self._tally = tally
+
+    def next_step(self) -> None:
+        """A new engine step begins."""
+
+    def ask(self, state: RequestState, first: int) -> None:
+        """Ask slow tiers for the chunks from ``first`` on, ahead of :meth:`find`."""
+
+    def close(self) -> None:
+        """Let go of connections and threads."""
+
+    def find(
+        self, state: RequestState, num_computed_tokens: int, *, is_idle: bool
+    ) -> range | Pending:
+        """The chunks that can be loaded, from the one being computed on; none: a miss.
+
+        ``PENDING``: call again in the next step. ``is_idle``: no request runs, so that waiting
+        holds up nobody.
+        """
+        first = num_computed_tokens // self._settings.chunk_size
+        self.ask(state, first)
+        redis_chunks = self._redis_chunks(state, num_computed_tokens, is_idle)
+        if redis_chunks is PENDING:
+            return PENDING
+        are_in_cpu = self._index.has_each(state.keys.keys[first:])
+        end = first
+        for in_cpu in are_in_cpu:
+            if not in_cpu and end not in redis_chunks:
+                break
+            end += 1
+        if not state.lookup.is_counted:
+            self._count(state, num_computed_tokens, are_in_cpu[: end - first])
+        return range(first, end)
+
+    def _redis_chunks(
+        self, state: RequestState, num_computed_tokens: int, is_idle: bool
+    ) -> frozenset[int] | Pending:
+        """The chunks that only Redis holds, as far as it was asked."""
+        return frozenset()
+
+    def _count(self, state: RequestState, num_computed_tokens: int, are_in_cpu: list[bool]) -> None:
+        state.lookup.is_counted = True
+        tally = self._tally
+        tally.count("lookups", Tier.CPU.value)
+        tally.count("queried_tokens", amount=max(0, state.request.num_tokens - num_computed_tokens))
+        tally.count("lookup_hits", Tier.CPU.value, amount=any(are_in_cpu))
+        tally.count("lookup_hits", Tier.REDIS.value, amount=not all(are_in_cpu))
+
+
+class RedisHitFinder(HitFinder):
+    """Finds hits in the CPU tiers and in Redis, which ``lookup`` asks."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        index: ChunkIndex,
+        tally: Tally,
+        lookup: BackgroundLookup,
+        policy: LoadPolicy,
+        kv_events: KvEventSink,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(settings, index, tally)
+        self._lookup = lookup
+        self._policy = policy
+        self._kv_events = kv_events
+        self._clock = clock
+        # What this step may still wait: a slow server costs a step one wait, however many requests.
+        self._step_wait_seconds = settings.lookup_wait_seconds
+
+    def next_step(self) -> None:
+        self._step_wait_seconds = self._settings.lookup_wait_seconds
+
+    def ask(self, state: RequestState, first: int) -> None:
+        """Ask for chunks that are not in the index: once, and again for a request that has queued
+        for long."""
+        asked = state.lookup
+        if asked.asked_chunks and not self._is_stale(asked):
+            return
+        keys = state.keys.keys
+        are_in_cpu = self._index.has_each(keys[first:])
+        missing = tuple(i for i, in_cpu in enumerate(are_in_cpu, first) if not in_cpu)
+        if missing:
+            asked.asked_chunks = missing
+            asked.pending = self._lookup.submit([keys[i] for i in missing])
+            asked.asked_at = self._clock()
+            self._tally.count("lookups", Tier.REDIS.value)
+
+    def close(self) -> None:
+        self._lookup.close()
+
+    def _is_stale(self, asked: LookupState) -> bool:
+        """Whether a new answer may say more: the old one is old, and not all was there."""
+        if asked.pending is None or self._clock() - asked.asked_at < _STALE_SECONDS:
+            return False
+        return asked.pending.answer not in (PENDING, Found(len(asked.asked_chunks)))
+
+    def _redis_chunks(
+        self, state: RequestState, num_computed_tokens: int, is_idle: bool
+    ) -> frozenset[int] | Pending:
+        """Waits a moment if that is worth it, longer if ``is_idle``."""
+        asked = state.lookup
+        if asked.pending is None:
+            return asked.redis_chunks
+        patience = self._patience(state, num_computed_tokens)
+        answer = asked.pending.wait(min(self._wait_seconds(is_idle), max(0.0, patience)))
+        if answer is PENDING:
+            if patience > 0:
+                self._step_wait_seconds = 0.0
+                return PENDING
+            # Not cancelled: how long it takes tells whether the next one is worth waiting for.
+            self._tally.count("lookups_given_up")
+            answer = MISS
+        elif answer.num_chunks < len(asked.asked_chunks):
+            self._kv_events.missing(state.keys.keys[asked.asked_chunks[answer.num_chunks]])
+        asked.redis_chunks = frozenset(asked.asked_chunks[: answer.num_chunks])
+        asked.pending = None
+        return asked.redis_chunks
+
+    def _wait_seconds(self, is_idle: bool) -> float:
+        wait_seconds = self._step_wait_seconds
+        return max(wait_seconds, _IDLE_WAIT_SECONDS) if is_idle and wait_seconds else wait_seconds
+
+    def _patience(self, state: RequestState, num_computed_tokens: int) -> float:
+        """Seconds for which this request may still wait for Redis' answer."""
+        asked, now = state.lookup, self._clock()
+        if asked.wait_until is None:
+            asked.wait_until = now + self._policy.lookup_seconds(
+                num_computed_tokens, state.request.num_tokens, self._lookup.last_seconds
+            )
+        return asked.wait_until - now

@@ -1,0 +1,167 @@
+"""Starts LMCache's engine in vLLM's worker process, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lmcache.v1.cache_engine import LMCacheEngine
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.token_database import TokenDatabase
+
+from lmcache_connector.errors import ConfigError
+from lmcache_connector.storage.geometry import ChunkGeometry
+
+if TYPE_CHECKING:
+    from lmcache_connector.storage.redis.tier import RedisTier
+
+# By logger: the warnings LMCache logs during ordinary work, such as a full tier for every chunk it
+# takes in.
+_ORDINARY = {
+    "lmcache.v1.memory_management": "Failed to allocate memory block",
+    "lmcache.v1.storage_backend": "The 'memory_allocator' argument is deprecated",
+    "lmcache.v1.storage_backend.local_cpu_backend": "Controller message sender is not initialized",
+}
+
+
+def _is_extraordinary(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_ORDINARY[record.name])
+
+
+for _name in _ORDINARY:
+    logging.getLogger(_name).addFilter(_is_extraordinary)
+
+REDIS_BACKEND = "redis"
+"""What LMCache calls the Redis tier among its storage backends."""
+_PLUGIN_MODULE = "lmcache_connector.storage.redis.lmcache_plugin"
+_METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One rank's engine.
+
+    ``cpu_gib`` is the size of its CPU tier, ``block_size`` vLLM's in tokens. ``overrides`` are the
+    user's ``lmcache.*`` keys. ``report_writes``: remember which chunks have come to Redis.
+    """
+
+    rank: int
+    world_size: int
+    cpu_gib: float
+    block_size: int
+    overrides: dict[str, Any] = field(default_factory=dict)
+    report_writes: bool = False
+
+
+def make_metadata(settings: EngineSettings, geometry: ChunkGeometry) -> LMCacheMetadata:
+    """A chunk is plain bytes to LMCache: one layer, one head, ``bytes_per_token`` wide."""
+    return LMCacheMetadata(
+        model_name="chunk",  # the model is part of the chunk key
+        world_size=settings.world_size,
+        local_world_size=settings.world_size,
+        worker_id=settings.rank,
+        local_worker_id=settings.rank,
+        kv_dtype=torch.uint8,
+        kv_shape=(1, 1, geometry.num_tokens, 1, geometry.bytes_per_token),
+        use_mla=False,
+        role="worker",
+        chunk_size=geometry.num_tokens,
+    )
+
+
+def start_engine(
+    settings: EngineSettings,
+    metadata: LMCacheMetadata,
+    database: TokenDatabase,
+    connector: GPUConnectorInterface,
+    redis_tier: RedisTier | None,
+) -> LMCacheEngine:
+    """Raises :class:`ConfigError` for ``lmcache.*`` settings that cannot be used."""
+    config = _engine_config(settings, metadata.chunk_size, redis_tier)
+    with _process_settings_kept():
+        engine = LMCacheEngine(config, metadata, database, connector, _no_broadcast, _no_broadcast)
+        _in_daemon_thread(engine.post_init)
+    return engine
+
+
+def _engine_config(
+    settings: EngineSettings, chunk_size: int, redis_tier: RedisTier | None
+) -> LMCacheEngineConfig:
+    values: dict[str, Any] = {
+        "chunk_size": chunk_size,
+        "local_cpu": True,
+        "max_local_cpu_size": settings.cpu_gib,
+        "save_unfull_chunk": False,
+        "py_enable_gc": True,  # otherwise it disables the garbage collector of the whole process
+        "lmcache_instance_id": f"rank-{settings.rank}",
+    }
+    extra: dict[str, Any] = {}
+    if redis_tier is not None:
+        values["storage_plugins"] = [REDIS_BACKEND]
+        extra |= {
+            f"storage_plugin.{REDIS_BACKEND}.module_path": _PLUGIN_MODULE,
+            f"storage_plugin.{REDIS_BACKEND}.class_name": "RedisStoragePlugin",
+            "lmcache_connector.redis_tier": redis_tier,
+        }
+    overrides = dict(settings.overrides)
+    extra |= overrides.pop("extra_config", {})
+    clash = sorted(values.keys() & overrides.keys())
+    if clash:
+        raise ConfigError(f"lmcache.{clash[0]} is set by the connector itself; leave it out")
+    try:
+        return LMCacheEngineConfig.from_defaults(**values, **overrides, extra_config=extra or None)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"LMCache refuses the lmcache.* settings: {error}") from error
+
+
+@contextmanager
+def _process_settings_kept() -> Iterator[None]:
+    """Undo what LMCache does to the whole process, which is vLLM's.
+
+    It forces the start method "spawn", and it sets ``PROMETHEUS_MULTIPROC_DIR`` to one folder for
+    all engines of the machine: servers started from here would add up each other's metrics.
+    """
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    metrics_folder = os.environ.get(_METRICS_FOLDER)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(start_method, force=True)
+        if metrics_folder is None:
+            os.environ.pop(_METRICS_FOLDER, None)
+
+
+def _in_daemon_thread(function: Callable[[], None]) -> None:
+    """Call ``function`` on a daemon thread, so that the threads it starts are daemons too.
+
+    LMCache's would otherwise keep a process alive that ends without closing its engine.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            function()
+        except Exception as error:  # noqa: BLE001 - raised again by the caller's thread
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="lmc-init", daemon=True)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def _no_broadcast(*_: Any, **__: Any) -> None:
+    raise RuntimeError("ranks of this connector never broadcast through LMCache")
