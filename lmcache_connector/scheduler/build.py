@@ -1,4 +1,4 @@
-"""Builds the parts of the connector from its configuration and the model."""
+"""Builds the scheduler side from the configuration and the model."""
 
 from __future__ import annotations
 
