@@ -6,22 +6,19 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from lmcache_connector import __version__
 from lmcache_connector.cli.engine.bench import RedisSpeed, crossover_tokens
 from lmcache_connector.cli.engine.scrape import interpolate
 from lmcache_connector.cli.engine.top import sparkline
-from lmcache_connector.metrics.prometheus import TablePromMetrics
 from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.metrics.table import METRICS
 from tests.support.command_line import Cli
+from tests.support.prometheus import prom_metrics
 from tests.support.servers import free_port
 
 
@@ -30,12 +27,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        types = {
-            kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)
-        }
-        config: Any = SimpleNamespace(kv_transfer_config=None)
-        labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
-        self._prom = TablePromMetrics(METRICS, config, types, ["model_name", "engine"], labels)
+        self._prom = prom_metrics(self.registry, engines=2)
         self.url = ""
 
     def happened(self, engine: int, fill: Callable[[Samples], None]) -> None:

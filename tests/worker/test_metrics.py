@@ -1,0 +1,86 @@
+"""What a rank tells of its jobs and tiers, and when it looks."""
+
+from __future__ import annotations
+
+from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
+from lmcache_connector.storage.redis.tier import RedisTierStats
+from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
+
+LOAD = LoadJob(1, "r", (b"k",), ((0,),), 0, 1.0, True, 0)
+STORE = StoreJob(2, "r", (b"k",), (0,), ((0,),))
+TIER = RedisTierStats(
+    counts=TierCounts(
+        chunks_hit=3,
+        misses={"missing": 1},
+        writes={WriteEnd.WRITTEN: 4, WriteEnd.QUEUE_FULL: 5, WriteEnd.FAILED: 1},
+        bytes_written=400,
+    ),
+    queued_bytes=7,
+    servers=(("host:6379", CircuitState.OPEN),),
+    writes_paused=True,
+)
+
+
+class Rank:
+    """A rank whose counts the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.looks = 0
+        self.redis: RedisTierStats | None = TIER
+        self.metrics = WorkerMetrics(0, self._look, lambda: self.now)
+
+    def _look(self) -> RankSnapshot:
+        self.looks += 1
+        return RankSnapshot(2, 10, 100, self.redis, [(100, 0.5)] if self.looks == 1 else [])
+
+
+def test_a_load_counts_for_both_tiers_it_passed() -> None:
+    rank = Rank()
+    rank.metrics.job_ended(LOAD, JobResult(1, Outcome.DONE, 1, 800, 600, 0.5, 0.3))
+    rank.metrics.job_ended(STORE, JobResult(2, Outcome.MISSING, 1, 100, 0, 0.5))
+    taken = rank.metrics.take()
+    assert taken is not None
+    assert taken.total("loaded_bytes", "cpu") == 800
+    assert taken.total("loaded_bytes", "redis") == 600
+    assert taken.observed("load_seconds", "redis") == [0.3]
+    assert taken.observed("load_bytes_per_second", "redis") == [2000]
+    assert taken.observed("load_seconds", "cpu") == [0.2]
+    assert taken.observed("store_bytes_per_second", "cpu") == [200]
+    assert taken.observed("store_bytes_per_second", "redis") == [200]
+    assert taken.counters["failed_stores\nmissing"] == 1
+    assert taken.total("failed_loads") == 0
+
+
+def test_the_redis_tiers_counts_come_as_increments() -> None:
+    rank = Rank()
+    first = rank.metrics.take()
+    assert first is not None
+    assert first.counters == {
+        "redis_chunks\nhit": 3,
+        "redis_chunks\nmissing": 1,
+        "written_chunks\nwritten": 4,
+        "dropped_writes\nqueue_full": 5,
+        "dropped_writes\nfailed": 1,
+        "stored_bytes\nredis": 400,
+    }
+    assert first.gauges["circuit_state\n0\nhost:6379"] == 2
+    assert first.gauges["writes_paused\n0"] == 1
+    rank.now = 10.0
+    second = rank.metrics.take()
+    assert second is not None
+    assert second.counters == {}
+    assert second.gauge_total("write_queue_bytes") == 7
+
+
+def test_an_uneventful_step_looks_at_nothing() -> None:
+    rank = Rank()
+    rank.metrics.take()
+    assert [rank.metrics.take() for _ in range(100)] == [None] * 100
+    assert rank.looks == 1
+    rank.metrics.cache_changed([CacheEvent(b"k", True), CacheEvent(b"l", False)])
+    evicted = rank.metrics.take()
+    assert evicted is not None
+    assert evicted.counters == {"evicted_chunks\ncpu": 1}
