@@ -261,7 +261,7 @@ class _WirePath:
         self._wire.receive(views, patience)
 
     def close(self) -> None:
-        """The wire is closed by whoever has it."""
+        """The wire is closed by its owner."""
 
 
 @contextlib.contextmanager
