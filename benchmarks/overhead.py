@@ -91,18 +91,7 @@ class Contest:
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    ttfts = Contest(
-        "time to first token",
-        (_WITHOUT, _MISSING_OUT, _MISSING, _STORING_OUT, _STORING),
-        args.rounds,
-        partial(_ttft, args.tokens),
-    )
-    speeds = Contest(
-        "decode throughput",
-        (_WITHOUT, _STORING_OUT, _STORING),
-        args.decode_rounds,
-        partial(_decode_speed, args.decode_requests, args.decode_tokens),
-    )
+    ttfts, speeds = _contests(args)
     steps, lookups, store_jobs = [], [], 0
     for launch in range(args.launches):
         with _engines(args) as engines:
@@ -135,6 +124,23 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             for (name, against), r in ratios.items()
         ],
     }
+
+
+def _contests(args: argparse.Namespace) -> tuple[Contest, Contest]:
+    """Times to first token, and decode throughput."""
+    ttfts = Contest(
+        "time to first token",
+        (_WITHOUT, _MISSING_OUT, _MISSING, _STORING_OUT, _STORING),
+        args.rounds,
+        partial(_ttft, args.tokens),
+    )
+    speeds = Contest(
+        "decode throughput",
+        (_WITHOUT, _STORING_OUT, _STORING),
+        args.decode_rounds,
+        partial(_decode_speed, args.decode_requests, args.decode_tokens),
+    )
+    return ttfts, speeds
 
 
 def _ratios(ttfts: Contest, speeds: Contest) -> dict[tuple[str, str], list[float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -58,12 +58,21 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             rounds.append(pair.round())
             raw_gbps.append(raw.gbps())
             recomputed.append(pair.recompute())
+    return {
+        "send_type": args.send_type,
+        "prompt_tokens": args.prompt_tokens,
+        **_fields(rounds, raw_gbps, recomputed),
+    }
+
+
+def _fields(
+    rounds: Sequence[dict[str, Any]], raw_gbps: Sequence[float], recomputed: Sequence[float]
+) -> dict[str, Any]:
+    """Medians, and sums of what must not happen. ``recomputed``: times to first token."""
     transfer = statistics.median(r["gbps"] for r in rounds)
     ttft = statistics.median(r["ttft"] for r in rounds)
     cold, raw_speed = statistics.median(recomputed), statistics.median(raw_gbps)
     return {
-        "send_type": args.send_type,
-        "prompt_tokens": args.prompt_tokens,
         "transfer_bytes": rounds[0]["bytes"],
         "kv_bytes_equal": all(r["equal"] for r in rounds),
         "hit_tokens": min(r["hit"] for r in rounds),

@@ -1,4 +1,4 @@
-"""``LMCacheTieredConnector``: the facade vLLM talks to. It picks a side by role and delegates."""
+"""``LMCacheTieredConnector``: what vLLM calls. It builds a side by role, and passes calls on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CalibrationMetadata(KVConnectorHandshakeMetadata):
 
 
 class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
-    """GPU -> CPU -> Redis. See the README for what it does and how it is configured."""
+    """Keeps KV in CPU memory and in Redis, below the GPU. The README lists its settings."""
 
     _metrics = METRICS
     _stats_type = TieredStats
@@ -86,10 +86,10 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """``HOST`` for the CPU tier; vLLM has no word for a store that instances share."""
-        remote = min(self._scheduler_side.redis_hit_tokens(request), num_external_tokens)
+        from_redis = min(self._scheduler_side.redis_hit_tokens(request), num_external_tokens)
         sources = {
-            CacheHitSource.HOST: num_external_tokens - remote,
-            CacheHitSource.EXTERNAL_UNSPECIFIED: remote,
+            CacheHitSource.HOST: num_external_tokens - from_redis,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: from_redis,
         }
         return {source: count for source, count in sources.items() if count}
 
@@ -107,10 +107,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
 
     def take_events(self) -> list[KVCacheEvent]:
         return [to_vllm(event) for event in self._scheduler_side.kv_events.take()]
-
-    def reset_cache(self) -> bool:
-        self._scheduler_side.reset_cache()
-        return True
 
     # -- worker side ---------------------------------------------------------------------------
 
@@ -134,7 +130,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return CalibrationMetadata(self._worker.calibration())
 
     def has_connector_metadata(self) -> bool:
-        """No: every layer of every forward pass asks whether there is something to do per layer."""
+        """``False`` spares every layer of every forward pass two calls that would do nothing."""
         return False
 
     def shutdown(self) -> None:
@@ -142,7 +138,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         if self._scheduler is not None:
             self._scheduler.shutdown()
 
-    # -- figures -------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------
 
     def _take_samples(self) -> Samples | None:
         if self._worker is not None:

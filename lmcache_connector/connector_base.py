@@ -1,7 +1,9 @@
-"""What vLLM's calls have in common for every connector here: a side by role, and a plan per step.
+"""How vLLM's calls reach the two sides of a connector.
 
-The scheduler side turns each step into a plan, vLLM carries it to the workers, and their reports
-come back with the step's output. A connector adds which sides there are and what is its own.
+vLLM builds every connector once per process, with the role of the scheduler or of a worker. The
+scheduler side turns each engine step into a plan, vLLM carries the plan to the workers, and their
+reports come back with the step's output. :class:`ConnectorBase` does that for any pair of sides; a
+connector says which sides it has, and adds the calls that are its own.
 """
 
 from __future__ import annotations
@@ -38,45 +40,59 @@ if TYPE_CHECKING:
 
 
 class SchedulerPart(Protocol):
-    """The scheduler side of a connector, as far as all are alike."""
+    """What every scheduler side does. Called on the engine's scheduler thread only."""
 
-    def on_new_request(self, request: Request) -> None: ...
+    def on_new_request(self, request: Request) -> None:
+        """Learn of a request that has joined the queue."""
+        ...
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]: ...
-
-    def build_plan(self, scheduler_output: SchedulerOutput) -> Any:
-        """Plain data for the workers."""
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond ``num_computed_tokens``, and whether that is done
+        between steps; ``None``: ask again in the next step."""
         ...
 
-    def update_from_reports(self, reports: tuple[Any, ...]) -> None: ...
+    def build_plan(self, scheduler_output: SchedulerOutput) -> Any:
+        """The step's plan for the workers, as plain data."""
+        ...
+
+    def update_from_reports(self, reports: tuple[Any, ...]) -> None:
+        """Learn what the ranks that had news reported in one step."""
+        ...
+
+    def reset_cache(self) -> None:
+        """From now on, hit nothing that was stored before."""
+        ...
 
 
 class WorkerPart(Protocol):
-    """The worker side of a connector, as far as all are alike."""
+    """What every worker side does, in the order of the calls of one step."""
 
     def handle_preemptions(self, plan: Any) -> None:
-        """Before the forward pass overwrites blocks of preempted requests."""
+        """Let go of blocks that the forward pass is about to overwrite."""
         ...
 
     def start_forward(self, plan: Any) -> None:
-        """Right before the forward pass."""
+        """Called right before the forward pass."""
         ...
 
     def start_loads(self, plan: Any) -> None:
-        """vLLM calls this after it has submitted the forward pass; no load is for this pass."""
+        """Start the plan's loads: none of them is for this forward pass, which vLLM has submitted
+        by now."""
         ...
 
     def end_forward(self, plan: Any) -> None:
-        """After the forward pass was submitted."""
+        """Called after the forward pass was submitted."""
         ...
 
     def finish_step(self) -> StepOutput[Any]:
-        """Collect what ended."""
+        """What has ended since the last step."""
         ...
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """Stop all threads, within a bounded time."""
+        ...
 
 
 SchedulerT = TypeVar("SchedulerT", bound=SchedulerPart)
@@ -102,8 +118,12 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
-    """A subclass sets ``_scheduler`` when it is built for that role, and ``_worker`` in
-    ``register_kv_caches``. ``_metrics`` is its table, ``_stats_type`` how its log line reads."""
+    """Passes vLLM's calls on to the side that this process has.
+
+    A subclass sets ``_scheduler`` when it is built for that role, and ``_worker`` in
+    ``register_kv_caches``. ``_metrics`` lists its metrics, ``_stats_type`` words its log line.
+    A call for a side that is not there raises ``RuntimeError``.
+    """
 
     _metrics: ClassVar[Mapping[str, Metric]]
     _stats_type: ClassVar[type[ConnectorStats]]
@@ -114,8 +134,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         log_through("vllm")
         check_versions()
         super().__init__(vllm_config, role, kv_cache_config)
-        # KV that does not come is recomputed. vLLM's default would fail the request; it reads this
-        # after it has built the connector.
+        # KV that cannot be loaded is recomputed. vLLM's default would fail the request; vLLM reads
+        # this after it has built the connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
@@ -145,6 +165,10 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     ) -> tuple[bool, dict[str, Any] | None]:
         delay, params = self.request_finished_all_groups(request, (block_ids,))
         return delay, params
+
+    def reset_cache(self) -> bool:
+        self._scheduler_side.reset_cache()
+        return True
 
     # -- worker side ---------------------------------------------------------------------------
 
@@ -202,10 +226,10 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
             self._worker.shutdown()
             self._worker = None
 
-    # -- figures -------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Asked after every step, on both sides; vLLM adds up what all of them say."""
+        """vLLM asks both sides after every step, and adds up their answers."""
         samples = self._take_samples()
         return self._stats_type.of(samples) if samples is not None else None
 

@@ -1,8 +1,8 @@
 """What the two sides of the connector tell each other: plain frozen data, once per engine step.
 
 The scheduler side plans jobs (:class:`StepPlan`), the worker side of every rank runs them and
-reports (:class:`RankReport`). Block ids are listed per KV cache group. Job ids grow with the order
-in which jobs were planned, over loads and stores together.
+reports (:class:`RankReport`). Block ids are listed per KV cache group. Job ids grow in the order in
+which jobs were planned, over loads and stores together. All durations are in seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 
 class Tier(Enum):
-    """A place below the paged cache where chunks lie. The values are labels of metrics."""
+    """A place below the paged cache that holds chunks. The values are labels of metrics."""
 
     CPU = "cpu"
     REDIS = "redis"
@@ -27,9 +27,9 @@ BlockIds = tuple[tuple[int, ...], ...]
 class StoreJob:
     """Copy full chunks out of the paged cache.
 
-    ``block_ids[g]`` lists the blocks of all chunks one after the other, ``blocks per chunk`` each.
-    ``chunk_indices[i]`` is the place of chunk i in its request. ``redis_keys``: the chunks that
-    shall go on to Redis, copied by this job or not; ``None`` means those it copies.
+    ``block_ids[g]`` lists the blocks of all chunks one after the other, equally many per chunk.
+    ``chunk_indices[i]`` is the place of chunk i in its request. ``redis_keys`` names the chunks
+    that shall go on to Redis, copied by this job or not; ``None`` means those it copies.
     """
 
     job_id: int
@@ -61,7 +61,7 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A finished request whose blocks wait for these store jobs."""
+    """A finished request whose blocks must not be reused before these store jobs have ended."""
 
     request_id: str
     job_ids: tuple[int, ...]
@@ -69,9 +69,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """What one forward pass computes of prompts: ``num_tokens`` after ``context_tokens``.
+    """What one forward pass computes of prompts: ``num_tokens`` tokens after ``context_tokens``.
 
-    Several prompts count as one that reads as much KV. ``running_requests`` decode beside it.
+    Several prompts count as one that reads as much KV. ``running_requests`` others decode in the
+    same pass.
     """
 
     num_tokens: int
@@ -83,9 +84,10 @@ class PrefillWork:
 class StepPlan:
     """All jobs of one engine step.
 
-    ``cancelled_loads``: their requests were aborted. ``vacated_stores``: their blocks are about to
-    be reused (preemption). ``idle``: the step runs no forward pass. ``prefill``: the forward pass
-    is worth timing. ``probe``: Redis' speed is worth measuring again.
+    ``cancelled_loads`` are jobs whose requests were aborted, or whose cache was reset.
+    ``vacated_stores`` are jobs whose blocks are about to be reused (preemption). ``idle``: the step
+    runs no forward pass. ``prefill``: the forward pass is worth timing. ``probe``: Redis' speed is
+    worth measuring again.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -128,9 +130,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """``num_chunks``: leading chunks of the job that arrived. ``seconds``: time it ran.
+    """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
+    within ``seconds`` of running.
 
-    Of this, ``redis_seconds`` were spent on Redis, which brought ``redis_bytes``.
+    Of these, ``redis_seconds`` were spent on Redis, which brought ``redis_bytes``.
     ``redis_failed`` says that Redis was too slow or broke, not that a chunk was missing.
     """
 
@@ -162,9 +165,8 @@ class ForwardTime:
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """How long a tier took to bring ``num_bytes`` after a first ``latency_seconds``.
-
-    0 bytes: that is how long nothing came.
+    """A tier took ``seconds`` to bring ``num_bytes``, ``latency_seconds`` of them before the first
+    byte. With 0 bytes, nothing came in all that time.
     """
 
     num_bytes: int
@@ -174,18 +176,19 @@ class TransferTime:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What one rank measured at start: loads from memory, and from Redis if there is one."""
+    """What one rank measured at start: loads from the CPU tier, and from Redis if there is one."""
 
-    local: TransferTime | None = None
+    cpu: TransferTime | None = None
     redis: TransferTime | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank did since its last report. ``events`` are in the order they happened.
+    """What one rank did since its last report.
 
-    ``redis``: what a probe measured. ``written``: chunks whose values this rank's writes have put
-    into Redis, or found there; told only where KV cache events are wanted.
+    ``events`` are in the order they happened. ``redis`` is what a probe measured. ``written`` lists
+    chunks whose values this rank has put into Redis, or found there; it is filled only if KV cache
+    events are wanted.
     """
 
     rank: int
@@ -201,7 +204,12 @@ ReportT_co = TypeVar("ReportT_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class StepOutput(Generic[ReportT_co]):
-    """``finished_*``: request ids. ``report``: for the scheduler side, if there is any news."""
+    """What one rank has to tell after a step: requests by id to vLLM, a report to the other side.
+
+    ``finished_sending``: no store reads their blocks any more. ``finished_recving``: their loads
+    have ended. ``invalid_block_ids``: blocks that a failed load has not filled. ``report`` is
+    ``None`` if there is no news.
+    """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""What a start says in the log: one banner line with what is in effect."""
+"""How a start shows in vLLM's log: our lines reach it, and one line says what is in effect."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def log_through(parent_name: str) -> None:
-    """Let our log lines out through the handlers of another logger (vLLM's), at its level.
+    """Send our log lines through the handlers of another logger (vLLM's), at its level.
 
-    vLLM sets up its own loggers only; without this everything below a warning would be lost.
+    vLLM sets up its own loggers only; without this, everything below a warning would be lost.
     """
     ours, parent = logging.getLogger("lmcache_connector"), logging.getLogger(parent_name)
     if not ours.handlers and parent.handlers:
@@ -31,7 +31,7 @@ def banner(
     geometry: ChunkGeometry,
     self_test: SelfTestResult | None,
 ) -> str:
-    """Effective tiers, sizes, identity and the self-test's speeds, on one line. No secrets."""
+    """One line with the effective tiers, sizes, identity and the self-test's speeds; no secrets."""
     redis = config.redis_tier_config()
     parts = [
         f"CPU tier {config.cpu_gib:g} GiB per rank",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.support.engine_calls import forget_unseen, worker_of
+from tests.support.engine_calls import chunk_keys, forget_unseen, worker_of
 from tests.support.probe import EngineProbe
 from tests.support.prompts import random_prompt
 
@@ -136,42 +136,46 @@ def lookup_microseconds(probe: EngineProbe, num_tokens: int, repeats: int) -> fl
     """Median time of a whole look-up: hash a prompt, find it in the index, plan its load.
 
     That is everything the scheduler thread does for the connector until the plan is built. The
-    index holds all chunks of the prompt.
+    index holds all chunks of the prompt meanwhile.
     """
-    from vllm.v1.core.sched.output import SchedulerOutput
-
-    from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport
+    from lmcache_connector.plans import CacheEvent, RankReport
 
     adapter = probe.connector._scheduler
     tokens = random_prompt(1, num_tokens)
-    seconds = []
-    for repeat in range(repeats + 1):
-        request = _request(f"lookup-{repeat}", tokens)
-        if repeat == 0:  # make all chunks known
-            adapter.on_new_request(request)
-            keys = adapter._states[request.request_id].keys.keys
-            events = tuple(CacheEvent(key, admitted=True) for key in keys)
-            adapter.update_from_reports([RankReport(0, events, ())])
-            adapter.request_finished(request, ((),))
-            continue
-        size = probe.scheduler.block_size
-        block_ids = (list(range(-(-num_tokens // size))),)
-        empty = SchedulerOutput.make_empty()
-        started = time.perf_counter()
-        adapter.on_new_request(request)
-        found, _ = adapter.get_num_new_matched_tokens(request, 0)
-        adapter.update_state_after_alloc(request, block_ids, found)
-        plan = adapter.build_plan(empty)
-        seconds.append(time.perf_counter() - started)
-        assert found == num_tokens // adapter._settings.chunk_size * adapter._settings.chunk_size
-        (job,) = plan.loads
-        done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
-        adapter.update_from_reports([RankReport(0, (), (done,))])
-        adapter.request_finished(request, block_ids)
-        adapter.build_plan(empty)
-    forget = tuple(CacheEvent(key, admitted=False) for key in keys)
-    adapter.update_from_reports([RankReport(0, forget, ())])
+    keys = chunk_keys(probe, tokens)
+    stored, forgotten = (
+        tuple(CacheEvent(key, admitted=admitted) for key in keys) for admitted in (True, False)
+    )
+    adapter.update_from_reports([RankReport(0, stored, ())])
+    seconds = [_lookup_seconds(probe, tokens, number) for number in range(repeats)]
+    adapter.update_from_reports([RankReport(0, forgotten, ())])
     return statistics.median(seconds) * 1e6
+
+
+def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float:
+    """One look-up; its load is said to have ended afterwards, without any worker."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from lmcache_connector.plans import JobResult, Outcome, RankReport
+
+    adapter = probe.connector._scheduler
+    chunk_size = adapter._settings.chunk_size
+    request = _request(f"lookup-{number}", tokens)
+    block_ids = (list(range(-(-len(tokens) // probe.scheduler.block_size))),)
+    empty = SchedulerOutput.make_empty()
+    started = time.perf_counter()
+    adapter.on_new_request(request)
+    found, _ = adapter.get_num_new_matched_tokens(request, 0)
+    adapter.update_state_after_alloc(request, block_ids, found)
+    plan = adapter.build_plan(empty)
+    seconds = time.perf_counter() - started
+    assert found == len(tokens) // chunk_size * chunk_size
+    (job,) = plan.loads
+    done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+    adapter.update_from_reports([RankReport(0, (), (done,))])
+    adapter.request_finished(request, block_ids)
+    adapter.build_plan(empty)
+    return seconds
 
 
 def decode_step_microseconds(

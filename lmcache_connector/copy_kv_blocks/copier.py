@@ -21,17 +21,17 @@ KVCaches = Mapping[str, torch.Tensor] | BlockSpace
 
 
 class Fence(Protocol):
-    """A moment in the work of a device that a copy can wait for (a CUDA event)."""
+    """A point in the work of a device that a copy can wait for: a CUDA event."""
 
     def query(self) -> bool:
-        """Whether that work is done."""
+        """Whether the work before it is done."""
 
 
 class Copier(Protocol):
-    """Copies blocks for one device. Making one compiles or allocates all that copies need."""
+    """Copies blocks for one device. Making one compiles what copies need, which takes seconds."""
 
     def fence(self) -> Fence | None:
-        """Mark what the device has been given so far. Cheap; called between forward passes."""
+        """Mark the end of the work submitted to the device so far. Cheap; never waits."""
 
     def copy(
         self,
@@ -44,16 +44,16 @@ class Copier(Protocol):
     ) -> int:
         """Copy block ``src_block_ids[i]`` to ``dst_block_ids[i]``, all layers; returns bytes moved.
 
-        Starts when ``after`` is reached and blocks the calling thread, not the GIL, until the
-        bytes have arrived. Raises :class:`CopyError` before anything moved.
+        The copy starts when ``after`` is reached, and blocks the calling thread, not the GIL, until
+        the bytes have arrived. Raises :class:`CopyError` before anything has moved.
         """
 
     def close(self) -> None:
-        """Give back what the copier holds. No copy may run or follow."""
+        """Release what the copier holds. No copy may be running or follow."""
 
 
 def make_copier(device: torch.device) -> Copier:
-    """The copier for KV caches on ``device``. Raises LayoutError for a kind it cannot serve."""
+    """The copier for KV caches on ``device``. Raises :class:`LayoutError` for other devices."""
     if device.type == "cpu":
         from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
 
@@ -76,11 +76,11 @@ def copy_kv_blocks(
 ) -> int:
     """Copy blocks between two KV caches; returns the bytes moved, when they have arrived.
 
-    KV caches are tensors by layer name, each logical (blocks, KV heads, tokens, content) with any
-    strides, or spaces described before. ``direction`` says which side is the host's. Without a
-    ``copier`` one is made for the call, which costs about a second.
+    A KV cache is a mapping from layer name to tensor, logical (blocks, KV heads, tokens, content)
+    with any strides, or a :class:`BlockSpace`. ``h2d`` copies from host to device, ``d2h`` back.
+    Without a ``copier`` one is made for the call, which takes about a second.
 
-    Raises CopyError or LayoutError, both ValueErrors, before the first byte moves.
+    Raises :class:`CopyError` or :class:`LayoutError`, both ``ValueError``, before any byte moves.
     """
     if direction not in ("h2d", "d2h"):
         raise CopyError(f"direction must be 'h2d' or 'd2h', not {direction!r}")

@@ -35,7 +35,7 @@ class CpuCopier:
         self._kernel: Callable[..., None] = _compile()
 
     def fence(self) -> None:
-        """Nothing to wait for: on CPU the forward pass is over when the call comes."""
+        """Nothing to wait for: on CPU the forward pass is over when this is called."""
 
     def copy(
         self,

@@ -16,7 +16,7 @@ STREAM_BYTES = 4 * LINE_BYTES
 
 @functools.cache
 def compile_copy_run() -> tuple[Any, Any]:
-    """``copy_run(dst, src, num_bytes, stream)``, and ``finish()`` to be called after the last."""
+    """``copy_run(dst, src, num_bytes, stream)``, and ``finish()`` to call after the last run."""
     import numba  # here, not above: see CpuCopier
     from numba import types
 
@@ -41,7 +41,7 @@ def compile_copy_run() -> tuple[Any, Any]:
 
 
 def _intrinsics() -> tuple[Any, Any]:
-    """Two pieces of LLVM IR numba has no words for.
+    """Two pieces of LLVM IR that numba cannot express.
 
     ``stream_lines(dst, src)`` copies STREAM_BYTES with non-temporal stores; ``dst`` is aligned to
     LINE_BYTES. ``finish()`` orders them before whatever tells other threads of the copy.

@@ -54,7 +54,7 @@ class CudaDriver:
         self._check(self._library.cuDevicePrimaryCtxRelease_v2(self._device))
 
     def bind(self) -> None:
-        """Make the device current on the calling thread; threads start without one."""
+        """Make the device's context current on the calling thread; new threads have none."""
         self._check(self._library.cuCtxSetCurrent(self._context))
 
     def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:

@@ -78,7 +78,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]  # Triton reads the annotations
 
 
 class RowCopyKernel:
-    """The kernel with everything chosen that a plan's shape decides."""
+    """The kernel, with its word size and grid chosen for the shape of one plan."""
 
     def __init__(self, moves: Int64s, rows: Int64s) -> None:
         """``moves`` as in CopyPlan, ``rows`` as in StagedCopy; both still on the host."""
@@ -101,7 +101,7 @@ class RowCopyKernel:
     def launch(
         self, moves: torch.Tensor, rows: torch.Tensor, first_row: int, last_row: int
     ) -> None:
-        """Copy rows ``[first_row, last_row)`` on the current stream; the tables on the device."""
+        """Copy rows ``[first_row, last_row)`` on the current stream, from tables on the device."""
         grid = (last_row - first_row, *self._grid)
         _copy_rows[grid](moves, rows, self._num_rows, first_row, **self._constants)
 

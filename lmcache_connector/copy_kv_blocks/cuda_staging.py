@@ -1,14 +1,14 @@
 """How a copy between chunks and a cache on a device is cut into long transfers.
 
-A run of a paged cache may be as short as one token of one head; a bus wants megabytes. So a chunk
-crosses the bus in one piece, to or from a *staging slot*: device memory that holds chunks in their
-canonical form. Between the slot and the paged cache a kernel moves the rows, by the same plan as
-the whole copy, with only the chunks' addresses replaced by places in the slot::
+A run of a paged cache may be as short as one token of one head, while a bus is fast only with
+megabytes. So a chunk crosses the bus in one piece, to or from a *staging slot*: device memory that
+holds chunks in their canonical form. Between the slot and the paged cache a kernel moves the rows,
+by the same plan as the whole copy, with the chunks' addresses replaced by places in the slot::
 
     paged cache  --gather-->  slot 0  --one transfer per chunk-->  chunk 0
                  --gather-->  slot 1  --------------------------->  chunk 1   (overlaps with slot 0)
 
-This module only computes; :mod:`lmcache_connector.copy_kv_blocks.cuda` does.
+This module only computes; :mod:`lmcache_connector.copy_kv_blocks.cuda` copies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SlotCopy:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What passes through slot number ``slot`` at once: rows ``[first_row, last_row)``."""
+    """Rows ``[first_row, last_row)``, which pass through slot number ``slot`` together."""
 
     slot: int
     first_row: int
@@ -62,7 +62,7 @@ class Runs:
 def covers_chunks(plan: CopyPlan, host: ChunkBuffers) -> bool:
     """Whether the copy writes all bytes of every chunk it touches.
 
-    If not, whole chunks must not travel to the host: they would bring bytes nobody asked for.
+    If not, whole chunks must not travel to the host: they would overwrite bytes outside the copy.
     """
     return plan.num_bytes == len(np.unique(plan.dst.anchor)) * host.geometry.chunk_bytes
 
@@ -100,7 +100,7 @@ def stage(
 
 
 def expand(plan: CopyPlan) -> Runs:
-    """Write a plan out run by run, for copies whose runs are long or few."""
+    """List every run of a plan, for copies whose runs are long or few."""
     parts = [_layer_runs(plan, move) for move in plan.moves]
     src, dst, sizes = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Runs(src, dst, sizes)

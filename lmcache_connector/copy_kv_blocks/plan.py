@@ -1,8 +1,8 @@
-"""A checked copy between two block spaces, boiled down to integers.
+"""A checked copy between two block spaces, as tables of integers.
 
-Everything that can be wrong with a copy is found here, before the first byte moves. What is left
-is a table of moves per layer and the rows to apply it to: nothing per run, so a job of a million
-runs costs the same Python as a job of one.
+Everything that can be wrong with a copy is found here, before the first byte moves. The result is a
+table with one move per layer and the rows to apply it to. Nothing in it is per run, so a copy of a
+million runs takes as much Python as a copy of one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmcache_connector.kv_layout.paged_cache import BlockSpace, Int64s, LayerTab
 class Move(IntEnum):
     """Columns of ``CopyPlan.moves``; strides in bytes.
 
-    ``ROWS_JOIN`` says that consecutive rows are one run in both spaces.
+    ``ROWS_JOIN`` is 1 if consecutive rows are one run in both spaces.
     """
 
     SRC_OFFSET = 0
@@ -39,13 +39,14 @@ class Move(IntEnum):
 
 
 class CopyError(ValueError):
-    """A copy that must not run. Nothing was moved."""
+    """A copy that must not run. Nothing has moved."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """``moves``: int64 ``[layers, len(Move)]``. ``groups``: int64 ``[n + 1]``, borders of
-    the rows that follow each other in both spaces.
+    """``moves``: int64 ``[layers, len(Move)]``, or one row per layer and plane.
+
+    ``groups``: int64 ``[n + 1]``, the borders of runs of rows that are consecutive in both spaces.
     """
 
     moves: Int64s
@@ -101,7 +102,7 @@ class _MoveTable:
 
 @lru_cache(maxsize=256)
 def _move_table(src: LayerTable, dst: LayerTable) -> _MoveTable:
-    """Tables are told apart by identity; an engine's jobs are all between the same few."""
+    """Cached by identity of the tables: all jobs of an engine are between the same few."""
     _check_layers(src, dst)
     return _MoveTable(_moves(src, dst), src.row_bytes)
 
@@ -145,7 +146,7 @@ def _shape(table: LayerTable, at: int) -> str:
 
 
 def _moves(src: LayerTable, dst: LayerTable) -> Int64s:
-    """Per layer at most two loops around a run that is as long as both sides allow."""
+    """One move per layer: at most two loops around a run that is as long as both sides allow."""
     run = src.content_bytes
     tokens = src.num_runs
     heads = src.num_heads
@@ -164,7 +165,7 @@ def _moves(src: LayerTable, dst: LayerTable) -> Int64s:
 
 
 def _fold(run: Int64s, count: Int64s, src: Int64s, dst: Int64s) -> tuple[Int64s, Int64s]:
-    """Take an axis into the run wherever it continues the run on both sides."""
+    """Make an axis part of the run wherever it continues the run on both sides."""
     joins = (src == run) & (dst == run)
     return np.where(joins, run * count, run), np.where(joins, 1, count)
 

@@ -177,18 +177,18 @@ class CostModel:
         """The best prefix. If it leaves out a tier nothing was heard of for a minute, the best with
         that tier's calibration, which is kept where it makes a difference."""
         best = self._best(offer, compute_seconds)
-        loaded, left_out = offer.tiers[: best.num_chunks], offer.tiers[best.num_chunks :]
-        if not left_out or left_out[0] in loaded:
+        if best.num_chunks == len(offer.tiers):
             return best
-        now, learned = self._clock(), self._tiers[left_out[0]]
+        now, left_out = self._clock(), offer.tiers[best.num_chunks]
+        learned = self._tiers[left_out]
         if not learned.is_outdated(now):
             return best
-        self._tiers[left_out[0]] = learned.on_trial_from(now)
+        self._tiers[left_out] = learned.on_trial_from(now)
         with_trial = self._best(offer, compute_seconds)
-        if with_trial.num_chunks <= best.num_chunks:
-            self._tiers[left_out[0]] = learned
-            return best
-        return with_trial
+        if with_trial.num_chunks > best.num_chunks:
+            return with_trial
+        self._tiers[left_out] = learned
+        return best
 
     def _best(self, offer: LoadOffer, compute_seconds: float) -> _Prefix:
         """The cheapest prefix, or none where recompute is as good."""

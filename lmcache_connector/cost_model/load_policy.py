@@ -203,7 +203,7 @@ class LoadPolicy:
     def calibrate(self, calibrations: Iterable[Calibration]) -> None:
         """Take over what the ranks measured at start."""
         ranks = list(calibrations)
-        local = [rank.local for rank in ranks if rank.local is not None]
+        local = [rank.cpu for rank in ranks if rank.cpu is not None]
         redis = [rank.redis for rank in ranks if rank.redis is not None]
         if local:
             self.model.calibrate(Tier.CPU, _speed(min(local, key=_speed)), 0.0)

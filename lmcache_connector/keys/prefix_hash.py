@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from blake3 import blake3
 
 CHUNK_KEY_BYTES = 32
-"""A key is never folded to fewer."""
+"""Keys are never shortened, so nobody finds two chunks with the same one."""
 FORMAT_VERSION = 1
 
 _ROOT_CONTEXT = "lmcache-connector 2026-11 chunk key root v1"

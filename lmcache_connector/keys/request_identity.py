@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """``files``: where the adapter lies, and when it was last written, ns. ``digest``: of them."""
+    """``files``: the adapter's path and last modification in ns. ``digest``: of its content;
+    ``None``: its requests bypass the cache."""
 
     files: tuple[str, int]
     digest: str | None

@@ -42,7 +42,7 @@ class RequestIdentity:
         return {"salt": self.cache_salt, "lora": self.lora, "epoch": self.weight_epoch}
 
     def extras(self, start: int, end: int) -> bytes:
-        """What the chunk of tokens ``[start, end)`` holds beside token ids.
+        """What beside token ids goes into the key of the chunk of tokens ``[start, end)``.
 
         Offsets are relative to the chunk, as in vLLM's own block hashes, so that a span keeps its
         key wherever the prefix puts it.
@@ -59,7 +59,7 @@ class RequestIdentity:
 
 
 class RequestKeys:
-    """Chunk keys of all full chunks of a request. Owns nothing but them."""
+    """Chunk keys of all full chunks of one request."""
 
     def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
         self._hasher = hasher

@@ -22,8 +22,8 @@ _PIECES_PER_TENSOR = 4
 _PIECES_PER_FILE = 1024
 _MAX_HEADER_BYTES = 256 * 1024 * 1024
 
-# Of a Hugging Face config, at any depth: names, notes, and what decides about text, not about KV.
-# The type that numbers are computed in is vLLM's choice, and named by it.
+# Keys of a Hugging Face config, at any depth, that do not change KV: names, notes, and what decides
+# about text. The dtype is vLLM's choice, and part of the model's root by itself.
 _CONFIG_NOISE = frozenset(
     {
         "_name_or_path",
@@ -41,7 +41,7 @@ _CONFIG_NOISE = frozenset(
 
 
 def config_digest(hf_config: Mapping[str, object]) -> str:
-    """Digest of a model's configuration, without what only names it."""
+    """Hexadecimal digest of a model's configuration, without the keys that do not change KV."""
     plain = json.loads(json.dumps(dict(hf_config), default=str))
     return blake3(canonical_bytes(_without_noise(plain))).hexdigest()
 
@@ -55,10 +55,11 @@ def _without_noise(value: object) -> object:
 
 
 def directory_digest(path: Path, mode: str) -> str | None:
-    """Digest of the weight files in ``path`` (``sampled`` or ``full``); ``None`` if it has none.
+    """Hexadecimal digest of the weight files in a directory, or of one file.
 
-    File names count only through their order, so a renamed copy of the same shards is the same.
-    Raises ``OSError`` if a file cannot be read.
+    ``mode`` is ``sampled`` or ``full``. Returns ``None`` if there are no weights. File names count
+    only through their order, so a renamed copy of the same shards is the same. Raises ``OSError``
+    if a file cannot be read or is not a sound safetensors file.
     """
     files = _weight_files(path)
     if not files:
@@ -70,7 +71,7 @@ def directory_digest(path: Path, mode: str) -> str | None:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """All files of the first kind that is there, as a loader would pick them."""
+    """All files of the first suffix that is there, as a loader would pick them."""
     if path.is_file():
         return [path]
     for suffix in _WEIGHT_SUFFIXES:
@@ -93,7 +94,7 @@ def _file_digest(file: Path, mode: str) -> bytes:
 
 
 def _pieces(file: Path, descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Offsets and lengths to sample: a safetensors file tensor by tensor, others evenly."""
+    """Offsets and lengths to sample: per tensor of a safetensors file, evenly over others."""
     if file.suffix != ".safetensors" or size < 8:
         yield from _spread(0, size, _PIECES_PER_FILE)
         return

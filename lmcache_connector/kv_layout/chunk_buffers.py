@@ -23,10 +23,11 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 class ChunkBuffers:
     """Chunks in host memory in the canonical form, seen as blocks.
 
-    Block ``i * blocks_per_chunk + j`` is block ``j`` of chunk ``i``. ``addresses`` are host
-    addresses of ``geometry.chunk_bytes`` each; ``owners`` keeps their memory alive.
-    ``first_layer`` and ``num_layers`` narrow the view to some layers of the geometry, for caches
-    whose groups have block ids of their own. ``planes`` are those of the paged cache.
+    Block ``i * blocks_per_chunk + j`` is block ``j`` of chunk ``i``. ``addresses[i]`` is where the
+    ``geometry.chunk_bytes`` of chunk ``i`` begin; ``owners`` keeps their memory alive.
+    ``block_size`` is in tokens. ``first_layer`` and ``num_layers`` narrow the view to some layers
+    of the geometry, for caches whose groups have block ids of their own. ``planes`` are those of
+    the paged cache. Raises :class:`LayoutError` for sizes that do not fit together.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ChunkBuffers:
 def _chunk_table(
     geometry: ChunkGeometry, layers: range, planes: tuple[Plane, ...], row_tokens: int
 ) -> LayerTable:
-    """The layers of a chunk, in rows of ``row_tokens`` tokens. Jobs of one engine share it."""
+    """The layers of a chunk, in rows of ``row_tokens`` tokens. All jobs of an engine share it."""
     entries = [
         (geometry.layer_offsets[layer] + start, *run)
         for layer in layers
@@ -110,7 +111,7 @@ def _chunk_table(
 def _runs(
     geometry: ChunkGeometry, width: int, planes: tuple[Plane, ...], row_tokens: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Offset, runs, bytes of a run, row stride, run stride of each entry of one layer."""
+    """One layer's entries: offset, number of runs, bytes of a run, row stride, run stride."""
     if not planes:
         yield 0, row_tokens, width, width * row_tokens, width
     offset = 0

@@ -1,7 +1,7 @@
 """Proving that strided regions of memory do not overlap.
 
-A box is the set of bytes ``base + sum(i_k * stride_k) + [0, width)`` with ``0 <= i_k < count_k``:
-one layer of a paged KV cache. Layers may be interleaved views of one big tensor, so comparing
+A box is the set of bytes ``base + sum(i_k * stride_k) + [0, width)`` with ``0 <= i_k < count_k``,
+as one layer of a paged KV cache is. Layers may be interleaved views of one big tensor, so comparing
 their first and last byte is not enough.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """``axes`` are (stride in bytes, count) pairs."""
+    """``base`` is an address, ``width`` in bytes; ``axes`` are (stride in bytes, count) pairs."""
 
     name: str
     base: int
@@ -27,7 +27,7 @@ class Box:
 
     @property
     def widest_stride(self) -> int | None:
-        """Of the axes with more than one entry; None for a plain run of bytes."""
+        """The largest stride of an axis with several entries; ``None`` for a run of bytes."""
         return max((stride for stride, count in self.axes if count > 1), default=None)
 
     def without(self, stride: int) -> Box:
@@ -38,15 +38,15 @@ class Box:
 
 
 def spans(boxes: Iterable[Box]) -> tuple[tuple[int, int], ...]:
-    """The memory ``boxes`` lie in, as disjoint ``(first byte, one past the last)`` in order."""
+    """The memory that ``boxes`` lie in: disjoint ``(first byte, one past the last)``, ascending."""
     return tuple((cluster[0].base, max(box.end for box in cluster)) for cluster in _clusters(boxes))
 
 
 def find_overlap(boxes: Iterable[Box]) -> tuple[str, str] | None:
-    """Names of boxes (perhaps the same one twice) that are not proved disjoint, or None.
+    """Names of boxes (perhaps one twice) that are not proved disjoint; ``None`` if all are.
 
-    Sound, not complete: boxes must nest as the axes of one array do, which is how every layout of
-    a KV cache is made. Boxes that share a window of the size of their common widest stride, and
+    The proof is sound, not complete: boxes must nest as the axes of one array do, as those of every
+    KV cache layout do. Boxes that fit into one window as large as their common widest stride, and
     are disjoint inside it, are disjoint altogether.
     """
     for cluster in _clusters(boxes):
@@ -66,7 +66,7 @@ def find_overlap(boxes: Iterable[Box]) -> tuple[str, str] | None:
 
 
 def _clusters(boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """Boxes whose spans touch, together; in the order of their first bytes."""
+    """Groups of boxes whose spans overlap, in the order of their first bytes."""
     cluster: list[Box] = []
     end = 0
     for box in sorted(boxes, key=lambda box: box.base):

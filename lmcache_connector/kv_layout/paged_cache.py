@@ -1,8 +1,7 @@
-"""Where every KV byte lies: a paged KV cache and a list of chunks, seen the same way.
+"""Where every KV byte of a paged KV cache lies.
 
-The paged side is here, that of chunks in :mod:`lmcache_connector.kv_layout.chunk_buffers`.
-
-Both sides of a copy answer one question, the address of a token's content::
+Both sides of a copy, this one and :class:`~lmcache_connector.kv_layout.chunk_buffers.ChunkBuffers`,
+are a :class:`BlockSpace`. It answers one question, the address of a token's content::
 
     address(layer, row, head, token) = anchor[row] + offset[layer] + index[row] * row_stride[layer]
                                      + head * head_stride[layer] + token * token_stride[layer]
@@ -11,8 +10,8 @@ A *row* is a run of ``row_tokens`` tokens over all layers: one block, or one ker
 attention backend splits vLLM's blocks. In a paged cache ``anchor`` is 0 and ``index`` the number of
 the row; in a list of chunks ``anchor`` is the chunk's address and ``index`` the place in the chunk.
 
-Nothing here is guessed from a shape: strides come from the tensors, sizes from the KV cache spec,
-and what cannot be proved to agree is refused with :class:`LayoutError`.
+Nothing is guessed from a shape: strides come from the tensors and sizes from the KV cache spec.
+:class:`LayoutError` is raised if they cannot be proved to agree.
 
 Some backends do not lay one head's part of a block out token after token (see :class:`Plane`). A
 table then has one entry per layer and plane, and "token" above counts the runs of a plane. In a
@@ -37,7 +36,7 @@ T = TypeVar("T")
 
 
 class LayoutError(ValueError):
-    """The memory does not prove to be what the KV cache spec says."""
+    """Memory that cannot be proved to be what the KV cache spec says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,8 @@ class LayerSpec:
 class LayerTable:
     """Counts, and sizes and strides in bytes. Arrays are int64 ``[layers * planes of a layer]``.
 
-    A space gives the same object each time, so that what two tables make of each other can be kept.
-    ``num_runs``: runs of content in one row of one head, its tokens where there are no planes.
+    ``num_runs`` counts the runs of content in one row of one head; without planes each is a token.
+    A space returns the same object each time, so that what is computed of two tables can be cached.
     """
 
     num_heads: Int64s
@@ -94,14 +93,18 @@ class LayerTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Which rows a copy touches, int64 ``[rows]`` each."""
+    """The rows a copy touches, int64 ``[rows]`` each, as the module's docstring defines them."""
 
     anchor: Int64s
     index: Int64s
 
 
 class BlockSpace(Protocol):
-    """One side of a copy. ``spans`` is int64 ``[n, 2]``: the memory it lies in."""
+    """One side of a copy.
+
+    ``block_size`` and ``row_tokens`` are in tokens. ``spans`` is int64 ``[n, 2]``, ascending: the
+    memory it lies in, from the first byte to one past the last.
+    """
 
     @property
     def device(self) -> torch.device: ...
@@ -121,8 +124,8 @@ class BlockSpace(Protocol):
 class PagedLayout:
     """A paged KV cache: every layer as logical (blocks, KV heads, tokens, content) with strides.
 
-    ``row_tokens`` divides ``block_size``: an attention backend may split vLLM's blocks. The tensors
-    are kept alive as long as this object.
+    ``row_tokens`` divides ``block_size``: an attention backend may split vLLM's blocks. ``owners``
+    are the layers' tensors, ``[rows, heads, row_tokens, content]``.
     """
 
     names: tuple[str, ...]
@@ -189,7 +192,7 @@ class PagedLayout:
 
 
 def _check_layer(name: str, tensor: object, spec: LayerSpec) -> None:
-    """One layer's tensor against its spec, by shape and the contiguity of its content."""
+    """Raise unless the tensor of one layer has the shape of its spec and contiguous content."""
     if min(spec.num_kv_heads, spec.block_size, spec.content_bytes) <= 0:
         raise LayoutError(f"{name}: {spec} has a size that is not positive")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or tensor.is_sparse:
@@ -257,7 +260,7 @@ def _facts(tensor: torch.Tensor, planes: tuple[Plane, ...]) -> Iterator[tuple[in
 
 
 def _the_one(what: str, values: Sequence[T]) -> T:
-    """The value all layers share."""
+    """The value all layers share. Raises :class:`LayoutError` if they do not."""
     if len(set(values)) != 1:
         raise LayoutError(f"layers differ in their {what}: {sorted(map(str, set(values)))}")
     return values[0]

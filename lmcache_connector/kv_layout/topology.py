@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 
 class TopologyError(ValueError):
-    """No such rank, or a split vLLM could not run either. One sentence that names the numbers."""
+    """A split vLLM could not run either. One sentence that names the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,55 +48,34 @@ class RankTopology:
         return self.layer_start + self.num_layers
 
 
-def rank_topology(
-    *,
-    tp_size: int,
-    tp_rank: int,
-    pp_rank: int,
-    layer_counts: tuple[int, ...],
-    num_kv_heads: int,
-    is_mla: bool = False,
-) -> RankTopology:
-    """The part of one rank.
-
-    ``layer_counts[i]`` is the number of layers with KV on pipeline rank ``i``; its length is the
-    pipeline-parallel size. ``num_kv_heads`` counts the whole model's and is ignored with MLA.
-    Raises :class:`TopologyError` for a rank outside its size and for an uneven or impossible split.
-    """
-    _check_sizes(tp_size, layer_counts)
-    _check_rank("tensor", tp_rank, tp_size)
-    _check_rank("pipeline", pp_rank, len(layer_counts))
-    num_shards = 1 if is_mla else num_kv_heads
-    replicas = _replicas(num_shards, tp_size)
-    read_shards = _held_shards(num_shards, tp_size, tp_rank, replicas)
-    return RankTopology(
-        rank=pp_rank * tp_size + tp_rank,
-        world_size=tp_size * len(layer_counts),
-        read_shards=read_shards,
-        write_shards=read_shards if tp_rank % replicas == 0 else (),
-        layer_start=sum(layer_counts[:pp_rank]),
-        num_layers=layer_counts[pp_rank],
-        num_shards_total=num_shards,
-    )
-
-
 def all_ranks(
     *, tp_size: int, layer_counts: tuple[int, ...], num_kv_heads: int, is_mla: bool = False
 ) -> tuple[RankTopology, ...]:
-    """Every rank of one instance, entry ``i`` being world rank ``i``. Raises as above."""
+    """Every rank of one instance, entry ``i`` being world rank ``i``.
+
+    ``layer_counts[i]`` is the number of layers with KV on pipeline rank ``i``; its length is the
+    pipeline-parallel size. ``num_kv_heads`` counts the whole model's and is ignored with MLA.
+    Raises :class:`TopologyError` for an uneven or impossible split.
+    """
     _check_sizes(tp_size, layer_counts)
-    return tuple(
-        rank_topology(
-            tp_size=tp_size,
-            tp_rank=tp_rank,
-            pp_rank=pp_rank,
-            layer_counts=layer_counts,
-            num_kv_heads=num_kv_heads,
-            is_mla=is_mla,
-        )
-        for pp_rank in range(len(layer_counts))
-        for tp_rank in range(tp_size)
-    )
+    num_shards = 1 if is_mla else num_kv_heads
+    replicas = _replicas(num_shards, tp_size)
+    ranks: list[RankTopology] = []
+    for pp_rank, num_layers in enumerate(layer_counts):
+        for tp_rank in range(tp_size):
+            held = _held_shards(num_shards, tp_size, tp_rank, replicas)
+            ranks.append(
+                RankTopology(
+                    rank=len(ranks),
+                    world_size=tp_size * len(layer_counts),
+                    read_shards=held,
+                    write_shards=held if tp_rank % replicas == 0 else (),
+                    layer_start=sum(layer_counts[:pp_rank]),
+                    num_layers=num_layers,
+                    num_shards_total=num_shards,
+                )
+            )
+    return tuple(ranks)
 
 
 def _held_shards(num_shards: int, tp_size: int, tp_rank: int, replicas: int) -> tuple[int, ...]:
@@ -107,7 +86,7 @@ def _held_shards(num_shards: int, tp_size: int, tp_rank: int, replicas: int) -> 
 
 
 def _replicas(num_shards: int, tp_size: int) -> int:
-    """Ranks that hold the same shard."""
+    """How many ranks hold the same shard."""
     if num_shards < 1:
         raise TopologyError(f"a model needs at least one KV head, not {num_shards}")
     if tp_size % num_shards == 0:
@@ -132,8 +111,3 @@ def _check_sizes(tp_size: int, layer_counts: tuple[int, ...]) -> None:
         raise TopologyError(
             f"every pipeline rank needs a layer with KV, but the layer counts are {layer_counts}"
         )
-
-
-def _check_rank(kind: str, rank: int, size: int) -> None:
-    if not 0 <= rank < size:
-        raise TopologyError(f"{kind}-parallel rank {rank} does not exist in a size of {size}")

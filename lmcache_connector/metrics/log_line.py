@@ -18,7 +18,7 @@ _TROUBLES = (
     ("dropped writes", "dropped_writes"),
     ("evicted chunks", "evicted_chunks"),
 )
-_CIRCUIT_OPEN = 2
+_CIRCUIT_OPEN = 2  # as the metric's description in the table says
 
 
 def log_fields(samples: Samples) -> dict[str, str]:

@@ -257,7 +257,7 @@ class Wire:
         try:
             count = move(views, min(SLICE_SECONDS, remaining))
         except EOFError:
-            raise WireError(WireFault.CLOSED, "the server closed the connection") from None
+            raise WireError(WireFault.CLOSED, "the peer closed the connection") from None
         except OSError as error:
             raise WireError(WireFault.CLOSED, f"connection broken: {error.strerror}") from error
         silence.heard(count)

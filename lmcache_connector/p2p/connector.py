@@ -81,10 +81,6 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
         is_served = request.status in _SERVED
         return self._scheduler_side.request_finished(request, block_ids[0], is_served=is_served)
 
-    def reset_cache(self) -> bool:
-        self._scheduler_side.reset_cache()
-        return True
-
     # -- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -133,7 +133,7 @@ class SchedulerAdapter:
 
     @property
     def is_idle(self) -> bool:
-        """No request is in the last plan, but those that have finished since."""
+        """Whether all requests of the last plan have finished."""
         return not self._scheduled
 
     # -- plans ---------------------------------------------------------------------------------

@@ -39,16 +39,18 @@ class ChunkIndex:
         return self._planned.get(key, 0)
 
     def plan(self, keys: Iterable[bytes], job_id: int) -> None:
+        """Learn that a store job for these chunks was planned."""
         for key in keys:
             self._planned[key] = job_id
 
     def settle(self, keys: Iterable[bytes], job_id: int) -> None:
-        """The store job has ended on all ranks; what it stored came in as events before."""
+        """Learn that a store job has ended on all ranks; events have told what it stored."""
         for key in keys:
             if self._planned.get(key) == job_id:
                 del self._planned[key]
 
     def apply(self, rank: int, events: Iterable[CacheEvent]) -> None:
+        """Learn what entered and left a rank's CPU tier, in order."""
         bit = 1 << rank
         for event in events:
             if event.admitted:
@@ -57,7 +59,7 @@ class ChunkIndex:
             self.drop(rank, event.key)
 
     def drop(self, rank: int, key: bytes) -> None:
-        """This rank does not hold the chunk."""
+        """Learn that this rank does not hold the chunk."""
         holders = self._holders.get(key, 0) & ~(1 << rank)
         if holders:
             self._holders[key] = holders

@@ -1,4 +1,4 @@
-"""What an engine step computes of prompts, so that its duration teaches what recompute costs."""
+"""What an engine step computes of prompts: with its duration, that shows what recompute costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 def prefill_work(
     scheduler_output: SchedulerOutput, states: Mapping[str, RequestState]
 ) -> PrefillWork | None:
-    """``None`` if there is nothing to learn from the step; at once for one that only decodes."""
+    """The prompt tokens that a step computes; ``None`` if its duration would teach nothing.
+
+    Returns at once for a step that only decodes.
+    """
     scheduled = scheduler_output.num_scheduled_tokens
     if scheduler_output.total_num_scheduled_tokens < len(scheduled) + MIN_PREFILL_TOKENS:
         return None

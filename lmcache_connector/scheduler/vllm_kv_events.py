@@ -1,4 +1,4 @@
-"""Between vLLM's requests and KV cache events and ours."""
+"""Turns vLLM's requests into our descriptions of blocks, and our events into vLLM's."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _GROUP = 0  # models with several KV cache groups are refused
 def describe_chunk(
     request: Request, index: int, keys: Sequence[bytes], chunk_size: int, block_size: int
 ) -> BlockRun:
-    """Chunk ``index`` of a request whose chunk keys are ``keys``.
+    """The blocks of chunk ``index`` of a request whose chunk keys are ``keys``. Sizes in tokens.
 
-    Where vLLM's prefix caching is off its blocks have no names: the chunk then counts as one block,
-    named by its key.
+    Where vLLM's prefix caching is off, its blocks have no names: the chunk then counts as one
+    block, named by its key.
     """
     start, per_chunk = index * chunk_size, chunk_size // block_size
     hashes = request.block_hashes[index * per_chunk : (index + 1) * per_chunk]
@@ -54,7 +54,7 @@ def describe_chunk(
 
 
 def to_vllm(event: KvEvent) -> KVCacheEvent:
-    """The same as vLLM publishes it."""
+    """The same event as vLLM publishes it."""
     medium, locality = _MEDIUM[event.tier], _LOCALITY[event.tier]
     if not isinstance(event, BlocksStored):
         return BlockRemoved(

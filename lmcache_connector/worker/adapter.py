@@ -109,7 +109,10 @@ class WorkerAdapter:
             settings.engine, settings.geometry, paged, self._copier, tier
         )
         self._probe = _make_probe(tier, settings.probe_keys, clock)
-        self.self_test = self._run_self_test(kv_caches) if settings.self_test else None
+        self.self_test: SelfTestResult | None = None
+        if settings.self_test:
+            chunk_size = settings.geometry.num_tokens
+            self.self_test = run_self_test(self._engine, paged, chunk_size, clock)
         self._jobs = JobQueue(
             self._run,
             _NUM_REDIS_LANES if tier is not None else 0,
@@ -119,16 +122,6 @@ class WorkerAdapter:
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._holds: list[Hold] = []
         self._idle = False
-
-    def _run_self_test(self, kv_caches: dict[str, torch.Tensor]) -> SelfTestResult | None:
-        return run_self_test(
-            self._engine,
-            kv_caches,
-            self._settings.layer_widths,
-            self._settings.engine.block_size,
-            self._settings.geometry.num_tokens,
-            self._clock,
-        )
 
     def calibration(self) -> Calibration:
         """What was measured at start. Waits for Redis, two seconds at most."""

@@ -1,7 +1,7 @@
 """How long forward passes take on the device that runs them.
 
-On CPU a forward pass runs between two calls, and the clock tells. On CUDA those calls only queue
-it: events before and behind it on the compute stream tell, once it is through.
+On CPU a forward pass runs between two calls, and a clock measures it. On CUDA those calls only
+queue it: two events on the compute stream, before and after it, measure it once it is done.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lmcache_connector.plans import ForwardTime, PrefillWork
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A forward pass on its way through a CUDA device, between two events."""
+    """A forward pass that was queued on a CUDA device between two events."""
 
     work: PrefillWork
     before: Any
-    behind: Any
+    after: Any
 
 
 class ForwardTimer:
-    """Times the forward passes that have work to learn from. Runs on the engine's step thread."""
+    """Times forward passes. Runs on the engine's step thread; ``clock`` is in seconds."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self._on_cuda = device.type == "cuda"
@@ -37,13 +37,13 @@ class ForwardTimer:
         self._done: list[ForwardTime] = []
 
     def start(self, work: PrefillWork | None) -> None:
-        """Right before the forward pass; ``None``: it is not worth timing."""
+        """Call right before the forward pass; ``None``: it is not worth timing."""
         self._work = work
         if work is not None:
             self._started = self._event() if self._on_cuda else self._clock()
 
     def stop(self) -> None:
-        """Right after it was run or, on CUDA, queued."""
+        """Call right after it was run or, on CUDA, queued."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -54,14 +54,14 @@ class ForwardTimer:
 
     @property
     def has_news(self) -> bool:
-        """Whether a timed pass is through, or on its way."""
+        """Whether a timed pass is done, or queued."""
         return bool(self._done or self._queued)
 
     def take(self) -> tuple[ForwardTime, ...]:
-        """Those that are through since the last call. Never waits."""
-        while self._queued and self._queued[0].behind.query():
+        """The passes done since the last call. Never waits."""
+        while self._queued and self._queued[0].after.query():
             queued = self._queued.popleft()
-            milliseconds = queued.before.elapsed_time(queued.behind)
+            milliseconds = queued.before.elapsed_time(queued.after)
             self._done.append(ForwardTime(queued.work, milliseconds / 1000))
         done, self._done = self._done, []
         return tuple(done)

@@ -6,11 +6,13 @@ It runs before vLLM serves anything, on the real paged cache, and leaves it as i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from lmcache_connector.kv_layout.paged_cache import PagedLayout
 from lmcache_connector.plans import LoadJob, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 
@@ -33,78 +35,78 @@ class SelfTestResult:
 
 def run_self_test(
     engine: LMCacheEngineAdapter,
-    kv_caches: dict[str, torch.Tensor],
-    layer_widths: dict[str, int],
-    block_size: int,
+    paged: PagedLayout,
     chunk_size: int,
     clock: Callable[[], float],
 ) -> SelfTestResult | None:
-    """``None`` if the cache is smaller than a chunk; :class:`SelfTestError` on a mismatch."""
-    layers = {name: kv_caches[name] for name in layer_widths}
-    per_chunk = chunk_size // block_size
-    num_blocks = min(tensor.shape[0] for tensor in layers.values())
-    if num_blocks < per_chunk:
+    """Store, load and compare one chunk of ``chunk_size`` tokens.
+
+    Returns ``None`` if the cache is smaller than a chunk. Raises :class:`SelfTestError` if the
+    chunk cannot be stored and loaded, or comes back with other bytes.
+    """
+    per_chunk = chunk_size // paged.block_size
+    if paged.num_blocks < per_chunk:
         return None
     # Last to first: an order no straight copy of neighbours would get right.
-    block_ids = tuple(range(num_blocks - 1, num_blocks - 1 - per_chunk, -1))
-    index = torch.tensor(block_ids)
-    before = {name: _read(tensor, index) for name, tensor in layers.items()}
-    pattern = {name: _pattern(bytes_) for name, bytes_ in before.items()}
+    last = paged.num_blocks - 1
+    trial = _Trial(engine, paged, tuple(range(last, last - per_chunk, -1)), clock)
+    before = trial.read()
+    pattern = [torch.randint(0, 256, layer.shape, dtype=torch.uint8) for layer in before]
     try:
         # The first trip touches memory and compiles; the second is what transfers will cost.
-        _round_trip(engine, layers, index, block_ids, pattern, clock)
+        trial.round_trip(pattern)
         engine.forget(_KEY)
-        result = _round_trip(engine, layers, index, block_ids, pattern, clock)
+        return trial.round_trip(pattern)
     finally:
-        for name, tensor in layers.items():
-            _write(tensor, index, before[name])
+        trial.write(before)
         engine.forget(_KEY)
         engine.take_events()
-    return result
 
 
-def _round_trip(
-    engine: LMCacheEngineAdapter,
-    layers: dict[str, torch.Tensor],
-    index: torch.Tensor,
-    block_ids: tuple[int, ...],
-    pattern: dict[str, torch.Tensor],
-    clock: Callable[[], float],
-) -> SelfTestResult:
-    for name, tensor in layers.items():
-        _write(tensor, index, pattern[name])
-    never, started = threading.Event(), clock()
-    stored = engine.store(StoreJob(0, "self-test", (_KEY,), (0,), (block_ids,)), None, never)
-    store_seconds = clock() - started
-    for name, tensor in layers.items():
-        _write(tensor, index, torch.zeros_like(pattern[name]))
-    started = clock()
-    loaded = engine.load(
-        LoadJob(0, "self-test", (_KEY,), (block_ids,), 0, _DEADLINE_SECONDS, False, 0),
-        None,
-        never,
-        started + _DEADLINE_SECONDS,
-    )
-    load_seconds = clock() - started
-    if stored.num_chunks != 1 or loaded.num_chunks != 1:
-        raise SelfTestError("the self-test could not store and load one chunk: raise cpu_gib")
-    for name, tensor in layers.items():
-        if not torch.equal(_read(tensor, index), pattern[name]):
-            raise SelfTestError(
-                f"the self-test loaded other bytes than it stored in layer {name}; "
-                "refusing to start, please report this with your model and vLLM command line"
-            )
-    return SelfTestResult(stored.num_bytes, store_seconds, load_seconds)
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The blocks of one chunk. Their bytes are lists over layers, as :meth:`read` returns them."""
 
+    engine: LMCacheEngineAdapter
+    paged: PagedLayout
+    block_ids: tuple[int, ...]
+    clock: Callable[[], float]
 
-def _read(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The bytes of some blocks, on the CPU."""
-    return tensor[index.to(tensor.device)].contiguous().cpu().view(torch.uint8)
+    def round_trip(self, pattern: Sequence[torch.Tensor]) -> SelfTestResult:
+        self.write(pattern)
+        never, started = threading.Event(), self.clock()
+        store = StoreJob(0, "self-test", (_KEY,), (0,), (self.block_ids,))
+        stored = self.engine.store(store, None, never)
+        store_seconds = self.clock() - started
+        self.write([torch.zeros_like(layer) for layer in pattern])
+        started = self.clock()
+        load = LoadJob(0, "self-test", (_KEY,), (self.block_ids,), 0, _DEADLINE_SECONDS, False, 0)
+        loaded = self.engine.load(load, None, never, started + _DEADLINE_SECONDS)
+        load_seconds = self.clock() - started
+        if stored.num_chunks != 1 or loaded.num_chunks != 1:
+            raise SelfTestError("the self-test could not store and load one chunk: raise cpu_gib")
+        for name, found, wanted in zip(self.paged.names, self.read(), pattern, strict=True):
+            if not torch.equal(found, wanted):
+                raise SelfTestError(
+                    f"the self-test loaded other bytes than it stored in layer {name}; "
+                    "refusing to start, please report this with your model and vLLM command line"
+                )
+        return SelfTestResult(stored.num_bytes, store_seconds, load_seconds)
 
+    def read(self) -> list[torch.Tensor]:
+        """uint8 ``[rows, heads, tokens, content bytes]`` of each layer, on the CPU."""
+        rows = self._rows()
+        return [
+            layer[rows.to(layer.device)].contiguous().cpu().view(torch.uint8)
+            for layer in self.paged.owners
+        ]
 
-def _write(tensor: torch.Tensor, index: torch.Tensor, data: torch.Tensor) -> None:
-    tensor[index.to(tensor.device)] = data.view(tensor.dtype).to(tensor.device)
+    def write(self, layers: Sequence[torch.Tensor]) -> None:
+        rows = self._rows()
+        for layer, data in zip(self.paged.owners, layers, strict=True):
+            layer[rows.to(layer.device)] = data.view(layer.dtype).to(layer.device)
 
-
-def _pattern(like: torch.Tensor) -> torch.Tensor:
-    return torch.randint(0, 256, like.shape, dtype=torch.uint8)
+    def _rows(self) -> torch.Tensor:
+        """Indices of the blocks in a layer's tensor, several each where vLLM splits blocks."""
+        block_ids = np.array(self.block_ids, np.int64)
+        return torch.from_numpy(self.paged.rows(block_ids, self.paged.row_tokens).index)

@@ -49,7 +49,7 @@ class RedisAdminError(Exception):
 class ServerFacts:
     """What a server reports about itself. Sizes in bytes; None where it does not tell."""
 
-    node: str
+    node: Node
     version: str | None
     used_bytes: int | None
     max_bytes: int | None
@@ -62,7 +62,7 @@ class StoredValue:
     """A value as found. ``header`` is its first 128 bytes. ``ttl_seconds`` is None if it does not
     expire. ``idle_seconds`` count from its last use; None where the server does not keep that."""
 
-    node: str
+    node: Node
     raw_name: bytes
     name: ValueName
     num_bytes: int
@@ -91,16 +91,16 @@ class RedisAdmin:
             connection.disconnect()
         self._topology.close()
 
-    def nodes(self) -> tuple[str, ...]:
+    def nodes(self) -> tuple[Node, ...]:
         """Connect to every server that holds values, and return their names."""
         with self._translated():
             self._topology.prepare()
         for node in self._topology.nodes():
             self._connection(node)
-        return tuple(self._topology.nodes())
+        return self._topology.nodes()
 
-    def facts(self, node: str) -> ServerFacts:
-        connection = self._connection(Node(node))
+    def facts(self, node: Node) -> ServerFacts:
+        connection = self._connection(node)
         try:
             info = self._ask(connection, [("INFO", "everything")])[0]
         except RedisAdminError:
@@ -122,22 +122,20 @@ class RedisAdmin:
 
     def num_keys(self) -> int:
         """The number of all keys on all servers: an upper bound for a progress bar."""
-        sizes = [self._ask(self._connection(Node(n)), [("DBSIZE",)])[0] for n in self.nodes()]
+        sizes = [self._ask(self._connection(n), [("DBSIZE",)])[0] for n in self.nodes()]
         return sum(size for size in sizes if isinstance(size, int))
 
     def names(
         self, namespace: str | None, key_prefix: str = ""
-    ) -> Iterator[tuple[str, bytes, ValueName]]:
+    ) -> Iterator[tuple[Node, bytes, ValueName]]:
         """``(node, raw name, name)`` of all values. As with SCAN, a value may come twice."""
         pattern = scan_pattern(namespace, key_prefix)
         for node in self.nodes():
-            connection = self._connection(Node(node))
+            connection = self._connection(node)
             cursor = b"0"
             while True:
-                reply = self._ask(
-                    connection, [("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)]
-                )[0]
-                cursor, found = reply
+                scan = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+                cursor, found = self._ask(connection, [scan])[0]
                 for raw in found:
                     name = parse_value_name(raw)
                     if name is not None:
@@ -272,11 +270,11 @@ def _hint(error: Exception) -> str:
 
 
 def _by_node(
-    found: Sequence[tuple[str, bytes, ValueName]],
+    found: Sequence[tuple[Node, bytes, ValueName]],
 ) -> dict[Node, list[tuple[bytes, ValueName]]]:
     groups: dict[Node, list[tuple[bytes, ValueName]]] = {}
     for node, raw, name in found:
-        groups.setdefault(Node(node), []).append((raw, name))
+        groups.setdefault(node, []).append((raw, name))
     return groups
 
 

@@ -30,8 +30,7 @@ from lmcache_connector.storage.redis.read_queue import PendingRead, ReadPlan, Re
 from lmcache_connector.storage.redis.reader import Reader
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
-from lmcache_connector.storage.redis.write_burst import WritePlan
-from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WriteQueue
+from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WritePlan, WriteQueue
 from lmcache_connector.storage.redis.writer import Writer
 
 # Chunks known to be stored badly, kept to be written again; the oldest are forgotten.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lmcache_connector.copy_kv_blocks.cuda_gather import RowCopyKernel
-from lmcache_connector.copy_kv_blocks.cuda_staging import covers_chunks, expand, stage
+from lmcache_connector.copy_kv_blocks.cuda_staging import stage
 from lmcache_connector.copy_kv_blocks.plan import plan_copy
 from tests.support.copy_reference import (
     LAYOUTS,
@@ -77,17 +77,3 @@ def test_staged_copies_match_the_reference(
         staged_copy(src, dst, ids, to, per_slot)
         assert same(dst.blocks(), expected)
         assert same(src.blocks(), source)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_expanded_runs_match_the_reference(layout: str) -> None:
-    cache = paged(layout, tokens=4, content=6)
-    host = chunks(cache, num_chunks=2)
-    expected = expected_blocks(cache, host, [4, 5, 6], [0, 1, 3])
-    plan = plan_copy(cache.layout, host.buffers, [4, 5, 6], [0, 1, 3])
-    runs = expand(plan)
-    for dst, src, size in zip(runs.dst, runs.src, runs.num_bytes, strict=True):
-        ctypes.memmove(int(dst), int(src), int(size))
-    assert same(host.blocks(), expected)
-    assert runs.num_bytes.sum() == plan.num_bytes
-    assert not covers_chunks(plan, host.buffers)

@@ -199,9 +199,3 @@ def test_boxes_called_disjoint_are_disjoint(case: list[Box]) -> None:
         assert len(set(touched)) == len(touched)
     inside = {at for first, end in spans(case) for at in range(first, end)}
     assert inside >= set(touched)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("padding", [0, 3])
-def test_every_declared_layout_is_proved(layout: str, padding: int) -> None:
-    assert paged(layout, padding=padding).layout.num_blocks == 7

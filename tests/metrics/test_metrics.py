@@ -1,4 +1,4 @@
-"""Figures add up over ranks, steps and engines, and reach Prometheus as they should."""
+"""Samples add up over ranks, steps and engines, and reach Prometheus as they should."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_counter_never_shrinks() -> None:
 
 
 class Rank:
-    """A rank whose figures the test sets."""
+    """A rank whose counts the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0

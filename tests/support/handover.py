@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.probe import EngineProbe, Served
-
-_MAX_STEPS = 200_000
+from tests.support.probe import EngineProbe, Finished, Served
 
 
 @dataclass(frozen=True)
@@ -38,37 +36,17 @@ def ask(probe: EngineProbe, request: Ask) -> Answer:
 
 def ask_all(probe: EngineProbe, requests: Sequence[Ask]) -> list[Answer]:
     """Serve requests that arrive together."""
-    from tests.support.probe import _Progress
-
-    before = probe.external_hit_tokens()
     started = time.perf_counter()
-    running = {}
     for request in requests:
         add(probe, request)
-        running[request.request_id] = _Progress(len(request.prompt))
-    outputs: dict[str, Any] = {}
-    for _ in range(_MAX_STEPS):
-        for output in probe.engine.step():
-            progress = running[output.request_id]
-            if not progress.ttft_seconds and output.outputs[0].token_ids:
-                progress.ttft_seconds = time.perf_counter() - started
-                probe._digest(progress, output.request_id)
-            if output.finished:
-                progress.output = outputs[output.request_id] = output
-        if len(outputs) == len(running):
-            break
-    else:
-        raise RuntimeError("requests did not finish")
-    probe.drain()
-    external = probe.external_hit_tokens() - before
-    return [
-        Answer(
-            running[request.request_id].served(external),
-            outputs[request.request_id].kv_transfer_params,
-            str(outputs[request.request_id].outputs[0].finish_reason),
-        )
-        for request in requests
-    ]
+    lengths = {request.request_id: len(request.prompt) for request in requests}
+    return [answer_of(finished) for finished in probe.finish(lengths, started)]
+
+
+def answer_of(finished: Finished) -> Answer:
+    output = finished.output
+    reason = str(output.outputs[0].finish_reason)
+    return Answer(finished.served, output.kv_transfer_params, reason)
 
 
 def add(probe: EngineProbe, request: Ask) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -20,6 +20,9 @@ from tests.support.kv_digests import block_digests, digest_on_rank, shard_digest
 
 DIGEST_TOKENS = 256
 _MAX_STEPS = 200_000
+_Digests = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
+"""By block, and by shard."""
+_NO_TOKEN: tuple[float, _Digests] = (0.0, ((), ()))
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,12 @@ class Served:
     shard_digests: tuple[tuple[str, ...], ...] = ()
 
 
-@dataclass
-class _Progress:
-    num_tokens: int
-    ttft_seconds: float = 0.0
-    block_digests: tuple[str, ...] = ()
-    shard_digests: tuple[tuple[str, ...], ...] = ()
-    output: Any = None
+@dataclass(frozen=True)
+class Finished:
+    """A request that has ended, with vLLM's last output for it."""
 
-    def served(self, external_hit_tokens: int) -> Served:
-        return Served(
-            token_ids=tuple(self.output.outputs[0].token_ids),
-            ttft_seconds=self.ttft_seconds,
-            cached_tokens=self.output.num_cached_tokens or 0,
-            external_hit_tokens=external_hit_tokens,
-            block_digests=self.block_digests,
-            shard_digests=self.shard_digests,
-        )
+    served: Served
+    output: Any
 
 
 class EngineProbe:
@@ -114,27 +106,37 @@ class EngineProbe:
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 2, **sampling: Any
     ) -> list[Served]:
         """Serve requests that arrive together, to the end of the last."""
-        before = self.external_hit_tokens()
         started = time.perf_counter()
-        running = {}
-        for prompt in prompts:
-            request = self.add(prompt, max_tokens, **sampling)
-            running[request] = _Progress(len(prompt))
+        num_tokens = {self.add(prompt, max_tokens, **sampling): len(prompt) for prompt in prompts}
+        return [finished.served for finished in self.finish(num_tokens, started)]
+
+    def finish(self, num_tokens: Mapping[str, int], started: float) -> list[Finished]:
+        """Step until requests have ended and the connector has let go of their blocks.
+
+        ``num_tokens``: length of the prompt by request id, in the order of the result.
+        ``started``: when they arrived, by ``time.perf_counter``.
+        """
+        before = self.external_hit_tokens()
+        first_tokens: dict[str, tuple[float, _Digests]] = {}
+        outputs: dict[str, Any] = {}
         for _ in range(_MAX_STEPS):
             for output in self.engine.step():
-                progress = running[output.request_id]
-                if not progress.ttft_seconds and output.outputs[0].token_ids:
-                    progress.ttft_seconds = time.perf_counter() - started
-                    self._digest(progress, output.request_id)
+                name = output.request_id
+                if name not in first_tokens and output.outputs[0].token_ids:
+                    seconds = time.perf_counter() - started
+                    first_tokens[name] = seconds, self._digest(name, num_tokens[name])
                 if output.finished:
-                    progress.output = output
-            if all(progress.output is not None for progress in running.values()):
+                    outputs[name] = output
+            if outputs.keys() == num_tokens.keys():
                 break
         else:
             raise RuntimeError("requests did not finish")
         self.drain()
         external = self.external_hit_tokens() - before
-        return [progress.served(external) for progress in running.values()]
+        return [
+            _finished(outputs[name], external, *first_tokens.get(name, _NO_TOKEN))
+            for name in num_tokens
+        ]
 
     def add(self, prompt: Sequence[int], max_tokens: int = 2, **sampling: Any) -> str:
         """Add a request without stepping; returns its id."""
@@ -194,20 +196,30 @@ class EngineProbe:
             counts.merge(connector._scheduler.tally.totals)
         return counts
 
-    def _digest(self, progress: _Progress, request_id: str) -> None:
-        """Digest the prompt's KV while the request still holds its blocks."""
-        request = next(
-            (r for r in self.scheduler.requests if r == request_id or r.startswith(request_id)),
-            None,
-        )
-        if request is None:
-            return
-        (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request)
+    def _digest(self, request_id: str, num_tokens: int) -> _Digests:
+        """Digests of a prompt's KV, by block and by shard, while the request holds its blocks."""
+        running = [name for name in self.scheduler.requests if name.startswith(request_id)]
+        if not running:
+            return (), ()
+        (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(running[0])
         size = self.scheduler.block_size
-        filled = block_ids[: progress.num_tokens // size]
+        filled = block_ids[: num_tokens // size]
         ranks = self.on_ranks(digest_on_rank, filled, len(filled) * size, (size, DIGEST_TOKENS))
-        progress.block_digests = block_digests(ranks, size)
-        progress.shard_digests = shard_digests(ranks, DIGEST_TOKENS)
+        return block_digests(ranks, size), shard_digests(ranks, DIGEST_TOKENS)
+
+
+def _finished(
+    output: Any, external_hit_tokens: int, ttft_seconds: float, digests: _Digests
+) -> Finished:
+    served = Served(
+        token_ids=tuple(output.outputs[0].token_ids),
+        ttft_seconds=ttft_seconds,
+        cached_tokens=output.num_cached_tokens or 0,
+        external_hit_tokens=external_hit_tokens,
+        block_digests=digests[0],
+        shard_digests=digests[1],
+    )
+    return Finished(served, output)
 
 
 def counts_on_rank(worker: Any) -> Samples:

@@ -1,4 +1,4 @@
-"""What ``check`` found, one line each."""
+"""What ``check`` found."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``verdict``: ``ok``, ``warning`` or ``error``. ``hint``: how to mend it. ``code``: what an
-    error makes of the exit code."""
+    """One line of ``check``.
+
+    ``verdict`` is ``ok``, ``warning`` or ``error``; ``hint`` says how to mend it; ``seconds`` is
+    how long it took, where that matters. An error makes ``code`` the exit code.
+    """
 
     name: str
     verdict: str

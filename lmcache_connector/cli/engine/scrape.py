@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 
 from lmcache_connector.cli.report import UNREACHABLE, CliError
 from lmcache_connector.metrics.table import PREFIX
+from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 
 _TIMEOUT_SECONDS = 5.0
 _MAX_BYTES = 64 << 20
-_CIRCUITS = {0.0: "closed", 1.0: "trial", 2.0: "open"}
+_CIRCUITS = {float(state.value): state.name.lower() for state in CircuitState}
 TIERS = ("cpu", "redis")
 
 

@@ -13,12 +13,29 @@ from lmcache_connector.storage.redis.admin import StoredValue
 _MAX_CHUNKS = 20
 
 
-def run(
-    report: Report,
-    target: Target,
-    namespace: str | None,
-    chunk: str,
-) -> None:
+def run(report: Report, target: Target, namespace: str | None, chunk: str) -> None:
+    values = _values(target, namespace, chunk)
+    if report.as_json:
+        report.emit({"ok": True, "values": [_as_json(value) for value in values]})
+        return
+    rows = [
+        (
+            value.name.key.hex()[:16],
+            f"{value.name.layer_start} to {value.name.layer_end - 1}",
+            str(value.name.shard),
+            size(value.num_bytes),
+            duration(value.idle_seconds),
+            duration(value.ttl_seconds),
+            _header(value)[0],
+        )
+        for value in values
+    ]
+    columns = ("chunk", "layers", "head ", "size ", "unused for", "ends in", "header")
+    report.table(columns, rows)
+
+
+def _values(target: Target, namespace: str | None, chunk: str) -> list[StoredValue]:
+    """In order. Raises :class:`CliError` if no chunk, or too many, begin with these digits."""
     prefix = chunk.lower()
     if not prefix or len(prefix) > 64 or not set(prefix) <= set("0123456789abcdef"):
         raise CliError(
@@ -33,24 +50,7 @@ def run(
         raise CliError(f"no chunk begins with {prefix}", "it may have been evicted", code=1)
     if len(chunks) > _MAX_CHUNKS:
         raise CliError(f"{len(chunks)} chunks begin with {prefix}", "give more digits")
-    ordered = sorted(values.values(), key=_order)
-    if report.as_json:
-        report.emit({"ok": True, "values": [_as_json(value) for value in ordered]})
-        return
-    rows = [
-        (
-            value.name.key.hex()[:16],
-            f"{value.name.layer_start} to {value.name.layer_end - 1}",
-            str(value.name.shard),
-            size(value.num_bytes),
-            duration(value.idle_seconds),
-            duration(value.ttl_seconds),
-            _header(value)[0],
-        )
-        for value in ordered
-    ]
-    columns = ("chunk", "layers", "head ", "size ", "unused for", "ends in", "header")
-    report.table(columns, rows)
+    return sorted(values.values(), key=_order)
 
 
 def _order(value: StoredValue) -> tuple[bytes, int, int]:

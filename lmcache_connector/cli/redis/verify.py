@@ -21,12 +21,7 @@ from lmcache_connector.storage.redis.value_names import ValueName
 _SHOWN = 20
 
 
-def run(
-    report: Report,
-    target: Target,
-    namespace: str | None,
-    limit: int,
-) -> int:
+def run(report: Report, target: Target, namespace: str | None, limit: int) -> int:
     tier = target.tier_config()
     sealer, plain = Sealer(tier.hash_key), Sealer()
     counts: Counter[str] = Counter()

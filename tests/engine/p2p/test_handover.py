@@ -17,6 +17,7 @@ from tests.support.handover import (
     Answer,
     Ask,
     add,
+    answer_of,
     ask,
     ask_all,
     at_rest,
@@ -123,16 +124,8 @@ def preempt_while_computing(probe: EngineProbe, request: Ask) -> Answer:
     assert probe.engine.reset_prefix_cache(reset_running_requests=True)
     num_preemptions = running.num_preemptions
     assert num_preemptions == 1
-    from tests.support.probe import _Progress
-
-    progress = _Progress(len(request.prompt))
-    while progress.output is None:
-        for output in probe.engine.step():
-            progress.ttft_seconds = 1.0
-            probe._digest(progress, output.request_id)
-            progress.output = output if output.finished else None
-    probe.drain()
-    return Answer(progress.served(0), None, str(progress.output.outputs[0].finish_reason))
+    (finished,) = probe.finish({request.request_id: len(request.prompt)}, time.perf_counter())
+    return answer_of(finished)
 
 
 def test_a_preempted_prompt_is_handed_over_as_computed_last(engines: Engines) -> None:
