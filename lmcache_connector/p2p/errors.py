@@ -24,4 +24,4 @@ class RefusedError(PeerError):
 
 
 class AddressError(PeerError):
-    """Somebody says where a peer is, or what a hand-over is called, in a form without use."""
+    """An address of a peer or a name of a hand-over that cannot be used."""

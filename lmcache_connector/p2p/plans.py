@@ -13,7 +13,7 @@ class Start:
     """A hand-over begins at the producer.
 
     ``digest`` names the prompt with everything that makes its KV unique. ``target``: the
-    instance it is pushed to; ``None``: it waits until somebody wants it.
+    instance it is pushed to; ``None``: it waits until a consumer wants it.
     """
 
     transfer_id: str

@@ -244,8 +244,3 @@ class TestProxy:
             assert registry.alive() == []
 
         with_proxy(test)
-
-
-def test_a_heartbeat_survives_a_router_that_is_not_there() -> None:
-    mine = Registration("kv_consumer", "127.0.0.1:8200", "127.0.0.1:14589", "e")
-    Heartbeat(mine, f"http://127.0.0.1:{free_port()}", 0.01, b"").close()

@@ -22,7 +22,7 @@ from torch import distributed
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError
-from lmcache_connector.p2p.data.tcp import PIECE_BYTES, TcpTransport
+from lmcache_connector.p2p.data.tcp import PIECE_BYTES, TcpTransport, no_deadline
 from lmcache_connector.p2p.errors import PeerError
 
 _PORT = struct.Struct("<H")
@@ -63,7 +63,7 @@ class ProcessGroupTransport(TcpTransport):
                 master_listen_fd=listener.detach(),
                 use_libuv=True,
             )
-            return _GroupPath(self._group(store, _RECEIVER), _SENDER, self._device, self._timeout)
+            return self._path(wire, store, _RECEIVER)
 
     def _sending_path(self, wire: Wire, host: str) -> _GroupPath:
         port = bytearray(_PORT.size)
@@ -76,11 +76,15 @@ class ProcessGroupTransport(TcpTransport):
             store = distributed.TCPStore(
                 host, _PORT.unpack(port)[0], 2, is_master=False, timeout=self._timeout
             )
-            return _GroupPath(self._group(store, _SENDER), _RECEIVER, self._device, self._timeout)
+            return self._path(wire, store, _SENDER)
 
     @property
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self._stall_seconds)
+
+    def _path(self, wire: Wire, store: Any, rank: int) -> _GroupPath:
+        group = self._group(store, rank)
+        return _GroupPath(wire, group, 1 - rank, self._device, self._timeout, self._clock)
 
     def _group(self, store: Any, rank: int) -> Any:
         if self.name == "gloo":
@@ -94,14 +98,25 @@ class ProcessGroupTransport(TcpTransport):
 class _GroupPath:
     """Payloads through a group, to or from the one other member. Belongs to one thread."""
 
-    def __init__(self, group: Any, peer: int, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        group: Any,
+        peer: int,
+        device: torch.device,
+        timeout: timedelta,
+        clock: Callable[[], float],
+    ) -> None:
+        self._wire = wire
         self._group = group
         self._peer = peer
         self._device = device
         self._timeout = timeout
+        self._clock = clock
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def send(self, views: Sequence[memoryview]) -> None:
+    def send(self, head: bytes, views: Sequence[memoryview]) -> None:
+        self._wire.send([head], no_deadline(self._clock))
         for piece in _pieces(views):
             staged = self._room(piece.numel())
             staged.copy_(piece)

@@ -39,6 +39,11 @@ PIECE_BYTES = 16 << 20
 _FOREVER_SECONDS = 1e9
 
 
+def no_deadline(clock: Callable[[], float]) -> Deadline:
+    """For a wire that notices a stall by itself."""
+    return Deadline(clock() + _FOREVER_SECONDS, clock)
+
+
 def listening_socket(host: str, port: int) -> socket.socket:
     """Raises ``PeerError`` if the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -93,7 +98,7 @@ class TcpTransport:
         except PeerError:
             wire.close()
             raise
-        return TcpOutlet(wire, path, self._clock)
+        return TcpOutlet(wire, path)
 
     def close(self, seconds: float) -> None:
         self._stopping.set()
@@ -215,19 +220,13 @@ class TcpTransport:
 class TcpOutlet:
     """See :class:`~lmcache_connector.p2p.data.base.Outlet`."""
 
-    def __init__(self, wire: Wire, path: PayloadPath, clock: Callable[[], float]) -> None:
+    def __init__(self, wire: Wire, path: PayloadPath) -> None:
         self._wire = wire
         self._path = path
-        self._clock = clock
 
     def send(self, frame: Frame, views: Sequence[memoryview]) -> None:
-        forever = Deadline(self._clock() + _FOREVER_SECONDS, self._clock)
         try:
-            if isinstance(self._path, _WirePath):  # head and payload in one call
-                self._wire.send([frame.pack(), *views], forever)
-            else:
-                self._wire.send([frame.pack()], forever)
-                self._path.send(views)
+            self._path.send(frame.pack(), views)
         except WireError as error:
             raise PeerError(f"the data connection broke: {error}") from error
 
@@ -237,10 +236,11 @@ class TcpOutlet:
 
 
 class PayloadPath(Protocol):
-    """Carries the payload of frames on one connection, one side of it. Raises ``PeerError`` or
+    """One side of how the payload of frames crosses, for one connection. Raises ``PeerError`` or
     ``WireError``; then the connection is of no more use."""
 
-    def send(self, views: Sequence[memoryview]) -> None: ...
+    def send(self, head: bytes, views: Sequence[memoryview]) -> None:
+        """A whole frame: its head goes over the wire in any case."""
 
     def receive(self, views: Sequence[memoryview], patience: Deadline) -> None: ...
 
@@ -254,14 +254,14 @@ class _WirePath:
         self._wire = wire
         self._clock = clock
 
-    def send(self, views: Sequence[memoryview]) -> None:
-        self._wire.send(views, Deadline(self._clock() + _FOREVER_SECONDS, self._clock))
+    def send(self, head: bytes, views: Sequence[memoryview]) -> None:
+        self._wire.send([head, *views], no_deadline(self._clock))
 
     def receive(self, views: Sequence[memoryview], patience: Deadline) -> None:
         self._wire.receive(views, patience)
 
     def close(self) -> None:
-        """The wire is closed by whoever has it."""
+        """The wire is closed by its owner."""
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ class _Producing:
 
 
 class ProducingRequests:
-    """``clock`` returns seconds. ``room``: what is promised to them, which nobody else changes."""
+    """``clock`` returns seconds. ``room``: the buffer space promised to them; only read it."""
 
     def __init__(
         self, settings: P2PSchedulerSettings, tally: Tally, clock: Callable[[], float]

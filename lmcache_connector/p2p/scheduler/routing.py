@@ -20,7 +20,7 @@ from lmcache_connector.p2p.scheduler.transfer_params import (
 
 @dataclass(frozen=True, slots=True)
 class Produce:
-    """Hand over the prompt's KV. ``target``: push it there; ``None``: keep it for whoever asks.
+    """Hand over the prompt's KV. ``target``: push it there; ``None``: keep it until asked for it.
     ``answers``: the router wants parameters to pass on."""
 
     transfer_id: str

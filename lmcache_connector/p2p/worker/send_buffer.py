@@ -2,7 +2,7 @@
 
 An :class:`Outgoing` fills layer by layer and step by step. Every consumer rank that needs a part of
 it has a :class:`Delivery`, which sends what is there and waits for the rest. The memory is free
-again when all deliveries are over, when the transfer failed, or when nobody came within the lease.
+again when all deliveries are over, when the transfer failed, or when its lease has ended.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each thread offers a transfer on the control plane, gets a ticket, and sends its pieces on the data
 plane as they are saved. A consumer without room answers ``Busy``: the transfer waits where it is
 and others go first. A peer that fails loses its deliveries; the transfers stay in the buffer until
-somebody asks for them again or their lease ends.
+a consumer asks for them again or their lease ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WAKE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An instance that consumes: its ranks this one has something for."""
+    """A consumer instance, and what this rank has for each of its ranks."""
 
     address: PeerAddress
     parts: dict[Destination, Overlap]
@@ -57,7 +57,7 @@ class _RankQueue:
     thread: threading.Thread | None = None
 
     def next_due(self, now: float) -> Delivery | None:
-        """The first delivery with something to do; those that are over are left out from now on."""
+        """The first delivery with something to do. Forgets those that are over."""
         self.deliveries = [
             d for d in self.deliveries if not d.over or (d.transfer.failed and d.ticket)
         ]
@@ -68,7 +68,7 @@ class _RankQueue:
         return None
 
     def wait_seconds(self, now: float) -> float:
-        """How long nothing can become due without a word from elsewhere."""
+        """Time until a delivery may become due without a notification."""
         return min([_WAKE_SECONDS, *(t - now for t in self.busy_until.values() if t > now)])
 
 

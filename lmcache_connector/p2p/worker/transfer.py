@@ -84,7 +84,7 @@ class Outgoing:
     """Guarded by the send buffer's lock. ``pins`` keep the memory while it is read.
 
     ``audience``: the consumer ranks that will need a part, once known. ``expires_at``: on the
-    buffer's clock. ``superseded``: the same transfer was begun anew, so nobody is told of its end.
+    buffer's clock. ``superseded``: the same transfer was begun anew, so consumers are not told.
     """
 
     start: Start
