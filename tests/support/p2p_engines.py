@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -53,9 +53,6 @@ class Engines:
             ask, Ask(f"d{next(self.numbers)}", prompt, params=cold.params)
         )
         return cold, served
-
-
-StartEngines = Callable[..., Any]
 
 
 @contextmanager

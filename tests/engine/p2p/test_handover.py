@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import signal
 import threading
@@ -27,11 +26,7 @@ from tests.support.handover import (
 from tests.support.instance import VllmInstance
 from tests.support.p2p_engines import Engines
 from tests.support.probe import EngineProbe
-
-
-def prompt_of(num_tokens: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 2000) for _ in range(num_tokens)]
+from tests.support.prompts import random_prompt
 
 
 def check(cold: Answer, served: Answer, num_tokens: int) -> None:
@@ -48,7 +43,7 @@ def rest(engines: Engines) -> None:
 
 def test_a_decode_engine_that_never_computed_a_prompt_serves_one(engines: Engines) -> None:
     """Its first forward pass is a decode step."""
-    cold, served = engines.hand_over(prompt_of(300, 1))
+    cold, served = engines.hand_over(random_prompt(1, 300))
     check(cold, served, 300)
     assert cold.params is None
     rest(engines)
@@ -57,7 +52,7 @@ def test_a_decode_engine_that_never_computed_a_prompt_serves_one(engines: Engine
 def test_in_several_steps_layer_by_layer(engines: Engines) -> None:
     # Not 128: vLLM computes the last token of a prompt once more, and that block would differ.
     for seed, num_tokens in enumerate((1, 127, 129, 2000, 3001), start=10):
-        cold, served = engines.hand_over(prompt_of(num_tokens, seed))
+        cold, served = engines.hand_over(random_prompt(seed, num_tokens))
         assert served.served.external_hit_tokens == num_tokens
         assert served.served.block_digests == cold.served.block_digests
         assert len(served.served.block_digests) == num_tokens // 128
@@ -65,7 +60,7 @@ def test_in_several_steps_layer_by_layer(engines: Engines) -> None:
 
 
 def test_by_the_parameters_that_routers_pass_on(engines: Engines) -> None:
-    cold, served = engines.hand_over_by_params(prompt_of(1700, 2))
+    cold, served = engines.hand_over_by_params(random_prompt(2, 1700))
     check(cold, served, 1700)
     assert cold.params is not None
     assert cold.params["do_remote_prefill"] is True
@@ -74,7 +69,7 @@ def test_by_the_parameters_that_routers_pass_on(engines: Engines) -> None:
 
 
 def test_what_the_prefill_engine_has_cached_is_handed_over_too(engines: Engines) -> None:
-    prompt = prompt_of(1500, 3)
+    prompt = random_prompt(3, 1500)
     check(*engines.hand_over(prompt), 1500)
     engines.decode[0][0].reset_prefix_cache()
     cold, served = engines.hand_over(prompt)
@@ -83,9 +78,9 @@ def test_what_the_prefill_engine_has_cached_is_handed_over_too(engines: Engines)
 
 
 def test_what_the_decode_engine_has_cached_is_not_fetched_again(engines: Engines) -> None:
-    prompt = prompt_of(1500, 4)
+    prompt = random_prompt(4, 1500)
     check(*engines.hand_over(prompt), 1500)
-    longer = prompt + prompt_of(500, 5)
+    longer = prompt + random_prompt(5, 500)
     before = engines.decode[0][0].counts()
     cold, served = engines.hand_over_by_params(longer)
     after = engines.decode[0][0].counts()
@@ -97,7 +92,7 @@ def test_what_the_decode_engine_has_cached_is_not_fetched_again(engines: Engines
 
 
 def test_many_at_once(engines: Engines) -> None:
-    prompts = [prompt_of(301 + 170 * i, 20 + i) for i in range(8)]  # no multiple of 128
+    prompts = [random_prompt(20 + i, 301 + 170 * i) for i in range(8)]  # no multiple of 128
     names = [engines.name() for _ in prompts]
     (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
     waiting = threading.Thread(
@@ -129,7 +124,7 @@ def preempt_while_computing(probe: EngineProbe, request: Ask) -> Answer:
 
 
 def test_a_preempted_prompt_is_handed_over_as_computed_last(engines: Engines) -> None:
-    prompt, name = prompt_of(2000, 30), engines.name()
+    prompt, name = random_prompt(30, 2000), engines.name()
     cold = engines.prefill[0][0].call(preempt_while_computing, Ask(name, prompt, 1))
     served = engines.decode[0][0].call(ask, Ask(name, prompt))
     check(cold, served, 2000)
@@ -161,14 +156,14 @@ def abort_while_waiting(probe: EngineProbe, request: Ask) -> int:
 
 def test_aborts_on_either_side(engines: Engines) -> None:
     (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
-    name, prompt = engines.name(), prompt_of(2000, 40)
+    name, prompt = engines.name(), random_prompt(40, 2000)
     prefill.call(abort_while_computing, Ask(name, prompt, 1))
     started = time.monotonic()
     served = decode.call(ask, Ask(name, prompt))
     assert time.monotonic() - started < 10
     assert served.finish_reason == "length"
     assert served.served.external_hit_tokens < 2000
-    assert decode.call(abort_while_waiting, Ask(engines.name(), prompt_of(1000, 41))) == 0
+    assert decode.call(abort_while_waiting, Ask(engines.name(), random_prompt(41, 1000))) == 0
     rest(engines)
 
 
@@ -176,15 +171,15 @@ def test_a_malformed_request_is_served_alone(engines: Engines) -> None:
     decode, _ = engines.decode[0]
     before = decode.counts().total("p2p_malformed_requests")
     bad = [
-        Ask("___prefill_addr_here___decode_addr_there_1", prompt_of(200, 50)),
-        Ask("bad-1", prompt_of(200, 51), params={"do_remote_prefill": True}),
-        Ask("bad-2", prompt_of(200, 52), params={"do_remote_prefill": "yes"}),
-        Ask("bad-3", prompt_of(200, 53), params=_elsewhere("10.9.8.7")),
+        Ask("___prefill_addr_here___decode_addr_there_1", random_prompt(50, 200)),
+        Ask("bad-1", random_prompt(51, 200), params={"do_remote_prefill": True}),
+        Ask("bad-2", random_prompt(52, 200), params={"do_remote_prefill": "yes"}),
+        Ask("bad-3", random_prompt(53, 200), params=_elsewhere("10.9.8.7")),
     ]
     for answer in decode.call(ask_all, bad):
         assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
     assert decode.counts().total("p2p_malformed_requests") == before + 4
-    check(*engines.hand_over(prompt_of(400, 54)), 400)
+    check(*engines.hand_over(random_prompt(54, 400)), 400)
 
 
 def _elsewhere(host: str, port: int = 9) -> dict[str, Any]:
@@ -199,7 +194,7 @@ def _elsewhere(host: str, port: int = 9) -> dict[str, Any]:
 def test_nobody_at_the_address_costs_a_recompute(engines: Engines) -> None:
     decode, _ = engines.decode[0]
     started = time.monotonic()
-    answer = decode.call(ask, Ask("gone-1", prompt_of(600, 60), params=_elsewhere("127.0.0.1")))
+    answer = decode.call(ask, Ask("gone-1", random_prompt(60, 600), params=_elsewhere("127.0.0.1")))
     assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
     assert time.monotonic() - started < 5
     rest(engines)
@@ -210,11 +205,11 @@ def test_prometheus_is_told_what_was_sent(engines: Engines, tiny_model: Path) ->
     (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
     both = prefill, decode
     before = [instance.call(metrics) for instance in both]
-    check(*engines.hand_over(prompt_of(1700, 65)), 1700)
-    check(*engines.hand_over_by_params(prompt_of(600, 66)), 600)
+    check(*engines.hand_over(random_prompt(65, 1700)), 1700)
+    check(*engines.hand_over_by_params(random_prompt(66, 600)), 600)
     unreachable = _elsewhere("127.0.0.1") | {"remote_request_id": "never asked for before"}
-    decode.call(ask, Ask("gone-2", prompt_of(500, 67), params=unreachable))
-    decode.call(ask, Ask("bad-5", prompt_of(200, 68), params=_elsewhere("10.9.8.7")))
+    decode.call(ask, Ask("gone-2", random_prompt(67, 500), params=unreachable))
+    decode.call(ask, Ask("bad-5", random_prompt(68, 200), params=_elsewhere("10.9.8.7")))
     after = [instance.call(metrics) for instance in both]
     sent, received = (
         {name: now[name] - then[name] for name in now if now[name] != then[name]}
@@ -271,7 +266,7 @@ def _signal_when_bytes_flow(engines: Engines, number: int) -> threading.Thread:
 
 
 def test_a_stalled_prefill_engine_costs_a_recompute(engines: Engines) -> None:
-    name, prompt = engines.name(), prompt_of(7900, 70)
+    name, prompt = engines.name(), random_prompt(70, 7900)
     computing = _prefill_in_background(engines, Ask(name, prompt, 1))
     striking = _signal_when_bytes_flow(engines, signal.SIGSTOP)
     started = time.monotonic()
@@ -284,12 +279,12 @@ def test_a_stalled_prefill_engine_costs_a_recompute(engines: Engines) -> None:
     assert answer.served.external_hit_tokens < 7900
     assert time.monotonic() - started < 15
     computing.join()
-    check(*engines.hand_over(prompt_of(500, 71)), 500)  # and it is used again
+    check(*engines.hand_over(random_prompt(71, 500)), 500)  # and it is used again
 
 
 def test_a_killed_prefill_engine_costs_a_recompute(engines: Engines) -> None:
     """Last of all: the prefill engine is gone after it."""
-    name, prompt = engines.name(), prompt_of(7900, 80)
+    name, prompt = engines.name(), random_prompt(80, 7900)
     computing = _prefill_in_background(engines, Ask(name, prompt, 1))
     striking = _signal_when_bytes_flow(engines, signal.SIGKILL)
     started = time.monotonic()

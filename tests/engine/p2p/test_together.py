@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.engine.p2p.test_handover import prompt_of
 from tests.support import ROOT
 from tests.support.handover import Answer, Ask, ask, ask_all
 from tests.support.instance import VllmInstance
 from tests.support.p2p_engines import Engines, kv_transfer, running
 from tests.support.p2p_instances import free_ports
 from tests.support.probe import EngineProbe
+from tests.support.prompts import random_prompt
 
 
 def multi(role: str, port: int, **extra: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def both(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_with_the_tiered_connector(both: Engines) -> None:
     """What was handed over is in the decode engine's tiers, and comes back from them."""
     prefill, decode = both.prefill[0][0], both.decode[0][0]
-    prompt = prompt_of(1300, 1)
+    prompt = random_prompt(1, 1300)
     for hand_over in (both.hand_over, both.hand_over_by_params):
         cold, served = hand_over(prompt)
         assert () != cold.served.block_digests == served.served.block_digests
@@ -73,7 +73,7 @@ def test_with_the_tiered_connector(both: Engines) -> None:
         prefill.reset_prefix_cache()
     handed_over, _ = decode.call(hit_tokens)
     assert handed_over == 2600
-    again = decode.call(ask, Ask("turn-two", [*prompt, *prompt_of(100, 2)]))
+    again = decode.call(ask, Ask("turn-two", [*prompt, *random_prompt(2, 100)]))
     assert decode.call(hit_tokens) == (2600, 1280)
     assert again.served.block_digests[:10] == cold.served.block_digests[:10]
     # The prefill engine's own tiers spare it the computation; that KV is handed over as well.
@@ -85,7 +85,7 @@ def test_with_the_tiered_connector(both: Engines) -> None:
         "remote_port": free_ports(1),
         "remote_request_id": "x",
     }
-    answer = decode.call(ask, Ask("gone", prompt_of(700, 3), params=gone))
+    answer = decode.call(ask, Ask("gone", random_prompt(3, 700), params=gone))
     assert answer.finish_reason == "length"
     decode.call(integrity)
 
@@ -101,7 +101,7 @@ def test_other_tensor_parallel_sizes(
         engines = Engines([(pair[0], ports[0])], [(pair[1], ports[1])], count())
         for way, hand_over in enumerate((engines.hand_over, engines.hand_over_by_params)):
             for num_tokens in (300, 3000):  # which neither engine has seen
-                cold, served = hand_over(prompt_of(num_tokens, 10 * num_tokens + way))
+                cold, served = hand_over(random_prompt(10 * num_tokens + way, num_tokens))
                 assert served.served.external_hit_tokens == num_tokens
                 assert () != served.served.shard_digests == cold.served.shard_digests
 
@@ -117,7 +117,7 @@ def test_a_hundred_requests_and_one_engine_of_four_killed(
     roles = ["kv_producer"] * 2 + ["kv_consumer"] * 2
     transfers = [kv_transfer(role, port) for role, port in zip(roles, ports, strict=True)]
     lengths = (200 + 37 * i % 1500 for i in range(100))
-    prompts = [prompt_of(n + (n % 128 == 0), n) for n in lengths]
+    prompts = [random_prompt(n, n + (n % 128 == 0)) for n in lengths]
     with running(
         tiny_model,
         tmp_path,
