@@ -22,8 +22,8 @@ from benchmarks.harness.engine_timings import seconds_for_all
 from benchmarks.harness.engines import Engines, Way
 from benchmarks.harness.ratios import median, median_ratio
 from benchmarks.harness.servers import warm_valkey
-from tests.support.engine_settings import tiered_transfer
-from tests.support.instance import VllmInstance
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.settings import tiered_transfer
 from tests.support.prompts import random_prompt
 
 _ALONE, _OURS = "alone", "ours"

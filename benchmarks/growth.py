@@ -41,11 +41,11 @@ from benchmarks.harness.engine_timings import (
 from benchmarks.harness.engines import Engines
 from benchmarks.harness.plots import panels
 from benchmarks.harness.servers import running_valkey
-from tests.support.engine_settings import tiered_transfer
-from tests.support.instance import VllmInstance
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
-from tests.support.servers import Server
-from tests.support.tiny_model import ModelShape
+from tests.support.redis.servers import Server
 
 SLACK = 0.3
 _TAIL = 3

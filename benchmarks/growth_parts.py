@@ -23,9 +23,9 @@ from benchmarks.harness.redis_tier import (
 from lmcache_connector.plans import CacheEvent, RankReport
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.storage.geometry import ChunkGeometry
-from tests.support.probe import EngineProbe
-from tests.support.servers import Server
-from tests.support.slow_proxy import SlowLink, proxy_process
+from tests.support.engines.probe import EngineProbe
+from tests.support.redis.servers import Server
+from tests.support.redis.slow_proxy import SlowLink, proxy_process
 
 # 64 KiB a chunk: what grows here is their number.
 SMALL = ChunkGeometry(

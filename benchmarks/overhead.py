@@ -37,8 +37,8 @@ from benchmarks.harness.engine_timings import (
 from benchmarks.harness.engines import MODELS, Engines, Way
 from benchmarks.harness.ratios import in_turn, median, pairwise, spread
 from benchmarks.harness.servers import warm_valkey
-from tests.support.engine_settings import tiered_transfer
-from tests.support.instance import VllmInstance
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.settings import tiered_transfer
 from tests.support.prompts import random_prompt
 
 LOOKUP_TOKENS = 32_000

@@ -18,12 +18,12 @@ from rich.progress import Progress
 
 from benchmarks.harness.engines import Engines
 from benchmarks.peers.raw_socket import RawSocket
-from tests.support.handover import Ask, ask
-from tests.support.p2p_engines import Engines as PrefillDecode
-from tests.support.p2p_engines import kv_transfer, running
-from tests.support.p2p_instances import free_ports
+from tests.support.engines.handover import Ask, ask
+from tests.support.engines.p2p_engines import Engines as PrefillDecode
+from tests.support.engines.p2p_engines import kv_transfer, running
+from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.tiny_model import DEMO_SHAPE
 from tests.support.prompts import random_prompt
-from tests.support.tiny_model import DEMO_SHAPE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ from benchmarks.peers.raw_resp import RawSettings, RawValue, get_all, set_all
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
-from tests.support.servers import Server, redis_binary, running_server, valkey_binary
+from tests.support.redis.servers import Server, redis_binary, running_server, valkey_binary
 
 LLAMA_3_8B = ChunkGeometry(
     num_tokens=256,

@@ -2,8 +2,8 @@
 
 Writers run first, each alone, and leave. Then readers start, with nothing but the server in common
 with them. Bytes are compared per KV head over all layers, in the order tokens have by their meaning
-(:mod:`tests.support.kv_digests`): neither block sizes nor ranks nor our own idea of a layout
-matter.
+(:mod:`tests.support.engines.kv_digests`): neither block sizes nor ranks nor our own idea of a
+layout matter.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rich.progress import Progress
 
 from benchmarks.harness.engines import Engines
 from benchmarks.harness.ratios import median
-from tests.support.engine_settings import tiered_transfer
-from tests.support.instance import VllmInstance
-from tests.support.probe import DIGEST_TOKENS, Served
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.probe import DIGEST_TOKENS, Served
+from tests.support.engines.settings import tiered_transfer
 from tests.support.prompts import random_prompt
-from tests.support.servers import running_server, valkey_binary
+from tests.support.redis.servers import running_server, valkey_binary
 
 _WARM_UP_TOKENS = 700
 

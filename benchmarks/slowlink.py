@@ -37,11 +37,11 @@ from benchmarks.harness.plots import panels
 from benchmarks.harness.ratios import median, median_ratio
 from benchmarks.harness.results import FOLDER
 from benchmarks.harness.servers import warm_valkey
-from tests.support.engine_settings import tiered_transfer
-from tests.support.instance import InstanceError, VllmInstance
-from tests.support.probe import EngineProbe
+from tests.support.engines.instance import InstanceError, VllmInstance
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import tiered_transfer
 from tests.support.prompts import random_prompt
-from tests.support.slow_proxy import SlowLink, proxy_process
+from tests.support.redis.slow_proxy import SlowLink, proxy_process
 
 MB_PER_S = (1, 3, 10, 30, 100, 300, 1000)
 LATENCIES_MS = (0, 20, 200)

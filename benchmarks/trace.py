@@ -39,10 +39,10 @@ from benchmarks.harness.workloads import (
     working_set_tokens,
 )
 from benchmarks.peers.connectors import lmcache_server, reason
-from tests.support.api_server import ApiServer
-from tests.support.engine_settings import tiered_transfer
+from tests.support.engines.api_server import ApiServer
+from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.tiny_model import DEMO_SHAPE
 from tests.support.processes import ServerError
-from tests.support.tiny_model import DEMO_SHAPE
 
 LOADS = (0.7, 2.0)
 PAGED_CACHE_MIB, CPU_TIER_GIB, PEER_GIB = 64, 0.15, 3.0

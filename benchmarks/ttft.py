@@ -40,9 +40,9 @@ from benchmarks.harness.plots import panels
 from benchmarks.harness.ratios import in_turn, median, pairwise, spread
 from benchmarks.harness.servers import warm_valkey
 from benchmarks.peers.connectors import TRANSFERS, let_numba_come_early, lmcache_server, reason
-from tests.support.engine_settings import tiered_transfer
-from tests.support.instance import InstanceError, VllmInstance
-from tests.support.probe import EngineProbe
+from tests.support.engines.instance import InstanceError, VllmInstance
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import tiered_transfer
 from tests.support.processes import ServerError
 from tests.support.prompts import random_prompt
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.engine_settings import tiered_transfer
-from tests.support.instance import InstanceError, VllmInstance
-from tests.support.probe import EngineProbe, Served
+from tests.support.engines.instance import InstanceError, VllmInstance
+from tests.support.engines.probe import EngineProbe, Served
+from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.tiny_model import DEMO_SHAPE, build_tiny_model
 from tests.support.prompts import random_prompt
-from tests.support.servers import running_server, valkey_binary
-from tests.support.tiny_model import DEMO_SHAPE, build_tiny_model
+from tests.support.redis.servers import running_server, valkey_binary
 
 _WARM_UP_TOKENS = 700
 

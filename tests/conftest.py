@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.instance import VllmInstance, forks_from
-from tests.support.servers import Server, running_server, valkey_binary
-from tests.support.tiny_model import TINY, build_tiny_model
+from tests.support.engines.instance import VllmInstance, forks_from
+from tests.support.engines.tiny_model import TINY, build_tiny_model
+from tests.support.redis.servers import Server, running_server, valkey_binary
 
-VllmInstance.context = forks_from("tests.support.vllm_imports")
+VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny random Llama and its tokenizer; see :mod:`tests.support.tiny_model`."""
+    """Folder of a tiny random Llama and its tokenizer."""
     return build_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 

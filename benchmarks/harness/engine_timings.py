@@ -1,6 +1,6 @@
 """What benchmarks measure inside an engine's process.
 
-All are top-level functions for :meth:`tests.support.instance.VllmInstance.call`.
+All are top-level functions for :meth:`tests.support.engines.instance.VllmInstance.call`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.support.engine_calls import chunk_keys, forget_unseen, worker_of
-from tests.support.probe import EngineProbe
+from tests.support.engines.calls import chunk_keys, forget_unseen, worker_of
+from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 
 _MAX_STEPS = 200_000

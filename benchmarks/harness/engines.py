@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.engine_timings import come_to_rest, without_connector
-from tests.support.api_server import ApiServer, started_api
-from tests.support.instance import VllmInstance
-from tests.support.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
+from tests.support.engines.api_server import ApiServer, started_api
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
 
 # With random weights. "large" is large for two cores.
 MODELS = {
@@ -42,7 +42,7 @@ class Engines(contextlib.ExitStack):
     ) -> VllmInstance:
         """An instance that is not started yet, for those that leave before the others.
 
-        ``options`` are those of :class:`~tests.support.instance.VllmInstance`.
+        ``options`` are those of :class:`~tests.support.engines.instance.VllmInstance`.
         """
         return VllmInstance(self.model, transfer, self.folder / f"{name}.log", **options)
 

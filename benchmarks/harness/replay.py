@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.api_server import ApiServer
+from tests.support.engines.api_server import ApiServer
 
 
 @dataclass(frozen=True)

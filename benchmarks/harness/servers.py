@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, running_server, valkey_binary
 
 _FILLER = bytes(512 << 10)
 _FILLERS_PER_MIB = (1 << 20) // len(_FILLER)

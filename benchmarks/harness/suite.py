@@ -21,7 +21,7 @@ from benchmarks.harness import report
 from benchmarks.harness.app import BENCHMARKS, emit
 from tests.support import ROOT
 from tests.support.processes import end_session
-from tests.support.servers import redis_binary
+from tests.support.redis.servers import redis_binary
 
 _MAX_SECONDS = 1200.0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.processes import running_process, wait_until_healthy
-from tests.support.servers import free_port
+from tests.support.redis.servers import free_port
 
 _START_SECONDS = 120.0
 

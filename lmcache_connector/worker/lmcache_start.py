@@ -42,7 +42,7 @@ for _name in _ORDINARY:
 
 REDIS_BACKEND = "redis"
 """What LMCache calls the Redis tier among its storage backends."""
-_PLUGIN_MODULE = "lmcache_connector.storage.redis.lmcache_plugin"
+_PLUGIN_MODULE = "lmcache_connector.worker.lmcache_redis"
 _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 

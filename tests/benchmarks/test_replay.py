@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.harness.replay import CachedTokens, cached_tokens
 from benchmarks.peers.connectors import reason
-from tests.support.api_server import ApiServer
+from tests.support.engines.api_server import ApiServer
 from tests.support.processes import ServerError
 
 METRICS = """\

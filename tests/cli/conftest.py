@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.command_line import Cli, call_cli
-from tests.support.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, running_server, valkey_binary
 
 
 @pytest.fixture

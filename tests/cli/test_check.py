@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.command_line import Cli, CliResult
-from tests.support.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, running_server, valkey_binary
 
 
 def transfer(**extra: Any) -> str:

@@ -19,7 +19,7 @@ from examples.disaggregated.registry import Registry
 from lmcache_connector.cli.check.transfer import DEFAULT_KV_PORT, TRANSFER_KEYS
 from lmcache_connector.p2p.heartbeat import Registration, tell
 from tests.support.command_line import Cli, CliResult
-from tests.support.p2p_instances import free_ports
+from tests.support.engines.p2p_instances import free_ports
 
 SECRET = "open-sesame-open-sesame"
 

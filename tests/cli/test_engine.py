@@ -19,7 +19,7 @@ from lmcache_connector.cli.engine.top import sparkline
 from lmcache_connector.metrics.samples import Samples
 from tests.support.command_line import Cli
 from tests.support.prometheus import prom_metrics
-from tests.support.servers import free_port
+from tests.support.redis.servers import free_port
 
 
 class Engine:

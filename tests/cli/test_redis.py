@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from lmcache_connector.storage.redis.value_names import parse_value_name
-from tests.support.chunks import GEOMETRY, chunk_key, open_tier, put_all
 from tests.support.command_line import Cli
-from tests.support.servers import Server
+from tests.support.redis.chunks import GEOMETRY, chunk_key, open_tier, put_all
+from tests.support.redis.servers import Server
 
 HASH_KEY = "a secret of enough bytes"
 VALUES_PER_CHUNK = 2 * 2  # heads, values per head

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support import ROOT
-from tests.support.chunks import chunk_key, open_tier, put_all
 from tests.support.command_line import Cli
-from tests.support.server_groups import Cluster, certificates, running_cluster
-from tests.support.servers import Server, redis_binary, running_server, valkey_binary
+from tests.support.redis.chunks import chunk_key, open_tier, put_all
+from tests.support.redis.server_groups import Cluster, certificates, running_cluster
+from tests.support.redis.servers import Server, redis_binary, running_server, valkey_binary
 
 VALUES_PER_CHUNK = 4
 

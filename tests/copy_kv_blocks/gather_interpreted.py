@@ -14,7 +14,7 @@ import torch
 from lmcache_connector.copy_kv_blocks.cuda_gather import RowCopyKernel
 from lmcache_connector.copy_kv_blocks.cuda_staging import stage
 from lmcache_connector.copy_kv_blocks.plan import plan_copy
-from tests.support.copy_reference import (
+from tests.support.doubles.copy_reference import (
     LAYOUTS,
     Chunks,
     Paged,

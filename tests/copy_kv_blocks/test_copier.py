@@ -20,7 +20,7 @@ from lmcache_connector.copy_kv_blocks.copier import (
 from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
-from tests.support.copy_reference import (
+from tests.support.doubles.copy_reference import (
     LAYOUTS,
     Chunks,
     Paged,

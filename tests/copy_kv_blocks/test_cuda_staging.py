@@ -13,7 +13,7 @@ import pytest
 from lmcache_connector.copy_kv_blocks.cuda_staging import covers_chunks, expand, stage
 from lmcache_connector.copy_kv_blocks.plan import plan_copy
 from tests.support import ROOT
-from tests.support.copy_reference import LAYOUTS, chunks, expected_blocks, paged, same
+from tests.support.doubles.copy_reference import LAYOUTS, chunks, expected_blocks, paged, same
 
 COMPILE = """
 import sys

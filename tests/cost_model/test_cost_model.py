@@ -14,7 +14,7 @@ from lmcache_connector.cost_model.cost_model import MIN_DEADLINE_SECONDS, STALL_
 from lmcache_connector.cost_model.decision import LoadOffer, Reason
 from lmcache_connector.cost_model.tier_speed import QUIET_SECONDS
 from lmcache_connector.plans import Tier
-from tests.support.simulated_instance import (
+from tests.support.doubles.simulated_instance import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
     CPU_BYTES_PER_SECOND,

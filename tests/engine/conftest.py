@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_settings import kv_transfer
-from tests.support.instance import StartInstance, VllmInstance
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.settings import kv_transfer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,14 +15,14 @@ import msgspec
 import pytest
 import zmq
 
-from tests.support.asks import Ask, Round, add, ask_all
-from tests.support.engine_calls import check_integrity, preemptions, reset_everything
-from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
-from tests.support.instance import StartInstance, VllmInstance
-from tests.support.probe import EngineProbe
+from tests.support.engines.asks import Ask, Round, add, ask_all
+from tests.support.engines.calls import check_integrity, preemptions, reset_everything
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
-from tests.support.redis_values import wait_for_values
-from tests.support.servers import Server, free_port
+from tests.support.redis.servers import Server, free_port
+from tests.support.redis.values import wait_for_values
 
 CHUNK_BYTES = 1 << 20
 NUM_BLOCKS = 28

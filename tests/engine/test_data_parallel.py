@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.api_server import ApiServer, running_api
-from tests.support.engine_settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.api_server import ApiServer, running_api
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
-from tests.support.servers import Server
+from tests.support.redis.servers import Server
 
 PROMPT_TOKENS, FULL_CHUNKS = 1500, 5
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(600)]

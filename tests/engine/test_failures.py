@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_connector.scheduler.background_lookup import PENDING
-from tests.support.engine_calls import check_integrity, forget_unseen, worker_of
-from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
-from tests.support.instance import StartInstance, VllmInstance
-from tests.support.probe import EngineProbe, Served
+from tests.support.engines.calls import check_integrity, forget_unseen, worker_of
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.probe import EngineProbe, Served
+from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
-from tests.support.redis_values import value_names, wait_for_values
-from tests.support.servers import Server, free_port
+from tests.support.redis.servers import Server, free_port
+from tests.support.redis.values import value_names, wait_for_values
 
 NUM_TOKENS = 2100
 FULL = 2048

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.asks import Ask, Round, ask_again, ask_all
-from tests.support.engine_calls import check_integrity
-from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
-from tests.support.instance import StartInstance, VllmInstance
-from tests.support.probe import EngineProbe
+from tests.support.engines.asks import Ask, Round, ask_again, ask_all
+from tests.support.engines.calls import check_integrity
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
+from tests.support.engines.tiny_variants import IMAGE_TOKENS, build_adapter, build_seeing_model
 from tests.support.prompts import random_prompt
-from tests.support.tiny_variants import IMAGE_TOKENS, build_adapter, build_seeing_model
 
 NUM_TOKENS = 700
 FULL = 512

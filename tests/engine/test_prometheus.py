@@ -19,11 +19,11 @@ import pytest
 import yaml
 
 from tests.support import ROOT
-from tests.support.api_server import running_api
 from tests.support.dashboard import dashboard
-from tests.support.engine_settings import kv_transfer
+from tests.support.engines.api_server import running_api
+from tests.support.engines.settings import kv_transfer
 from tests.support.prompts import random_prompt
-from tests.support.servers import Server, free_port
+from tests.support.redis.servers import Server, free_port
 
 EXAMPLE = ROOT / "examples" / "observability"
 # By reason or result: no series before there was one. Every hit is loaded, and none from Redis.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine_settings import kv_transfer
-from tests.support.instance import InstanceError, StartInstance, VllmInstance
-from tests.support.tiny_model import ModelShape, build_tiny_model
+from tests.support.engines.instance import InstanceError, StartInstance, VllmInstance
+from tests.support.engines.settings import kv_transfer
+from tests.support.engines.tiny_model import ModelShape, build_tiny_model
 
 
 def refusal(instance: VllmInstance) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engine_calls import check_integrity, chunk_keys
-from tests.support.engine_settings import kv_transfer
-from tests.support.instance import StartInstance
+from tests.support.engines.calls import check_integrity, chunk_keys
+from tests.support.engines.instance import StartInstance
+from tests.support.engines.settings import kv_transfer
 from tests.support.prompts import random_prompt
-from tests.support.redis_values import wait_for_values
-from tests.support.servers import Server
+from tests.support.redis.servers import Server
+from tests.support.redis.values import wait_for_values
 
 
 def test_a_producer_stores_and_a_consumer_loads(start: StartInstance, valkey: Server) -> None:

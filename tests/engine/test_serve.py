@@ -21,11 +21,11 @@ from lmcache_connector.cli.app import app
 from lmcache_connector.cli.engine.bench import model_token_bytes
 from lmcache_connector.metrics.table import METRICS, Kind
 from tests.support import ROOT
-from tests.support.api_server import ApiServer, running_api
 from tests.support.dashboard import used_metrics
-from tests.support.engine_settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.api_server import ApiServer, running_api
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
-from tests.support.servers import Server
+from tests.support.redis.servers import Server
 
 # Room for about 50 chunks: the others push a prompt out of memory, and it comes from Redis.
 CPU_GIB = 0.05

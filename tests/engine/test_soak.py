@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.engine_calls import check_integrity
-from tests.support.engine_settings import kv_transfer
-from tests.support.instance import StartInstance
-from tests.support.servers import Server, running_server, valkey_binary
-from tests.support.storm import StormReport, run_storm
+from tests.support.engines.calls import check_integrity
+from tests.support.engines.instance import StartInstance
+from tests.support.engines.settings import kv_transfer
+from tests.support.engines.storm import StormReport, run_storm
+from tests.support.redis.servers import Server, running_server, valkey_binary
 
 MIB = 1 << 20
 _FLAT_BYTES = 100 * MIB

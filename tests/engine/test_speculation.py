@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.asks import Ask, Round, ask_all, far_blocks, kv_at_first_token
-from tests.support.engine_calls import check_integrity
-from tests.support.engine_settings import BLOCK_SIZE, kv_transfer
-from tests.support.instance import StartInstance, VllmInstance
-from tests.support.probe import EngineProbe
+from tests.support.engines.asks import Ask, Round, ask_all, far_blocks, kv_at_first_token
+from tests.support.engines.calls import check_integrity
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
 
 NGRAM = {

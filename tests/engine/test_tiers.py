@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_calls import abort_after, check_integrity, reset_everything
-from tests.support.engine_settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
-from tests.support.instance import StartInstance, VllmInstance
-from tests.support.probe import EngineProbe, Served
+from tests.support.engines.calls import abort_after, check_integrity, reset_everything
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.probe import EngineProbe, Served
+from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
-from tests.support.redis_values import wait_for_values
-from tests.support.servers import Server
+from tests.support.redis.servers import Server
+from tests.support.redis.values import wait_for_values
 
 
 @pytest.fixture(scope="module")

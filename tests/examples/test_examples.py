@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
-from tests.support.servers import Server, free_port
+from tests.support.redis.servers import Server, free_port
 
 NUM_WORDS = 3000  # and as many tokens, of which 23 chunks of 128 are full
 FULL_CHUNKS_TOKENS = 2944

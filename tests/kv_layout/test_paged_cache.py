@@ -12,7 +12,7 @@ from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.overlap import Box, find_overlap, spans
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout
 from lmcache_connector.storage.geometry import ChunkGeometry
-from tests.support.copy_reference import LAYOUTS, paged
+from tests.support.doubles.copy_reference import LAYOUTS, paged
 
 SPEC = LayerSpec(num_kv_heads=2, block_size=16, content_bytes=24)
 GEOMETRY = ChunkGeometry(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmcache_connector.p2p.heartbeat import Heartbeat, Registration
-from tests.support.servers import free_port
+from tests.support.redis.servers import free_port
 
 
 def test_a_heartbeat_survives_a_router_that_is_not_there() -> None:

@@ -1,6 +1,6 @@
 """The scheduler side under vLLM's real scheduler, over long random lives of many requests.
 
-Every block access of every job is checked by :mod:`tests.support.shadow_worker`.
+Every block access of every job is checked by :mod:`tests.support.doubles.shadow_worker`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lmcache_connector.metrics.samples import split_key
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Outcome
 from lmcache_connector.scheduler.kv_events import BlocksRemoved, BlocksStored, KvEventLog
-from tests.support.shadow_engine import ShadowEngine, Shape
-from tests.support.shadow_worker import BLOCK_SIZE, VOCABULARY, Faults
+from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_worker import BLOCK_SIZE, VOCABULARY, Faults
 
 CHUNK = 2 * BLOCK_SIZE
 SHAPES = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.plans import ForwardTime, PrefillWork, RankReport
-from tests.support.shadow_engine import ShadowEngine, Shape
-from tests.support.shadow_worker import VOCABULARY
+from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_worker import VOCABULARY
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.vllm_compat.model import describe_model
-from tests.support.tiny_model import TINY
+from tests.support.engines.tiny_model import TINY
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 

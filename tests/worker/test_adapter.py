@@ -31,8 +31,8 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from tests.support.servers import Server, running_server, valkey_binary
-from tests.support.slow_proxy import SlowLink, slow_proxy
+from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
 CHUNK_TOKENS, NUM_BLOCKS = 32, 128

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_connector.cli.engine.bench import model_token_bytes
-from tests.support.handover import (
+from tests.support.engines.handover import (
     Answer,
     Ask,
     add,
@@ -23,9 +23,9 @@ from tests.support.handover import (
     log_stats,
     metrics,
 )
-from tests.support.instance import VllmInstance
-from tests.support.p2p_engines import Engines
-from tests.support.probe import EngineProbe
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.p2p_engines import Engines
+from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 
 

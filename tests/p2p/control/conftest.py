@@ -13,7 +13,7 @@ from lmcache_connector.p2p.control.client import ControlClient
 from lmcache_connector.p2p.control.messages import Card, Message
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.control.server import ControlServer
-from tests.support.servers import free_port
+from tests.support.redis.servers import free_port
 
 CARD = Card(
     engine_id="engine",

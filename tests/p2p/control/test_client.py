@@ -13,7 +13,7 @@ from lmcache_connector.p2p.control.client import ControlClient
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.reasons import Reason
 from tests.p2p.control.conftest import CARD, SECRET
-from tests.support.servers import free_port
+from tests.support.redis.servers import free_port
 
 
 def test_nobody_there_is_known_at_once(context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_connector.p2p.plans import Drop, HandoverHold, HandoverPlan, Release, Save, Start
 from lmcache_connector.p2p.reasons import Cause, Reason
-from tests.support.p2p_instances import (
+from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,
     DIGEST,
     NUM_HEADS,

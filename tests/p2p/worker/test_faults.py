@@ -13,8 +13,7 @@ from lmcache_connector.p2p.data.base import KeyOf, Sink
 from lmcache_connector.p2p.data.tcp import TcpTransport
 from lmcache_connector.p2p.plans import HandoverResult
 from lmcache_connector.p2p.reasons import Reason
-from tests.support.fault_proxy import Direction, Fault, FaultProxy, Kind, fault_proxy
-from tests.support.p2p_instances import (
+from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,
     NUM_HEADS,
     NUM_LAYERS,
@@ -25,6 +24,7 @@ from tests.support.p2p_instances import (
     check_all_arrived,
     running_instance,
 )
+from tests.support.redis.fault_proxy import Direction, Fault, FaultProxy, Kind, fault_proxy
 
 PROMPT_BYTES = len(OTHERS) * NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * WIDTH
 
@@ -117,7 +117,7 @@ def test_the_data_connection_breaks(pair: Pair, mode: str, kind: Kind, share: fl
 
 
 def _end_connections(proxy: FaultProxy) -> None:
-    from tests.support.fault_proxy import _cut
+    from tests.support.redis.fault_proxy import _cut
 
     proxy.arm(None)
     with proxy._lock:

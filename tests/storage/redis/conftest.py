@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.servers import Server, redis_binary, running_server, valkey_binary
+from tests.support.redis.servers import Server, redis_binary, running_server, valkey_binary
 
 NEEDS_REDIS = "needs redis-server; .ci/run installs Debian's redis-server package"
 

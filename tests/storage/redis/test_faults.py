@@ -18,7 +18,7 @@ from lmcache_connector.storage.chunk_codec import HEADER_BYTES
 from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from tests.support.chunks import (
+from tests.support.redis.chunks import (
     GEOMETRY,
     Ends,
     chunk_data,
@@ -28,9 +28,9 @@ from tests.support.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.fault_proxy import Direction, Fault, FaultProxy, Kind, fault_proxy
-from tests.support.server_groups import wait_until
-from tests.support.servers import Server, running_server
+from tests.support.redis.fault_proxy import Direction, Fault, FaultProxy, Kind, fault_proxy
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.servers import Server, running_server
 
 DEADLINE_SECONDS = 0.5
 GRACE_SECONDS = 5.0

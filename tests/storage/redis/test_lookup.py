@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from tests.support.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
-from tests.support.server_groups import wait_until
-from tests.support.servers import Server, running_server
+from tests.support.redis.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.servers import Server, running_server
 
 
 @contextmanager

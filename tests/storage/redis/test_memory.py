@@ -10,7 +10,7 @@ import pytest
 from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
-from tests.support.chunks import (
+from tests.support.redis.chunks import (
     GEOMETRY,
     Ends,
     chunk_data,
@@ -20,9 +20,9 @@ from tests.support.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.fault_proxy import Direction, Fault, Kind, fault_proxy
-from tests.support.server_groups import wait_until
-from tests.support.servers import Server, running_server
+from tests.support.redis.fault_proxy import Direction, Fault, Kind, fault_proxy
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.servers import Server, running_server
 
 # A few MiB; an empty server takes one or two of them.
 MAX_MEMORY = 5 << 20

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from tests.support.chunks import GEOMETRY, chunk_key, config, get_all, open_tier, put_all
-from tests.support.servers import Server, free_port
+from tests.support.redis.chunks import GEOMETRY, chunk_key, config, get_all, open_tier, put_all
+from tests.support.redis.servers import Server, free_port
 
 SECRETS = ("hunter2", "us3rname", "another-s3cret")
 

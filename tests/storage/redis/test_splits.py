@@ -16,8 +16,8 @@ from lmcache_connector.kv_layout.topology import RankTopology, all_ranks
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from tests.support.chunks import Ends, chunk_key, config
-from tests.support.servers import Server
+from tests.support.redis.chunks import Ends, chunk_key, config
+from tests.support.redis.servers import Server
 
 LAYERS, HEADS, TOKENS, WIDTH = 12, 4, 16, 64
 LAYER_BYTES = TOKENS * WIDTH

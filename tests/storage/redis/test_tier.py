@@ -13,7 +13,7 @@ from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import Node, SingleTopology
 from lmcache_connector.storage.redis.value_names import chunk_tag
-from tests.support.chunks import (
+from tests.support.redis.chunks import (
     GEOMETRY,
     Ends,
     chunk_data,
@@ -23,8 +23,8 @@ from tests.support.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.server_groups import wait_until
-from tests.support.servers import Server
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.servers import Server
 
 
 @pytest.fixture(params=["tcp", "unix"])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
-from tests.support.chunks import GEOMETRY, Ends, chunk_data, chunk_key, config
-from tests.support.servers import Server
+from tests.support.redis.chunks import GEOMETRY, Ends, chunk_data, chunk_key, config
+from tests.support.redis.servers import Server
 
 
 class Tier(Protocol):

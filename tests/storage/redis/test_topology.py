@@ -11,7 +11,7 @@ from redis.crc import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.value_names import chunk_tag
-from tests.support.chunks import (
+from tests.support.redis.chunks import (
     GEOMETRY,
     chunk_data,
     chunk_key,
@@ -20,7 +20,7 @@ from tests.support.chunks import (
     open_tier,
     put_all,
 )
-from tests.support.server_groups import (
+from tests.support.redis.server_groups import (
     Certificates,
     Cluster,
     Watched,
@@ -29,7 +29,7 @@ from tests.support.server_groups import (
     running_sentinels,
     wait_until,
 )
-from tests.support.servers import Server, running_server
+from tests.support.redis.servers import Server, running_server
 
 
 def holds(tier: RedisTier, indices: range) -> bool:

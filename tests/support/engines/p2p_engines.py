@@ -10,8 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.support.handover import Answer, Ask, ask
-from tests.support.instance import VllmInstance
+from tests.support.engines.handover import Answer, Ask, ask
+from tests.support.engines.instance import VllmInstance
 
 
 def kv_transfer(role: str, port: int, **extra: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from lmcache_connector.metrics.samples import Samples
-from tests.support.probe import EngineProbe, Served
+from tests.support.engines.probe import EngineProbe, Served
 
 _START_SECONDS = 600.0
 _ANSWER_SECONDS = 600.0
@@ -35,7 +35,7 @@ class InstanceError(RuntimeError):
 
 
 class VllmInstance:
-    """Runs an :class:`~tests.support.probe.EngineProbe` in a new process; use it in a ``with``.
+    """Runs an :class:`EngineProbe` in a new process; use it in a ``with``.
 
     ``engine_args`` go to :class:`EngineProbe`. ``prepare()``, a top-level function, runs in the new
     process before the engine starts. Entering waits until the engine serves, and raises

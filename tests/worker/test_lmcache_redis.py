@@ -19,11 +19,11 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.counters import WriteEnd
-from lmcache_connector.storage.redis.lmcache_plugin import TIER, RedisStoragePlugin, chunk_bytes
 from lmcache_connector.storage.redis.tier import RedisTier
-from tests.support.chunks import chunk_key, config
-from tests.support.fault_proxy import Fault, Kind, fault_proxy
-from tests.support.servers import Server
+from lmcache_connector.worker.lmcache_redis import TIER, RedisStoragePlugin, chunk_bytes
+from tests.support.redis.chunks import chunk_key, config
+from tests.support.redis.fault_proxy import Fault, Kind, fault_proxy
+from tests.support.redis.servers import Server
 
 # LMCache's allocator works in pages; 64 KiB a chunk makes a few hundred fit its smallest pool.
 GEOMETRY = ChunkGeometry(16, 0, (512,) * 4, (0, 1), 2, "bfloat16")
@@ -35,6 +35,14 @@ def data(index: int) -> bytes:
 
 def engine_key(index: int) -> CacheEngineKey:
     return CacheEngineKey("m", 1, 0, int.from_bytes(chunk_key(index), "big"), torch.uint8)
+
+
+@pytest.fixture
+def valkey(valkey: Server) -> Server:
+    """A running Valkey, empty."""
+    with valkey.client() as client:
+        client.flushall()
+    return valkey
 
 
 class Instance:

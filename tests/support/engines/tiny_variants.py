@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_model import ModelShape
+from tests.support.engines.tiny_model import ModelShape
 
 _RANK = 8
 _IMAGE_TOKEN = "<image>"

@@ -12,7 +12,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from tests.support.probe import EngineProbe
+from tests.support.engines.probe import EngineProbe
 
 _MAX_STEPS = 100_000
 

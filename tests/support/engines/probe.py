@@ -16,7 +16,7 @@ from typing import Any
 
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import PREFIX
-from tests.support.kv_digests import block_digests, digest_on_rank, shard_digests
+from tests.support.engines.kv_digests import block_digests, digest_on_rank, shard_digests
 
 DIGEST_TOKENS = 256
 _MAX_STEPS = 200_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tests.support.servers import Server
+from tests.support.redis.servers import Server
 
 _WRITE_SECONDS = 10.0
 

@@ -32,7 +32,7 @@ from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.plans import StepOutput
 from lmcache_connector.storage.geometry import ChunkGeometry
-from tests.support.servers import free_port
+from tests.support.redis.servers import free_port
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64

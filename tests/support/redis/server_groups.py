@@ -17,7 +17,7 @@ from pathlib import Path
 
 import redis
 
-from tests.support.servers import Server, free_port, running_server
+from tests.support.redis.servers import Server, free_port, running_server
 
 NUM_SLOTS = 16384
 MASTER = "cache"

@@ -20,9 +20,9 @@ from blake3 import blake3
 
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import LoadJob, StoreJob
-from tests.support.asks import Ask, far_blocks, kv_at_first_token
-from tests.support.engine_calls import preemptions, worker_of
-from tests.support.probe import EngineProbe
+from tests.support.engines.asks import Ask, far_blocks, kv_at_first_token
+from tests.support.engines.calls import preemptions, worker_of
+from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 
 _MAX_IN_FLIGHT = 10

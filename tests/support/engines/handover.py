@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.probe import EngineProbe, Finished, Served
+from tests.support.engines.probe import EngineProbe, Finished, Served
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.support.probe import EngineProbe
+from tests.support.engines.probe import EngineProbe
 
 
 def check_integrity(probe: EngineProbe) -> None:

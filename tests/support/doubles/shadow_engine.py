@@ -46,7 +46,7 @@ from lmcache_connector.scheduler.background_lookup import (
     LookupAnswer,
 )
 from lmcache_connector.scheduler.hit_finder import RedisHitFinder
-from tests.support.shadow_worker import (
+from tests.support.doubles.shadow_worker import (
     BLOCK_SIZE,
     VOCABULARY,
     Cells,
