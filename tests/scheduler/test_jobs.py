@@ -1,0 +1,40 @@
+"""A job from its planning to the last rank's report."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
+from lmcache_connector.scheduler.jobs import PlannedJobs
+from lmcache_connector.scheduler.request_state import RequestState
+
+STATE = RequestState(
+    SimpleNamespace(request_id="r"), RequestKeys(PrefixHasher({}, 256), RequestIdentity())
+)
+
+
+def take(jobs: PlannedJobs) -> StepPlan:
+    return jobs.take_plan(vacated_stores=(), idle=False, prefill=None, probe=False)
+
+
+@pytest.mark.parametrize("arrived", [(1, 3), (3, 1)])
+def test_a_job_is_in_one_plan_and_ends_with_what_arrived_on_all_ranks(
+    arrived: tuple[int, int],
+) -> None:
+    jobs = PlannedJobs(num_ranks=2)
+    job = LoadJob(jobs.new_id(), "r", (b"a", b"b", b"c"), ((0, 1, 2),), 0, 1.0, False, 0)
+    jobs.add(STATE, job)
+    assert take(jobs) == StepPlan(loads=(job,))
+    assert take(jobs) == StepPlan()
+    ends = []
+    for num_chunks in arrived:
+        assert len(jobs) == 1
+        result = JobResult(job.job_id, Outcome.MISSING, num_chunks, 0, 0, 0.0)
+        planned, has_ended = jobs.report(result)
+        ends.append(has_ended)
+    assert ends == [False, True]
+    assert (planned.num_chunks, len(planned.results), len(jobs)) == (1, 2, 0)
