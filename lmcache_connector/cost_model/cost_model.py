@@ -174,19 +174,22 @@ class CostModel:
     # -- the choice ----------------------------------------------------------------------------
 
     def _best_with_trial(self, offer: LoadOffer, compute_seconds: float) -> _Prefix:
-        """The best prefix. If it leaves out a tier nothing was heard of for a minute, the best with
-        that tier's calibration, which is kept where it makes a difference."""
+        """The best prefix. If it leaves out a tier nothing was heard of for a minute, and that
+        tier's calibration says that a load pays, one chunk of the tier is added on trial."""
         best = self._best(offer, compute_seconds)
         if best.num_chunks == len(offer.tiers):
             return best
         now, left_out = self._clock(), offer.tiers[best.num_chunks]
         learned = self._tiers[left_out]
-        if not learned.is_outdated(now):
+        if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
-        self._tiers[left_out] = learned.on_trial_from(now)
-        with_trial = self._best(offer, compute_seconds)
-        if with_trial.num_chunks > best.num_chunks:
-            return with_trial
+        self._tiers[left_out] = calibrated = learned.calibrated_only(now)
+        trial = self._prefix(offer, best.num_chunks + 1)
+        # One chunk alone may not pay where the whole hit does.
+        pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
+        if pays and trial.load_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE):
+            calibrated.on_trial = True
+            return trial
         self._tiers[left_out] = learned
         return best
 
