@@ -27,10 +27,11 @@ to load within 250 ms is, with ``3*p`` but at least 250 ms to wait.
 The way back. A tier that is left out because it looked slow is measured no more, and would never be
 used again. Once nothing has been heard of it for a minute, its last calibration counts again. Where
 the calibration says that a load pays, one chunk is loaded on trial. If that takes more than twice
-as long as the calibration says, the tier is left out for another minute; else it is back in use.
-So a slow tier costs the difference of one chunk a minute, and a tier that was slow to begin with
-costs nothing. A calibration is what was measured at start, or by a later probe: Redis is probed
-while requests would use it, so it comes back by its probe, and only so if it has stalled.
+as long as the calibration says, or is never heard of, the tier is left out for another minute; else
+it is back in use. So a slow tier costs the difference of one chunk a minute, and a tier that was
+slow to begin with costs nothing. A calibration is what was measured at start, or by a later probe:
+Redis is probed while requests would use it, so it comes back by its probe, and only so if it has
+stalled.
 """
 
 from __future__ import annotations
@@ -207,10 +208,9 @@ class CostModel:
         return best
 
     def _prefixes(self, offer: LoadOffer) -> Iterator[_Prefix]:
-        """The prefixes worth comparing, shorter first, up to a tier that stalls.
+        """The prefixes worth comparing, shorter first, up to a tier that stalls or is on trial.
 
-        The last one ends after one chunk of a tier on trial, or where its load would take longer
-        than the deadline cap lets through.
+        The last one is cut where its load would take longer than the deadline cap lets through.
         """
         longest_seconds = self._max_deadline_seconds / _MULTIPLE
         if not self._prefill.known:
@@ -219,7 +219,6 @@ class CostModel:
         for end in _borders(offer.tiers, lambda tier: not self._tiers[tier].stalled):
             speed = self._tiers[offer.tiers[start]]
             if speed.on_trial:
-                yield self._prefix(offer, start + 1)
                 return
             prefix = self._prefix(offer, end)
             excess_seconds = prefix.load_seconds - longest_seconds

@@ -236,10 +236,19 @@ def test_after_a_quiet_minute_one_chunk_of_a_slow_tier_is_tried() -> None:
     clock = Clock()
     model = slow_cpu_model(clock)
     clock.now = QUIET_SECONDS
-    for _ in range(2):  # until the trial has ended
-        decision = model.decide(offer(*[CPU] * 32))
-        assert (decision.num_chunks, decision.num_hit_chunks) == (1, 32)
-        assert decision.predicted_load_seconds == pytest.approx(1e-3, rel=0.01)
+    decision = model.decide(offer(*[CPU] * 32))
+    assert (decision.num_chunks, decision.num_hit_chunks) == (1, 32)
+    assert decision.predicted_load_seconds == pytest.approx(1e-3, rel=0.01)
+
+
+def test_one_request_a_minute_is_on_trial_even_if_its_load_is_never_heard_of() -> None:
+    """Such as one whose request was aborted, or whose deadline passed in the queue."""
+    clock = Clock()
+    model = slow_cpu_model(clock)
+    for minute in range(1, 4):
+        clock.now = minute * QUIET_SECONDS
+        loaded = [model.decide(offer(*[CPU] * 32)).num_chunks for _ in range(5)]
+        assert loaded == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("load_seconds", "num_chunks"), [(1e-3, 128), (1e-2, 0)])
