@@ -27,10 +27,11 @@ to load within 250 ms is, with ``3*p`` but at least 250 ms to wait.
 The way back. A tier that is left out because it looked slow is measured no more, and would never be
 used again. Once nothing has been heard of it for a minute, its last calibration counts again. Where
 the calibration says that a load pays, one chunk is loaded on trial. If that takes more than twice
-as long as the calibration says, the tier is left out for another minute; else it is back in use.
-So a slow tier costs the difference of one chunk a minute, and a tier that was slow to begin with
-costs nothing. A calibration is what was measured at start, or by a later probe: Redis is probed
-while requests would use it, so it comes back by its probe, and only so if it has stalled.
+as long as the calibration says, or is never heard of, the tier is left out for another minute; else
+it is back in use. So a slow tier costs the difference of one chunk a minute, and a tier that was
+slow to begin with costs nothing. A calibration is what was measured at start, or by a later probe:
+Redis is probed while requests would use it, so it comes back by its probe, and only so if it has
+stalled.
 """
 
 from __future__ import annotations
@@ -174,19 +175,22 @@ class CostModel:
     # -- the choice ----------------------------------------------------------------------------
 
     def _best_with_trial(self, offer: LoadOffer, compute_seconds: float) -> _Prefix:
-        """The best prefix. If it leaves out a tier nothing was heard of for a minute, the best with
-        that tier's calibration, which is kept where it makes a difference."""
+        """The best prefix. If it leaves out a tier nothing was heard of for a minute, and that
+        tier's calibration says that a load pays, one chunk of the tier is added on trial."""
         best = self._best(offer, compute_seconds)
         if best.num_chunks == len(offer.tiers):
             return best
         now, left_out = self._clock(), offer.tiers[best.num_chunks]
         learned = self._tiers[left_out]
-        if not learned.is_outdated(now):
+        if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
-        self._tiers[left_out] = learned.on_trial_from(now)
-        with_trial = self._best(offer, compute_seconds)
-        if with_trial.num_chunks > best.num_chunks:
-            return with_trial
+        self._tiers[left_out] = calibrated = learned.calibrated_only(now)
+        trial = self._prefix(offer, best.num_chunks + 1)
+        # One chunk alone may not pay where the whole hit does.
+        pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
+        if pays and trial.load_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE):
+            calibrated.on_trial = True
+            return trial
         self._tiers[left_out] = learned
         return best
 
@@ -204,10 +208,9 @@ class CostModel:
         return best
 
     def _prefixes(self, offer: LoadOffer) -> Iterator[_Prefix]:
-        """The prefixes worth comparing, shorter first, up to a tier that stalls.
+        """The prefixes worth comparing, shorter first, up to a tier that stalls or is on trial.
 
-        The last one ends after one chunk of a tier on trial, or where its load would take longer
-        than the deadline cap lets through.
+        The last one is cut where its load would take longer than the deadline cap lets through.
         """
         longest_seconds = self._max_deadline_seconds / _MULTIPLE
         if not self._prefill.known:
@@ -216,7 +219,6 @@ class CostModel:
         for end in _borders(offer.tiers, lambda tier: not self._tiers[tier].stalled):
             speed = self._tiers[offer.tiers[start]]
             if speed.on_trial:
-                yield self._prefix(offer, start + 1)
                 return
             prefix = self._prefix(offer, end)
             excess_seconds = prefix.load_seconds - longest_seconds

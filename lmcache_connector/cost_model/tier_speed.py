@@ -135,12 +135,11 @@ class TierSpeed:
         """Whether nothing was observed for a minute. A stall does not end by itself."""
         return not self.stalled and now - self._changed_at >= QUIET_SECONDS
 
-    def on_trial_from(self, now: float) -> TierSpeed:
+    def calibrated_only(self, now: float) -> TierSpeed:
         """A tier of which the calibration is known, if there was one, and nothing else."""
-        fresh = TierSpeed()
+        fresh = TierSpeed(_changed_at=now)
         if self._calibration is not None:
             fresh.calibrate(now, *self._calibration)
-        fresh.on_trial = True
         return fresh
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:

@@ -236,10 +236,45 @@ def test_after_a_quiet_minute_one_chunk_of_a_slow_tier_is_tried() -> None:
     clock = Clock()
     model = slow_cpu_model(clock)
     clock.now = QUIET_SECONDS
-    for _ in range(2):  # until the trial has ended
-        decision = model.decide(offer(*[CPU] * 32))
-        assert (decision.num_chunks, decision.num_hit_chunks) == (1, 32)
-        assert decision.predicted_load_seconds == pytest.approx(1e-3, rel=0.01)
+    decision = model.decide(offer(*[CPU] * 32))
+    assert (decision.num_chunks, decision.num_hit_chunks) == (1, 32)
+    assert decision.predicted_load_seconds == pytest.approx(1e-3, rel=0.01)
+
+
+def test_one_request_a_minute_is_on_trial_even_if_its_load_is_never_heard_of() -> None:
+    """Such as one whose request was aborted, or whose deadline passed in the queue."""
+    clock = Clock()
+    model = slow_cpu_model(clock)
+    for minute in range(1, 4):
+        clock.now = minute * QUIET_SECONDS
+        loaded = [model.decide(offer(*[CPU] * 32)).num_chunks for _ in range(5)]
+        assert loaded == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("load_seconds", "num_chunks"), [(1e-3, 128), (1e-2, 0)])
+def test_a_tier_is_tried_though_one_chunk_alone_does_not_pay(
+    load_seconds: float, num_chunks: int
+) -> None:
+    clock = Clock()
+    model = slow_cpu_model(clock)
+    # A chunk takes 1 ms to load by the calibration, 2 ms to compute, and 1 ms to wait for.
+    small = offer(*[CPU] * 128, chunk_tokens=20, prompt_tokens=2600)
+    assert model.decide(small).num_chunks == 0
+    clock.now = QUIET_SECONDS
+    assert model.decide(small).num_chunks == 1
+    assert model.decide(small).num_chunks == 0  # until the trial has ended
+    model.observe_load(CPU, 10**6, load_seconds)
+    assert model.decide(small).num_chunks == num_chunks
+
+
+def test_a_trial_wastes_no_more_than_a_stall() -> None:
+    clock = Clock()
+    model = make_model(clock=clock)
+    model.calibrate(REDIS, bytes_per_second=1e9, latency_seconds=0.3)
+    for _ in range(3):
+        model.observe_load(REDIS, 32 * 10**6, 3.2)
+    clock.now = QUIET_SECONDS
+    assert model.decide(offer(*[REDIS] * 32)).num_chunks == 0  # one chunk takes 0.3 s to save 26 ms
 
 
 @pytest.mark.parametrize(("bytes_per_second", "num_chunks"), [(1e9, 32), (7e8, 32), (1e7, 0)])

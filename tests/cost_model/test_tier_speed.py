@@ -153,8 +153,8 @@ def test_a_trial_starts_from_the_calibration_and_the_next_load_settles_it() -> N
     tier.calibrate(0.0, bytes_per_second=1e9, latency_seconds=0.0)
     loads(tier, [10 * MIB] * 3, latency=0.0, bytes_per_second=1e7)
     for slowness, expected in ((1.0, 1e9), (10.0, 1e8)):
-        tried = tier.on_trial_from(60.0)
-        assert tried.on_trial
+        tried = tier.calibrated_only(60.0)
+        tried.on_trial = True
         assert tried.bytes_per_second == pytest.approx(1e9, rel=1e-3)
         tried.arrived(61.0, MIB, slowness * MIB / 1e9)
         assert not tried.on_trial
@@ -164,9 +164,9 @@ def test_a_trial_starts_from_the_calibration_and_the_next_load_settles_it() -> N
 def test_a_trial_without_a_calibration_starts_from_nothing() -> None:
     tier = TierSpeed()
     loads(tier, [10 * MIB], latency=0.0, bytes_per_second=1e7)
-    tried = tier.on_trial_from(60.0)
+    tried = tier.calibrated_only(60.0)
     assert not tried.known
-    assert tried.on_trial
+    assert not tried.is_outdated(60.0)
 
 
 def test_measurements_are_outdated_after_a_quiet_minute_but_a_stall_is_not() -> None:
