@@ -89,10 +89,13 @@ def _requirements(metadata: Message) -> list[Requirement]:
 
 
 def test_every_module_is_in_the_wheel(names: set[str]) -> None:
-    adapters = {f"lmcache_connector/{p.name}" for p in (ROOT / "lmcache_connector").glob("*.py")}
-    tiers = {f"lmcache_connector/storage/{p.name}" for p in (ROOT / "storage").glob("*.py")}
-    assert adapters | tiers <= names
-    assert "lmcache_connector/storage/geometry.py" in tiers
+    package, storage = ROOT / "lmcache_connector", ROOT / "storage"
+    ours = {path.relative_to(package) for path in package.rglob("*.py")}
+    ours |= {Path("storage") / path.relative_to(storage) for path in storage.rglob("*.py")}
+    expected = {f"lmcache_connector/{path.as_posix()}" for path in ours}
+    assert {name for name in names if name.endswith(".py")} == expected
+    for room in ("cli/check", "p2p/worker", "scheduler", "storage/redis"):
+        assert f"lmcache_connector/{room}/__init__.py" in expected
 
 
 def test_no_module_is_outside_our_package(names: set[str]) -> None:

@@ -146,10 +146,10 @@ class RedisHitFinder(HitFinder):
         asked = state.lookup
         if asked.pending is None:
             return asked.redis_chunks
-        patience = self._patience(state, num_computed_tokens)
-        answer = asked.pending.wait(min(self._wait_seconds(is_idle), max(0.0, patience)))
+        remaining = self._remaining_seconds(state, num_computed_tokens)
+        answer = asked.pending.wait(min(self._wait_seconds(is_idle), max(0.0, remaining)))
         if answer is PENDING:
-            if patience > 0:
+            if remaining > 0:
                 self._step_wait_seconds = 0.0
                 return PENDING
             # Not cancelled: how long it takes tells whether the next one is worth waiting for.
@@ -165,7 +165,7 @@ class RedisHitFinder(HitFinder):
         wait_seconds = self._step_wait_seconds
         return max(wait_seconds, _IDLE_WAIT_SECONDS) if is_idle and wait_seconds else wait_seconds
 
-    def _patience(self, state: RequestState, num_computed_tokens: int) -> float:
+    def _remaining_seconds(self, state: RequestState, num_computed_tokens: int) -> float:
         """Seconds for which this request may still wait for Redis' answer."""
         asked, now = state.lookup, self._clock()
         if asked.wait_until is None:

@@ -135,9 +135,9 @@ class Writer(threading.Thread):
             self._finish(write, end)
 
         # As long as bytes move, only `stop` ends a send or an answer.
-        patience = Deadline(float("inf"), self._servers.clock, self._stopping.is_set)
+        deadline = Deadline(float("inf"), self._servers.clock, self._stopping.is_set)
         wire = self._connections.get(node)
-        burst = _Burst(self._plan, wire, patience, self._counters, self._is_spoiled, on_end)
+        burst = _Burst(self._plan, wire, deadline, self._counters, self._is_spoiled, on_end)
         started = self._servers.clock()
         burst.run(tuple(left))
         if burst.num_bytes:
@@ -169,7 +169,7 @@ class _Value:
 class _Burst:
     """Writes chunks to one node over one connection, once.
 
-    ``on_end(write, end)`` is called as each chunk is done with. ``patience`` bounds each send and
+    ``on_end(write, end)`` is called as each chunk is done with. ``deadline`` bounds each send and
     each answer. ``num_bytes``: payload bytes that were set.
     """
 
@@ -177,14 +177,14 @@ class _Burst:
         self,
         plan: ValuePlan,
         wire: Wire,
-        patience: Deadline,
+        deadline: Deadline,
         counters: Counters,
         is_spoiled: Callable[[bytes], bool],
         on_end: Callable[[PendingWrite, WriteEnd], None],
     ) -> None:
         self._plan = plan
         self._wire = wire
-        self._patience = patience
+        self._deadline = deadline
         self._counters = counters
         self._is_spoiled = is_spoiled
         self._on_end = on_end
@@ -204,7 +204,7 @@ class _Burst:
                 missing += values
         unanswered: deque[list[_Value]] = deque()
         for batch in self._batches(missing):
-            self._wire.send(self._encode(batch), self._patience)
+            self._wire.send(self._encode(batch), self._deadline)
             unanswered.append(batch)
             if len(unanswered) > 1:
                 self._collect(unanswered.popleft())
@@ -222,7 +222,7 @@ class _Burst:
             claim = tag + claim_suffix(plan.stripes[0])
             commands.append(command(b"SET", claim, b"1", *plan.config.claim_options))
             commands += [command(b"STRLEN", tag + stripe_suffix(s)) for s in plan.stripes]
-        self._wire.send([b"".join(commands)], self._patience)
+        self._wire.send([b"".join(commands)], self._deadline)
         return [(write, self._missing(write)) for write in writes]
 
     def _missing(self, write: PendingWrite) -> list[_Value] | None:
@@ -291,7 +291,7 @@ class _Burst:
 
     def _answer(self) -> bytes:
         """Raises `WriteRefusedError`."""
-        line = self._wire.receive_line(self._patience)
+        line = self._wire.receive_line(self._deadline)
         if line.startswith(b"-"):
             raise WriteRefusedError(line)
         return line

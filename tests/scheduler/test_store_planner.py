@@ -6,14 +6,14 @@ from lmcache_connector.scheduler.store_planner import ReuseTracker
 
 
 def test_only_the_second_sight_counts() -> None:
-    sightings = ReuseTracker()
-    assert [sightings.is_second(b"a") for _ in range(4)] == [False, True, False, False]
-    assert not sightings.is_second(b"b")
+    tracker = ReuseTracker()
+    assert [tracker.is_second(b"a") for _ in range(4)] == [False, True, False, False]
+    assert not tracker.is_second(b"b")
 
 
 def test_the_chunk_not_seen_for_longest_is_forgotten() -> None:
-    sightings = ReuseTracker(capacity=2)
+    tracker = ReuseTracker(capacity=2)
     for key in (b"a", b"b", b"a", b"c"):  # b goes
-        sightings.is_second(key)
-    assert not sightings.is_second(b"b")  # and now a
-    assert sightings.is_second(b"c")
+        tracker.is_second(key)
+    assert not tracker.is_second(b"b")  # and now a
+    assert tracker.is_second(b"c")

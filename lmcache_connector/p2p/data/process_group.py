@@ -122,9 +122,9 @@ class _GroupPath:
             staged.copy_(piece)
             self._wait(self._group.send([staged], self._peer, 0))
 
-    def receive(self, views: Sequence[memoryview], patience: Deadline) -> None:
+    def receive(self, views: Sequence[memoryview], deadline: Deadline) -> None:
         for piece in _pieces(views):
-            if patience.cancelled():
+            if deadline.cancelled():
                 raise PeerError("the transport is shutting down")
             staged = self._room(piece.numel())
             self._wait(self._group.recv([staged], self._peer, 0))

@@ -193,10 +193,10 @@ class TcpTransport:
         while not self._stopping.is_set():
             if not _readable(sock):
                 continue
-            wire.receive([memoryview(head)], self._patience())
+            wire.receive([memoryview(head)], self._deadline())
             frame_head = unpack_head(bytes(head))
             tail = bytearray(frame_head.tail_bytes)
-            wire.receive([memoryview(tail)], self._patience())
+            wire.receive([memoryview(tail)], self._deadline())
             self._receive_payload(path, session, sink, frame_head.with_tail(bytes(tail)))
 
     def _receive_payload(self, path: PayloadPath, session: bytes, sink: Sink, frame: Frame) -> None:
@@ -205,12 +205,12 @@ class TcpTransport:
             # In the pieces in which a process group sends it.
             for _ in range(frame.num_heads):
                 for views in _scratch(frame.head_bytes):
-                    path.receive(views, self._patience())
+                    path.receive(views, self._deadline())
             return
         with _given_back(sink, landing):
-            path.receive(landing.views, self._patience())
+            path.receive(landing.views, self._deadline())
 
-    def _patience(self) -> Deadline:
+    def _deadline(self) -> Deadline:
         """No limit as long as bytes keep coming: the wire itself notices a stall."""
         return Deadline(
             self._clock() + _FOREVER_SECONDS, self._clock, cancelled=self._stopping.is_set
@@ -242,7 +242,7 @@ class PayloadPath(Protocol):
     def send(self, head: bytes, views: Sequence[memoryview]) -> None:
         """A whole frame: its head goes over the wire in any case."""
 
-    def receive(self, views: Sequence[memoryview], patience: Deadline) -> None: ...
+    def receive(self, views: Sequence[memoryview], deadline: Deadline) -> None: ...
 
     def close(self) -> None: ...
 
@@ -257,8 +257,8 @@ class _WirePath:
     def send(self, head: bytes, views: Sequence[memoryview]) -> None:
         self._wire.send([head, *views], no_deadline(self._clock))
 
-    def receive(self, views: Sequence[memoryview], patience: Deadline) -> None:
-        self._wire.receive(views, patience)
+    def receive(self, views: Sequence[memoryview], deadline: Deadline) -> None:
+        self._wire.receive(views, deadline)
 
     def close(self) -> None:
         """The wire is closed by its owner."""
