@@ -26,12 +26,12 @@ to load within 250 ms is, with ``3*p`` but at least 250 ms to wait.
 
 The way back. A tier that is left out because it looked slow is measured no more, and would never be
 used again. Once nothing has been heard of it for a minute, its last calibration counts again. Where
-the calibration says that a load pays, one chunk is loaded on trial. If that takes more than twice
-as long as the calibration says, or is never heard of, the tier is left out for another minute; else
-it is back in use. So a slow tier costs the difference of one chunk a minute, and a tier that was
-slow to begin with costs nothing. A calibration is what was measured at start, or by a later probe:
-Redis is probed while requests would use it, so it comes back by its probe, and only so if it has
-stalled.
+the calibration says that a load pays, one request loads one chunk on trial, if that keeps it within
+``1.05*C``. If that takes more than twice as long as the calibration says, or is never heard of, the
+tier is left out for another minute; else it is back in use. So a slow tier costs the difference of
+one chunk a minute, and a tier that was slow to begin with costs nothing. A calibration is what was
+measured at start, or by a later probe: Redis is probed while requests would use it, so it comes
+back by its probe, and only so if it has stalled.
 """
 
 from __future__ import annotations

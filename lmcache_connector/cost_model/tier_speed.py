@@ -118,7 +118,11 @@ class TierSpeed:
         return failed / (self._num_failed + self._num_good + _PRIOR_LOADS)
 
     def calibrate(self, now: float, bytes_per_second: float, latency_seconds: float) -> None:
-        """Start again from a measurement. Raises ``ValueError`` if it cannot be one."""
+        """Start again from a measurement. It counts as a load that arrived, but the one that ends a
+        stall does not: a tier may bring what is measured, and stall with every load after it.
+
+        Raises ``ValueError`` for what cannot be a measurement.
+        """
         if bytes_per_second <= 0 or latency_seconds < 0:
             raise ValueError("a calibration needs a positive bandwidth and no negative latency")
         self._sums = _Sums()
@@ -127,8 +131,9 @@ class TierSpeed:
             self._sums.add(num_bytes, latency_seconds + num_bytes / bytes_per_second)
         self._changed_at = now
         self.proven_bytes = float(_CALIBRATED_BYTES)
+        if not self.stalled:
+            self._count(failed=False)
         self.known, self.stalled, self.on_trial = True, False, False
-        self._count(failed=False)
         self._fit()
 
     def is_outdated(self, now: float) -> bool:
@@ -136,10 +141,12 @@ class TierSpeed:
         return not self.stalled and now - self._changed_at >= QUIET_SECONDS
 
     def calibrated_only(self, now: float) -> TierSpeed:
-        """A tier of which the calibration is known, if there was one, and nothing else."""
+        """A tier whose speed is known from the calibration alone, if there was one. It has failed
+        as often as this one: a minute in which nothing was loaded is no reason to trust it."""
         fresh = TierSpeed(_changed_at=now)
         if self._calibration is not None:
             fresh.calibrate(now, *self._calibration)
+        fresh._num_good, fresh._num_failed = self._num_good, self._num_failed
         return fresh
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:

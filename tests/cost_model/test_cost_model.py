@@ -317,6 +317,21 @@ def test_a_stall_does_not_end_by_itself() -> None:
     assert model.decide(offer(*[REDIS] * 32)).reason is Reason.SOURCE_STALLED
 
 
+def test_a_tier_that_answers_probes_and_stalls_with_every_load_is_hardly_used() -> None:
+    clock = Clock()
+    model = make_model(clock=clock)
+    model.calibrate(REDIS, bytes_per_second=1.2e8, latency_seconds=0.0)
+    num_loads = 0
+    for clock.now in range(0, 600, 2):
+        decision = model.decide(offer(*[REDIS] * 32))
+        if decision.num_chunks:
+            num_loads += 1
+            model.observe_load_failed(REDIS, decision.deadline_seconds)
+        if decision.num_chunks or clock.now % 60 == 0:  # as often as it is probed
+            model.calibrate(REDIS, bytes_per_second=1.2e8, latency_seconds=0.0)
+    assert num_loads <= 50  # of 300
+
+
 def test_the_part_in_use_is_loaded_beside_a_trial() -> None:
     clock = Clock()
     model = make_model(clock=clock)

@@ -184,7 +184,17 @@ def test_a_probe_that_arrives_makes_failures_fade() -> None:
     before = tier.failure_rate
     tier.calibrate(1.0, 1e8, 0.0)
     assert not tier.stalled
+    assert tier.failure_rate == before  # that the stall is over says nothing of the next load
+    tier.calibrate(2.0, 1e8, 0.0)
     assert tier.failure_rate < before
+
+
+def test_a_quiet_minute_does_not_make_up_for_failures() -> None:
+    tier = TierSpeed()
+    tier.calibrate(0.0, 1e8, 0.0)
+    tier.cut_off(0.0, 0, 1.0)
+    tier.calibrate(1.0, 1e8, 0.0)
+    assert tier.calibrated_only(61.0).failure_rate == tier.failure_rate
 
 
 @pytest.mark.parametrize("measured", [(0, 1.0), (-1, 1.0), (1, -1.0)])
