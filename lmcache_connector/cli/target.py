@@ -94,12 +94,6 @@ class Target:
             "give --redis-url redis://HOST:6379, or --config with the engine's configuration",
         )
 
-    @contextmanager
-    def admin(self) -> Iterator[RedisAdmin]:
-        """See :func:`open_admin`."""
-        with open_admin(self.tier_config()) as admin:
-            yield admin
-
 
 @contextmanager
 def open_admin(config: RedisTierConfig) -> Iterator[RedisAdmin]:

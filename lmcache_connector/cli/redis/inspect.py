@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lmcache_connector.cli.report import CliError, Report, duration, size
-from lmcache_connector.cli.target import Target
+from lmcache_connector.cli.target import Target, open_admin
 from lmcache_connector.storage.chunk_codec import InvalidValueError, decode_header
 from lmcache_connector.storage.redis.admin import StoredValue
 
@@ -43,7 +43,7 @@ def _values(target: Target, namespace: str | None, chunk: str) -> list[StoredVal
             "`ls` counts chunks; "
             "names in Redis are lmc:{NAMESPACE:KEY}:..., KEY being 64 hex digits",
         )
-    with target.admin() as admin:
+    with open_admin(target.tier_config()) as admin:
         values = {value.raw_name: value for value in admin.values(namespace, prefix)}
     chunks = sorted({(v.name.namespace, v.name.key) for v in values.values()})
     if not chunks:

@@ -5,11 +5,11 @@ A value does not name its model, only its shape; two models of one shape are one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lmcache_connector.cli.report import Report, size, span
-from lmcache_connector.cli.target import Target
+from lmcache_connector.cli.target import Target, open_admin
 from lmcache_connector.storage.chunk_codec import InvalidValueError, ValueHeader, decode_header
 from lmcache_connector.storage.redis.admin import ServerFacts, StoredValue
 
@@ -81,7 +81,7 @@ class Group:
 def run(report: Report, target: Target, namespace: str | None) -> None:
     groups: dict[tuple[str, Shape | None], Group] = {}
     seen: set[bytes] = set()
-    with target.admin() as admin:
+    with open_admin(target.tier_config()) as admin:
         servers = [admin.facts(node) for node in admin.nodes()]
         for value in admin.values(namespace):
             if value.raw_name in seen:
@@ -95,7 +95,7 @@ def run(report: Report, target: Target, namespace: str | None) -> None:
         report.emit(
             {
                 "ok": True,
-                "servers": [_server_json(facts) for facts in servers],
+                "servers": [asdict(facts) for facts in servers],
                 "groups": [group.as_json() for group in ordered],
             }
         )
@@ -133,17 +133,6 @@ def describe_server(facts: ServerFacts) -> str:
         f"{facts.node}: version {facts.version}, {size(facts.used_bytes or 0)} of {limit}, "
         f"{facts.policy}, {facts.evicted_keys} evicted"
     )
-
-
-def _server_json(facts: ServerFacts) -> dict[str, Any]:
-    return {
-        "node": facts.node,
-        "version": facts.version,
-        "used_bytes": facts.used_bytes,
-        "max_bytes": facts.max_bytes,
-        "policy": facts.policy,
-        "evicted_keys": facts.evicted_keys,
-    }
 
 
 def _shape(value: StoredValue) -> Shape | None:

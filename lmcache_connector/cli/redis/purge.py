@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import typer
 
 from lmcache_connector.cli.report import CliError, Report, size
-from lmcache_connector.cli.target import Target
+from lmcache_connector.cli.target import Target, open_admin
 from lmcache_connector.storage.redis.admin import RedisAdmin
 
 _BATCH = 256
@@ -31,7 +31,7 @@ def run(report: Report, target: Target, options: Options) -> None:
     idle_seconds = _seconds(options.idle)
     if (options.namespace is None) != options.everything:
         raise CliError("which values?", "give --namespace NAME, or --all for every namespace")
-    with target.admin() as admin:
+    with open_admin(target.tier_config()) as admin:
         num_values, num_bytes = _count(admin, options.namespace, idle_seconds)
         removed = 0
         if num_values and not options.dry_run:
