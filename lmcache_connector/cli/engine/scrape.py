@@ -6,25 +6,20 @@ import math
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lmcache_connector.cli.report import UNREACHABLE, CliError
 from lmcache_connector.metrics.table import PREFIX
 from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
+
 _TIMEOUT_SECONDS = 5.0
 _MAX_BYTES = 64 << 20
 _CIRCUITS = {float(state.value): state.name.lower() for state in CircuitState}
 TIERS = ("cpu", "redis")
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    name: str
-    labels: dict[str, str]
-    value: float
 
 
 class Snapshot:
@@ -121,8 +116,7 @@ def parse(body: str) -> Iterator[Sample]:
 
     try:
         for family in text_string_to_metric_families(body):
-            for sample in family.samples:
-                yield Sample(sample.name, dict(sample.labels), float(sample.value))
+            yield from family.samples
     except (ValueError, KeyError, IndexError):
         raise CliError("what this address answers are no metrics", "is it an engine?") from None
 
