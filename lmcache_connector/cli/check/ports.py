@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import zmq
 
@@ -41,17 +40,8 @@ def _try_ports(host: str, control_port: int, data_port: int | None) -> None:
     ``data_port`` 0 is any, ``None`` is for a rank that receives nothing. Raises ``PeerError`` or
     ``AddressError``.
     """
-    with _zmq_context() as context, contextlib.ExitStack() as stack:
+    # The end of the context waits until the ports are free again.
+    with zmq.Context(io_threads=1) as context, contextlib.ExitStack() as stack:
         if data_port is not None:
             stack.enter_context(listening_socket(host, data_port))
         stack.enter_context(contextlib.closing(bound_socket(context, host, control_port)))
-
-
-@contextlib.contextmanager
-def _zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    """Its end waits until the ports are free again."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    try:
-        yield context
-    finally:
-        context.destroy(linger=0)
