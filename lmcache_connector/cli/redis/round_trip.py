@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
@@ -63,20 +62,12 @@ class RoundTrip:
 
     def write(self, count: int, seconds: float) -> bool:
         """Write chunks, and wait until they are there."""
-        left, changed, good = count, threading.Condition(), True
-
-        def on_done(stored: bool) -> None:
-            nonlocal left, good
-            with changed:
-                left, good = left - 1, good and stored
-                changed.notify_all()
-
+        stored: list[bool] = []
         for order in range(count):
             self.keys.append(os.urandom(CHUNK_KEY_BYTES))
             self._data.append(os.urandom(self.chunk_bytes))
-            self._tier.put(self.keys[-1], memoryview(self._data[-1]), on_done, order)
-        with changed:
-            return changed.wait_for(lambda: left == 0, seconds) and good
+            self._tier.put(self.keys[-1], memoryview(self._data[-1]), stored.append, order)
+        return self._tier.flush(seconds) and all(stored)
 
     def found(self, seconds: float) -> int:
         """How many of the chunks are said to be there."""
