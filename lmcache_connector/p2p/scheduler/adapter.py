@@ -17,8 +17,9 @@ from lmcache_connector.p2p.errors import AddressError
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport
 from lmcache_connector.p2p.scheduler.consuming import ConsumingRequests
 from lmcache_connector.p2p.scheduler.producing import ProducingRequests
-from lmcache_connector.p2p.scheduler.routing import Produce, Router
+from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
+from lmcache_connector.p2p.scheduler.transfer_params import Produce
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.p2p.plans import HandoverLoad, HandoverPlan, HandoverResult, Release
-from lmcache_connector.p2p.scheduler.routing import Consume
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
+from lmcache_connector.p2p.scheduler.transfer_params import Consume
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

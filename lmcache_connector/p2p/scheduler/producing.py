@@ -22,9 +22,8 @@ from lmcache_connector.p2p.plans import (
 )
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.scheduler.reservations import Reservations
-from lmcache_connector.p2p.scheduler.routing import Produce
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
-from lmcache_connector.p2p.scheduler.transfer_params import offer_params
+from lmcache_connector.p2p.scheduler.transfer_params import Produce, offer_params
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -11,29 +11,7 @@ from typing import Any
 
 from lmcache_connector.p2p.control.address import PeerAddress, checked_transfer_id, parse_request_id
 from lmcache_connector.p2p.errors import AddressError
-from lmcache_connector.p2p.scheduler.transfer_params import (
-    RemoteDecode,
-    RemotePrefill,
-    parse_params,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Produce:
-    """Hand over the prompt's KV. ``target``: push it there; ``None``: keep it until asked for it.
-    ``answers``: the router wants parameters to pass on."""
-
-    transfer_id: str
-    target: PeerAddress | None
-    answers: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Consume:
-    """Receive the prompt's KV."""
-
-    transfer_id: str
-    source: PeerAddress
+from lmcache_connector.p2p.scheduler.transfer_params import Consume, Produce, parse_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +40,13 @@ class Router:
     def _by_params(
         self, request_id: str, params: Mapping[str, Any] | None
     ) -> Produce | Consume | None:
-        said = parse_params(params)
-        if isinstance(said, RemotePrefill) and self.consumes:
-            return Consume(said.transfer_id, said.source)
-        if isinstance(said, RemoteDecode) and self.produces:
-            return Produce(checked_transfer_id(request_id), said.target, answers=True)
-        return None
+        part = parse_params(request_id, params)
+        if isinstance(part, Consume):
+            return part if self.consumes else None
+        if part is None or not self.produces:
+            return None
+        checked_transfer_id(part.transfer_id)
+        return part
 
     def _by_id(self, request_id: str) -> Produce | Consume | None:
         route = parse_request_id(request_id)

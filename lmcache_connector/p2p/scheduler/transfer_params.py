@@ -24,22 +24,28 @@ from lmcache_connector.p2p.errors import AddressError
 
 
 @dataclass(frozen=True, slots=True)
-class RemotePrefill:
-    """Fetch the prompt's KV from there."""
+class Produce:
+    """Hand over the prompt's KV. ``target``: push it there; ``None``: keep it until asked for it.
+    ``answers``: the router wants parameters to pass on."""
 
-    source: PeerAddress
     transfer_id: str
+    target: PeerAddress | None
+    answers: bool
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteDecode:
-    """Keep the prompt's KV for a decode instance; ``target`` if the router names it."""
+class Consume:
+    """Receive the prompt's KV."""
 
-    target: PeerAddress | None
+    transfer_id: str
+    source: PeerAddress
 
 
-def parse_params(params: Mapping[str, Any] | None) -> RemotePrefill | RemoteDecode | None:
-    """``None`` where a request asks for no hand-over. Raises :class:`AddressError`."""
+def parse_params(request_id: str, params: Mapping[str, Any] | None) -> Produce | Consume | None:
+    """``None`` where a request asks for no hand-over. Raises :class:`AddressError`.
+
+    A prompt to be handed over is named by its ``request_id``, which is not checked here.
+    """
     if not params:
         return None
     if not isinstance(params, Mapping):
@@ -49,9 +55,9 @@ def parse_params(params: Mapping[str, Any] | None) -> RemotePrefill | RemoteDeco
         source = _address(params)
         if source is None:
             raise AddressError("do_remote_prefill without remote_host and remote_port")
-        return RemotePrefill(source, transfer_id)
+        return Consume(transfer_id, source)
     if _flag(params, "do_remote_decode"):
-        return RemoteDecode(_address(params))
+        return Produce(request_id, _address(params), answers=True)
     return None
 
 

@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.errors import AddressError
-from lmcache_connector.p2p.scheduler.routing import Consume, Produce, Router
-from lmcache_connector.p2p.scheduler.transfer_params import offer_params, parse_params
+from lmcache_connector.p2p.scheduler.routing import Router
+from lmcache_connector.p2p.scheduler.transfer_params import (
+    Consume,
+    Produce,
+    offer_params,
+    parse_params,
+)
 
 PREFILL, DECODE = PeerAddress("127.0.0.1", 1001), PeerAddress("127.0.0.1", 1002)
 BY_ID = f"cmpl-___prefill_addr_{PREFILL}___decode_addr_{DECODE}_u-0-01234567"
@@ -91,7 +96,7 @@ def test_nixls_words_for_prefill() -> None:
 )
 def test_malformed_parameters_are_refused(params: Any) -> None:
     with pytest.raises(AddressError):
-        parse_params(params)
+        parse_params("r", params)
 
 
 def test_a_name_that_cannot_travel_is_refused() -> None:
@@ -122,4 +127,4 @@ def test_a_request_cannot_send_us_anywhere() -> None:
 )
 def test_no_parameters_break_the_parser(params: dict[str, Any]) -> None:
     with contextlib.suppress(AddressError):
-        parse_params(params)
+        parse_params("r", params)
