@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NewType, Protocol
 
 from redis import Connection, SSLConnection, UnixDomainSocketConnection
@@ -88,21 +89,13 @@ def take_socket(connection: Connection) -> socket.socket:
     return sock
 
 
-class SingleTopology:
-    """One server, reached by TCP, TLS or a Unix socket."""
+class _OneNode:
+    """A topology of one node that is known from the start. ``make()``: a connection to it, to be
+    connected."""
 
-    def __init__(self, config: RedisTierConfig) -> None:
-        address = config.address
-        options = connection_options(config)
-        self._make: Callable[[], Connection]
-        if address.path:
-            self._make = lambda: UnixDomainSocketConnection(path=address.path, **options)
-            self._node = Node(address.path)
-        else:
-            ((host, port),) = address.hosts
-            kind = SSLConnection if address.tls else Connection
-            self._make = lambda: kind(host=host, port=port, **options)
-            self._node = Node(f"{host}:{port}")
+    def __init__(self, node: str, make: Callable[[], Connection]) -> None:
+        self._node = Node(node)
+        self._make = make
 
     def prepare(self) -> None:
         return
@@ -125,15 +118,29 @@ class SingleTopology:
         return
 
 
-class SentinelTopology:
-    """The master that a group of sentinels names, asked again for every connection."""
+class SingleTopology(_OneNode):
+    """One server, reached by TCP, TLS or a Unix socket."""
+
+    def __init__(self, config: RedisTierConfig) -> None:
+        address = config.address
+        options = connection_options(config)
+        if address.path:
+            make = partial(UnixDomainSocketConnection, path=address.path, **options)
+            super().__init__(address.path, make)
+        else:
+            ((host, port),) = address.hosts
+            kind = SSLConnection if address.tls else Connection
+            super().__init__(f"{host}:{port}", partial(kind, host=host, port=port, **options))
+
+
+class SentinelTopology(_OneNode):
+    """The master that a group of sentinels names, asked again for every connection. A master
+    demoted later still serves reads, which are verified; it refuses writes."""
 
     def __init__(self, config: RedisTierConfig) -> None:
         address = config.address
         options = connection_options(config)
         timeouts = {k: v for k, v in options.items() if k.startswith("socket_")}
-        # One node under the master's name: the breaker and the logs follow the role.
-        self._node = Node(f"sentinel:{address.master}")
         self._sentinel = Sentinel(
             address.hosts,
             sentinel_kwargs={
@@ -146,27 +153,9 @@ class SentinelTopology:
                 "retry": Retry(NoBackoff(), 0),
             },
         )
-        self._pool = self._sentinel.master_for(
-            address.master, ssl=address.tls, **options
-        ).connection_pool
-
-    def prepare(self) -> None:
-        return
-
-    def node_of(self, key: bytes) -> Node | None:
-        return self._node
-
-    def nodes(self) -> tuple[Node, ...]:
-        return (self._node,)
-
-    def connect(self, node: Node) -> Connection:
-        # A master demoted later still serves reads, which are verified; it refuses writes.
-        connection = self._pool.make_connection()
-        connection.connect()
-        return connection
-
-    def mark_stale(self) -> None:
-        return
+        master = self._sentinel.master_for(address.master, ssl=address.tls, **options)
+        # One node under the master's name: the breaker and the logs follow the role.
+        super().__init__(f"sentinel:{address.master}", master.connection_pool.make_connection)
 
     def close(self) -> None:
         for sentinel in self._sentinel.sentinels:
