@@ -18,7 +18,7 @@ from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What hand-overs need to know of one rank of an engine."""
+    """What hand-overs need to know of one rank of an engine. ``card`` names no transports yet.
+    ``max_blocks``, ``first_rank``: see :class:`P2PWorkerSettings`."""
 
     model: ModelDescription
-    address: PeerAddress
-    engine_id: str
-    kv_role: str
-    tp_size: int
-    layer_counts: tuple[int, ...]
-    is_mla: bool
-    max_model_len: int
-    produces: bool
-    consumes: bool
+    transfer: KVTransferConfig
+    card: Card
+    max_blocks: int
     first_rank: int
+
+    @property
+    def address(self) -> PeerAddress:
+        """Where its rank 0 takes control messages."""
+        return PeerAddress(self.card.host, self.card.port)
 
 
 def describe(
@@ -56,19 +56,22 @@ def describe(
     )
     first_rank = parallel.data_parallel_rank * model.world_size
     tp_size = parallel.tensor_parallel_size
-    return Instance(
-        model=model,
-        address=PeerAddress(config.host, transfer.kv_port + first_rank),
-        first_rank=first_rank,
+    address = PeerAddress(config.host, transfer.kv_port + first_rank)
+    card = Card(
         engine_id=transfer.engine_id,
-        kv_role=transfer.kv_role,
+        host=address.host,
+        port=address.port,
+        rank=model.rank,
+        model=model_digests(model.root),
+        block_size=model.block_size,
         tp_size=tp_size,
         layer_counts=tuple(rank.num_layers for rank in model.ranks[::tp_size]),
+        num_kv_heads=model.ranks[model.rank].num_shards_total,
         is_mla=vllm_config.model_config.use_mla,
-        max_model_len=vllm_config.model_config.max_model_len,
-        produces=transfer.is_kv_producer,
-        consumes=transfer.is_kv_consumer,
+        transports={},
     )
+    max_blocks = -(-vllm_config.model_config.max_model_len // model.block_size)
+    return Instance(model, transfer, card, max_blocks, first_rank)
 
 
 def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter:
@@ -78,17 +81,17 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
         block_bytes=max(geometry.chunk_bytes for geometry in model.geometries),
         world_size=model.world_size,
         num_writers=sum(bool(rank.write_shards) for rank in model.ranks),
-        tp_size=instance.tp_size,
+        tp_size=instance.card.tp_size,
         buffer_bytes=config.kv_buffer_size + config.overflow_bytes,
         buffer_wait_seconds=config.buffer_wait_seconds,
         load_deadline_seconds=config.load_deadline_seconds,
-        engine_id=instance.engine_id,
+        engine_id=instance.card.engine_id,
         address=instance.address,
     )
     router = Router(
         own=instance.address,
-        produces=instance.produces,
-        consumes=instance.consumes,
+        produces=instance.transfer.is_kv_producer,
+        consumes=instance.transfer.is_kv_consumer,
         pushes=config.send_type != "GET",
         may_talk_to=config.may_talk_to,
     )
@@ -105,30 +108,16 @@ def make_worker(
     from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 
     model = instance.model
-    own = model.ranks[model.rank]
-    card = Card(
-        engine_id=instance.engine_id,
-        host=instance.address.host,
-        port=instance.address.port,
-        rank=model.rank,
-        model=model_digests(model.root),
-        block_size=model.block_size,
-        tp_size=instance.tp_size,
-        layer_counts=instance.layer_counts,
-        num_kv_heads=own.num_shards_total,
-        is_mla=instance.is_mla,
-        transports={},
-    )
     settings = P2PWorkerSettings(
         config=config,
-        card=card,
-        own=own,
+        card=instance.card,
+        own=model.ranks[model.rank],
         block_geometry=model.geometries[model.rank],
         layer_widths=model.layer_widths,
         num_kv_heads=model.num_kv_heads,
-        max_blocks=-(-instance.max_model_len // model.block_size),
-        produces=instance.produces,
-        consumes=instance.consumes,
+        max_blocks=instance.max_blocks,
+        produces=instance.transfer.is_kv_producer,
+        consumes=instance.transfer.is_kv_consumer,
         first_rank=instance.first_rank,
     )
     return P2PWorkerAdapter(settings, kv_caches)
@@ -139,6 +128,9 @@ def make_heartbeat(instance: Instance, config: P2PConfig) -> Heartbeat | None:
     if config.router is None or config.http_address is None:
         return None
     registration = Registration(
-        instance.kv_role, config.http_address, str(instance.address), instance.engine_id
+        instance.transfer.kv_role,
+        config.http_address,
+        str(instance.address),
+        instance.card.engine_id,
     )
     return Heartbeat(registration, config.router, config.heartbeat_seconds, config.secret_bytes)
