@@ -75,11 +75,23 @@ class P2PWorkerAdapter:
         settings, config = self._settings, self._settings.config
         host, ports = config.bind_host or config.host, dict[str, int]()
         if settings.consumes:
-            consumer = self._make_consumer(paged)
+            consumer = Consumer(
+                settings, paged, self._copier, self._host_buffer, self._connect, self._clock
+            )
             self._roles.append(consumer)
             ports = self._listen(host, consumer.receive_buffer)
         if settings.produces:
-            self._roles.append(self._make_producer(kv_caches))
+            layers = tuple(_describe(settings, kv_caches, name) for name in settings.layer_widths)
+            producer = Producer(
+                settings,
+                layers,
+                self._copier,
+                self._host_buffer,
+                self._connect,
+                self._transports,
+                self._clock,
+            )
+            self._roles.append(producer)
         self._card = msgspec.structs.replace(settings.card, transports=ports)
         self._server = ControlServer(
             self._context,
@@ -88,23 +100,6 @@ class P2PWorkerAdapter:
             self._card,
             config.secret_bytes,
             self._answer,
-        )
-
-    def _make_consumer(self, paged: PagedLayout) -> Consumer:
-        return Consumer(
-            self._settings, paged, self._copier, self._host_buffer, self._connect, self._clock
-        )
-
-    def _make_producer(self, kv_caches: dict[str, torch.Tensor]) -> Producer:
-        settings = self._settings
-        return Producer(
-            settings,
-            tuple(_describe(settings, kv_caches, name) for name in settings.layer_widths),
-            self._copier,
-            self._host_buffer,
-            self._connect,
-            self._transports,
-            self._clock,
         )
 
     # -- one step ------------------------------------------------------------------------------
