@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from lmcache_connector.storage.redis.config import RedisTierConfig
     from lmcache_connector.storage.redis.tier import RedisTier
 
 logger = logging.getLogger(__name__)
@@ -100,15 +99,13 @@ def _redis_tier_maker(
     config: ConnectorConfig, model: ModelDescription
 ) -> Callable[[], RedisTier] | None:
     tier_config = config.redis_tier_config()
-    return partial(_make_redis_tier, tier_config, model) if tier_config is not None else None
-
-
-def _make_redis_tier(tier_config: RedisTierConfig, model: ModelDescription) -> RedisTier:
+    if tier_config is None:
+        return None
     # Imported here: without a Redis tier the client library is not needed.
     from lmcache_connector.storage.redis.tier import RedisTier
 
-    write_shards = model.ranks[model.rank].write_shards
-    return RedisTier(tier_config, model.geometries[model.rank], write_shards)
+    rank = model.rank
+    return partial(RedisTier, tier_config, model.geometries[rank], model.ranks[rank].write_shards)
 
 
 def _log_warnings(config: ConnectorConfig, vllm_config: VllmConfig, chunk_bytes: int) -> None:
