@@ -36,7 +36,7 @@ while requests would use it, so it comes back by its probe, and only so if it ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -271,13 +271,9 @@ class CostModel:
     def _everything(self, offer: LoadOffer, compute_seconds: float) -> LoadDecision:
         """The whole hit, for as long as a load may take at all."""
         *_, longest = (_Prefix(), *self._prefixes(offer))
-        return LoadDecision(
-            num_chunks=len(offer.tiers),
-            num_hit_chunks=len(offer.tiers),
-            deadline_seconds=self._max_deadline_seconds,
-            predicted_load_seconds=longest.load_seconds,
-            predicted_compute_seconds=compute_seconds,
-            reason=Reason.ALWAYS,
+        answer = self._answer(offer, longest, compute_seconds, Reason.ALWAYS)
+        return replace(
+            answer, num_chunks=len(offer.tiers), deadline_seconds=self._max_deadline_seconds
         )
 
     def _answer(
