@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES, Sealer
+from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
 from lmcache_connector.storage.redis.url import RedisAddress, parse_redis_url
 
 MIB = 1 << 20
@@ -87,8 +88,29 @@ class RedisTierConfig:
         return self.max_value_bytes - HEADER_BYTES
 
     @property
+    def batch_bytes(self) -> int:
+        """Sent together: two batches fill the window."""
+        return self.window_bytes // 2
+
+    @property
+    def claim_options(self) -> tuple[bytes, ...]:
+        """Of the SET that leaves a claim on a chunk."""
+        return (b"NX", b"PX", b"%d" % round(self.claim_seconds * 1000))
+
+    @property
     def ttl_options(self) -> tuple[bytes, ...]:
         """``PX`` and the lifetime, or nothing."""
         if self.ttl_seconds is None:
             return ()
         return (b"PX", b"%d" % round(self.ttl_seconds * 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePlan:
+    """What all reads, or all writes, of a tier have in common. ``stripes``: the values of a chunk
+    that this rank reads or writes, in buffer order."""
+
+    config: RedisTierConfig
+    geometry: ChunkGeometry
+    stripes: tuple[Stripe, ...]
+    sealer: Sealer

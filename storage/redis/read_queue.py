@@ -22,38 +22,13 @@ from lmcache_connector.storage.chunk_codec import (
     check_value,
     stripe_header,
 )
-from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
-from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.counters import Miss, NotAsked
 from lmcache_connector.storage.redis.resp import CRLF, bulk_line, command
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
 _POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
-    """What all reads of a tier have in common."""
-
-    geometry: ChunkGeometry
-    stripes: tuple[Stripe, ...]
-    namespace: str
-    sealer: Sealer
-    # GET, or GETEX where a hit renews the lifetime.
-    verb: bytes
-    verb_options: tuple[bytes, ...]
-
-    @classmethod
-    def make(cls, config: RedisTierConfig, geometry: ChunkGeometry) -> ReadPlan:
-        return cls(
-            geometry=geometry,
-            stripes=geometry.stripes(config.max_payload_bytes),
-            namespace=config.namespace,
-            sealer=Sealer(config.hash_key),
-            verb=b"GETEX" if config.refresh_ttl else b"GET",
-            verb_options=config.ttl_options if config.refresh_ttl else (),
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +66,7 @@ class PendingRead:
 
     def __init__(
         self,
-        plan: ReadPlan,
+        plan: ValuePlan,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
         nodes: Sequence[Node],
@@ -200,17 +175,18 @@ class PendingRead:
             self._changed.notify_all()
 
     def _requests(self, chunks: Sequence[int]) -> Iterator[ValueRequest]:
-        plan = self._plan
+        plan, config = self._plan, self._plan.config
+        verb, options = (b"GETEX", config.ttl_options) if config.refresh_ttl else (b"GET", ())
         for chunk in chunks:
             key = self._keys[chunk]
-            tag = chunk_tag(plan.namespace, key)
+            tag = chunk_tag(config.namespace, key)
             buffer = self._buffers[chunk]
             for stripe in plan.stripes:
                 name = tag + stripe_suffix(stripe)
                 line = bulk_line(HEADER_BYTES + stripe.num_bytes)
                 yield ValueRequest(
                     chunk=chunk,
-                    command=command(plan.verb, name, *plan.verb_options),
+                    command=command(verb, name, *options),
                     line=line,
                     expected=stripe_header(plan.geometry, stripe, key, keyed=plan.sealer.keyed),
                     head=memoryview(bytearray(len(line) + HEADER_BYTES)),

@@ -64,7 +64,7 @@ class Reader(threading.Thread):
         # Two batches in the window; smaller ones for small reads, so that all readers get some.
         config = self._servers.config
         fair = read.total_bytes // (2 * config.num_connections)
-        batch_bytes = max(1, min(config.window_bytes // 2, fair))
+        batch_bytes = max(1, min(config.batch_bytes, fair))
         with read.reading() as entered:
             if entered:
                 self._stream(_Stream(read, node, wire, batch_bytes, self._on_spoiled), node)

@@ -21,16 +21,17 @@ from dataclasses import dataclass
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.net.wire import WireFault
+from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, warn_of_noeviction
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked, TierCounts, WriteEnd
-from lmcache_connector.storage.redis.read_queue import PendingRead, ReadPlan, ReadQueue
+from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue
 from lmcache_connector.storage.redis.reader import Reader
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
-from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WritePlan, WriteQueue
+from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WriteQueue
 from lmcache_connector.storage.redis.writer import Writer
 
 # Chunks known to be stored badly, kept to be written again; the oldest are forgotten.
@@ -92,10 +93,12 @@ class RedisTier:
         # Opens while the server refuses writes.
         self._pause = self._servers.make_breaker()
         self._reads = ReadQueue()
-        self._read_plan = ReadPlan.make(config, geometry)
         self._writes = WriteQueue(config.write_queue_bytes, clock)
+        stripes, sealer = geometry.stripes(config.max_payload_bytes), Sealer(config.hash_key)
         shards = geometry.shards if write_shards is None else write_shards
-        self._write_plan = WritePlan.make(config, geometry, shards)
+        written = tuple(stripe for stripe in stripes if stripe.shard in shards)
+        self._read_plan = ValuePlan(config, geometry, stripes, sealer)
+        self._write_plan = ValuePlan(config, geometry, written, sealer)
         self._readers = [self._make_reader(i) for i in range(config.num_connections)]
         self._writers = [self._make_writer(i) for i in range(_num_writers(config.num_connections))]
         for thread in (*self._readers, *self._writers):

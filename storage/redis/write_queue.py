@@ -15,10 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lmcache_connector.storage.chunk_codec import Sealer
-from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
-from lmcache_connector.storage.redis.config import RedisTierConfig
-
 logger = logging.getLogger(__name__)
 
 OnDone = Callable[[bool], None]
@@ -26,36 +22,6 @@ OnDone = Callable[[bool], None]
 MAX_HOLD_SECONDS = 1.0
 # How late a writer may notice that a hold has ended.
 _HOLD_SLICE_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class WritePlan:
-    """What all writes of a tier have in common."""
-
-    geometry: ChunkGeometry
-    # Those of the shards this rank writes, in buffer order.
-    stripes: tuple[Stripe, ...]
-    namespace: str
-    sealer: Sealer
-    ttl_options: tuple[bytes, ...]
-    claim_options: tuple[bytes, ...]
-    # Bytes of values sent before the answers to the batch before are read.
-    batch_bytes: int
-
-    @classmethod
-    def make(
-        cls, config: RedisTierConfig, geometry: ChunkGeometry, shards: tuple[int, ...]
-    ) -> WritePlan:
-        stripes = geometry.stripes(config.max_payload_bytes)
-        return cls(
-            geometry=geometry,
-            stripes=tuple(stripe for stripe in stripes if stripe.shard in shards),
-            namespace=config.namespace,
-            sealer=Sealer(config.hash_key),
-            ttl_options=config.ttl_options,
-            claim_options=(b"NX", b"PX", b"%d" % round(config.claim_seconds * 1000)),
-            batch_bytes=config.window_bytes // 2,
-        )
 
 
 @dataclass(eq=False)

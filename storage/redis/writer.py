@@ -22,12 +22,13 @@ from lmcache_connector.net.wire import Wire, WireError, WireFault
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, encode_header, stripe_header
 from lmcache_connector.storage.geometry import Stripe
 from lmcache_connector.storage.redis.circuit_breaker import CircuitBreaker
+from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.counters import Counters, WriteEnd
 from lmcache_connector.storage.redis.resp import command, first_line, is_redirection, set_command
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_names import chunk_tag, claim_suffix, stripe_suffix
-from lmcache_connector.storage.redis.write_queue import PendingWrite, WritePlan, WriteQueue
+from lmcache_connector.storage.redis.write_queue import PendingWrite, WriteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Writer(threading.Thread):
         name: str,
         servers: Servers,
         queue: WriteQueue,
-        plan: WritePlan,
+        plan: ValuePlan,
         counters: Counters,
         pause: CircuitBreaker,
         is_spoiled: Callable[[bytes], bool],
@@ -105,7 +106,7 @@ class Writer(threading.Thread):
     def _by_node(self, writes: Iterable[PendingWrite]) -> dict[Node | None, list[PendingWrite]]:
         groups: dict[Node | None, list[PendingWrite]] = {}
         for write in writes:
-            tag = chunk_tag(self._plan.namespace, write.key)
+            tag = chunk_tag(self._plan.config.namespace, write.key)
             groups.setdefault(self._servers.topology.node_of(tag), []).append(write)
         return groups
 
@@ -174,7 +175,7 @@ class _Burst:
 
     def __init__(
         self,
-        plan: WritePlan,
+        plan: ValuePlan,
         wire: Wire,
         patience: Deadline,
         counters: Counters,
@@ -217,9 +218,9 @@ class _Burst:
         plan = self._plan
         commands = []
         for write in writes:
-            tag = chunk_tag(plan.namespace, write.key)
+            tag = chunk_tag(plan.config.namespace, write.key)
             claim = tag + claim_suffix(plan.stripes[0])
-            commands.append(command(b"SET", claim, b"1", *plan.claim_options))
+            commands.append(command(b"SET", claim, b"1", *plan.config.claim_options))
             commands += [command(b"STRLEN", tag + stripe_suffix(s)) for s in plan.stripes]
         self._wire.send([b"".join(commands)], self._patience)
         return [(write, self._missing(write)) for write in writes]
@@ -238,7 +239,7 @@ class _Burst:
     def _batches(self, values: Sequence[_Value]) -> Iterator[list[_Value]]:
         batch, size = list[_Value](), 0
         for value in values:
-            if batch and size + value.stripe.num_bytes > self._plan.batch_bytes:
+            if batch and size + value.stripe.num_bytes > self._plan.config.batch_bytes:
                 yield batch
                 batch, size = [], 0
             batch.append(value)
@@ -254,8 +255,8 @@ class _Burst:
             write, stripe = value.write, value.stripe
             payload = write.buffer[stripe.offset : stripe.offset + stripe.num_bytes]
             expected = stripe_header(plan.geometry, stripe, write.key, keyed=plan.sealer.keyed)
-            options = plan.ttl_options + ((b"NX",) if value.only_if_absent else ())
-            name = chunk_tag(plan.namespace, write.key) + stripe_suffix(stripe)
+            options = plan.config.ttl_options + ((b"NX",) if value.only_if_absent else ())
+            name = chunk_tag(plan.config.namespace, write.key) + stripe_suffix(stripe)
             head, tail = set_command(name, HEADER_BYTES + stripe.num_bytes, options)
             parts += [head + encode_header(expected, payload, plan.sealer), payload, tail]
         # Its answer has another form than those before it, which shows that they were in step.
