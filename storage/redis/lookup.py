@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random as random_module
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.net.wire import Wire, WireError, WireFault
-from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
+from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
@@ -37,9 +37,9 @@ class RedisLookup:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._suffixes = _suffixes(
-            s for geometry in geometries for s in geometry.stripes(config.max_payload_bytes)
-        )
+        stripes = [s for g in geometries for s in g.stripes(config.max_payload_bytes)]
+        # Each suffix once: ranks that hold the same head hold the same values.
+        self._suffixes = tuple(dict.fromkeys(map(stripe_suffix, stripes)))
         self._servers = Servers(config, make_topology(config, clock), clock, random)
         self._connections = Connections(self._servers, config.read_timeout_seconds)
 
@@ -87,7 +87,8 @@ class RedisLookup:
         try:
             for node, indices in by_node.items():
                 asked.append((node, self._connections.get(node)))
-                question = b"".join(self._command(tags[i]) for i in indices)
+                names = [[tags[i] + suffix for suffix in self._suffixes] for i in indices]
+                question = b"".join(command(b"EXISTS", *each) for each in names)
                 asked[-1][1].send([question], deadline)
             for node, wire in asked:
                 for index in by_node[node]:
@@ -105,14 +106,6 @@ class RedisLookup:
         """Drop all connections that an answer may still come on."""
         for node, _ in asked:
             self._connections.drop(node, detail, blame=blame)
-
-    def _command(self, tag: bytes) -> bytes:
-        return command(b"EXISTS", *(tag + suffix for suffix in self._suffixes))
-
-
-def _suffixes(stripes: Iterable[Stripe]) -> tuple[bytes, ...]:
-    """Each suffix once: ranks that hold the same head hold the same values."""
-    return tuple(dict.fromkeys(stripe_suffix(stripe) for stripe in stripes))
 
 
 def _number(line: bytes) -> int:
