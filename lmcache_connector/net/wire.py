@@ -15,6 +15,7 @@ import ssl
 import struct
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from lmcache_connector.net.deadline import Deadline
@@ -59,15 +60,12 @@ class Channel(Protocol):
     raises ``OSError`` if the connection broke and ``EOFError`` if the peer closed it.
     """
 
-    def receive_some(self, views: Sequence[memoryview], seconds: float) -> int:
-        """Wait until all of ``views`` are full, or the slice is over."""
+    def receive(self, views: Sequence[memoryview], seconds: float, *, fill: bool) -> int:
+        """With ``fill`` wait until all of ``views`` are full, or the slice is over; else return
+        as soon as the first of them has got any bytes."""
         ...
 
-    def receive_available(self, view: memoryview, seconds: float) -> int:
-        """Return as soon as any bytes have come."""
-        ...
-
-    def send_some(self, views: Sequence[memoryview], seconds: float) -> int:
+    def send(self, views: Sequence[memoryview], seconds: float) -> int:
         """Send as much of ``views`` as the socket takes."""
         ...
 
@@ -80,27 +78,20 @@ class PlainChannel:
         self._sock = sock
         self._timeouts: dict[int, float] = {}
 
-    def receive_some(self, views: Sequence[memoryview], seconds: float) -> int:
+    def receive(self, views: Sequence[memoryview], seconds: float, *, fill: bool) -> int:
         self._set_timeout(socket.SO_RCVTIMEO, seconds)
         try:
-            count = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+            if fill:
+                count = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+            else:
+                count = self._sock.recv_into(views[0])
         except BlockingIOError:
             return 0
         if count == 0:
             raise EOFError
         return count
 
-    def receive_available(self, view: memoryview, seconds: float) -> int:
-        self._set_timeout(socket.SO_RCVTIMEO, seconds)
-        try:
-            count = self._sock.recv_into(view)
-        except BlockingIOError:
-            return 0
-        if count == 0:
-            raise EOFError
-        return count
-
-    def send_some(self, views: Sequence[memoryview], seconds: float) -> int:
+    def send(self, views: Sequence[memoryview], seconds: float) -> int:
         self._set_timeout(socket.SO_SNDTIMEO, seconds)
         try:
             return self._sock.sendmsg(views)
@@ -123,7 +114,7 @@ class TlsChannel:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
 
-    def receive_some(self, views: Sequence[memoryview], seconds: float) -> int:
+    def receive(self, views: Sequence[memoryview], seconds: float, *, fill: bool) -> int:
         received = 0
         self._sock.settimeout(seconds)
         for view in views:
@@ -139,19 +130,11 @@ class TlsChannel:
                     raise EOFError
                 done += count
                 received += count
+                if not fill:
+                    return received
         return received
 
-    def receive_available(self, view: memoryview, seconds: float) -> int:
-        self._sock.settimeout(seconds)
-        try:
-            count = self._sock.recv_into(view)
-        except TimeoutError:
-            return 0
-        if count == 0:
-            raise EOFError
-        return count
-
-    def send_some(self, views: Sequence[memoryview], seconds: float) -> int:
+    def send(self, views: Sequence[memoryview], seconds: float) -> int:
         self._sock.settimeout(seconds)
         try:
             return self._sock.send(views[0])
@@ -173,6 +156,8 @@ class Wire:
         self._channel: Channel = (
             TlsChannel(sock) if isinstance(sock, ssl.SSLSocket) else PlainChannel(sock)
         )
+        self._receive_any: _Move = partial(self._channel.receive, fill=False)
+        self._fill: _Move = partial(self._channel.receive, fill=True)
         self._clock = clock
         self._idle_seconds = idle_seconds
         self._line_buffer = bytearray()
@@ -194,12 +179,12 @@ class Wire:
         pending = _Pending(views)
         silence = _Silence(self._clock, self._idle_seconds)
         # Look at the first bytes as soon as they come: nothing else may follow them.
-        move: _Move = self._receive_available
+        move = self._receive_any
         while pending.views:
             count = self._slice(move, pending.head(), deadline, silence)
             pending.advance(count)
             if count:
-                move = self._channel.receive_some
+                move = self._fill
             if pending.views:
                 on_pause(pending.done)
 
@@ -208,7 +193,7 @@ class Wire:
         pending = _Pending([memoryview(view) for view in views])
         silence = _Silence(self._clock, self._idle_seconds)
         while pending.views:
-            pending.advance(self._slice(self._channel.send_some, pending.head(), deadline, silence))
+            pending.advance(self._slice(self._channel.send, pending.head(), deadline, silence))
 
     def receive_line(self, deadline: Deadline) -> bytes:
         """Receive one line and return it without its CRLF. Raises `WireError`."""
@@ -216,7 +201,7 @@ class Wire:
         while (end := self._line_buffer.find(b"\r\n")) < 0:
             if len(self._line_buffer) > _LINE_BYTES:
                 raise WireError(WireFault.OUT_OF_STEP, "a line without an end")
-            count = self._slice(self._receive_available, [self._line_scratch], deadline, silence)
+            count = self._slice(self._receive_any, [self._line_scratch], deadline, silence)
             self._line_buffer += self._line_scratch[:count]
         line = bytes(self._line_buffer[:end])
         del self._line_buffer[: end + 2]
@@ -237,9 +222,6 @@ class Wire:
         with contextlib.suppress(OSError):  # already gone, which is what is wanted
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-
-    def _receive_available(self, views: Sequence[memoryview], seconds: float) -> int:
-        return self._channel.receive_available(views[0], seconds)
 
     def _slice(
         self,
