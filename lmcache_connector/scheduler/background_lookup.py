@@ -67,29 +67,25 @@ class PendingLookup:
         self.deadline = deadline
         self.is_cancelled = False
         self._clock = clock
-        self._answer: LookupAnswer = PENDING
+        self.answer: LookupAnswer = PENDING
+        """As far as it is known now, deadline or not. Written by :meth:`settle` alone."""
         self._settled = threading.Event()
 
     def wait(self, seconds: float) -> LookupAnswer:
         """The answer, waited for up to so many seconds. Past the deadline it is a miss."""
         remaining = self.deadline - self._clock()
         self._settled.wait(max(0.0, min(seconds, remaining)))
-        if self._answer is PENDING and remaining <= seconds:
+        if self.answer is PENDING and remaining <= seconds:
             self.cancel()
             return MISS
-        return self._answer
-
-    @property
-    def answer(self) -> LookupAnswer:
-        """As far as it is known now, deadline or not."""
-        return self._answer
+        return self.answer
 
     def cancel(self) -> None:
         """It need not be asked any more. A question already on its way is left alone."""
         self.is_cancelled = True
 
     def settle(self, num_chunks: int) -> None:
-        self._answer = Found(num_chunks)
+        self.answer = Found(num_chunks)
         self._settled.set()
 
 

@@ -162,10 +162,7 @@ class LMCacheEngineAdapter:
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks that have come to Redis since the last call, where that is to be reported."""
-        written = []
-        while self._written:
-            written.append(self._written.popleft())
-        return tuple(written)
+        return tuple(self._written.popleft() for _ in range(len(self._written)))
 
     @property
     def num_chunks(self) -> int:

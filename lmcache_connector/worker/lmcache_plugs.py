@@ -192,7 +192,4 @@ class EventSink:
         return bool(self._events)
 
     def take(self) -> tuple[CacheEvent, ...]:
-        taken = []
-        while self._events:
-            taken.append(self._events.popleft())
-        return tuple(taken)
+        return tuple(self._events.popleft() for _ in range(len(self._events)))
