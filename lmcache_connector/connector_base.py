@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -201,16 +200,9 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     def wait_for_save(self) -> None:
         self._worker_side.end_forward(self._plan)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        self._step_output = self._worker_side.finish_step()
-        return KVConnectorTransferResults(
-            finished_sending=set(self._step_output.finished_sending),
-            finished_recving=set(self._step_output.finished_recving),
-        )
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
+        self._step_output = output = self._worker_side.finish_step()
+        return set(output.finished_sending), set(output.finished_recving)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self._step_output.invalid_block_ids) if self._step_output else set()
