@@ -60,7 +60,7 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._patience = heartbeat_seconds * missed
+        self._lifetime_seconds = heartbeat_seconds * missed
         self._secret = secret
         self._clock = clock
         self._wall_clock = wall_clock
@@ -94,7 +94,7 @@ class Registry:
         self._instances = {
             name: instance
             for name, instance in self._instances.items()
-            if now - instance.seen_at <= self._patience
+            if now - instance.seen_at <= self._lifetime_seconds
         }
         return [i for i in self._instances.values() if part is None or i.role.plays(part)]
 
@@ -106,7 +106,7 @@ class Registry:
 
     def shun(self, instance: Instance) -> None:
         """It did not answer: prefer others for a while."""
-        instance.shunned_until = self._clock() + self._patience
+        instance.shunned_until = self._clock() + self._lifetime_seconds
 
 
 def _fields(body: bytes) -> dict[str, Any]:

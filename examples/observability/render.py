@@ -1,4 +1,4 @@
-"""Draws the dashboard from a running Prometheus, without Grafana: for reports and the README.
+"""Draws the dashboard from a running Prometheus, without Grafana: for reports and documentation.
 
     python examples/observability/render.py http://localhost:9090 dashboard.png --minutes 30
 

@@ -39,7 +39,7 @@ class ConnectorConfig(StrictSettings):
     redis_ttl_refresh: bool = False
     """Renew the lifetime of values on every hit."""
     redis_connections: Annotated[int, Field(gt=0, le=64)] = 2
-    """Connections per worker rank for each direction."""
+    """Connections per worker rank and server for reading, and at most as many for writing."""
     redis_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
     """Longest wait for Redis to connect or to answer one request."""
     redis_write_queue_mib: Annotated[int, Field(gt=0, le=1048576)] = 1024

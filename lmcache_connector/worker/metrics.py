@@ -110,7 +110,10 @@ class WorkerMetrics:
         for reason, count in counts.misses.items():
             tally.count("redis_chunks", reason, amount=count - last.misses.get(reason, 0))
         for end, count in counts.writes.items():
-            metric = "dropped_writes" if end in _DROPPED else "written_chunks"
-            tally.count(metric, end.value, amount=count - last.writes.get(end, 0))
+            new = count - last.writes.get(end, 0)
+            if end in _DROPPED:
+                tally.count("dropped_writes", end.value, amount=new)
+            else:
+                tally.count("written_chunks", end.value, amount=new)
         tally.count("stored_bytes", "redis", amount=counts.bytes_written - last.bytes_written)
         self._last_counts = counts

@@ -250,7 +250,7 @@ def _hint(error: Exception) -> str:
     if isinstance(error, NoPermissionError):
         return (
             "give the user these rights: ACL SETUSER NAME ~lmc:* +get +getex +set +strlen +exists "
-            "+pttl +getrange +object|idletime +scan +unlink +info +dbsize +client"
+            "+getrange +pttl +object|idletime +scan +unlink +dbsize +info +ping +client|no-touch"
         )
     if isinstance(error, AuthenticationError) or "auth" in text or "wrongpass" in text:
         return "set user and password in the URL: redis://USER:PASSWORD@HOST (best as env:NAME)"

@@ -94,6 +94,24 @@ def test_an_engines_user_may_not_list_or_remove(cli: Cli, guarded: Server) -> No
         assert "pass-word" not in outcome.err
 
 
+def test_the_rights_of_the_hint_are_enough(cli: Cli) -> None:
+    """An engine's own user may not run ``check``; what the hint adds is all that lacks."""
+    settings = {"maxmemory": "512mb", "maxmemory-policy": "allkeys-lru"}
+    with running_server(valkey_binary() or "valkey-server", settings) as server:
+        url = url_of(server, "engine")
+        with server.client() as client:
+            rights = documented_rights("engine")
+            client.execute_command("ACL", "SETUSER", "engine", "on", ">pass-word", *rights)
+            refused = cli("check", transfer(url), "--json")
+            assert refused.code == 3
+            (hint,) = [f["hint"] for f in refused.document["findings"] if f["verdict"] == "error"]
+            added = hint.partition("ACL SETUSER NAME ")[2].split()
+            client.execute_command("ACL", "SETUSER", "engine", *added)
+        assert cli("check", transfer(url)).code == 0
+        assert cli("ls", "--redis-url", url).code == 0
+    assert {*added, "resetchannels", "-@all"} == set(documented_rights("operator"))
+
+
 @pytest.mark.redis_server
 def test_tls_is_checked_and_what_is_wrong_with_it_said(cli: Cli) -> None:
     binary = redis_binary()

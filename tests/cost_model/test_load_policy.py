@@ -143,8 +143,8 @@ def test_what_another_load_fetches_already_is_no_queue(policy: LoadPolicy) -> No
 
 
 def test_a_lookup_is_waited_for_as_long_as_the_prompt_is_worth(policy: LoadPolicy) -> None:
-    patience = policy.lookup_seconds(0, PROMPT, last_lookup_seconds=0.0)
-    assert patience == pytest.approx(LOOKUP_SHARE * RECOMPUTE, rel=0.01)
+    seconds = policy.lookup_seconds(0, PROMPT, last_lookup_seconds=0.0)
+    assert seconds == pytest.approx(LOOKUP_SHARE * RECOMPUTE, rel=0.01)
     assert policy.lookup_seconds(0, PROMPT, last_lookup_seconds=0.2) == 0.0
     assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds=0.2) > 0.2
     policy.observe_reports([probed(0, 1.0)])

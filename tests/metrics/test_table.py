@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from lmcache_connector.metrics.table import METRICS, Kind
+from lmcache_connector.p2p.scheduler.metrics import METRICS as P2P_METRICS
+from tests.support import ROOT
+
+WAYS = {"count": Kind.COUNTER, "set": Kind.GAUGE, "observe": Kind.HISTOGRAM}
+"""Methods of a tally, and what each of them counts."""
 
 
 def test_names_follow_the_conventions() -> None:
@@ -19,3 +27,32 @@ def test_names_follow_the_conventions() -> None:
             assert metric.name.endswith(units)
             assert list(metric.buckets) == sorted(metric.buckets)
     assert all(name == metric.name for name, metric in METRICS.items())
+
+
+def counted() -> Iterator[tuple[Kind, str]]:
+    """What the product counts: kinds and names of metrics, names as patterns."""
+    for path in (ROOT / "lmcache_connector").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                pattern = name_pattern(node.args[0])
+                if pattern and node.func.attr in WAYS:
+                    yield WAYS[node.func.attr], pattern
+
+
+def name_pattern(argument: ast.expr) -> str | None:
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return argument.value
+    if isinstance(argument, ast.JoinedStr):
+        return "".join(
+            str(v.value) if isinstance(v, ast.Constant) else "*" for v in argument.values
+        )
+    return None
+
+
+def test_every_metric_is_counted_somewhere() -> None:
+    """Whoever adds a metric thinks of counting it."""
+    found = list(counted())
+    for name, metric in (METRICS | P2P_METRICS).items():
+        assert any(kind is metric.kind and fnmatchcase(name, pattern) for kind, pattern in found), (
+            name
+        )

@@ -193,7 +193,7 @@ class TestTls:
 
 
 class TestAcl:
-    # README lists the same.
+    # docs/security.md lists the same.
     MINIMAL = ("+get", "+getex", "+set", "+strlen", "+exists")
 
     @pytest.fixture(scope="class")
