@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
     ("kv_layout", "config"),
-    ("cost_model", "storage/redis"),
+    ("audit", "cost_model", "storage/redis"),
     ("storage",),
     ("keys", "plans", "metrics", "net"),
     ("errors",),
@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 ONLY = {
     "storage": {"keys"},
     "storage/redis": {"storage", "keys", "net"},
+    "audit": {"plans", "storage"},
     "cost_model": {"plans"},
 }
 MAX_FILES = 16
