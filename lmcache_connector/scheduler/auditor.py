@@ -111,6 +111,11 @@ class Auditor:
         self._round = 0
         self._largest_error = 0.0
 
+    @property
+    def num_open(self) -> int:
+        """Audits under way."""
+        return len(self._open)
+
     # -- choosing ------------------------------------------------------------------------------
 
     def cut(self, state: RequestState, num_computed_tokens: int, hit: range) -> range:
