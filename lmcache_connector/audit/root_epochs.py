@@ -66,11 +66,12 @@ class RootEpochs:
         """An audit has found the KV under the shared epoch to be what this instance computes."""
         self._states[root] = RootState.SHARED
 
-    def separate(self, root: bytes) -> None:
-        """An audit has found other KV. Keys of its own from now on, and new ones: what was loaded
-        under the ones before may be wrong."""
+    def separate(self, root: bytes, *, keeps_keys: bool) -> None:
+        """An audit has found other KV. ``keeps_keys``: it was that from before the reset, on which
+        nothing relies; else what was loaded may be wrong, and the root gets new keys."""
+        if not keeps_keys:
+            self._nonces[root] = self._new_nonce()
         self._states[root] = RootState.APART
-        self._nonces[root] = self._new_nonce()
 
     def reset(self, label: str, *, audits: bool) -> RootState:
         """The weights may have changed. Returns the state of all roots from now on.

@@ -299,12 +299,13 @@ class SchedulerAdapter:
 
     def _follow(self, finding: Finding) -> None:
         """Do what an audit calls for."""
+        root = finding.root
         if finding.verdict is Verdict.MISMATCH:
-            self._epochs.separate(finding.root)
-            root = finding.root
-            self._rekey([s for s in self._states.values() if s.keys.identity.kv_root == root])
+            self._epochs.separate(root, keeps_keys=finding.strict)
+            if not finding.strict:
+                self._rekey([s for s in self._states.values() if s.keys.identity.kv_root == root])
         elif finding.verdict is Verdict.MATCH and finding.strict:
-            self._epochs.restore(finding.root)
+            self._epochs.restore(root)
             logger.warning("An audit found the weights unchanged: KV is shared again.")
         self.tally.set("roots_apart", value=self._epochs.num_apart())
 

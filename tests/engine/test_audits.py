@@ -263,7 +263,7 @@ def test_after_a_reset_with_other_weights_nothing_is_shared_again(
         assert again.external_hit_tokens > 0
         assert again.block_digests == other.block_digests
     finally:
-        one.call(scale_embeddings, 1 / factor)
+        one.call(scale_embeddings, 1.0)
 
 
 def test_instances_updated_alike_share_at_once_by_a_label(
@@ -284,4 +284,4 @@ def test_instances_updated_alike_share_at_once_by_a_label(
         assert hit.block_digests == cold.block_digests
         assert changes(retrained, before) == {"match": 1}
     finally:
-        one.call(scale_embeddings, 1 / FACTOR)
+        one.call(scale_embeddings, 1.0)

@@ -24,7 +24,7 @@ def audits(probe: EngineProbe) -> dict[str, float]:
 
 
 def scale_embeddings(probe: EngineProbe, factor: float) -> None:
-    """Change some rows of the embedding in every rank's memory."""
+    """Make some rows of the embedding in every rank's memory so many times what was loaded."""
     probe.on_ranks(_scale_rows, factor)
 
 
@@ -33,8 +33,10 @@ def _scale_rows(worker: Any, factor: float) -> None:
 
     weights = dict(worker.model_runner.get_model().named_parameters())
     (name,) = (name for name in weights if "embed_tokens" in name)
+    rows = weights[name][ROWS]
+    as_loaded = worker.__dict__.setdefault("rows_as_loaded", rows.clone())
     with torch.no_grad():
-        weights[name][ROWS] = (weights[name][ROWS].float() * factor).to(weights[name].dtype)
+        rows.copy_(as_loaded.float() * factor)
 
 
 def name_images_by_counter(probe: EngineProbe) -> None:
