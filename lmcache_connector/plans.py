@@ -207,11 +207,9 @@ class StepOutput(Generic[ReportT_co]):
     """What one rank has to tell after a step: requests by id to vLLM, a report to the other side.
 
     ``finished_sending``: no store reads their blocks any more. ``finished_recving``: their loads
-    have ended. ``invalid_block_ids``: blocks that a failed load has not filled. ``report`` is
-    ``None`` if there is no news.
+    have ended, well or not. ``report`` is ``None`` if there is no news.
     """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
-    invalid_block_ids: frozenset[int] = frozenset()
     report: ReportT_co | None = None

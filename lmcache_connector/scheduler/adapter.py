@@ -44,6 +44,7 @@ from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
 from lmcache_connector.scheduler.vllm_kv_events import describe_chunk
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -89,6 +90,7 @@ class SchedulerAdapter:
         self._stores = StorePlanner(settings, index, tally, self._jobs.new_id)
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
+        self._short_loads: list[ShortLoad] = []
 
     # -- hits ----------------------------------------------------------------------------------
 
@@ -175,14 +177,17 @@ class SchedulerAdapter:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def update_from_reports(self, reports: Sequence[RankReport]) -> None:
-        """``reports``: of all ranks that had something to report in one step."""
+    def update_from_reports(self, reports: Sequence[RankReport]) -> list[ShortLoad]:
+        """``reports``: of all ranks that had something to report in one step. Returns the loads
+        that have ended with it and did not bring everything."""
         self.policy.observe_reports(reports)
         for report in reports:
             self.index.apply(report.rank, report.events)
             self.kv_events.apply(report)
             for result in report.results:
                 self._finish_rank(report.rank, result)
+        short_loads, self._short_loads = self._short_loads, []
+        return short_loads
 
     def take_metrics(self) -> Samples | None:
         """What there is to tell ``/metrics`` since the last call; ``None`` if nothing is."""
@@ -300,7 +305,8 @@ class SchedulerAdapter:
     def _finish(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
         if isinstance(job, LoadJob):
-            self._loads.ended(state, job, planned.num_chunks, planned.results)
+            short = self._loads.ended(state, job, planned.num_chunks, planned.results)
+            self._short_loads += [short] if short is not None else []
         else:
             self._stores.ended(state, job)
         self.kv_events.settle(job.keys)

@@ -179,7 +179,6 @@ class WorkerAdapter:
         return StepOutput(
             finished_sending=released,
             finished_recving=frozenset(loaded),
-            invalid_block_ids=frozenset(_failed_blocks(ended, self._blocks_per_chunk)),
             report=self._report(ended),
         )
 
@@ -263,10 +262,6 @@ class WorkerAdapter:
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )
 
-    @property
-    def _blocks_per_chunk(self) -> int:
-        return self._settings.geometry.num_tokens // self._settings.engine.block_size
-
     def _released(self) -> Iterable[str]:
         """Finished requests whose last store has ended."""
         open_holds: list[Hold] = []
@@ -303,13 +298,3 @@ def _describe(settings: WorkerSettings, kv_caches: dict[str, torch.Tensor]) -> P
         for name, width in settings.layer_widths.items()
     }
     return PagedLayout.from_kv_caches({name: kv_caches[name] for name in specs}, specs)
-
-
-def _failed_blocks(ended: Iterable[QueuedJob], per_chunk: int) -> Iterable[int]:
-    """Blocks of loads that did not arrive, from the first missing chunk on."""
-    for queued in ended:
-        job, result = queued.job, queued.result
-        if isinstance(job, LoadJob) and result is not None and result.num_chunks < len(job.keys):
-            first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
-            for block_ids in job.block_ids:
-                yield from block_ids[first:]

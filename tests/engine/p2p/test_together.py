@@ -34,7 +34,6 @@ def multi(role: str, port: int, **extra: Any) -> dict[str, Any]:
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [kv_transfer(role, port, **extra), tiered]},
     }
 

@@ -73,7 +73,6 @@ class Step:
 class StepReport:
     finished_sending: frozenset[str]
     finished_recving: frozenset[str]
-    invalid_block_ids: frozenset[int]
     report: RankReport | None
 
 
@@ -288,16 +287,9 @@ class ShadowRank:
         self._holds = [h for h in self._holds if h not in released]
         done, self._done = self._done, []
         events, self._events = self._events, []
-        per_chunk = self.chunk_size // BLOCK_SIZE
-        invalid: set[int] = set()
-        for job, result in done:
-            if isinstance(job, LoadJob) and result.num_chunks < len(job.keys):
-                first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
-                invalid.update(job.block_ids[0][first:])
         results = tuple(result for _, result in done)
         return StepReport(
             frozenset(hold.request_id for hold in released),
             frozenset(job.request_id for job, _ in done if isinstance(job, LoadJob)),
-            frozenset(invalid),
             RankReport(self.rank, tuple(events), results) if done or events else None,
         )

@@ -192,7 +192,7 @@ class EngineProbe:
 
     def _scheduler_counts(self) -> Samples:
         counts = Samples()
-        for connector in _parts_of(self.connector):
+        for connector in parts_of(self.connector):
             counts.merge(connector._scheduler.tally.totals)
         return counts
 
@@ -229,13 +229,13 @@ def counts_on_rank(worker: Any) -> Samples:
     from lmcache_connector.connector import LMCacheTieredConnector
 
     counts = Samples()
-    for connector in _parts_of(get_kv_transfer_group()):
+    for connector in parts_of(get_kv_transfer_group()):
         if isinstance(connector, LMCacheTieredConnector):
             counts.merge(connector._worker_side._metrics.tally.totals)
     return counts
 
 
-def _parts_of(connector: Any) -> Sequence[Any]:
+def parts_of(connector: Any) -> Sequence[Any]:
     """The connector, or those that vLLM's ``MultiConnector`` puts together."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
