@@ -15,7 +15,7 @@ vLLM's order. Runs on the engine's scheduler thread only.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -110,6 +110,7 @@ class SchedulerAdapter:
         state = self._state(request)
         if state is None or not state.load.is_allowed:
             return 0, False
+        self._cancel_stores()
         hit = self.hits.find(state, num_computed_tokens, is_idle=self.is_idle)
         if hit is PENDING:
             return None, False
@@ -145,8 +146,8 @@ class SchedulerAdapter:
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self._states.get(request_id)) is not None:
                 state.restart()
+        self._cancel_stores()
         if self._settings.stores:
-            self._cancel_stores(self.witness.take_reused())
             self._plan_stores(scheduler_output)
         self._scheduled = set(scheduler_output.num_scheduled_tokens)
         self.hits.next_step()
@@ -265,11 +266,13 @@ class SchedulerAdapter:
         if job is not None:
             self._start(state, job, job.chunk_indices)
 
-    def _cancel_stores(self, reused: Set[int]) -> None:
-        """vLLM has handed out these blocks; what the step does to them it does before it ends."""
-        if reused:
+    def _cancel_stores(self) -> None:
+        """Those that read blocks vLLM has handed out: the step being planned overwrites them."""
+        if reused := self.witness.take_reused():
             for planned in self._jobs.vacate(reused):
-                self._finish(planned)
+                self.index.settle(planned.job.keys, planned.job.job_id)  # no hits any more
+                if not self._jobs.is_open(planned.job.job_id):
+                    self._finish(planned)
 
     def _start(self, state: RequestState, job: LoadJob | StoreJob, chunks: Sequence[int]) -> None:
         """``chunks``: where the job's keys stand in the request."""
@@ -306,7 +309,7 @@ class SchedulerAdapter:
             self.witness.loaded(state, job, first, planned.num_chunks)
             self._loads.ended(state, job, planned.num_chunks, planned.results)
         else:
-            self._stores.ended(state, job)
+            self._stores.ended(state, job, planned.results)
         self.kv_events.settle(job.keys)
         if state.is_finished and not state.has_jobs:
             self._forget(state)

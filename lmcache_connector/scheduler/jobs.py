@@ -66,22 +66,22 @@ class PlannedJobs:
         return any(isinstance(planned.job, StoreJob) for planned in self._jobs.values())
 
     def vacate(self, block_ids: Set[int]) -> list[PlannedJob]:
-        """The step being planned may overwrite these blocks: what reads them is cancelled.
-
-        Returns the jobs that no worker has heard of yet; they have ended with that.
-        """
-        unsent, dropped = {job.job_id for job in self._stores}, []
-        for job_id, planned in list(self._jobs.items()):
-            if planned.reads.isdisjoint(block_ids):
-                continue
+        """The step being planned may overwrite these blocks: the stores that read them are
+        cancelled, and returned. Those that no worker has heard of yet have ended with that."""
+        vacated = [p for p in self._jobs.values() if not p.reads.isdisjoint(block_ids)]
+        unsent = {job.job_id for job in self._stores}
+        for planned in vacated:
             planned.reads = frozenset()  # once is enough
-            if job_id in unsent:
-                dropped.append(self._jobs.pop(job_id))
+            if planned.job.job_id in unsent:
+                del self._jobs[planned.job.job_id]
             else:
-                self._vacated_stores.append(job_id)
-        if dropped:
-            self._stores = [job for job in self._stores if job.job_id in self._jobs]
-        return dropped
+                self._vacated_stores.append(planned.job.job_id)
+        self._stores = [job for job in self._stores if job.job_id in self._jobs]
+        return vacated
+
+    def is_open(self, job_id: int) -> bool:
+        """Whether some rank has yet to report the job."""
+        return job_id in self._jobs
 
     def take_plan(
         self,

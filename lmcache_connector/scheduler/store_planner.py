@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import BlockIds, StoreJob
+from lmcache_connector.plans import BlockIds, JobResult, Outcome, StoreJob
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
@@ -104,9 +104,11 @@ class StorePlanner:
         self._tally.count("store_jobs")
         return job
 
-    def ended(self, state: RequestState, job: StoreJob) -> None:
-        """All ranks have reported."""
+    def ended(self, state: RequestState, job: StoreJob, results: Sequence[JobResult]) -> None:
+        """All ranks have reported, or none was asked: the blocks were reused too soon."""
         state.store.job_ids.discard(job.job_id)
+        if all(result.outcome is Outcome.CANCELLED for result in results):
+            self._tally.count("dropped_stores", amount=len(job.keys))
         self._index.settle(job.keys, job.job_id)
 
     def _storable_chunks(self, state: RequestState, num_witnessed_tokens: int) -> int:
