@@ -83,7 +83,7 @@ def unseen_prompt(num_tokens: int = NUM_TOKENS) -> list[int]:
 
 
 def at_rest(probe: EngineProbe, seconds: float = LEASE_SECONDS / 2) -> None:
-    """Nothing is held, in ``seconds`` at the latest: before any lease ends, unless more are given."""
+    """Nothing is held after ``seconds``: before any lease ends, unless more are given."""
     until = time.monotonic() + seconds
     while probe.scheduler.has_requests():
         assert time.monotonic() < until, f"held: {list(probe.scheduler.requests)}"
@@ -103,7 +103,7 @@ def nixl_bytes(probe: EngineProbe) -> float:
 
     probe.serve([1] * 10)  # vLLM counts with the next step
     return sum(
-        sample.value
+        float(sample.value)
         for family in REGISTRY.collect()
         for sample in family.samples
         if sample.name == "vllm:nixl_bytes_transferred_sum"
@@ -113,7 +113,7 @@ def nixl_bytes(probe: EngineProbe) -> float:
 def stored_tokens(probe: EngineProbe, prompt: list[int]) -> int:
     """Of this prompt, in the CPU tier of this instance."""
     index = tiered_of(probe.connector)._scheduler.index
-    return sum(index.has_each(chunk_keys(probe, prompt))) * CHUNK_SIZE
+    return int(sum(index.has_each(chunk_keys(probe, prompt)))) * CHUNK_SIZE
 
 
 def abort_after(probe: EngineProbe, request: Ask, steps: int) -> str:

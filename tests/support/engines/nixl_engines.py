@@ -49,10 +49,14 @@ def running_nixl(
         }
         settings: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 8192}
         settings |= {k: v[index] if isinstance(v, list) else v for k, v in args.items()}
-        prepare = partial(os.environ.update, environment)
+        prepare = partial(_set_environment, environment)
         log = folder / f"nixl-{index}.log"
         instances.append(VllmInstance(model, transfer, log, prepare, **settings))
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(instances)) as pool:
             list(pool.map(stack.enter_context, instances))
         yield instances
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)

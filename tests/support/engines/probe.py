@@ -200,7 +200,7 @@ class EngineProbe:
         counts = Samples()
         for connector in parts_of(self.connector):
             if isinstance(connector, ConnectorBase):
-                counts.merge(connector._scheduler.tally.totals)
+                counts.merge(connector._scheduler_side.tally.totals)
         return counts
 
     def _digest(self, request_id: str, num_tokens: int) -> _Digests:
