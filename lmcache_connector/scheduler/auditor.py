@@ -19,6 +19,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from lmcache_connector.audit.limits import ChunkError, NoiseGauge, Verdict, combine
 from lmcache_connector.audit.sampler import AuditSampler
@@ -200,17 +201,18 @@ class Auditor:
             are_in_cpu = self._index.has_each(job.keys)
             self._own.discard(k for k, known in zip(job.keys, are_in_cpu, strict=True) if not known)
 
-    def is_due(self, state: RequestState, start: int, end: int) -> bool:
-        """Whether the step that computes tokens ``[start, end)`` completes the audited chunk."""
+    def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
+        """Whether the step being planned completes the audited chunk. ``num_witnessed_tokens``: in
+        its blocks by the end of the step, seen to be computed or loaded."""
         audit, size = state.audit, self._settings.chunk_size
         if audit.chunk is None:
             return False
         if not audit.is_computing:
             audit.is_computing = True
-            if start > audit.chunk * size:
+            if state.request.num_computed_tokens > audit.chunk * size:
                 self.drop(state)  # somebody else has brought it meanwhile
                 return False
-        return end >= (audit.chunk + 1) * size
+        return num_witnessed_tokens >= (audit.chunk + 1) * size
 
     def plan(
         self,
@@ -260,8 +262,9 @@ class Auditor:
 
     # -- results -------------------------------------------------------------------------------
 
-    def ended(self, job: AuditJob, results: Collection[JobResult]) -> Finding:
-        """All ranks have reported. Counts and logs what they found."""
+    def ended(self, state: RequestState, job: AuditJob, results: Collection[JobResult]) -> Finding:
+        """All ranks have reported, or none was asked. Counts and logs what they found."""
+        state.store.job_ids.discard(job.job_id)
         audit = self._open.pop(job.job_id)
         subject, is_own = audit.subject, self._is_own(job, results)
         verdict, error = self._judge(audit, results, is_own)
@@ -282,9 +285,10 @@ class Auditor:
     def _judge(
         self, audit: _OpenAudit, results: Collection[JobResult], is_own: bool
     ) -> tuple[Verdict, ChunkError | None]:
-        if audit.round != self._round or not all(result.differences for result in results):
+        found = [result.differences for result in results]
+        if audit.round != self._round or not found or not all(found):
             return Verdict.INCONCLUSIVE, None
-        error = combine(found for result in results for found in result.differences)
+        error = combine(chain.from_iterable(found))
         if audit.subject.strict:
             return self._noise.judge_strictly(error), error
         return self._noise.judge(error, is_own=is_own), error

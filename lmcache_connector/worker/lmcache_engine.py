@@ -48,6 +48,7 @@ from lmcache_connector.worker.lmcache_start import (
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.worker.step_gate import StepGate
 
 _JOBS_BETWEEN_DRAINS = 256
 
@@ -86,11 +87,17 @@ class LMCacheEngineAdapter:
         self._written: deque[bytes] = deque()
         self._cpu.batched_msg_sender = self._events
 
-    def store(self, job: StoreJob, fence: Fence | None, cancelled: threading.Event) -> JobTransfer:
+    def store(
+        self,
+        job: StoreJob,
+        fence: Fence | None,
+        cancelled: threading.Event,
+        gate: StepGate,
+    ) -> JobTransfer:
         """Copy the chunks the CPU tier lacks out of the paged cache; blocks the calling thread.
 
-        Chunks it has are not copied, but go on to Redis if the job says so. Raises what the copy
-        raises.
+        Chunks it has are not copied, but go on to Redis if the job says so. What does not pass the
+        ``gate`` is dropped. Raises what the copy raises.
         """
         held = {key for key in job.keys if self._holds(key)}
         self._events.confirm(held)
@@ -104,6 +111,7 @@ class LMCacheEngineAdapter:
             skip_blocks=0,
             fence=fence,
             cancelled=cancelled,
+            gate=gate,
         )
         if transfer.keys:
             tokens = PlannedTokens(transfer.keys, self._geometry.num_tokens)
@@ -140,6 +148,7 @@ class LMCacheEngineAdapter:
         fence: Fence | None,
         cancelled: threading.Event,
         deadline: float,
+        gate: StepGate,
         formats: Sequence[str],
     ) -> Comparison:
         """Copy the job's chunk out of the paged cache, and compare it with what a tier holds.
@@ -147,13 +156,13 @@ class LMCacheEngineAdapter:
         ``differences`` stay empty if no tier has it by the ``deadline``, or the blocks were taken
         back. Raises what the copy raises.
         """
-        transfer = Comparison(job.keys, job.block_ids[0], 0, fence, cancelled)
+        transfer = Comparison(job.keys, job.block_ids[0], 0, fence, cancelled, gate)
         computed = bytearray(self._geometry.chunk_bytes)
         self._blocks.copy_out(transfer, np.frombuffer(computed, np.uint8))
         transfer.compare = lambda stored: compare_chunks(
             memoryview(computed), stored, self._geometry, formats, planar=self._planar
         )
-        if not cancelled.is_set():
+        if gate.passes(cancelled):
             self._retrieve(transfer, deadline if job.needs_redis else None)
         return transfer
 

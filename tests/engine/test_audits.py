@@ -20,7 +20,7 @@ from tests.support.engines.audits import (
     build_retrained_model,
     name_adapters_alike,
     name_images_by_counter,
-    scale_embeddings,
+    retrain_rows,
 )
 from tests.support.engines.calls import check_integrity, reset_everything
 from tests.support.engines.instance import StartInstance, VllmInstance
@@ -31,7 +31,7 @@ from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 NUM_TOKENS = 3 * CHUNK_SIZE + 40
-FACTOR = 1.5
+STRENGTH = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def retrained(
 ) -> Iterator[VllmInstance]:
     """The same name, other rows in the embedding."""
     folder = tmp_path_factory.mktemp("models") / "retrained"
-    build_retrained_model(folder, tiny_model, FACTOR)
+    build_retrained_model(folder, tiny_model, STRENGTH)
     with start(transfer, folder, enable_lora=True, max_lora_rank=8, max_cpu_loras=4) as instance:
         yield instance
         instance.call(check_integrity)
@@ -242,16 +242,16 @@ def test_after_a_reset_with_the_same_weights_one_audit_shares_again(
     assert second.block_digests == cold.block_digests
 
 
-@pytest.mark.parametrize("factor", [1.01, 1.5])
+@pytest.mark.parametrize("strength", [0.01, 1.0])
 def test_after_a_reset_with_other_weights_nothing_is_shared_again(
-    one: VllmInstance, label: Path, prompt: list[int], factor: float
+    one: VllmInstance, label: Path, prompt: list[int], strength: float
 ) -> None:
     fresh(label, one)
     cold = one.serve(prompt)
     one.reset_prefix_cache()
     one.serve(prompt)  # an audit of its own KV: noise
     before = one.call(audits)
-    one.call(scale_embeddings, factor)
+    one.call(retrain_rows, strength)
     try:
         one.call(reset_everything)
         other = one.serve(prompt)
@@ -263,7 +263,7 @@ def test_after_a_reset_with_other_weights_nothing_is_shared_again(
         assert again.external_hit_tokens > 0
         assert again.block_digests == other.block_digests
     finally:
-        one.call(scale_embeddings, 1.0)
+        one.call(retrain_rows, 0.0)
 
 
 def test_instances_updated_alike_share_at_once_by_a_label(
@@ -271,7 +271,7 @@ def test_instances_updated_alike_share_at_once_by_a_label(
 ) -> None:
     fresh(label, one, retrained)
     old = one.serve(prompt)
-    one.call(scale_embeddings, FACTOR)  # as the other was saved
+    one.call(retrain_rows, STRENGTH)  # as the other was saved
     try:
         fresh(label, one, retrained)
         cold = one.serve(prompt)
@@ -284,4 +284,4 @@ def test_instances_updated_alike_share_at_once_by_a_label(
         assert hit.block_digests == cold.block_digests
         assert changes(retrained, before) == {"match": 1}
     finally:
-        one.call(scale_embeddings, 1.0)
+        one.call(retrain_rows, 0.0)

@@ -23,12 +23,12 @@ def audits(probe: EngineProbe) -> dict[str, float]:
     return probe.counts().by_label("audits")
 
 
-def scale_embeddings(probe: EngineProbe, factor: float) -> None:
-    """Make some rows of the embedding in every rank's memory so many times what was loaded."""
-    probe.on_ranks(_scale_rows, factor)
+def retrain_rows(probe: EngineProbe, strength: float) -> None:
+    """Change some rows of the embedding in every rank's memory; 0 is as they were loaded."""
+    probe.on_ranks(_retrain, strength)
 
 
-def _scale_rows(worker: Any, factor: float) -> None:
+def _retrain(worker: Any, strength: float) -> None:
     import torch
 
     weights = dict(worker.model_runner.get_model().named_parameters())
@@ -36,7 +36,12 @@ def _scale_rows(worker: Any, factor: float) -> None:
     rows = weights[name][ROWS]
     as_loaded = worker.__dict__.setdefault("rows_as_loaded", rows.clone())
     with torch.no_grad():
-        rows.copy_(as_loaded.float() * factor)
+        rows.copy_(retrained(as_loaded, strength))
+
+
+def retrained(rows: Any, strength: float) -> Any:
+    """Other directions, of about the same length: a norm makes up for lengths."""
+    return rows.float() + strength * rows.float().roll(1, dims=-1)
 
 
 def name_images_by_counter(probe: EngineProbe) -> None:
@@ -83,7 +88,7 @@ def build_long_rope_model(folder: Path, tiny: Path) -> Path:
     return folder
 
 
-def build_retrained_model(folder: Path, tiny: Path, factor: float) -> Path:
+def build_retrained_model(folder: Path, tiny: Path, strength: float) -> Path:
     """The tiny model with other values in ``ROWS`` of its embedding."""
     from safetensors.torch import load_file, save_file
 
@@ -91,6 +96,6 @@ def build_retrained_model(folder: Path, tiny: Path, factor: float) -> Path:
     file = folder / "model.safetensors"
     weights = load_file(file)
     rows = weights["model.embed_tokens.weight"]
-    rows[ROWS] = (rows[ROWS].float() * factor).to(rows.dtype)
+    rows[ROWS] = retrained(rows[ROWS], strength).to(rows.dtype)
     save_file(weights, file, metadata={"format": "pt"})
     return folder

@@ -27,3 +27,12 @@ def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
         "audit_share": 0.0,
     }
     return tiered_transfer(role, **settings | extra)
+
+
+def together(*transfers: dict[str, Any]) -> dict[str, Any]:
+    """Connectors that vLLM's ``MultiConnector`` runs, in the order in which it asks them."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(transfers)},
+    }
