@@ -96,6 +96,12 @@ class SendBuffer:
             unsent, self._unsent = tuple(self._unsent), []
             return released, unsent
 
+    @property
+    def transfer_ids(self) -> list[str]:
+        """Of all that have memory here."""
+        with self.changed:
+            return list(self._transfers)
+
     def save_planned(self, outgoing: Outgoing) -> None:
         """A save was handed to the saver, which will report its end once."""
         with self.changed:
