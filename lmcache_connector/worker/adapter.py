@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
 _FIRST_PROBE_SECONDS = 2.0
+_LET_GO_SECONDS = 5.0
 # After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
 # New prompts of 3,000 tokens were answered 2 to 3 % sooner.
 _STORE_DELAY_SECONDS = 0.03
@@ -189,6 +190,15 @@ class WorkerAdapter:
     def take_metrics(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""
         return self._metrics.take()
+
+    def let_go(self) -> bool:
+        """Between two steps: stop every copy from or into the paged cache. False if one still
+        runs after some seconds."""
+        self._gate.open()  # no step has begun since: what was copied until now is sound
+        if self._jobs.cancel_all(_LET_GO_SECONDS):
+            return True
+        logger.error("A KV transfer did not stop within %.1f s", _LET_GO_SECONDS)
+        return False
 
     def shutdown(self) -> None:
         """Bounded by ``shutdown_seconds`` (for the lanes, and again for writes to Redis)."""

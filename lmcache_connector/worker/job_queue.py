@@ -160,6 +160,13 @@ class JobQueue:
         with self._lock:
             return len(self._open)
 
+    def cancel_all(self, seconds: float) -> bool:
+        """Cancel everything. False if a job still runs after ``seconds``."""
+        self.cancel(list(self._open))
+        with self._lock:
+            self._begin_stores()
+            return self._job_ended.wait_for(lambda: not self._open, timeout=seconds)
+
     def close(self, seconds: float) -> bool:
         """Cancel everything and stop the lanes. False if one is still busy after ``seconds``."""
         self.cancel(list(self._open))
