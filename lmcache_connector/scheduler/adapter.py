@@ -121,7 +121,7 @@ class SchedulerAdapter:
         state = self._state(request)
         if state is None or request.skip_reading_prefix_cache:
             return
-        self._auditor.ask(state)
+        self._auditor.ask(state, self.hits)
         if self._settings.loads:
             self.hits.ask(state, first=0)
 
@@ -135,7 +135,10 @@ class SchedulerAdapter:
         state = self._state(request)
         if state is None:
             return 0, False
-        if self._auditor.find_shared(state, num_computed_tokens, is_idle=self.is_idle) is PENDING:
+        found = self._auditor.find_shared(
+            state, self.hits, num_computed_tokens, is_idle=self.is_idle
+        )
+        if found is PENDING:
             return None, False
         if not (self._settings.loads and state.load.is_allowed):
             return 0, False
