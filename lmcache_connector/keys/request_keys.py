@@ -9,27 +9,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from blake3 import blake3
+
 from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MultimodalSpan:
-    """An image, audio clip, ... whose placeholder tokens lie at ``[start, end)``."""
+    """An image, audio clip, ... whose placeholder tokens lie at ``[start, end)``.
+
+    ``content_hash`` names the item and how its placeholder takes it up, ``encoder_input`` what the
+    model's encoder reads of it.
+    """
 
     content_hash: str
     start: int
     end: int
+    encoder_input: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
     """What separates the KV of this request from that of others with the same tokens.
 
-    ``embeds_digest(start, end)`` names the prompt embeddings of a token range.
+    ``lora`` is a digest of its adapter, which vLLM knows by ``lora_number``; the number is nobody
+    else's. ``embeds_digest(start, end)`` names the prompt embeddings of a token range.
     """
 
     cache_salt: str | None = None
     lora: str | None = None
+    lora_number: int = 0
     weight_epoch: str = ""
     multimodal: tuple[MultimodalSpan, ...] = ()
     embeds_digest: Callable[[int, int], str] | None = None
@@ -63,8 +72,8 @@ class RequestKeys:
 
     def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
         self._hasher = hasher
-        self._identity = identity
-        self._tail = hasher.root_key(identity.root())
+        self.identity = identity
+        self._root = self._tail = hasher.root_key(identity.root())
         self.keys: list[bytes] = []
 
     @property
@@ -79,9 +88,20 @@ class RequestKeys:
         if end <= start:
             return
         extras: list[bytes] = []
-        if self._identity.has_extras:
+        if self.identity.has_extras:
             extras = [
-                self._identity.extras(at, at + chunk_size) for at in range(start, end, chunk_size)
+                self.identity.extras(at, at + chunk_size) for at in range(start, end, chunk_size)
             ]
         self.keys += self._hasher.extend(self._tail, token_ids[start:end], extras)
         self._tail = self.keys[-1]
+
+    def lineage(self, end: int) -> bytes:
+        """Names, with the tokens of its own chunk, the KV of a block that ends at token ``end``.
+
+        That is the key before its chunk, and what beside tokens the block depends on in it. All
+        chunks before must be hashed.
+        """
+        start = (end - 1) // self._hasher.chunk_size * self._hasher.chunk_size
+        before = self.keys[start // self._hasher.chunk_size - 1] if start else self._root
+        extras = self.identity.extras(start, end) if self.identity.has_extras else b""
+        return bytes(blake3(before + extras).digest()) if extras else before

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
@@ -33,6 +34,8 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
+from lmcache_connector.requests.encoder_witness import EncoderWitness
+from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
 from lmcache_connector.scheduler.background_lookup import PENDING
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.hit_finder import HitFinder
@@ -45,6 +48,9 @@ from lmcache_connector.scheduler.request_state import RequestState, SchedulerSet
 from lmcache_connector.scheduler.store_planner import StorePlanner
 from lmcache_connector.scheduler.vllm_kv_events import describe_chunk
 
+_READ_WAIT_SECONDS = 0.005
+"""For what is being read of a request while nothing runs: an idle step would take no less."""
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -53,16 +59,15 @@ if TYPE_CHECKING:
 class SchedulerAdapter:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
-    ``identify(request, epoch)`` returns what makes the request's KV unique, or ``None`` for one
-    that must bypass the cache. ``new_epoch()`` returns a string that nobody else will ever get.
-    ``kv_events`` is told what the tiers take in and let go.
+    ``identifier`` says what makes a request's KV unique. ``new_epoch()`` returns a string that
+    nobody else will ever get. ``kv_events`` is told what the tiers take in and let go.
     """
 
     def __init__(
         self,
         settings: SchedulerSettings,
         hasher: PrefixHasher,
-        identify: Callable[[Request, str], RequestIdentity | None],
+        identifier: RequestIdentifier,
         *,
         index: ChunkIndex,
         hits: HitFinder,
@@ -80,7 +85,11 @@ class SchedulerAdapter:
         self._metrics = metrics
         self._settings = settings
         self._hasher = hasher
-        self._identify = identify
+        self._identifier = identifier
+        self._loaded_adapters = identifier.adapters.loaded
+        self._encoders = EncoderWitness()
+        self._seeing: dict[str, RequestState] = {}  # requests with images, sounds, ...
+        self._may_wait = True
         self._new_epoch = new_epoch
         self._epoch = ""  # with the weights as loaded: shared with everyone who has them
         self._states: dict[str, RequestState] = {}
@@ -95,7 +104,7 @@ class SchedulerAdapter:
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
         state = self._state(request)
-        if state is not None and self._may_read(request):
+        if isinstance(state, RequestState) and self._may_read(request):
             self.hits.ask(state, first=0)
 
     def get_num_new_matched_tokens(
@@ -103,10 +112,13 @@ class SchedulerAdapter:
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond ``num_computed_tokens``, and whether that is done
         between steps; ``None``: ask again in the next step."""
-        if not self._may_read(request):
-            return 0, False
-        state = self._state(request)
-        if state is None or not state.load.is_allowed:
+        wait_seconds = _READ_WAIT_SECONDS if self.is_idle and self._may_wait else 0.0
+        state = self._state(request, wait_seconds)
+        if state is UNREAD:
+            # Even if it will load nothing: what is computed before it has a name is not stored.
+            self._may_wait = False
+            return None, False
+        if state is None or not state.load.is_allowed or not self._may_read(request):
             return 0, False
         hit = self.hits.find(state, num_computed_tokens, is_idle=self.is_idle)
         if hit is PENDING:
@@ -141,20 +153,24 @@ class SchedulerAdapter:
     def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Everything planned since the last step, and the stores this step makes possible."""
         vacated = self._vacate(scheduler_output.preempted_req_ids or ())
+        self._see_inputs(scheduler_output)
         if self._settings.stores:
             self._plan_stores(scheduler_output)
         self._scheduled = set(scheduler_output.num_scheduled_tokens)
+        self._may_wait = True
         self.hits.next_step()
         return self._jobs.take_plan(
             vacated_stores=vacated,
             idle=not self._scheduled,
             prefill=prefill_work(scheduler_output, self._states),
             probe=self._wants_probe(),
+            adapter_question=self._loaded_adapters.take_question() if self._loaded_adapters else 0,
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:
         """True: store jobs still read the blocks, and the worker side will say when they end."""
         self._scheduled.discard(request.request_id)
+        self._identifier.forget(request)
         state = self._states.get(request.request_id)
         if state is None or state.is_finished:
             return False
@@ -181,6 +197,8 @@ class SchedulerAdapter:
         for report in reports:
             self.index.apply(report.rank, report.events)
             self.kv_events.apply(report)
+            if report.adapters is not None and self._loaded_adapters is not None:
+                self._loaded_adapters.update(report.rank, report.adapters)
             for result in report.results:
                 self._finish_rank(report.rank, result)
 
@@ -197,14 +215,12 @@ class SchedulerAdapter:
         keep theirs. O(requests in flight).
         """
         self._epoch = self._new_epoch()
+        self._encoders.clear()
         self.kv_events.clear()
         for state in self._states.values():
             if state.load.job is not None:
                 self._jobs.cancel_load(state.load.job)
-            identity = self._identify(state.request, self._epoch)
-            if identity is None:  # by now it would bypass us: its keys shall be nobody else's
-                salt = f"{self._epoch}/{state.request.request_id}"
-                identity = RequestIdentity(cache_salt=salt)
+            identity = replace(state.keys.identity, weight_epoch=self._epoch)
             state.reset(RequestKeys(self._hasher, identity))
 
     def check_integrity(self) -> None:
@@ -215,21 +231,26 @@ class SchedulerAdapter:
 
     def shutdown(self) -> None:
         self.hits.close()
+        self._identifier.close()
 
     # -- requests, in detail -------------------------------------------------------------------
 
     def _may_read(self, request: Request) -> bool:
         return self._settings.loads and not request.skip_reading_prefix_cache
 
-    def _state(self, request: Request) -> RequestState | None:
+    def _state(
+        self, request: Request, wait_seconds: float = 0.0
+    ) -> RequestState | Literal[NotYet.UNREAD] | None:
         """The state of a request with all its full chunks hashed; ``None``: it bypasses us."""
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
-            identity = self._identify(request, self._epoch)
-            if identity is None:
-                return None
+            identity = self._identifier.identify(request, self._epoch, wait_seconds)
+            if not isinstance(identity, RequestIdentity):
+                return UNREAD if identity is UNREAD else None
             state = RequestState(request, RequestKeys(self._hasher, identity))
             self._states[request.request_id] = state
+            if identity.multimodal:
+                self._seeing[request.request_id] = state
         state.keys.extend(request.all_token_ids)
         return state
 
@@ -246,6 +267,18 @@ class SchedulerAdapter:
     def _forget(self, state: RequestState) -> None:
         if self._states.get(state.request.request_id) is state:
             del self._states[state.request.request_id]
+            self._seeing.pop(state.request.request_id, None)
+
+    def _see_inputs(self, scheduler_output: SchedulerOutput) -> None:
+        """Whether the step computes requests with the inputs their names say."""
+        for new in scheduler_output.scheduled_new_reqs:
+            self._identifier.give_up(new.req_id)
+        self._encoders.next_step(scheduler_output, self._identifier.multimodal)
+        for request_id, state in self._seeing.items():
+            num_tokens = scheduler_output.num_scheduled_tokens.get(request_id, 0)
+            start, spans = state.request.num_computed_tokens, state.keys.identity.multimodal
+            if not self._encoders.vouches(state.request, spans, start, start + num_tokens):
+                state.distrust()
 
     # -- jobs, in detail -----------------------------------------------------------------------
 
@@ -265,6 +298,9 @@ class SchedulerAdapter:
         num_computed_tokens: int,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
+        identity = state.keys.identity
+        if not self._identifier.adapters.may_store(identity.lora_number, identity.lora):
+            return
         job = self._stores.plan(state, num_computed_tokens, resolve_block_ids)
         if job is not None:
             self._start(state, job, job.chunk_indices)

@@ -108,6 +108,10 @@ class RequestState:
     store: StoreState = field(default_factory=StoreState)
     is_finished: bool = False
 
+    def distrust(self) -> None:
+        """Some of its KV is not what its identity says: nothing of it from here on is stored."""
+        self.store.is_allowed = False
+
     def restart(self) -> None:
         """The request was preempted: it is computed, or loaded, from its first token again."""
         self.load.restart()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, make_copier
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import (
@@ -32,8 +32,10 @@ from lmcache_connector.plans import (
     StoreJob,
     TransferTime,
 )
+from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
 from lmcache_connector.worker.forward_timer import ForwardTimer
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
 _VACATE_SECONDS = 0.02
+_ADAPTER_SECONDS = 2.0
 _FIRST_PROBE_SECONDS = 2.0
 # After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
 # New prompts of 3,000 tokens were answered 2 to 3 % sooner.
@@ -92,9 +95,11 @@ class WorkerAdapter:
         kv_caches: dict[str, torch.Tensor],
         make_redis_tier: Callable[[], RedisTier] | None,
         clock: Callable[[], float] = time.monotonic,
+        lora_loads: LoraLoads | NoLoraLoads | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self._lora_loads = lora_loads or NoLoraLoads()
         paged = _describe(settings, kv_caches)
         device = next(iter(kv_caches.values())).device
         on_cpu = device.type == "cpu"
@@ -121,6 +126,8 @@ class WorkerAdapter:
         )
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._holds: list[Hold] = []
+        self._refused: list[JobResult] = []
+        self._adapter_names: dict[int, Reading[str]] = {}  # of open stores
         self._idle = False
 
     def calibration(self) -> Calibration:
@@ -149,10 +156,12 @@ class WorkerAdapter:
         self._idle = plan.idle
         if plan.probe:
             self._probe.request()
+        if plan.adapter_question:
+            self._lora_loads.ask(plan.adapter_question)
         if plan.loads:
             fence = self._copier.fence()
             for job in plan.loads_and_earlier_stores():
-                self._jobs.submit(job, fence)
+                self._submit(job, fence)
         if plan.cancelled_loads:
             self._jobs.cancel(plan.cancelled_loads)
 
@@ -161,7 +170,7 @@ class WorkerAdapter:
         if plan.stores and (stores := plan.later_stores()):
             fence = self._copier.fence()
             for job in stores:
-                self._jobs.submit(job, fence)
+                self._submit(job, fence)
         self._holds += plan.holds
 
     def finish_step(self) -> StepOutput[RankReport]:
@@ -194,6 +203,7 @@ class WorkerAdapter:
         if not self._jobs.close(seconds):
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
         self._engine.close(seconds)
+        self._lora_loads.close()
         self._copier.close()
 
     # -- jobs, on the lanes' threads -----------------------------------------------------------
@@ -202,6 +212,8 @@ class WorkerAdapter:
         started = self._clock()
         job = queued.job
         if isinstance(job, StoreJob):
+            if not self._was_computed_with_its_adapter(job):
+                return _cancelled(job)
             transfer = self._engine.store(job, queued.fence, queued.cancelled)
         else:
             transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)
@@ -217,6 +229,13 @@ class WorkerAdapter:
             redis_failed=transfer.redis_failed,
         )
 
+    def _was_computed_with_its_adapter(self, job: StoreJob) -> bool:
+        """vLLM may have read other files than the scheduler side saw, or read them again since."""
+        if job.adapter is None:
+            return True
+        name = self._adapter_names.pop(job.job_id)
+        return name.wait(_ADAPTER_SECONDS) and name.value == job.adapter.digest
+
     def _outcome(self, queued: QueuedJob, transfer: JobTransfer) -> Outcome:
         if transfer.num_chunks == len(transfer.keys):
             return Outcome.DONE
@@ -225,6 +244,15 @@ class WorkerAdapter:
         return Outcome.DEADLINE if self._clock() >= queued.deadline else Outcome.MISSING
 
     # -- details -------------------------------------------------------------------------------
+
+    def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
+        if isinstance(job, StoreJob) and job.adapter is not None:
+            name = self._lora_loads.name_of(job.adapter.number)
+            if name is None:
+                self._refused.append(_cancelled(job))
+                return
+            self._adapter_names[job.job_id] = name
+        self._jobs.submit(job, fence)
 
     def _has_news(self) -> bool:
         """Nearly every decode step ends here. It touches as little as it can: a forward pass has
@@ -235,16 +263,28 @@ class WorkerAdapter:
             or self._engine.has_news
             or self._timer.has_news
             or self._probe.has_news
+            or self._lora_loads.has_news
+            or self._refused
         )
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
         events, written = self._engine.take_events(), self._engine.take_written()
         forwards, redis = self._timer.take(), self._probe.take()
         self._count(ended, events)
-        if not (ended or events or forwards or redis or written):
+        adapters = self._lora_loads.take()
+        refused, self._refused = self._refused, []
+        if not (ended or events or forwards or redis or written or adapters or refused):
             return None
-        results = tuple(queued.result for queued in ended if queued.result is not None)
-        return RankReport(self._settings.engine.rank, events, results, forwards, redis, written)
+        results = [queued.result for queued in ended if queued.result is not None]
+        return RankReport(
+            rank=self._settings.engine.rank,
+            events=events,
+            results=(*results, *refused),
+            forwards=forwards,
+            redis=redis,
+            written=written,
+            adapters=adapters,
+        )
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:
@@ -276,6 +316,11 @@ class WorkerAdapter:
             else:
                 yield hold.request_id
         self._holds = open_holds
+
+
+def _cancelled(job: StoreJob) -> JobResult:
+    """Nothing of it was copied."""
+    return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
 
 
 def _hold_nothing(until: float) -> None:

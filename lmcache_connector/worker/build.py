@@ -17,6 +17,7 @@ from lmcache_connector.config.warnings import (
 )
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.startup import banner
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
@@ -57,7 +58,13 @@ def build_worker(
     settings = _worker_settings(config, model, vllm_config, kv_events)
     if model.rank == 0:
         _log_warnings(config, vllm_config, settings.geometry.chunk_bytes)
-    worker = WorkerAdapter(settings, kv_caches, _redis_tier_maker(config, model))
+    lora_config = vllm_config.lora_config
+    worker = WorkerAdapter(
+        settings,
+        kv_caches,
+        _redis_tier_maker(config, model),
+        lora_loads=LoraLoads(lora_config) if lora_config is not None else None,
+    )
     if model.rank == 0:
         logger.info(banner(config, model.fingerprint, settings.geometry, worker.self_test))
     return worker

@@ -1,0 +1,54 @@
+"""Which LoRA adapters vLLM's workers have in memory, as the ranks report it.
+
+vLLM reads an adapter's files when it first meets its number, keeps what it read, and may drop it
+and read the files again. What a request is computed with is therefore not what lies on the disk,
+but what every rank has loaded. Runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from lmcache_connector.plans import AdapterRef, LoadedAdapterList
+
+
+class LoadedAdapters:
+    """``world_size``: how many ranks report."""
+
+    def __init__(self, world_size: int) -> None:
+        self._lists: dict[int, LoadedAdapterList] = {}
+        self._world_size = world_size
+        self._last_question = 0
+        self._planned_question = 0
+
+    def ask(self) -> int:
+        """Have all ranks list their adapters. Returns the question's number."""
+        if self._last_question == self._planned_question:
+            self._last_question += 1
+        return self._last_question
+
+    def take_question(self) -> int:
+        """The question that goes with the next plan; 0: none."""
+        if self._last_question == self._planned_question:
+            return 0
+        self._planned_question = self._last_question
+        return self._last_question
+
+    def update(self, rank: int, adapters: LoadedAdapterList) -> None:
+        self._lists[rank] = adapters
+
+    def have_answered(self, question: int) -> bool:
+        """Whether every rank has listed its adapters after it was asked."""
+        return len(self._lists) == self._world_size and all(
+            listed.question >= question for listed in self._lists.values()
+        )
+
+    @property
+    def are_watched(self) -> bool:
+        """Whether all ranks can see what vLLM loads."""
+        return all(listed.is_watched for listed in self._lists.values())
+
+    def may_be(self, adapter: AdapterRef) -> bool:
+        """Whether each rank has loaded this very adapter, or is yet to load one of its number."""
+        return all(
+            listed.digest_of(adapter.number, default=adapter.digest) == adapter.digest
+            for listed in self._lists.values()
+        )
