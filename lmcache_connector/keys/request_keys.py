@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from blake3 import blake3
-
 from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 
 
@@ -80,6 +78,18 @@ class RequestKeys:
     def num_hashed_tokens(self) -> int:
         return len(self.keys) * self._hasher.chunk_size
 
+    @property
+    def has_extras(self) -> bool:
+        return self.identity.has_extras
+
+    def extras(self, start: int, end: int) -> bytes:
+        """What beside token ids goes into a key for the tokens ``[start, end)``."""
+        return self.identity.extras(start, end) if self.identity.has_extras else b""
+
+    def parent(self, chunk: int) -> bytes:
+        """What the chunk's key is chained to: it names the identity and all tokens before it."""
+        return self.keys[chunk - 1] if chunk else self._root
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the full chunks of ``token_ids`` (the whole request) not hashed yet."""
         start = self.num_hashed_tokens
@@ -94,14 +104,3 @@ class RequestKeys:
             ]
         self.keys += self._hasher.extend(self._tail, token_ids[start:end], extras)
         self._tail = self.keys[-1]
-
-    def lineage(self, end: int) -> bytes:
-        """Names, with the tokens of its own chunk, the KV of a block that ends at token ``end``.
-
-        That is the key before its chunk, and what beside tokens the block depends on in it. All
-        chunks before must be hashed.
-        """
-        start = (end - 1) // self._hasher.chunk_size * self._hasher.chunk_size
-        before = self.keys[start // self._hasher.chunk_size - 1] if start else self._root
-        extras = self.identity.extras(start, end) if self.identity.has_extras else b""
-        return bytes(blake3(before + extras).digest()) if extras else before

@@ -65,6 +65,7 @@ class AdapterReader:
             return False
         # With load_inplace vLLM reads the files again before it computes.
         if adapter.load_inplace or loaded.may_be(ref):
+            loaded.expect(ref)
             return True
         self._warn(
             f"{ref}",

@@ -79,23 +79,26 @@ class EmbedsDigest:
     """Names the prompt embeddings of token ranges.
 
     ``embeds``: [tokens, hidden size], on the host. ``is_token``: where the prompt has a token id
-    instead; ``None``: nowhere. Each range is read once.
+    instead; ``None``: nowhere. Ranges begin with a chunk of ``chunk_size`` tokens, and shorter ones
+    have its name. Each is read once.
     """
 
-    def __init__(self, embeds: Any, is_token: Sequence[bool] | None) -> None:
+    def __init__(self, embeds: Any, is_token: Sequence[bool] | None, chunk_size: int) -> None:
         if embeds.device.type != "cpu":
             raise NoContentError("the embeddings are on a device")
         self._embeds = embeds
         self._is_token = is_token
+        self._chunk_size = chunk_size
         self._known: dict[tuple[int, int], str] = {}
 
-    def read(self, chunk_size: int) -> None:
+    def read(self) -> None:
         """Read all chunks ahead of :meth:`__call__`."""
-        for start in range(0, len(self._embeds), chunk_size):
-            self(start, start + chunk_size)
+        for start in range(0, len(self._embeds), self._chunk_size):
+            self(start, start)
 
     def __call__(self, start: int, end: int) -> str:
         """Hexadecimal digest of the rows ``[start, end)`` as far as they exist."""
+        end = max(end, start + self._chunk_size)
         known = self._known.get((start, end))
         if known is None:
             hasher = blake3()

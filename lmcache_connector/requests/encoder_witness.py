@@ -35,17 +35,20 @@ class EncoderWitness:
         self._inputs.clear()
 
     def next_step(
-        self, output: SchedulerOutput, find: Callable[[str], tuple[Request, Spans | None]]
+        self, output: SchedulerOutput, find: Callable[[str], tuple[Request, Spans | None] | None]
     ) -> None:
         """Learn what the step about to run encodes, and which outputs it lets go of before.
 
         ``find(request_id)``: the request with the spans of its items, one each; ``None`` where
-        nothing is known of their content.
+        nothing is known of their content, or of the request.
         """
         for identifier in output.free_encoder_mm_hashes:
             self._inputs.pop(identifier, None)
         for request_id, item_ids in output.scheduled_encoder_inputs.items():
-            request, spans = find(request_id)
+            if (found := find(request_id)) is None:
+                self.clear()  # under whatever name
+                continue
+            request, spans = found
             for i in item_ids:
                 encoded = spans[i].encoder_input if spans is not None else None
                 self._encoded(request.mm_features[i].identifier, encoded)

@@ -143,9 +143,12 @@ class RequestIdentifier:
             return None
         return replace(_identity(request, inputs, lora), weight_epoch=weight_epoch)
 
-    def multimodal(self, request_id: str) -> tuple[Request, Spans | None]:
-        """A request with items, and where they stand; ``None`` unless their content is known."""
-        opened = self._open[request_id]
+    def multimodal(self, request_id: str) -> tuple[Request, Spans | None] | None:
+        """A request with items, and where they stand; ``None`` unless their content is known.
+        ``None`` for one that never arrived here."""
+        opened = self._open.get(request_id)
+        if opened is None:
+            return None
         found = opened.found
         return opened.request, found.multimodal if isinstance(found, RequestIdentity) else None
 
@@ -238,8 +241,10 @@ class RequestIdentifier:
         """Raises :class:`NoContentError`."""
         embeds = None
         if request.prompt_embeds is not None:
-            embeds = EmbedsDigest(request.prompt_embeds, request.prompt_is_token_ids)
-            embeds.read(self._chunk_size)
+            embeds = EmbedsDigest(
+                request.prompt_embeds, request.prompt_is_token_ids, self._chunk_size
+            )
+            embeds.read()
         return _Inputs(tuple(map(self._span, request.mm_features)), embeds)
 
     def _span(self, feature: Any) -> MultimodalSpan:

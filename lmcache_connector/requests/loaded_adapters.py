@@ -7,7 +7,11 @@ but what every rank has loaded. Runs on the scheduler's thread.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from lmcache_connector.plans import AdapterRef, LoadedAdapterList
+
+_MAX_EXPECTED = 4096
 
 
 class LoadedAdapters:
@@ -16,6 +20,7 @@ class LoadedAdapters:
     def __init__(self, world_size: int) -> None:
         self._lists: dict[int, LoadedAdapterList] = {}
         self._world_size = world_size
+        self._expected: OrderedDict[int, AdapterRef] = OrderedDict()  # by number
         self._last_question = 0
         self._planned_question = 0
 
@@ -32,8 +37,24 @@ class LoadedAdapters:
         self._planned_question = self._last_question
         return self._last_question
 
-    def update(self, rank: int, adapters: LoadedAdapterList) -> None:
+    def expect(self, adapter: AdapterRef) -> None:
+        """A request is taken to be computed with it."""
+        self._expected[adapter.number] = adapter
+        self._expected.move_to_end(adapter.number)
+        if len(self._expected) > _MAX_EXPECTED:
+            self._expected.popitem(last=False)
+
+    def update(self, rank: int, adapters: LoadedAdapterList) -> bool:
+        """True: it has loaded another adapter than the one expected under its number."""
         self._lists[rank] = adapters
+        wrong = [
+            number
+            for number, digest in adapters.digests
+            if number in self._expected and self._expected[number].digest != digest
+        ]
+        for number in wrong:
+            del self._expected[number]
+        return bool(wrong)
 
     def have_answered(self, question: int) -> bool:
         """Whether every rank has listed its adapters after it was asked."""

@@ -7,15 +7,15 @@ Token ranges of one request, chunks of ``chunk_size`` tokens::
               first chunk ^ may begin inside a chunk
 
 One :class:`RequestState` per request holds everything known about it, and outlives the request
-while store jobs still read its blocks. The hit finder, the load planner and the store planner each
-own a part of it; the adapter owns the rest, and calls them in vLLM's order. Runs on the engine's
-scheduler thread only.
+while store jobs still read what were its blocks. The hit finder, the load planner, the block
+witness and the store planner each own a part of it; the adapter owns the rest, and calls them in
+vLLM's order. Runs on the engine's scheduler thread only.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +27,7 @@ from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import (
     JobResult,
+    LoadedAdapterList,
     LoadJob,
     Outcome,
     RankReport,
@@ -37,6 +38,7 @@ from lmcache_connector.plans import (
 from lmcache_connector.requests.encoder_witness import EncoderWitness
 from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
 from lmcache_connector.scheduler.background_lookup import PENDING
+from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.hit_finder import HitFinder
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
@@ -47,6 +49,7 @@ from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
 from lmcache_connector.scheduler.vllm_kv_events import describe_chunk
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 _READ_WAIT_SECONDS = 0.005
 """For what is being read of a request while nothing runs: an idle step would take no less."""
@@ -82,13 +85,13 @@ class SchedulerAdapter:
         self.policy = policy
         self.kv_events = kv_events
         self.tally = tally
+        self.witness = BlockWitness(settings)
         self._metrics = metrics
         self._settings = settings
         self._hasher = hasher
         self._identifier = identifier
         self._loaded_adapters = identifier.adapters.loaded
         self._encoders = EncoderWitness()
-        self._seeing: dict[str, RequestState] = {}  # requests with images, sounds, ...
         self._may_wait = True
         self._new_epoch = new_epoch
         self._epoch = ""  # with the weights as loaded: shared with everyone who has them
@@ -98,6 +101,7 @@ class SchedulerAdapter:
         self._stores = StorePlanner(settings, index, tally, self._jobs.new_id)
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
+        self._short_loads: list[ShortLoad] = []
 
     # -- hits ----------------------------------------------------------------------------------
 
@@ -120,6 +124,7 @@ class SchedulerAdapter:
             return None, False
         if state is None or not state.load.is_allowed or not self._may_read(request):
             return 0, False
+        self._cancel_stores()
         hit = self.hits.find(state, num_computed_tokens, is_idle=self.is_idle)
         if hit is PENDING:
             return None, False
@@ -152,55 +157,63 @@ class SchedulerAdapter:
 
     def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Everything planned since the last step, and the stores this step makes possible."""
-        vacated = self._vacate(scheduler_output.preempted_req_ids or ())
-        self._see_inputs(scheduler_output)
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if (state := self._states.get(request_id)) is not None:
+                state.restart()
+        self._cancel_stores()
+        for new in scheduler_output.scheduled_new_reqs:
+            self._identifier.give_up(new.req_id)
+        self._encoders.next_step(scheduler_output, self._identifier.multimodal)
         if self._settings.stores:
             self._plan_stores(scheduler_output)
         self._scheduled = set(scheduler_output.num_scheduled_tokens)
         self._may_wait = True
         self.hits.next_step()
         return self._jobs.take_plan(
-            vacated_stores=vacated,
             idle=not self._scheduled,
             prefill=prefill_work(scheduler_output, self._states),
             probe=self._wants_probe(),
             adapter_question=self._loaded_adapters.take_question() if self._loaded_adapters else 0,
         )
 
-    def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:
-        """True: store jobs still read the blocks, and the worker side will say when they end."""
+    def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
         self._identifier.forget(request)
         state = self._states.get(request.request_id)
         if state is None or state.is_finished:
-            return False
+            return
         state.is_finished = True
         state.lookup.cancel()
         if state.load.job is not None:
             # vLLM itself keeps the blocks of an aborted load until it is reported.
             self._jobs.cancel_load(state.load.job)
-            return False
-        if self._settings.stores:
-            settled = request.num_computed_tokens - request.num_in_flight_tokens
-            self._plan_store(state, settled, lambda: block_ids)
+        elif self._settings.stores:
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            self._plan_store(state, self.witness.finished(state, computed), lambda: block_ids)
         if not state.has_jobs:
             self._forget(state)
-            return False
-        self._jobs.hold_blocks(state)
-        return True
+
+    @property
+    def has_open_stores(self) -> bool:
+        """Whether steps must go on, for a store to be reported."""
+        return self._jobs.has_stores
 
     # -- reports -------------------------------------------------------------------------------
 
-    def update_from_reports(self, reports: Sequence[RankReport]) -> None:
-        """``reports``: of all ranks that had something to report in one step."""
+    def update_from_reports(self, reports: Sequence[RankReport]) -> list[ShortLoad]:
+        """``reports``: of all ranks that had something to report in one step. Returns the loads
+        that have ended with it and did not bring everything."""
         self.policy.observe_reports(reports)
         for report in reports:
             self.index.apply(report.rank, report.events)
             self.kv_events.apply(report)
-            if report.adapters is not None and self._loaded_adapters is not None:
-                self._loaded_adapters.update(report.rank, report.adapters)
+            if report.adapters is not None:
+                self._learn_adapters(report.rank, report.adapters)
             for result in report.results:
                 self._finish_rank(report.rank, result)
+        short_loads, self._short_loads = self._short_loads, []
+        return short_loads
 
     def take_metrics(self) -> Samples | None:
         """What there is to tell ``/metrics`` since the last call; ``None`` if nothing is."""
@@ -217,6 +230,7 @@ class SchedulerAdapter:
         self._epoch = self._new_epoch()
         self._encoders.clear()
         self.kv_events.clear()
+        self.witness.forget()
         for state in self._states.values():
             if state.load.job is not None:
                 self._jobs.cancel_load(state.load.job)
@@ -249,36 +263,20 @@ class SchedulerAdapter:
                 return UNREAD if identity is UNREAD else None
             state = RequestState(request, RequestKeys(self._hasher, identity))
             self._states[request.request_id] = state
-            if identity.multimodal:
-                self._seeing[request.request_id] = state
         state.keys.extend(request.all_token_ids)
         return state
-
-    def _vacate(self, preempted: Iterable[str]) -> tuple[int, ...]:
-        """Store jobs that read blocks vLLM has taken back."""
-        vacated: list[int] = []
-        for request_id in preempted:
-            state = self._states.get(request_id)
-            if state is not None:
-                vacated += sorted(state.store.job_ids)
-                state.restart()
-        return tuple(vacated)
 
     def _forget(self, state: RequestState) -> None:
         if self._states.get(state.request.request_id) is state:
             del self._states[state.request.request_id]
-            self._seeing.pop(state.request.request_id, None)
 
-    def _see_inputs(self, scheduler_output: SchedulerOutput) -> None:
-        """Whether the step computes requests with the inputs their names say."""
-        for new in scheduler_output.scheduled_new_reqs:
-            self._identifier.give_up(new.req_id)
-        self._encoders.next_step(scheduler_output, self._identifier.multimodal)
-        for request_id, state in self._seeing.items():
-            num_tokens = scheduler_output.num_scheduled_tokens.get(request_id, 0)
-            start, spans = state.request.num_computed_tokens, state.keys.identity.multimodal
-            if not self._encoders.vouches(state.request, spans, start, start + num_tokens):
-                state.distrust()
+    def _computes_its_own(self, state: RequestState, num_tokens: int) -> bool:
+        """Whether vLLM computes the request's next tokens from what the request's name says."""
+        identity, start = state.keys.identity, state.request.num_computed_tokens
+        if not self._identifier.adapters.may_store(identity.lora_number, identity.lora):
+            return False
+        spans = identity.multimodal
+        return not spans or self._encoders.vouches(state.request, spans, start, start + num_tokens)
 
     # -- jobs, in detail -----------------------------------------------------------------------
 
@@ -288,22 +286,30 @@ class SchedulerAdapter:
             state = self._states.get(request_id)
             if state is None:
                 continue
-            computed = state.request.num_computed_tokens + num_scheduled
-            if self._stores.is_due(state, computed):
-                self._plan_store(state, computed, partial(block_state.get_block_ids, request_id))
+            num_own = num_scheduled if self._computes_its_own(state, num_scheduled) else 0
+            if not self.witness.scheduled(state, num_own):
+                continue
+            num_tokens = state.witness.num_tokens or 0
+            if self._stores.is_due(state, num_tokens):
+                self._plan_store(state, num_tokens, partial(block_state.get_block_ids, request_id))
 
     def _plan_store(
         self,
         state: RequestState,
-        num_computed_tokens: int,
+        num_witnessed_tokens: int,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
-        identity = state.keys.identity
-        if not self._identifier.adapters.may_store(identity.lora_number, identity.lora):
-            return
-        job = self._stores.plan(state, num_computed_tokens, resolve_block_ids)
+        job = self._stores.plan(state, num_witnessed_tokens, resolve_block_ids)
         if job is not None:
             self._start(state, job, job.chunk_indices)
+
+    def _cancel_stores(self) -> None:
+        """Those that read blocks vLLM has handed out: the step being planned overwrites them."""
+        if reused := self.witness.take_reused():
+            for planned in self._jobs.vacate(reused):
+                self.index.settle(planned.job.keys, planned.job.job_id)  # no hits any more
+                if not self._jobs.is_open(planned.job.job_id):
+                    self._finish(planned)
 
     def _start(self, state: RequestState, job: LoadJob | StoreJob, chunks: Sequence[int]) -> None:
         """``chunks``: where the job's keys stand in the request."""
@@ -327,6 +333,13 @@ class SchedulerAdapter:
         if has_ended:
             self._finish(planned)
 
+    def _learn_adapters(self, rank: int, adapters: LoadedAdapterList) -> None:
+        if self._loaded_adapters is None:
+            return
+        if self._loaded_adapters.update(rank, adapters):
+            # Until now, another adapter was taken for it.
+            self.witness.forget()
+
     def _learn_missing(self, rank: int, key: bytes) -> None:
         """Whatever the events said, or no request would ever store this chunk again."""
         self.index.drop(rank, key)
@@ -336,9 +349,12 @@ class SchedulerAdapter:
     def _finish(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
         if isinstance(job, LoadJob):
-            self._loads.ended(state, job, planned.num_chunks, planned.results)
+            first = state.load.offered_from // self._settings.chunk_size
+            self.witness.loaded(state, job, first, planned.num_chunks)
+            short = self._loads.ended(state, job, planned.num_chunks, planned.results)
+            self._short_loads += [short] if short is not None else []
         else:
-            self._stores.ended(state, job)
+            self._stores.ended(state, job, planned.results)
         self.kv_events.settle(job.keys)
         if state.is_finished and not state.has_jobs:
             self._forget(state)

@@ -170,6 +170,21 @@ def test_an_adapter_overwritten_between_its_loading_and_its_first_request(
     assert blocks(new)[0] != blocks(old)[0]
 
 
+def test_an_adapter_trained_again_under_its_path(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
+) -> None:
+    """vLLM's own prefix cache knows adapters by name and path, whatever their number."""
+    one, other = adapted
+    path = build_adapter(tmp_path / "a", 4)
+    old = served(one, adapter_ask(3, path, 30))
+    build_adapter(path, 5)
+    mixed = served(one, adapter_ask(3, path, 31))
+    assert blocks(mixed)[0] == blocks(old)[0], "vLLM hits what the old weights computed"
+    new = served(other, adapter_ask(3, path, 32))
+    assert new.loaded_tokens == 0
+    assert blocks(new)[0] != blocks(old)[0]
+
+
 def test_an_adapter_that_vllm_reads_again_after_it_has_changed(
     adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
 ) -> None:

@@ -112,4 +112,4 @@ def test_an_object_is_read_once_and_another_is_read_again(monkeypatch: pytest.Mo
 
 def test_embeddings_on_a_device_have_no_digest() -> None:
     with pytest.raises(NoContentError):
-        EmbedsDigest(torch.empty(4, 4, device="meta"), None)
+        EmbedsDigest(torch.empty(4, 4, device="meta"), None, 8)
