@@ -48,6 +48,24 @@ class RequestIdentity:
     def root(self) -> dict[str, object]:
         return {"salt": self.cache_salt, "lora": self.lora, "epoch": self.weight_epoch}
 
+    @property
+    def kv_root(self) -> bytes:
+        """What KV depends on before the first token: the root without what only separates tenants
+        and resets."""
+        separating = ("salt", "epoch")
+        return canonical_bytes({k: v for k, v in self.root().items() if k not in separating})
+
+    @property
+    def kind(self) -> str:
+        """In words: plain, salted, with LoRA, images or embeddings."""
+        words = {
+            "LoRA": self.lora,
+            "image": self.multimodal,
+            "embeddings": self.embeds_digest,
+            "salted": self.cache_salt,
+        }
+        return " and ".join(word for word, present in words.items() if present) or "plain"
+
     def extras(self, start: int, end: int) -> bytes:
         """What beside token ids goes into the key of the chunk of tokens ``[start, end)``.
 

@@ -106,9 +106,7 @@ class RequestIdentifier:
         self._reads = BackgroundReads("lmc-inputs")
         self._open: dict[str, _Open] = {}
 
-    def identify(
-        self, request: Request, weight_epoch: str, wait_seconds: float = 0.0
-    ) -> Identified | NotYet:
+    def identify(self, request: Request, wait_seconds: float = 0.0) -> Identified | NotYet:
         """Waits up to ``wait_seconds`` for what is being read. ``UNREAD``: ask again; that ends
         within ten seconds.
 
@@ -118,16 +116,14 @@ class RequestIdentifier:
         if opened is None or opened.request is not request:
             opened = self._begin(request)
             if opened is None:
-                return RequestIdentity(request.cache_salt, weight_epoch=weight_epoch)
+                return RequestIdentity(request.cache_salt)
         if opened.found is None:
             found = self._settle(opened, wait_seconds)
             if found is None:
                 return UNREAD
             self._set(opened, found)
         assert opened.found is not None
-        if isinstance(opened.found, Bypass):
-            return opened.found
-        return replace(opened.found, weight_epoch=weight_epoch)
+        return opened.found
 
     def identify_now(self, request: Request, weight_epoch: str) -> RequestIdentity | None:
         """Read all of the request here and now; ``None``: it bypasses. Takes what lies on the disk

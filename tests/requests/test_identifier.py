@@ -60,12 +60,12 @@ class Identified:
         self.on_ranks: list[dict[int, str | None]] = [{} for _ in range(ranks)]
 
     def of(self, wanted: Request) -> RequestIdentity | Bypass:
-        found = self.identifier.identify(wanted, "epoch", 0.0)
+        found = self.identifier.identify(wanted, 0.0)
         if found is UNREAD:
             self.answer()
-            found = self.identifier.identify(wanted, "epoch", 5.0)
+            found = self.identifier.identify(wanted, 5.0)
         assert found is not UNREAD
-        assert self.identifier.identify(wanted, "epoch") == found
+        assert self.identifier.identify(wanted) == found
         self.identifier.forget(wanted)
         return found
 
@@ -96,7 +96,7 @@ def picture(item: Any, name: str = "one", **position: Any) -> MultiModalFeatureS
 def test_a_plain_request_has_a_plain_identity() -> None:
     found = Identified().of(request(cache_salt="s"))
     assert isinstance(found, RequestIdentity)
-    assert found.root() == {"salt": "s", "lora": None, "epoch": "epoch"}
+    assert found.root() == {"salt": "s", "lora": None, "epoch": ""}
     assert not found.has_extras
 
 
@@ -151,19 +151,19 @@ def test_an_image_that_is_not_here_stays_out() -> None:
 def test_what_takes_too_long_stays_out() -> None:
     identified = Identified()
     wanted = request(lora_request=LoRARequest("a", 1, "/nowhere"))
-    assert identified.identifier.identify(wanted, "") is UNREAD
+    assert identified.identifier.identify(wanted) is UNREAD
     identified.clock.now = 9.9
-    assert identified.identifier.identify(wanted, "", 5.0) is UNREAD, "no rank has answered"
+    assert identified.identifier.identify(wanted, 5.0) is UNREAD, "no rank has answered"
     identified.clock.now = 10.0
-    assert identified.identifier.identify(wanted, "") is Bypass.ADAPTER
+    assert identified.identifier.identify(wanted) is Bypass.ADAPTER
 
 
 def test_a_request_that_runs_before_it_is_known_stays_out() -> None:
     identified = Identified()
     wanted = request(mm_features=[picture(MultiModalKwargsItem.dummy(8))])
-    identified.identifier.identify(wanted, "")
+    identified.identifier.identify(wanted)
     identified.identifier.give_up("r")
-    assert identified.identifier.identify(wanted, "", 5.0) is Bypass.MULTIMODAL
+    assert identified.identifier.identify(wanted, 5.0) is Bypass.MULTIMODAL
     identified.identifier.give_up("unheard of")
 
 
@@ -242,7 +242,7 @@ def test_where_loading_cannot_be_watched_adapters_stay_out(tmp_path: Path) -> No
     identified = Identified()
     path = adapter(tmp_path / "a")
     wanted = request(lora_request=LoRARequest("a", 1, str(path)))
-    assert identified.identifier.identify(wanted, "") is UNREAD
+    assert identified.identifier.identify(wanted) is UNREAD
     question = identified.loaded.take_question()
     identified.loaded.update(0, LoadedAdapterList(question, is_watched=False))
-    assert identified.identifier.identify(wanted, "", 5.0) is Bypass.ADAPTER
+    assert identified.identifier.identify(wanted, 5.0) is Bypass.ADAPTER
