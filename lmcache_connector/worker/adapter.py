@@ -20,6 +20,7 @@ from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import (
+    AuditJob,
     CacheEvent,
     Calibration,
     JobResult,
@@ -66,7 +67,8 @@ class WorkerSettings:
 
     ``layer_widths`` maps the layers of the KV cache group, in model order, to the bytes of one
     token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
-    not measured. ``planes`` say how a block lies in memory where strides do not.
+    not measured. ``planes`` say how a block lies in memory where strides do not, ``formats`` how
+    the elements of each layer are stored.
     """
 
     engine: EngineSettings
@@ -77,6 +79,7 @@ class WorkerSettings:
     shutdown_seconds: float
     probe_keys: tuple[bytes, ...] = ()
     planes: tuple[Plane, ...] = ()
+    formats: tuple[str, ...] = ()
     blocks_are_zeroed: bool = False
 
 
@@ -212,6 +215,8 @@ class WorkerAdapter:
     def _run(self, queued: QueuedJob) -> JobResult:
         started = self._clock()
         job = queued.job
+        if isinstance(job, AuditJob):
+            return self._audit(queued, job)
         if isinstance(job, StoreJob):
             transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:
@@ -226,6 +231,28 @@ class WorkerAdapter:
             seconds=seconds,
             redis_seconds=transfer.redis_seconds,
             redis_failed=transfer.redis_failed,
+        )
+
+    def _audit(self, queued: QueuedJob, job: AuditJob) -> JobResult:
+        started = self._clock()
+        found = self._engine.compare(
+            job,
+            queued.fence,
+            queued.cancelled,
+            queued.deadline,
+            self._gate,
+            self._settings.formats,
+        )
+        return JobResult(
+            job_id=job.job_id,
+            outcome=self._outcome(queued, found),
+            num_chunks=found.num_chunks,
+            num_bytes=0,
+            redis_bytes=found.redis_bytes,
+            seconds=self._clock() - started,
+            redis_seconds=found.redis_seconds,
+            redis_failed=found.redis_failed,
+            differences=found.differences,
         )
 
     def _outcome(self, queued: QueuedJob, transfer: JobTransfer) -> Outcome:

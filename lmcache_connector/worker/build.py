@@ -88,6 +88,7 @@ def _worker_settings(
         shutdown_seconds=config.shutdown_seconds,
         probe_keys=_probe_keys(config, model) if loads else (),
         planes=model.planes,
+        formats=model.formats,
     )
 
 
