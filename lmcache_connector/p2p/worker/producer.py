@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_VACATE_SECONDS = 5.0
+_VACATE_SECONDS = _LET_GO_SECONDS = 5.0
 _VACATED = Cause(Reason.PREEMPTED, "its blocks were taken back")
 _OTHER_PROMPT = Cause(Reason.OTHER_PROMPT, "the prompt there was another one")
 
@@ -126,9 +126,7 @@ class Producer(Role):
         return True
 
     def let_go(self) -> bool:
-        transfer_ids = self._buffer.transfer_ids
-        self._buffer.settle_copies(transfer_ids, _VACATED, _VACATE_SECONDS)
-        return all(map(self._buffer.is_copied, transfer_ids))
+        return self._buffer.settle_copies(self._buffer.transfer_ids, _VACATED, _LET_GO_SECONDS)
 
     def close(self, seconds: float) -> None:
         self._saver.close(seconds)
