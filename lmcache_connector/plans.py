@@ -41,6 +41,17 @@ class StoreJob:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditJob(StoreJob):
+    """Read one chunk out of the paged cache as a store does, and compare it with what a tier holds
+    under that key; keep nothing. ``needs_redis``: the CPU tier may not have it. The tier may take
+    ``deadline_seconds``.
+    """
+
+    needs_redis: bool = False
+    deadline_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadJob:
     """Copy consecutive chunks into the paged cache.
 
@@ -57,14 +68,6 @@ class LoadJob:
     deadline_seconds: float
     needs_redis: bool
     after_job: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """A finished request whose blocks must not be reused before these store jobs have ended."""
-
-    request_id: str
-    job_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +88,13 @@ class StepPlan:
     """All jobs of one engine step.
 
     ``cancelled_loads`` are jobs whose requests were aborted, or whose cache was reset.
-    ``vacated_stores`` are jobs whose blocks are about to be reused (preemption). ``idle``: the step
-    runs no forward pass. ``prefill``: the forward pass is worth timing. ``probe``: Redis' speed is
-    worth measuring again.
+    ``vacated_stores`` are jobs of earlier steps whose blocks this one may overwrite, and none
+    before it does. ``idle``: the step runs no forward pass. ``prefill``: the forward pass is worth
+    timing. ``probe``: Redis' speed is worth measuring again.
     """
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
-    holds: tuple[Hold, ...] = ()
     cancelled_loads: tuple[int, ...] = ()
     vacated_stores: tuple[int, ...] = ()
     idle: bool = False
@@ -129,12 +131,27 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerDifference:
+    """How far one half (0: K, 1: V) of a layer of a chunk is from another's, over a rank's heads.
+
+    Sums of squares: of the difference, and of the elements that were computed and that are stored.
+    """
+
+    layer: int
+    half: int
+    difference: float
+    computed: float
+    stored: float
+
+
+@dataclass(frozen=True, slots=True)
 class JobResult:
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
     within ``seconds`` of running.
 
     Of these, ``redis_seconds`` were spent on Redis, which brought ``redis_bytes``.
     ``redis_failed`` says that Redis was too slow or broke, not that a chunk was missing.
+    ``differences`` are what an audit found.
     """
 
     job_id: int
@@ -145,6 +162,7 @@ class JobResult:
     seconds: float
     redis_seconds: float = 0.0
     redis_failed: bool = False
+    differences: tuple[LayerDifference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +224,11 @@ ReportT_co = TypeVar("ReportT_co", covariant=True)
 class StepOutput(Generic[ReportT_co]):
     """What one rank has to tell after a step: requests by id to vLLM, a report to the other side.
 
-    ``finished_sending``: no store reads their blocks any more. ``finished_recving``: their loads
-    have ended. ``invalid_block_ids``: blocks that a failed load has not filled. ``report`` is
-    ``None`` if there is no news.
+    ``finished_sending``: nothing reads the blocks that were kept for them any more.
+    ``finished_recving``: their loads have ended, well or not. ``report`` is ``None`` if there is no
+    news.
     """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
-    invalid_block_ids: frozenset[int] = frozenset()
     report: ReportT_co | None = None

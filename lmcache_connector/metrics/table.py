@@ -91,6 +91,7 @@ METRICS = table(
         counter("store_jobs", (), "Stores planned."),
         counter("failed_loads", ("reason",), "Loads that did not bring all, over all ranks."),
         counter("failed_stores", ("reason",), "Stores that did not keep all, over all ranks."),
+        counter("dropped_stores", (), "Chunks not stored: vLLM reused their blocks first."),
         counter("recomputed_tokens", (), "Tokens whose load failed, computed after all."),
         counter("prefill_saved_tokens", (), "Prompt tokens loaded instead of computed."),
         counter(
@@ -116,6 +117,14 @@ METRICS = table(
             ("result",),
             "Chunks asked of Redis by loads: hit, or why not (missing, deadline, bad_checksum...).",
         ),
+        counter(
+            "audits",
+            ("result",),
+            "Chunks of hits computed as well and compared: match, mismatch, inconclusive.",
+            (("match",), ("mismatch",), ("inconclusive",)),
+        ),
+        gauge("audit_error", ("which",), "Relative error of the last audit, and the largest."),
+        gauge("roots_apart", (), "Roots under which this instance shares KV with no other."),
         histogram(
             "lookup_seconds", ("tier",), "Time until a tier said what it holds.", SECONDS_BUCKETS
         ),

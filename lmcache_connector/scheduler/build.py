@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import time
+import uuid
+from functools import partial
 from typing import TYPE_CHECKING
 
+from lmcache_connector.audit.limits import NoiseGauge
+from lmcache_connector.audit.root_epochs import RootEpochs
+from lmcache_connector.audit.sampler import AuditSampler
 from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.hit_finder import HitFinder, RedisHitFinder
@@ -30,9 +38,11 @@ def build_scheduler(
     loads: bool,
     stores: bool,
     kv_events: bool,
+    weak_block_hashes: bool,
 ) -> SchedulerAdapter:
-    """The scheduler side of an engine. ``loads`` and ``stores``: what ``kv_role`` allows."""
-    settings = _settings(config, model, loads, stores)
+    """The scheduler side of an engine. ``loads`` and ``stores``: what ``kv_role`` allows.
+    ``weak_block_hashes``: vLLM's own are not cryptographic."""
+    settings = _settings(config, model, loads, stores, weak_block_hashes)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model)
     events = KvEventLog(model.world_size) if kv_events else KvEventSink()
@@ -47,6 +57,17 @@ def build_scheduler(
         lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, time.monotonic)
         hits = RedisHitFinder(settings, index, tally, lookup, policy, events, time.monotonic)
         metrics = SchedulerMetrics(tally, time.monotonic, lookup.take_seconds, redis.servers)
+    epochs = RootEpochs(read_weights_label(config.weights_label), lambda: uuid.uuid4().hex)
+    auditor = Auditor(
+        settings,
+        index,
+        hits,
+        AuditSampler(config.audit_share, random.Random().random),
+        NoiseGauge(model.formats),
+        tally,
+        model=model.name,
+        after_reset=config.audit_share > 0 and config.share_after_reset == "audited",
+    )
     return SchedulerAdapter(
         settings,
         PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes),
@@ -57,11 +78,18 @@ def build_scheduler(
         kv_events=events,
         tally=tally,
         metrics=metrics,
+        epochs=epochs,
+        auditor=auditor,
+        read_label=partial(read_weights_label, config.weights_label),
     )
 
 
 def _settings(
-    config: ConnectorConfig, model: ModelDescription, loads: bool, stores: bool
+    config: ConnectorConfig,
+    model: ModelDescription,
+    loads: bool,
+    stores: bool,
+    weak_block_hashes: bool,
 ) -> SchedulerSettings:
     return SchedulerSettings(
         chunk_size=config.chunk_size,
@@ -71,6 +99,7 @@ def _settings(
         stores=stores,
         store_generated=config.store_generated,
         redis_only_reused=config.redis_admission == "reused",
+        weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
         lookup_wait_seconds=config.lookup_wait_seconds,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,9 @@ from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import (
+    AuditJob,
     CacheEvent,
     Calibration,
-    Hold,
     JobResult,
     LoadJob,
     Outcome,
@@ -42,6 +42,7 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
 from lmcache_connector.worker.self_test import SelfTestResult, run_self_test
+from lmcache_connector.worker.step_gate import StepGate
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
-_VACATE_SECONDS = 0.02
 _FIRST_PROBE_SECONDS = 2.0
+_LET_GO_SECONDS = 5.0
 # After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
 # New prompts of 3,000 tokens were answered 2 to 3 % sooner.
 _STORE_DELAY_SECONDS = 0.03
@@ -66,7 +67,8 @@ class WorkerSettings:
 
     ``layer_widths`` maps the layers of the KV cache group, in model order, to the bytes of one
     token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
-    not measured. ``planes`` say how a block lies in memory where strides do not.
+    not measured. ``planes`` say how a block lies in memory where strides do not, ``formats`` how
+    the elements of each layer are stored.
     """
 
     engine: EngineSettings
@@ -77,6 +79,8 @@ class WorkerSettings:
     shutdown_seconds: float
     probe_keys: tuple[bytes, ...] = ()
     planes: tuple[Plane, ...] = ()
+    formats: tuple[str, ...] = ()
+    blocks_are_zeroed: bool = False
 
 
 class WorkerAdapter:
@@ -120,7 +124,7 @@ class WorkerAdapter:
             _STORE_DELAY_SECONDS if on_cpu else 0.0,
         )
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
-        self._holds: list[Hold] = []
+        self._gate = StepGate()
         self._idle = False
 
     def calibration(self) -> Calibration:
@@ -133,9 +137,13 @@ class WorkerAdapter:
     # -- the engine's step ---------------------------------------------------------------------
 
     def handle_preemptions(self, plan: StepPlan) -> None:
-        """Before the forward pass: let go of blocks that are about to be overwritten."""
+        """Before the forward pass: let go of blocks that are about to be overwritten.
+
+        Whatever these stores have read by now is dropped: vLLM may have zeroed the blocks already.
+        """
         if plan.vacated_stores:
-            self._jobs.settle(plan.vacated_stores, _VACATE_SECONDS)
+            self._jobs.cancel(plan.vacated_stores)
+        self._gate.open()
 
     def start_forward(self, plan: StepPlan) -> None:
         """Right before the forward pass."""
@@ -162,24 +170,20 @@ class WorkerAdapter:
             fence = self._copier.fence()
             for job in stores:
                 self._jobs.submit(job, fence)
-        self._holds += plan.holds
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
         self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
+        if self._settings.blocks_are_zeroed:
+            self._gate.close()
         if not self._has_news():
             return _NO_NEWS
-        # Before the ended jobs are taken: the last result of a released request must go with it,
-        # there may be no next step.
-        released = frozenset(self._released())
         ended = self._jobs.take_ended()
         loaded = [queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)]
         return StepOutput(
-            finished_sending=released,
             finished_recving=frozenset(loaded),
-            invalid_block_ids=frozenset(_failed_blocks(ended, self._blocks_per_chunk)),
             report=self._report(ended),
         )
 
@@ -187,9 +191,19 @@ class WorkerAdapter:
         """What is new since the last call; ``None`` if nothing is."""
         return self._metrics.take()
 
+    def let_go(self) -> bool:
+        """Between two steps: stop every copy from or into the paged cache. False if one still
+        runs after some seconds."""
+        self._gate.open()  # no step has begun since: what was copied until now is sound
+        if self._jobs.cancel_all(_LET_GO_SECONDS):
+            return True
+        logger.error("A KV transfer did not stop within %.1f s", _LET_GO_SECONDS)
+        return False
+
     def shutdown(self) -> None:
         """Bounded by ``shutdown_seconds`` (for the lanes, and again for writes to Redis)."""
         seconds = self._settings.shutdown_seconds
+        self._gate.shut()
         self._probe.close(seconds)
         if not self._jobs.close(seconds):
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
@@ -201,8 +215,10 @@ class WorkerAdapter:
     def _run(self, queued: QueuedJob) -> JobResult:
         started = self._clock()
         job = queued.job
+        if isinstance(job, AuditJob):
+            return self._audit(queued, job)
         if isinstance(job, StoreJob):
-            transfer = self._engine.store(job, queued.fence, queued.cancelled)
+            transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:
             transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)
         seconds = self._clock() - started
@@ -215,6 +231,28 @@ class WorkerAdapter:
             seconds=seconds,
             redis_seconds=transfer.redis_seconds,
             redis_failed=transfer.redis_failed,
+        )
+
+    def _audit(self, queued: QueuedJob, job: AuditJob) -> JobResult:
+        started = self._clock()
+        found = self._engine.compare(
+            job,
+            queued.fence,
+            queued.cancelled,
+            queued.deadline,
+            self._gate,
+            self._settings.formats,
+        )
+        return JobResult(
+            job_id=job.job_id,
+            outcome=self._outcome(queued, found),
+            num_chunks=found.num_chunks,
+            num_bytes=0,
+            redis_bytes=found.redis_bytes,
+            seconds=self._clock() - started,
+            redis_seconds=found.redis_seconds,
+            redis_failed=found.redis_failed,
+            differences=found.differences,
         )
 
     def _outcome(self, queued: QueuedJob, transfer: JobTransfer) -> Outcome:
@@ -230,8 +268,7 @@ class WorkerAdapter:
         """Nearly every decode step ends here. It touches as little as it can: a forward pass has
         driven all of it out of the processor's caches."""
         return bool(
-            self._holds
-            or self._jobs.is_busy
+            self._jobs.is_busy
             or self._engine.has_news
             or self._timer.has_news
             or self._probe.has_news
@@ -263,20 +300,6 @@ class WorkerAdapter:
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )
 
-    @property
-    def _blocks_per_chunk(self) -> int:
-        return self._settings.geometry.num_tokens // self._settings.engine.block_size
-
-    def _released(self) -> Iterable[str]:
-        """Finished requests whose last store has ended."""
-        open_holds: list[Hold] = []
-        for hold in self._holds:
-            if any(self._jobs.is_open(job_id) for job_id in hold.job_ids):
-                open_holds.append(hold)
-            else:
-                yield hold.request_id
-        self._holds = open_holds
-
 
 def _hold_nothing(until: float) -> None:
     """No writes to Redis compete with the forward pass."""
@@ -303,13 +326,3 @@ def _describe(settings: WorkerSettings, kv_caches: dict[str, torch.Tensor]) -> P
         for name, width in settings.layer_widths.items()
     }
     return PagedLayout.from_kv_caches({name: kv_caches[name] for name in specs}, specs)
-
-
-def _failed_blocks(ended: Iterable[QueuedJob], per_chunk: int) -> Iterable[int]:
-    """Blocks of loads that did not arrive, from the first missing chunk on."""
-    for queued in ended:
-        job, result = queued.job, queued.result
-        if isinstance(job, LoadJob) and result is not None and result.num_chunks < len(job.keys):
-            first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
-            for block_ids in job.block_ids:
-                yield from block_ids[first:]

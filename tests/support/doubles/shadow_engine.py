@@ -78,6 +78,7 @@ class Shape:
     redis: bool = False
     role: str = "kv_both"
     admission: str = "all"
+    audit_share: float = 0.0
 
 
 class SteppedLookup(BackgroundLookup):
@@ -343,9 +344,7 @@ def _next_token(tokens: Sequence[int]) -> int:
 
 def _connector_output(report: StepReport) -> KVConnectorOutput:
     return KVConnectorOutput(
-        finished_sending=set(report.finished_sending) or None,
         finished_recving=set(report.finished_recving) or None,
-        invalid_block_ids=set(report.invalid_block_ids),
         kv_connector_worker_meta=ReportMetadata((report.report,)) if report.report else None,
     )
 
@@ -379,6 +378,7 @@ def _build_scheduler(model: Path, shape: Shape) -> Scheduler:
                 "chunk_size": shape.chunk_size,
                 "compute_or_load": "always",
                 "redis_admission": shape.admission,
+                "audit_share": shape.audit_share,
             },
         ),
     )
