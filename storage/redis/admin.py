@@ -4,8 +4,8 @@ Keys are found with SCAN, never KEYS. Commands are pipelined a few hundred at a 
 removed with UNLINK, which frees memory in the background. On servers that can (Redis 7.2, Valkey),
 looking at a value does not make it recently used.
 
-Everything blocks, and one thread uses it: this serves command-line tools. Errors of redis-py are
-raised as `RedisAdminError`, without credentials.
+Everything blocks, within bounds, and one thread uses it: this serves command-line tools. What goes
+wrong is raised as `RedisAdminError`, without credentials.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from redis import Connection
-from redis.exceptions import (
-    AuthenticationError,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
-
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES
+from lmcache_connector.storage.redis.client.conversation import (
+    Conversation,
+    ErrorReply,
+    RefusedError,
+    ReplyLimits,
+)
+from lmcache_connector.storage.redis.client.dial import TALK_ERRORS
+from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.topology import CONNECT_ERRORS, Node, make_topology
+from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import ValueName, parse_value_name, scan_pattern
 
 _T = TypeVar("_T")
@@ -35,6 +35,10 @@ _SCAN_COUNT = 512
 _BATCH = 256
 # Whole values read at once.
 _READ_BATCH = 8
+# A whole value is the longest answer. Names that SCAN returns at once are some hundreds.
+_LIMITS = ReplyLimits(HEADER_BYTES + MAX_PAYLOAD_BYTES + 64, 1 << 16)
+_ANSWER_SECONDS = 60.0
+_Word = bytes | str | int
 
 
 class RedisAdminError(Exception):
@@ -79,7 +83,7 @@ class RedisAdmin:
     ) -> None:
         self._config = config
         self._topology = make_topology(config, clock)
-        self._connections: dict[Node, Connection] = {}
+        self._connections: dict[Node, Conversation] = {}
         self.leaves_no_trace = True
         """Whether looking at values leaves their last use alone; known once connected."""
 
@@ -88,8 +92,7 @@ class RedisAdmin:
 
     def __exit__(self, *exc_info: object) -> None:
         for connection in self._connections.values():
-            connection.disconnect()
-        self._topology.close()
+            connection.close()
 
     def nodes(self) -> tuple[Node, ...]:
         """Connect to every server that holds values, and return their names."""
@@ -168,8 +171,8 @@ class RedisAdmin:
         cluster's node takes only keys of one slot in a command."""
         replies = self._ask(self._connection(Node(node)), [("UNLINK", name) for name in names])
         for reply in replies:
-            if isinstance(reply, Exception):
-                raise self._translate(reply)
+            if isinstance(reply, ErrorReply):
+                raise self._translate(RefusedError(reply))
         return sum(reply for reply in replies if isinstance(reply, int))
 
     def unlink_anywhere(self, names: Sequence[bytes]) -> int:
@@ -184,7 +187,7 @@ class RedisAdmin:
     def _describe(
         self, node: Node, names: Sequence[tuple[bytes, ValueName]]
     ) -> Iterator[StoredValue]:
-        commands: list[tuple[object, ...]] = []
+        commands: list[tuple[_Word, ...]] = []
         for raw, _ in names:
             # Idleness first: on old servers, the other commands count as uses.
             commands += [("OBJECT", "IDLETIME", raw), ("PTTL", raw), ("STRLEN", raw)]
@@ -193,8 +196,8 @@ class RedisAdmin:
         for raw, name in names:
             idle, ttl, length, header = islice(replies, 4)
             for reply in (ttl, length, header):
-                if isinstance(reply, NoPermissionError):
-                    raise self._translate(reply)
+                if isinstance(reply, ErrorReply) and reply.is_a(b"NOPERM"):
+                    raise self._translate(RefusedError(reply))
             if isinstance(length, int) and length > 0 and isinstance(header, bytes):
                 yield StoredValue(
                     node=node,
@@ -206,37 +209,32 @@ class RedisAdmin:
                     header=header,
                 )
 
-    def _connection(self, node: Node) -> Connection:
+    def _connection(self, node: Node) -> Conversation:
         if node not in self._connections:
             with self._translated():
                 connection = self._topology.connect(node)
                 self._connections[node] = connection
                 replies = self._ask(connection, [("CLIENT", "NO-TOUCH", "ON"), ("PING",)])
-                self.leaves_no_trace &= not isinstance(replies[0], Exception)
-                if isinstance(replies[1], Exception):  # say, it is still loading its data
-                    raise replies[1]
+                self.leaves_no_trace &= not isinstance(replies[0], ErrorReply)
+                if isinstance(replies[1], ErrorReply):  # say, it is still loading its data
+                    raise RefusedError(replies[1])
         return self._connections[node]
 
-    def _ask(self, connection: Connection, commands: Sequence[tuple[object, ...]]) -> list[Any]:
+    def _ask(self, connection: Conversation, commands: Sequence[tuple[_Word, ...]]) -> list[Any]:
         """The replies to ``commands``, in one pipelined round trip. The error of a single command
         is raised; of several commands, each reply may be an error."""
         with self._translated():
-            connection.send_packed_command(connection.pack_commands(commands))
-            replies: list[Any] = []
-            for _ in commands:
-                try:
-                    replies.append(connection.read_response())
-                except ResponseError as error:
-                    replies.append(error)
-            if len(commands) == 1 and isinstance(replies[0], Exception):
-                raise replies[0]
+            encoded = (command(*map(_encoded, parts)) for parts in commands)
+            replies = connection.ask(*encoded, limits=_LIMITS, seconds=_ANSWER_SECONDS)
+            if len(commands) == 1 and isinstance(replies[0], ErrorReply):
+                raise RefusedError(replies[0])
         return replies
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except CONNECT_ERRORS as error:
+        except TALK_ERRORS as error:
             raise self._translate(error) from error
 
     def _translate(self, error: Exception) -> RedisAdminError:
@@ -245,14 +243,18 @@ class RedisAdmin:
         return RedisAdminError(f"{address}: {text}", _hint(error))
 
 
+def _encoded(word: _Word) -> bytes:
+    return word if isinstance(word, bytes) else str(word).encode()
+
+
 def _hint(error: Exception) -> str:
     text = str(error).lower()
-    if isinstance(error, NoPermissionError):
+    if "noperm" in text:
         return (
             "give the user these rights: ACL SETUSER NAME ~lmc:* +get +getex +set +strlen +exists "
             "+getrange +pttl +object|idletime +scan +unlink +dbsize +info +ping +client|no-touch"
         )
-    if isinstance(error, AuthenticationError) or "auth" in text or "wrongpass" in text:
+    if "auth" in text or "wrongpass" in text:
         return "set user and password in the URL: redis://USER:PASSWORD@HOST (best as env:NAME)"
     if "certificate" in text or "ssl" in text:
         return "use rediss:// and name the authority: ?ssl_ca_certs=/path/to/ca.pem"
@@ -262,11 +264,9 @@ def _hint(error: Exception) -> str:
         return "the server does not answer: look at firewalls, and at its own load"
     if "name or service" in text or "resolution" in text or "nodename" in text:
         return "the host name is not known here"
-    if "closed by server" in text or "reset" in text:
+    if "closed" in text or "reset" in text:
         return "the server hangs up: it may want TLS (rediss://), or have protected-mode on"
-    if isinstance(error, RedisError | OSError):
-        return "see the server's own log"
-    return "see the message"
+    return "see the server's own log"
 
 
 def _by_node(

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from redis.crc import key_slot
 
+from lmcache_connector.storage.redis.client.slot_map import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.value_names import chunk_tag
