@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from lmcache_connector.net.wire import WireError, WireFault
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES
 from lmcache_connector.storage.redis.client.conversation import (
     Conversation,
     ErrorReply,
     RefusedError,
+    Reply,
     ReplyLimits,
 )
 from lmcache_connector.storage.redis.client.dial import TALK_ERRORS
@@ -35,8 +38,9 @@ _SCAN_COUNT = 512
 _BATCH = 256
 # Whole values read at once.
 _READ_BATCH = 8
-# A whole value is the longest answer. Names that SCAN returns at once are some hundreds.
-_LIMITS = ReplyLimits(HEADER_BYTES + MAX_PAYLOAD_BYTES + 64, 1 << 16)
+# SCAN returns some hundreds of names at once, INFO some pages of text.
+_LIMITS = ReplyLimits(4 << 20, 1 << 16)
+_LINE_BYTES = 1024
 _ANSWER_SECONDS = 60.0
 _Word = bytes | str | int
 
@@ -59,6 +63,13 @@ class ServerFacts:
     max_bytes: int | None
     policy: str | None
     evicted_keys: int | None
+
+
+class Unreadable(Enum):
+    """Why a value cannot be read as one of ours, in the words of the metrics."""
+
+    WRONG_TYPE = "wrong_type"
+    OVERSIZED = "oversized_payload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +116,7 @@ class RedisAdmin:
     def facts(self, node: Node) -> ServerFacts:
         connection = self._connection(node)
         try:
-            info = self._ask(connection, [("INFO", "everything")])[0]
+            info = self._ask_one(connection, ("INFO", "everything"))
         except RedisAdminError:
             return ServerFacts(node, None, None, None, None, None)
         text = info.decode(errors="replace") if isinstance(info, bytes) else ""
@@ -125,7 +136,7 @@ class RedisAdmin:
 
     def num_keys(self) -> int:
         """The number of all keys on all servers: an upper bound for a progress bar."""
-        sizes = [self._ask(self._connection(n), [("DBSIZE",)])[0] for n in self.nodes()]
+        sizes = [self._ask_one(self._connection(n), ("DBSIZE",)) for n in self.nodes()]
         return sum(size for size in sizes if isinstance(size, int))
 
     def names(
@@ -135,16 +146,14 @@ class RedisAdmin:
         pattern = scan_pattern(namespace, key_prefix)
         for node in self.nodes():
             connection = self._connection(node)
-            cursor = b"0"
-            while True:
+            cursor: bytes | None = b"0"
+            while cursor is not None:
                 scan = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
-                cursor, found = self._ask(connection, [scan])[0]
+                cursor, found = self._scanned(self._ask_one(connection, scan))
                 for raw in found:
                     name = parse_value_name(raw)
                     if name is not None:
                         yield node, raw, name
-                if cursor == b"0":
-                    break
 
     def values(self, namespace: str | None, key_prefix: str = "") -> Iterator[StoredValue]:
         """All values, without their payload, except those that vanish meanwhile."""
@@ -154,17 +163,29 @@ class RedisAdmin:
 
     def payloads(
         self, namespace: str | None, key_prefix: str = ""
-    ) -> Iterator[tuple[bytes, ValueName, bytes | None]]:
-        """``(raw name, name, whole value)``; None for a value gone or too long to be sound."""
+    ) -> Iterator[tuple[bytes, ValueName, bytes | Unreadable | None]]:
+        """``(raw name, name, whole value)``; None for a value gone meanwhile."""
         for batch in _batches(self.names(namespace, key_prefix), _READ_BATCH):
             for node, names in _by_node(batch).items():
                 connection = self._connection(node)
                 lengths = self._ask(connection, [("STRLEN", raw) for raw, _ in names])
                 for (raw, name), length in zip(names, lengths, strict=True):
-                    value = None
-                    if isinstance(length, int) and length <= HEADER_BYTES + MAX_PAYLOAD_BYTES:
-                        value = self._ask(connection, [("GET", raw)])[0]
-                    yield raw, name, value if isinstance(value, bytes) else None
+                    yield raw, name, self._payload(connection, raw, length)
+
+    def _payload(
+        self, connection: Conversation, raw: bytes, length: Reply
+    ) -> bytes | Unreadable | None:
+        if isinstance(length, ErrorReply) and length.is_a(b"WRONGTYPE"):
+            return Unreadable.WRONG_TYPE
+        if isinstance(length, ErrorReply):
+            raise self._translate(RefusedError(length))
+        if not isinstance(length, int) or length <= 0:
+            return None
+        if length > HEADER_BYTES + MAX_PAYLOAD_BYTES:
+            return Unreadable.OVERSIZED
+        limits = ReplyLimits(length + _LINE_BYTES)
+        value = self._ask_one(connection, ("GET", raw), limits)
+        return value if isinstance(value, bytes) else None
 
     def unlink(self, node: str, names: Sequence[bytes]) -> int:
         """Remove values of one node; returns how many existed. One command each, because a
@@ -220,15 +241,33 @@ class RedisAdmin:
                     raise RefusedError(replies[1])
         return self._connections[node]
 
-    def _ask(self, connection: Conversation, commands: Sequence[tuple[_Word, ...]]) -> list[Any]:
-        """The replies to ``commands``, in one pipelined round trip. The error of a single command
-        is raised; of several commands, each reply may be an error."""
+    def _ask(
+        self,
+        connection: Conversation,
+        commands: Sequence[tuple[_Word, ...]],
+        limits: ReplyLimits = _LIMITS,
+    ) -> list[Reply]:
+        """The replies to ``commands``, in one pipelined round trip; each may be an error."""
         with self._translated():
-            encoded = (command(*map(_encoded, parts)) for parts in commands)
-            replies = connection.ask(*encoded, limits=_LIMITS, seconds=_ANSWER_SECONDS)
-            if len(commands) == 1 and isinstance(replies[0], ErrorReply):
-                raise RefusedError(replies[0])
-        return replies
+            encoded = (command(*map(_encoded, words)) for words in commands)
+            return connection.ask(*encoded, limits=limits, seconds=_ANSWER_SECONDS)
+
+    def _ask_one(
+        self, connection: Conversation, words: tuple[_Word, ...], limits: ReplyLimits = _LIMITS
+    ) -> Reply:
+        """The reply to one command. An error is raised."""
+        (reply,) = self._ask(connection, [words], limits)
+        if isinstance(reply, ErrorReply):
+            raise self._translate(RefusedError(reply))
+        return reply
+
+    def _scanned(self, reply: Reply) -> tuple[bytes | None, list[bytes]]:
+        """The next cursor, None at the end, and the names in a reply to SCAN."""
+        match reply:
+            case [bytes(cursor), list(found)]:
+                names = [name for name in found if isinstance(name, bytes)]
+                return None if cursor == b"0" else cursor, names
+        raise self._translate(WireError(WireFault.OUT_OF_STEP, "an unexpected answer to SCAN"))
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from lmcache_connector.storage.redis.client.circuit_breaker import (
     CircuitState,
 )
 from lmcache_connector.storage.redis.client.conversation import (
+    IDLE_BYTES,
     Conversation,
     ErrorReply,
     RefusedError,
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 # Threads that connect, for all threads of a tier or a look-up together.
 _MAX_DIALS = 16
-# A peer that moves less than that in a time-out is as good as silent.
-_IDLE_BYTES = 64 << 10
 
 
 class UnavailableError(Exception):
@@ -252,7 +251,7 @@ class Dial:
             conversation = servers.connect(node)
             try:
                 wire = Wire(
-                    conversation.take_socket(), servers.clock, self._idle_seconds, _IDLE_BYTES
+                    conversation.take_socket(), servers.clock, self._idle_seconds, IDLE_BYTES
                 )
             except BaseException:
                 conversation.close()

@@ -17,6 +17,8 @@ from lmcache_connector.storage.redis.client.resp import CRLF, first_line
 
 _INTEGER = re.compile(rb"-?[0-9]{1,18}")
 _MAX_DEPTH = 6
+# A peer that moves less than that in a time-out is as good as silent.
+IDLE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Conversation:
 
     def __init__(self, sock: socket.socket, seconds: float, clock: Callable[[], float]) -> None:
         self._sock = sock
-        self._wire = Wire(sock, clock, seconds)
+        self._wire = Wire(sock, clock, seconds, IDLE_BYTES)
         self._seconds = seconds
         self._clock = clock
 
