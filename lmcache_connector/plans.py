@@ -87,7 +87,7 @@ class StepPlan:
     ``cancelled_loads`` are jobs whose requests were aborted, or whose cache was reset.
     ``vacated_stores`` are jobs whose blocks are about to be reused (preemption). ``idle``: the step
     runs no forward pass. ``prefill``: the forward pass is worth timing. ``probe``: Redis' speed is
-    worth measuring again.
+    worth measuring again. ``wanted``: chunks in memory that Redis should have as well.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -98,6 +98,7 @@ class StepPlan:
     idle: bool = False
     prefill: PrefillWork | None = None
     probe: bool = False
+    wanted: tuple[bytes, ...] = ()
 
     def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:
         """In the order they were planned. A load may rely on a store planned before it.

@@ -44,6 +44,7 @@ from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
 from lmcache_connector.scheduler.vllm_kv_events import describe_chunk
+from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -55,7 +56,7 @@ class SchedulerAdapter:
 
     ``identify(request, epoch)`` returns what makes the request's KV unique, or ``None`` for one
     that must bypass the cache. ``new_epoch()`` returns a string that nobody else will ever get.
-    ``kv_events`` is told what the tiers take in and let go.
+    ``kv_events`` is told what the tiers take in and let go. ``wanted``: for a Redis to write to.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class SchedulerAdapter:
         kv_events: KvEventSink,
         tally: Tally,
         metrics: SchedulerMetrics,
+        wanted: WantedChunks | None = None,
         new_epoch: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self.index = index
@@ -78,6 +80,7 @@ class SchedulerAdapter:
         self.kv_events = kv_events
         self.tally = tally
         self._metrics = metrics
+        self._wanted = wanted
         self._settings = settings
         self._hasher = hasher
         self._identify = identify
@@ -150,6 +153,7 @@ class SchedulerAdapter:
             idle=not self._scheduled,
             prefill=prefill_work(scheduler_output, self._states),
             probe=self._wants_probe(),
+            wanted=self._wanted.take() if self._wanted is not None else (),
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:
@@ -230,6 +234,9 @@ class SchedulerAdapter:
                 return None
             state = RequestState(request, RequestKeys(self._hasher, identity))
             self._states[request.request_id] = state
+            state.keys.extend(request.all_token_ids)
+            if self._wanted is not None:
+                self._wanted.sight(state.keys.keys)
         state.keys.extend(request.all_token_ids)
         return state
 

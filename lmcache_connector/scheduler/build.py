@@ -18,6 +18,7 @@ from lmcache_connector.scheduler.hit_finder import HitFinder, RedisHitFinder
 from lmcache_connector.scheduler.kv_events import KvEventLog, KvEventSink
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_state import SchedulerSettings
+from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.model import ModelDescription
@@ -57,6 +58,7 @@ def build_scheduler(
         kv_events=events,
         tally=tally,
         metrics=metrics,
+        wanted=WantedChunks(index, time.monotonic) if tier_config and stores else None,
     )
 
 

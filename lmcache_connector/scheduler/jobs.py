@@ -68,10 +68,11 @@ class PlannedJobs:
         idle: bool,
         prefill: PrefillWork | None,
         probe: bool,
+        wanted: tuple[bytes, ...] = (),
     ) -> StepPlan:
         """The plan of a step: all that was added since the last one, and what is known of this."""
         new = self._loads or self._stores or self._holds or self._cancelled_loads
-        if not (idle or new or vacated_stores or prefill or probe):
+        if not (idle or new or vacated_stores or prefill or probe or wanted):
             return _NOTHING_NEW
         plan = StepPlan(
             loads=tuple(self._loads),
@@ -82,6 +83,7 @@ class PlannedJobs:
             idle=idle,
             prefill=prefill,
             probe=probe,
+            wanted=wanted,
         )
         self._loads, self._stores, self._holds, self._cancelled_loads = [], [], [], []
         return plan

@@ -149,6 +149,8 @@ class WorkerAdapter:
         self._idle = plan.idle
         if plan.probe:
             self._probe.request()
+        if plan.wanted:
+            self._engine.want(plan.wanted)
         if plan.loads:
             fence = self._copier.fence()
             for job in plan.loads_and_earlier_stores():

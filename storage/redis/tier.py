@@ -182,6 +182,11 @@ class RedisTier:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Of chunks that wait to be written, or are being written."""
+        return self._writes.num_bytes
+
     def stats(self) -> RedisTierStats:
         return RedisTierStats(
             counts=self._counters.snapshot(),
