@@ -52,8 +52,8 @@ class EngineSettings:
     """One rank's engine.
 
     ``cpu_gib`` is the size of its CPU tier, ``block_size`` vLLM's in tokens. ``overrides`` are the
-    user's ``lmcache.*`` keys. ``report_writes``: remember which chunks have come to Redis. ``pace``:
-    of offering chunks to Redis again.
+    user's ``lmcache.*`` keys. ``report_writes``: remember which chunks have come to Redis.
+    ``pace``: of offering chunks to Redis again.
     """
 
     rank: int

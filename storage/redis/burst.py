@@ -74,8 +74,6 @@ class WriterNotes:
 class _Value:
     chunk: _Chunk
     stripe: Stripe
-    # Not written if it exists by now, unless what exists is known to be bad.
-    only_if_absent: bool
 
 
 @dataclass(eq=False)
@@ -151,7 +149,7 @@ class Burst:
             return []
         spoiled = self._notes.is_spoiled(write.key)
         values = [
-            _Value(chunk, stripe, only_if_absent=length == 0 and not spoiled)
+            _Value(chunk, stripe)
             for stripe, length in zip(self._plan.stripes, lengths, strict=True)
             if spoiled or length != HEADER_BYTES + stripe.num_bytes
         ]
@@ -183,9 +181,8 @@ class Burst:
             write, stripe = value.chunk.write, value.stripe
             payload = write.buffer[stripe.offset : stripe.offset + stripe.num_bytes]
             expected = stripe_header(plan.geometry, stripe, write.key, keyed=plan.sealer.keyed)
-            options = plan.config.ttl_options + ((b"NX",) if value.only_if_absent else ())
             name = chunk_tag(plan.config.namespace, write.key) + stripe_suffix(stripe)
-            head, tail = set_command(name, HEADER_BYTES + stripe.num_bytes, options)
+            head, tail = set_command(name, HEADER_BYTES + stripe.num_bytes, plan.config.ttl_options)
             parts += [head + encode_header(expected, payload, plan.sealer), payload, tail]
         # Its answer has another form than those before it, which shows that they were in step.
         parts.append(command(b"STRLEN", name))
@@ -204,7 +201,7 @@ class Burst:
         self._counters.count_bytes_written(num_bytes)
         for value, is_set in answered:
             chunk = value.chunk
-            chunk.has_failed |= is_set is None
+            chunk.has_failed |= not is_set
             chunk.num_unanswered -= 1
             if not chunk.num_unanswered:
                 end = WriteEnd.FAILED if chunk.has_failed else WriteEnd.WRITTEN
