@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -55,7 +56,10 @@ def build_worker(
         namespace=config.namespace,
         model_digest=config.model_digest,
     )
-    settings = _worker_settings(config, model, vllm_config, kv_events)
+    settings = replace(
+        _worker_settings(config, model, vllm_config, kv_events),
+        blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
+    )
     if model.rank == 0:
         _log_warnings(config, vllm_config, settings.geometry.chunk_bytes)
     worker = WorkerAdapter(settings, kv_caches, _redis_tier_maker(config, model))

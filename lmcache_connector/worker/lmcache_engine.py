@@ -47,6 +47,7 @@ from lmcache_connector.worker.reconciler import Reconciler
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.worker.step_gate import StepGate
 
 _JOBS_BETWEEN_DRAINS = 256
 # Chunks offered to Redis again are written while no more than that waits to be written, and when
@@ -92,11 +93,17 @@ class LMCacheEngineAdapter:
         if redis_tier is not None:
             self._reconciler = Reconciler(self._offer, self._may_offer, settings.pace, clock)
 
-    def store(self, job: StoreJob, fence: Fence | None, cancelled: threading.Event) -> JobTransfer:
+    def store(
+        self,
+        job: StoreJob,
+        fence: Fence | None,
+        cancelled: threading.Event,
+        gate: StepGate,
+    ) -> JobTransfer:
         """Copy the chunks the CPU tier lacks out of the paged cache; blocks the calling thread.
 
-        Chunks it has are not copied, but go on to Redis if the job says so. Raises what the copy
-        raises.
+        Chunks it has are not copied, but go on to Redis if the job says so. What does not pass the
+        ``gate`` is dropped. Raises what the copy raises.
         """
         held = {key for key in job.keys if self._holds(key)}
         self._events.confirm(held)
@@ -110,6 +117,7 @@ class LMCacheEngineAdapter:
             skip_blocks=0,
             fence=fence,
             cancelled=cancelled,
+            gate=gate,
         )
         if transfer.keys:
             tokens = PlannedTokens(transfer.keys, self._geometry.num_tokens)
