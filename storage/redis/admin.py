@@ -290,8 +290,10 @@ def _hint(error: Exception) -> str:
     text = str(error).lower()
     if "noperm" in text:
         return (
-            "give the user these rights: ACL SETUSER NAME ~lmc:* +get +getex +set +strlen +exists "
-            "+getrange +pttl +object|idletime +scan +unlink +dbsize +info +ping +client|no-touch"
+            "give the user these rights (from Redis 7.2 on, +client|no-touch too): "
+            "ACL SETUSER NAME ~lmc:* +get +getex +set +strlen +exists "
+            "+pexpire +watch +multi +exec +unlink +select +getrange +pttl +object|idletime +scan "
+            "+dbsize +info +ping"
         )
     if "auth" in text or "wrongpass" in text:
         return "set user and password in the URL: redis://USER:PASSWORD@HOST (best as env:NAME)"

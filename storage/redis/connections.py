@@ -228,6 +228,10 @@ class Dial:
         self._wire: Wire | None = None
         self._abandoned = False
 
+    @property
+    def has_failed(self) -> bool:
+        return self.task is not None and self.task.is_done and self._wire is None
+
     def take(self, deadline: Deadline) -> Wire | None:
         """The connection; None if it is not there by then. Raises `UnavailableError`."""
         assert self.task is not None
@@ -292,7 +296,9 @@ class Connections:
             return wire
         self._close(node)
         is_away = self._servers.is_open(node)
-        dial = self._dials.get(node) or self._dial(node)
+        dial = self._dials.get(node)
+        if dial is None or dial.has_failed:  # before: this is another time
+            dial = self._dial(node)
         try:
             made = dial.take(self._now() if is_away else deadline)
         except UnavailableError:
@@ -340,6 +346,7 @@ class Connections:
             self._dials.popitem()[1].abandon()
 
     def _dial(self, node: Node) -> Dial:
+        self._dials.pop(node, None)
         if not self._servers.breaker(node).may_connect():
             raise UnavailableError(f"{node}: circuit open")
         dial = self._servers.dial(node, self._idle_seconds)

@@ -193,27 +193,10 @@ class TestTls:
 
 
 class TestAcl:
-    # docs/security.md lists the same.
-    MINIMAL = ("+get", "+getex", "+set", "+strlen", "+exists")
-
     @pytest.fixture(scope="class")
     def server(self, binary: str) -> Iterator[Server]:
         with running_server(binary) as server:
             yield server
-
-    def test_the_minimal_command_set_is_enough(self, server: Server) -> None:
-        with server.client() as client:
-            client.execute_command(
-                "ACL", "SETUSER", "kv", "on", ">pass", "resetkeys", "~lmc:*", "-@all", *self.MINIMAL
-            )
-            url = f"redis://kv:pass@127.0.0.1:{server.port}"
-            with open_tier(url, ttl_seconds=600.0, refresh_ttl=True) as tier:
-                assert put_all(tier, range(5)) == [True] * 5
-                assert holds(tier, range(5))
-            lookup = RedisLookup(config(url), [GEOMETRY])
-            keys = [chunk_key(i) for i in range(5)]
-            assert lookup.exists_prefix(keys, time.monotonic() + 5.0) == 5
-            lookup.close()
 
     def test_a_wrong_password_costs_misses_only(self, server: Server) -> None:
         with server.client() as client:
