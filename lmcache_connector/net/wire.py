@@ -9,10 +9,12 @@ timeouts would turn every few hundred KiB into a poll and a receive.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
 import ssl
 import struct
+import termios
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -28,6 +30,7 @@ _LINE_BYTES = 64 * 1024
 _TLS_RECORD_BYTES = 16 * 1024
 # After that many, deadlines are looked at again, however fast the peer is.
 _TLS_SLICE_BYTES = 1 << 20
+_INT = struct.Struct("@i")
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -210,11 +213,15 @@ class Wire:
     def receive_line(self, deadline: Deadline) -> bytes:
         """Receive one line and return it without its CRLF. Raises `WireError`.
 
-        The whole line has ``idle_seconds``: one that comes byte by byte is as good as none.
+        The whole line has ``idle_seconds``: one that comes byte by byte is as good as none. They
+        begin when what was sent before has reached the peer: it cannot answer sooner.
         """
         silence = _Silence(self._clock, self._idle_seconds, float("inf"))
+        unsent = self._num_unsent()
         while (line := self.next_line()) is None:
             self._buffer_more(deadline, silence)
+            if unsent and (left := self._num_unsent()) <= max(0, unsent - self._idle_bytes):
+                unsent, silence = left, silence.again()
         return line
 
     def receive_bytes(self, num_bytes: int, deadline: Deadline) -> bytes:
@@ -267,6 +274,13 @@ class Wire:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
+    def _num_unsent(self) -> int:
+        """Bytes that the system has not got rid of yet, where it tells."""
+        with contextlib.suppress(OSError):
+            answer = fcntl.ioctl(self._sock, termios.TIOCOUTQ, _INT.pack(0))
+            return int(_INT.unpack(answer)[0])
+        return 0
+
     def _silence(self) -> _Silence:
         return _Silence(self._clock, self._idle_seconds, self._idle_bytes)
 
@@ -317,6 +331,10 @@ class _Silence:
         self._least = least
         self._moved = 0
         self._since = clock()
+
+    def again(self) -> _Silence:
+        """As from now."""
+        return _Silence(self._clock, self._limit, self._least)
 
     def seconds(self) -> float:
         return self._clock() - self._since

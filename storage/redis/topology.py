@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from lmcache_connector.net.wire import WireError, WireFault
@@ -142,6 +143,14 @@ class SentinelTopology(_OneNode):
         self._sentinels = [*others, sentinel]
 
 
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The node of each slot, and where each node is: always of one look."""
+
+    owners: Mapping[int, Node]
+    endpoints: Mapping[Node, Endpoint]
+
+
 class ClusterTopology:
     """The masters of a cluster. The slot map is read at the first `prepare`, and again after
     `mark_stale`: a redirection, a broken connection or a refused one."""
@@ -150,8 +159,7 @@ class ClusterTopology:
         self._dialer = make_dialer(config, clock)
         self._hosts = config.address.hosts
         self._clock = clock
-        self._endpoints: Mapping[Node, Endpoint] = {}
-        self._owners: Mapping[int, Node] = {}
+        self._map = _Map({}, {})
         self._stale = True
         self._next_refresh = clock()
         self._refreshing = threading.Lock()
@@ -163,17 +171,17 @@ class ClusterTopology:
                 self._refresh()
 
     def is_current(self) -> bool:
-        return bool(self._owners) and not self._stale
+        return bool(self._map.owners) and not self._stale
 
     def node_of(self, key: bytes) -> Node | None:
-        return self._owners.get(key_slot(key))
+        return self._map.owners.get(key_slot(key))
 
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(self._endpoints)
+        return tuple(self._map.endpoints)
 
     def connect(self, node: Node) -> Conversation:
         try:
-            host, port = self._endpoints[node]
+            host, port = self._map.endpoints[node]
         except KeyError:
             raise OSError("it has left the cluster") from None
         return self._dialer.connect(host, port)
@@ -191,14 +199,12 @@ class ClusterTopology:
             raise
         endpoints = {_name(endpoint): endpoint for endpoint in slots.values()}
         names = {endpoint: node for node, endpoint in endpoints.items()}
-        # A node is known before a slot leads to it.
-        self._endpoints = dict(self._endpoints) | endpoints
-        self._owners = {slot: names[endpoint] for slot, endpoint in slots.items()}
-        self._endpoints = endpoints
+        owners = {slot: names[endpoint] for slot, endpoint in slots.items()}
+        self._map = _Map(owners, endpoints)
 
     def _look(self) -> Mapping[int, Endpoint]:
         """The slot map of the first node that answers."""
-        known = tuple(self._endpoints.values())[:_MAX_ASKED]
+        known = tuple(self._map.endpoints.values())[:_MAX_ASKED]
         error: Exception = OSError("no node")
         for endpoint in dict.fromkeys((*self._hosts, *known)):
             try:
