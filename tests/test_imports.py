@@ -29,14 +29,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("p2p/build",),
     ("p2p/scheduler", "p2p/worker"),
     ("p2p/data", "p2p/plans", "p2p/config"),
-    ("p2p/control", "p2p/heartbeat"),
+    ("p2p/control", "p2p/heartbeat", "p2p/ring", "p2p/crew"),
     ("p2p/errors",),
     ("p2p/reasons",),
     ("connector",),
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
     ("kv_layout", "config"),
-    ("cost_model", "storage/redis"),
+    ("audit", "cost_model", "storage/redis", "requests"),
     ("storage", "storage/redis/client"),
     ("keys", "plans", "metrics", "net"),
     ("errors",),
@@ -46,6 +46,7 @@ ONLY = {
     "storage": {"keys"},
     "storage/redis": {"storage/redis/client", "storage", "keys", "net"},
     "storage/redis/client": {"net"},
+    "audit": {"plans", "storage"},
     "cost_model": {"plans"},
 }
 MAX_FILES = 16
@@ -69,14 +70,13 @@ ALLOWED = {
     "prometheus_client": (f"{OWN}/cli/*.py",),
     "torch": (
         f"{OWN}/copy_kv_blocks/*.py",
-        f"{OWN}/keys/request_identity.py",  # prompt embeddings, inside a function
         f"{OWN}/kv_layout/*.py",
         f"{OWN}/p2p/data/process_group.py",
         f"{OWN}/p2p/worker/*.py",
+        f"{OWN}/requests/content_digest.py",  # images and embeddings, inside functions
         f"{OWN}/vllm_compat/cpu_attention.py",
         f"{OWN}/worker/*.py",
     ),
-    "zmq": (f"{OWN}/cli/check/*.py", f"{OWN}/p2p/control/*.py", f"{OWN}/p2p/worker/adapter.py"),
     "numba": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "llvmlite": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "triton": (f"{OWN}/copy_kv_blocks/cuda_gather.py",),
