@@ -71,7 +71,8 @@ class WorkerSettings:
     ``layer_widths`` maps the layers of the KV cache group, in model order, to the bytes of one
     token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
     not measured. ``planes`` say how a block lies in memory where strides do not, ``formats`` how
-    the elements of each layer are stored.
+    the elements of each layer are stored. ``finishes_stores``: no copy out of the paged cache may
+    go on between two steps.
     """
 
     engine: EngineSettings
@@ -84,6 +85,7 @@ class WorkerSettings:
     planes: tuple[Plane, ...] = ()
     formats: tuple[str, ...] = ()
     blocks_are_zeroed: bool = False
+    finishes_stores: bool = False
 
 
 class WorkerAdapter:
@@ -185,6 +187,8 @@ class WorkerAdapter:
         self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
+        if self._settings.finishes_stores:
+            self._jobs.finish_stores(_LET_GO_SECONDS)
         if self._settings.blocks_are_zeroed:
             self._gate.close()
         if not self._has_news():

@@ -20,6 +20,7 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.startup import banner
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
+from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 
@@ -59,6 +60,7 @@ def build_worker(
     settings = replace(
         _worker_settings(config, model, vllm_config, kv_events),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
+        finishes_stores=may_sleep_unseen(vllm_config),
     )
     if model.rank == 0:
         _log_warnings(config, vllm_config, settings.geometry.chunk_bytes)
