@@ -145,11 +145,12 @@ class SchedulerAdapter:
             return 0, False
         wait_seconds = _READ_WAIT_SECONDS if self.is_idle and self._may_wait else 0.0
         state = self._state(request, wait_seconds)
-        if state is UNREAD:
+        is_current = self._identifier.is_current(request, wait_seconds)
+        if state is UNREAD or is_current is UNREAD:
             # Even if it will load nothing: what is computed before it has a name is not stored.
             self._may_wait = False
             return None, False
-        if state is None:
+        if state is None or not is_current:
             return 0, False
         if self._auditor.find_shared(state, num_computed_tokens, is_idle=self.is_idle) is PENDING:
             return None, False
@@ -343,7 +344,7 @@ class SchedulerAdapter:
     def _computes_its_own(self, state: RequestState, num_tokens: int) -> bool:
         """Whether vLLM computes the request's next tokens from what the request's name says."""
         identity, start = state.keys.identity, state.request.num_computed_tokens
-        if not self._identifier.adapters.may_store(identity.lora_number, identity.lora):
+        if not self._identifier.adapters.may_compute(state.request, identity.lora):
             return False
         spans = identity.multimodal
         return not spans or self._encoders.vouches(state.request, spans, start, start + num_tokens)
