@@ -132,7 +132,7 @@ class SchedulerAdapter:
         state = self._state(request)
         if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
             return
-        self._auditor.ask(state)
+        self._auditor.ask(state, self.hits)
         if self._settings.loads:
             self.hits.ask(state, first=0)
 
@@ -152,7 +152,10 @@ class SchedulerAdapter:
             return None, False
         if state is None or not is_current:
             return 0, False
-        if self._auditor.find_shared(state, num_computed_tokens, is_idle=self.is_idle) is PENDING:
+        found = self._auditor.find_shared(
+            state, self.hits, num_computed_tokens, is_idle=self.is_idle
+        )
+        if found is PENDING:
             return None, False
         if not (self._settings.loads and state.load.is_allowed):
             return 0, False

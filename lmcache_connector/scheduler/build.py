@@ -68,7 +68,6 @@ def build_scheduler(
     auditor = Auditor(
         settings,
         index,
-        hits,
         AuditSampler(config.audit_share, random.Random().random),
         NoiseGauge(model.formats),
         tally,
