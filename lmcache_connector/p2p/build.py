@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
@@ -14,7 +13,9 @@ from lmcache_connector.p2p.heartbeat import Heartbeat, Registration
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
-from lmcache_connector.vllm_compat.machines import machine_host
+from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Instance:
     """What hand-overs need to know of one rank of an engine. ``card`` names no transports yet.
-    ``max_blocks``, ``first_rank``, ``machine_host``: see :class:`P2PWorkerSettings`."""
+    ``max_blocks``, ``first_rank``, ``machine_host``: see :class:`P2PWorkerSettings`.
+    ``engine_header``: see :func:`engine_header`."""
 
     model: ModelDescription
     transfer: KVTransferConfig
@@ -36,6 +38,7 @@ class Instance:
     max_blocks: int
     first_rank: int
     machine_host: str
+    engine_header: int
 
     @property
     def max_block_bytes(self) -> int:
@@ -61,7 +64,7 @@ def describe(
         namespace=config.namespace,
         model_digest=config.model_digest,
     )
-    first_rank = parallel.data_parallel_rank * model.world_size
+    first_rank = engine_index(parallel) * model.world_size
     tp_size = parallel.tensor_parallel_size
     address = PeerAddress(config.host, transfer.kv_port + first_rank)
     card = Card(
@@ -78,7 +81,15 @@ def describe(
         transports={},
     )
     max_blocks = -(-vllm_config.model_config.max_model_len // model.block_size)
-    return Instance(model, transfer, card, max_blocks, first_rank, machine_host(parallel))
+    return Instance(
+        model,
+        transfer,
+        card,
+        max_blocks,
+        first_rank,
+        machine_host(parallel),
+        engine_header(parallel),
+    )
 
 
 def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter:
@@ -104,7 +115,10 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
         may_talk_to=config.may_talk_to,
     )
     return P2PSchedulerAdapter(
-        settings, router, model.root, RequestIdentifier(require_cache_salt=False).identify
+        settings,
+        router,
+        model.root,
+        RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()).identify_now,
     )
 
 
@@ -142,5 +156,6 @@ def make_heartbeat(instance: Instance, config: P2PConfig) -> Heartbeat | None:
         config.http_address,
         str(instance.address),
         instance.card.engine_id,
+        instance.engine_header,
     )
     return Heartbeat(registration, config.router, config.heartbeat_seconds, config.secret_bytes)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_connector.audit.limits import NoiseGauge
@@ -16,8 +18,10 @@ from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
-from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
@@ -39,9 +43,11 @@ def build_scheduler(
     stores: bool,
     kv_events: bool,
     weak_block_hashes: bool,
+    find_adapter: Callable[[str], Path | None] = Path,
 ) -> SchedulerAdapter:
     """The scheduler side of an engine. ``loads`` and ``stores``: what ``kv_role`` allows.
-    ``weak_block_hashes``: vLLM's own are not cryptographic."""
+    ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter`` turns a LoRA adapter's
+    path into the folder vLLM reads."""
     settings = _settings(config, model, loads, stores, weak_block_hashes)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model)
@@ -71,7 +77,12 @@ def build_scheduler(
     return SchedulerAdapter(
         settings,
         PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes),
-        RequestIdentifier(config.require_cache_salt).identify,
+        RequestIdentifier(
+            config.require_cache_salt,
+            AdapterReader(find_adapter, LoadedAdapters(model.world_size)),
+            config.chunk_size,
+            lambda reason: tally.count("bypassed_requests", reason.value),
+        ),
         index=index,
         hits=hits,
         policy=policy,

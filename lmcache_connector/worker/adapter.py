@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, make_copier
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import (
@@ -32,8 +32,10 @@ from lmcache_connector.plans import (
     StoreJob,
     TransferTime,
 )
+from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
 from lmcache_connector.worker.forward_timer import ForwardTimer
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
+_ADAPTER_SECONDS = 2.0
 _FIRST_PROBE_SECONDS = 2.0
 _LET_GO_SECONDS = 5.0
 # After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
@@ -98,9 +101,11 @@ class WorkerAdapter:
         kv_caches: dict[str, torch.Tensor],
         make_redis_tier: Callable[[], RedisTier] | None,
         clock: Callable[[], float] = time.monotonic,
+        lora_loads: LoraLoads | NoLoraLoads | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self._lora_loads = lora_loads or NoLoraLoads()
         paged = _describe(settings, kv_caches)
         device = next(iter(kv_caches.values())).device
         on_cpu = device.type == "cpu"
@@ -127,6 +132,8 @@ class WorkerAdapter:
         )
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._gate = StepGate()
+        self._refused: list[JobResult] = []
+        self._adapter_names: dict[int, Reading[str]] = {}  # of open stores
         self._idle = False
 
     def calibration(self) -> Calibration:
@@ -159,10 +166,12 @@ class WorkerAdapter:
         self._idle = plan.idle
         if plan.probe:
             self._probe.request()
+        if plan.adapter_question:
+            self._lora_loads.ask(plan.adapter_question)
         if plan.loads:
             fence = self._copier.fence()
             for job in plan.loads_and_earlier_stores():
-                self._jobs.submit(job, fence)
+                self._submit(job, fence)
         if plan.cancelled_loads:
             self._jobs.cancel(plan.cancelled_loads)
 
@@ -171,7 +180,7 @@ class WorkerAdapter:
         if plan.stores and (stores := plan.later_stores()):
             fence = self._copier.fence()
             for job in stores:
-                self._jobs.submit(job, fence)
+                self._submit(job, fence)
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
@@ -212,6 +221,7 @@ class WorkerAdapter:
         if not self._jobs.close(seconds):
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
         self._engine.close(seconds)
+        self._lora_loads.close()
         self._copier.close()
 
     # -- jobs, on the lanes' threads -----------------------------------------------------------
@@ -222,6 +232,8 @@ class WorkerAdapter:
         if isinstance(job, AuditJob):
             return self._audit(queued, job)
         if isinstance(job, StoreJob):
+            if not self._was_computed_with_its_adapter(job):
+                return _cancelled(job)
             transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:
             transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)
@@ -236,6 +248,13 @@ class WorkerAdapter:
             redis_seconds=transfer.redis_seconds,
             redis_failed=transfer.redis_failed,
         )
+
+    def _was_computed_with_its_adapter(self, job: StoreJob) -> bool:
+        """vLLM may have read other files than the scheduler side saw, or read them again since."""
+        if job.adapter is None:
+            return True
+        name = self._adapter_names[job.job_id]
+        return name.wait(_ADAPTER_SECONDS) and name.value == job.adapter.digest
 
     def _audit(self, queued: QueuedJob, job: AuditJob) -> JobResult:
         started = self._clock()
@@ -268,6 +287,15 @@ class WorkerAdapter:
 
     # -- details -------------------------------------------------------------------------------
 
+    def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
+        if isinstance(job, StoreJob) and job.adapter is not None:
+            name = self._lora_loads.name_of(job.adapter.number)
+            if name is None:
+                self._refused.append(_cancelled(job))
+                return
+            self._adapter_names[job.job_id] = name
+        self._jobs.submit(job, fence)
+
     def _has_news(self) -> bool:
         """Nearly every decode step ends here. It touches as little as it can: a forward pass has
         driven all of it out of the processor's caches."""
@@ -276,16 +304,30 @@ class WorkerAdapter:
             or self._engine.has_news
             or self._timer.has_news
             or self._probe.has_news
+            or self._lora_loads.has_news
+            or self._refused
         )
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
         events, written = self._engine.take_events(), self._engine.take_written()
         forwards, redis = self._timer.take(), self._probe.take()
         self._count(ended, events)
-        if not (ended or events or forwards or redis or written):
+        adapters = self._lora_loads.take()
+        refused, self._refused = self._refused, []
+        if not (ended or events or forwards or redis or written or adapters or refused):
             return None
-        results = tuple(queued.result for queued in ended if queued.result is not None)
-        return RankReport(self._settings.engine.rank, events, results, forwards, redis, written)
+        for queued in ended:
+            self._adapter_names.pop(queued.job.job_id, None)
+        results = [queued.result for queued in ended if queued.result is not None]
+        return RankReport(
+            rank=self._settings.engine.rank,
+            events=events,
+            results=(*results, *refused),
+            forwards=forwards,
+            redis=redis,
+            written=written,
+            adapters=adapters,
+        )
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:
@@ -303,6 +345,11 @@ class WorkerAdapter:
             redis=self._tier.stats() if self._tier is not None else None,
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )
+
+
+def _cancelled(job: StoreJob) -> JobResult:
+    """Nothing of it was copied."""
+    return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
 
 
 def _hold_nothing(until: float) -> None:

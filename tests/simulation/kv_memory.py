@@ -42,8 +42,9 @@ class KVMemory:
         self, num_layers: int, num_blocks: int, block_size: int, heads: Sequence[int], width: int
     ) -> None:
         shape = (num_layers, num_blocks, len(heads), block_size, width)
-        self._tensor = torch.zeros(shape, dtype=torch.uint8)
-        self._words: npt.NDArray[np.int64] = self._tensor.numpy().view(np.int64)
+        memory = np.zeros(shape, np.uint8)
+        self._tensor = torch.from_numpy(memory)
+        self._words: npt.NDArray[np.int64] = memory.view(np.int64)
         self._block_size = block_size
         # [layers, heads, words]
         self._salts = np.stack(

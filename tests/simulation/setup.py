@@ -20,6 +20,9 @@ def prepare(folder: Path) -> Path:
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    import torch
+
+    import lmcache_connector.connector_base as connector_base
     import lmcache_connector.vllm_compat.model as compat
     import lmcache_connector.worker.adapter as adapter
     import lmcache_connector.worker.lmcache_engine as engine
@@ -27,6 +30,9 @@ def prepare(folder: Path) -> Path:
     from tests.simulation import lmcache_model
     from tests.support.engines.tiny_model import TINY, build_tiny_model
 
+    torch.set_num_threads(1)
+    connector_base.check_versions()
+    connector_base.check_versions = lambda: None  # once is enough: it reads files
     copier = _SlowCopier(CpuCopier())
     adapter.make_copier = lambda device: copier  # type: ignore[assignment]
     adapter.ask_for_amx = lambda: None

@@ -209,6 +209,8 @@ class World:
             self._ask(newcomer, _Client(0.0, prompt, 2, None))
             newcomer.evict_all()
             kernel.sleep(1.0)
+            # Any step tells the scheduler side what has left.
+            self._ask(newcomer, _Client(0.0, (1, 2, 3), 1, None))
         self.counts["attempts to hit"] += attempts
 
     def _check_end(self) -> None:
