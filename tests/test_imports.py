@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
     ("kv_layout", "config"),
-    ("cost_model", "storage/redis"),
+    ("audit", "cost_model", "storage/redis", "requests"),
     ("storage",),
     ("keys", "plans", "metrics", "net"),
     ("errors",),
@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 ONLY = {
     "storage": {"keys"},
     "storage/redis": {"storage", "keys", "net"},
+    "audit": {"plans", "storage"},
     "cost_model": {"plans"},
 }
 MAX_FILES = 16
@@ -68,10 +69,10 @@ ALLOWED = {
     "prometheus_client": (f"{OWN}/cli/*.py",),
     "torch": (
         f"{OWN}/copy_kv_blocks/*.py",
-        f"{OWN}/keys/request_identity.py",  # prompt embeddings, inside a function
         f"{OWN}/kv_layout/*.py",
         f"{OWN}/p2p/data/process_group.py",
         f"{OWN}/p2p/worker/*.py",
+        f"{OWN}/requests/content_digest.py",  # images and embeddings, inside functions
         f"{OWN}/vllm_compat/cpu_attention.py",
         f"{OWN}/worker/*.py",
     ),

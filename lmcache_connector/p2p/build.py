@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
@@ -14,6 +13,8 @@ from lmcache_connector.p2p.heartbeat import Heartbeat, Registration
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
+from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
@@ -114,7 +115,10 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
         may_talk_to=config.may_talk_to,
     )
     return P2PSchedulerAdapter(
-        settings, router, model.root, RequestIdentifier(require_cache_salt=False).identify
+        settings,
+        router,
+        model.root,
+        RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()).identify_now,
     )
 
 

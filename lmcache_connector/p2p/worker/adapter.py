@@ -151,6 +151,10 @@ class P2PWorkerAdapter:
         """KV on its way in this rank's memory."""
         return self._host_buffer.used_bytes
 
+    def let_go(self) -> bool:
+        """Copies into the cache need no waiting for: vLLM resets nothing while a request loads."""
+        return all(role.let_go() for role in self._roles)
+
     def shutdown(self) -> None:
         """Bounded by a few times ``shutdown_seconds``."""
         seconds = self._settings.config.shutdown_seconds

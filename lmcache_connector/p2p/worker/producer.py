@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_VACATE_SECONDS = 5.0
+_VACATE_SECONDS = _LET_GO_SECONDS = 5.0
 _VACATED = Cause(Reason.PREEMPTED, "its blocks were taken back")
 _OTHER_PROMPT = Cause(Reason.OTHER_PROMPT, "the prompt there was another one")
 
@@ -124,6 +124,9 @@ class Producer(Role):
         with self._buffer.changed:
             self._buffer.changed.wait(seconds)
         return True
+
+    def let_go(self) -> bool:
+        return self._buffer.settle_copies(self._buffer.transfer_ids, _VACATED, _LET_GO_SECONDS)
 
     def close(self, seconds: float) -> None:
         self._saver.close(seconds)

@@ -112,6 +112,12 @@ class SendBuffer:
             unsent, self._unsent = tuple(self._unsent), []
             return released, unsent
 
+    @property
+    def transfer_ids(self) -> list[str]:
+        """Of all that have memory here."""
+        with self.changed:
+            return list(self._transfers)
+
     def plan(self, save: LayerSave) -> None:
         """Queue a save for the saver, cut at the borders of segments."""
         with self.changed:
@@ -138,9 +144,9 @@ class SendBuffer:
                 lambda: all(outgoing.is_settled for outgoing in self._transfers.values()), seconds
             )
 
-    def settle_copies(self, transfer_ids: Iterable[str], cause: Cause, seconds: float) -> None:
+    def settle_copies(self, transfer_ids: Iterable[str], cause: Cause, seconds: float) -> bool:
         """Wait until no copy reads the blocks of these transfers. Those that cannot be copied in
-        time, or have no place to go to, end with ``cause``."""
+        time, or have no place to go to, end with ``cause``. False: a copy is still under way."""
         with self.changed:
             found = [self._transfers.get(name) for name in transfer_ids]
             transfers = [outgoing for outgoing in found if outgoing is not None]
@@ -148,9 +154,11 @@ class SendBuffer:
                 last = max(outgoing.queued, default=0)
                 if last >= outgoing.num_freed + outgoing.memory.ring.num_slots:
                     self._end(outgoing, cause)
-            if not self.changed.wait_for(lambda: all(o.is_copied for o in transfers), seconds):
-                for outgoing in transfers:
-                    self._end(outgoing, cause)
+            if self.changed.wait_for(lambda: all(o.is_copied for o in transfers), seconds):
+                return True
+            for outgoing in transfers:
+                self._end(outgoing, cause)
+            return all(outgoing.is_copied for outgoing in transfers)
 
     def is_copied(self, transfer_id: str) -> bool:
         """Whether no copy reads its blocks any more."""
