@@ -120,7 +120,10 @@ def test_a_mismatch_ends_sharing_for_that_root_alone(
         assert isinstance(identity, RequestIdentity)
         return replace(identity, cache_salt=None, lora=identity.cache_salt)
 
-    monkeypatch.setattr(engine.adapter._identifier, "identify", with_adapter)
+    identifier = engine.adapter._identifier
+    monkeypatch.setattr(identifier, "identify", with_adapter)
+    for question in ("will_compute", "may_compute"):
+        monkeypatch.setattr(identifier.adapters, question, lambda *_: True)
     for salt in (None, "adapter"):
         serve(engine, tokens, salt)
     (_, last), _ = [job.keys for plan in engine.plans for job in plan.stores]
