@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from lmcache_connector.config.model_digest import ModelDigest
 from lmcache_connector.config.strict import Secret, StrictSettings, parse
 from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 
@@ -56,8 +57,8 @@ class ConnectorConfig(StrictSettings):
     """Neither load nor store requests without a ``cache_salt``."""
     self_test: bool = True
     """Store, load and compare a pattern at start; refuse to start on a mismatch."""
-    model_digest: Annotated[str, Field(min_length=1, max_length=256)] = "sampled"
-    """Identity of the weights: ``sampled``, ``full``, or a name of your own."""
+    model_digest: ModelDigest = "full"
+    """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
     shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
     """Longest time shutdown waits for writes in progress."""
 

@@ -95,7 +95,7 @@ def _last_written(path: Path) -> int:
 
 def _read_adapter(path: Path, name: str) -> str | None:
     try:
-        weights = directory_digest(path, "full")
+        weights = directory_digest(path)
         config = blake3((path / "adapter_config.json").read_bytes()).hexdigest()
     except OSError:
         weights = None

@@ -20,7 +20,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
-from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
@@ -35,6 +34,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.scheduler.background_lookup import PENDING
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.hit_finder import HitFinder
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
 from lmcache_connector.scheduler.kv_events import KvEventSink
@@ -61,7 +61,7 @@ class SchedulerAdapter:
     def __init__(
         self,
         settings: SchedulerSettings,
-        hasher: PrefixHasher,
+        start: EngineStart,
         identify: Callable[[Request, str], RequestIdentity | None],
         *,
         index: ChunkIndex,
@@ -79,7 +79,7 @@ class SchedulerAdapter:
         self.tally = tally
         self._metrics = metrics
         self._settings = settings
-        self._hasher = hasher
+        self._engine_start = start
         self._identify = identify
         self._new_epoch = new_epoch
         self._epoch = ""  # with the weights as loaded: shared with everyone who has them
@@ -94,6 +94,8 @@ class SchedulerAdapter:
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
+        if self._engine_start.hasher is None:
+            return
         state = self._state(request)
         if state is not None and self._may_read(request):
             self.hits.ask(state, first=0)
@@ -103,10 +105,10 @@ class SchedulerAdapter:
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond ``num_computed_tokens``, and whether that is done
         between steps; ``None``: ask again in the next step."""
-        if not self._may_read(request):
-            return 0, False
-        state = self._state(request)
-        if state is None or not state.load.is_allowed:
+        if self._engine_start.hasher is None:
+            return self._engine_start.answer()
+        state = self._state(request)  # for its stores, whether it may read or not
+        if state is None or not state.load.is_allowed or not self._may_read(request):
             return 0, False
         hit = self.hits.find(state, num_computed_tokens, is_idle=self.is_idle)
         if hit is PENDING:
@@ -177,6 +179,8 @@ class SchedulerAdapter:
 
     def update_from_reports(self, reports: Sequence[RankReport]) -> None:
         """``reports``: of all ranks that had something to report in one step."""
+        if self._engine_start.hasher is None:
+            self.policy.calibrate(self._engine_start.update(reports))
         self.policy.observe_reports(reports)
         for report in reports:
             self.index.apply(report.rank, report.events)
@@ -205,7 +209,7 @@ class SchedulerAdapter:
             if identity is None:  # by now it would bypass us: its keys shall be nobody else's
                 salt = f"{self._epoch}/{state.request.request_id}"
                 identity = RequestIdentity(cache_salt=salt)
-            state.reset(RequestKeys(self._hasher, identity))
+            state.reset(RequestKeys(self._engine_start.known_hasher, identity))
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
@@ -228,7 +232,7 @@ class SchedulerAdapter:
             identity = self._identify(request, self._epoch)
             if identity is None:
                 return None
-            state = RequestState(request, RequestKeys(self._hasher, identity))
+            state = RequestState(request, RequestKeys(self._engine_start.known_hasher, identity))
             self._states[request.request_id] = state
         state.keys.extend(request.all_token_ids)
         return state

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_connector.config.tiered import ConnectorConfig
@@ -14,6 +16,7 @@ from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.hit_finder import HitFinder, RedisHitFinder
 from lmcache_connector.scheduler.kv_events import KvEventLog, KvEventSink
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
@@ -26,12 +29,16 @@ if TYPE_CHECKING:
 def build_scheduler(
     config: ConnectorConfig,
     model: ModelDescription,
+    weights: str,
     *,
     loads: bool,
     stores: bool,
     kv_events: bool,
 ) -> SchedulerAdapter:
-    """The scheduler side of an engine. ``loads`` and ``stores``: what ``kv_role`` allows."""
+    """The scheduler side of an engine.
+
+    ``weights`` names them. ``loads`` and ``stores``: what ``kv_role`` allows.
+    """
     settings = _settings(config, model, loads, stores)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model)
@@ -49,7 +56,7 @@ def build_scheduler(
         metrics = SchedulerMetrics(tally, time.monotonic, lookup.take_seconds, redis.servers)
     return SchedulerAdapter(
         settings,
-        PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes),
+        EngineStart(model.world_size, partial(_make_hasher, config, weights), time.monotonic),
         RequestIdentifier(config.require_cache_salt).identify,
         index=index,
         hits=hits,
@@ -58,6 +65,13 @@ def build_scheduler(
         tally=tally,
         metrics=metrics,
     )
+
+
+def _make_hasher(
+    config: ConnectorConfig, weights: str, configuration: Mapping[str, str]
+) -> PrefixHasher:
+    root = {"namespace": config.namespace, "weights": weights, "configuration": configuration}
+    return PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
 
 
 def _settings(

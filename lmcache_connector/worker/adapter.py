@@ -27,6 +27,7 @@ from lmcache_connector.plans import (
     LoadJob,
     Outcome,
     RankReport,
+    RankStart,
     StepOutput,
     StepPlan,
     StoreJob,
@@ -66,7 +67,8 @@ class WorkerSettings:
 
     ``layer_widths`` maps the layers of the KV cache group, in model order, to the bytes of one
     token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
-    not measured. ``planes`` say how a block lies in memory where strides do not.
+    not measured. ``planes`` say how a block lies in memory where strides do not. ``configuration``:
+    see :class:`RankStart`.
     """
 
     engine: EngineSettings
@@ -77,6 +79,7 @@ class WorkerSettings:
     shutdown_seconds: float
     probe_keys: tuple[bytes, ...] = ()
     planes: tuple[Plane, ...] = ()
+    configuration: tuple[tuple[str, str], ...] = ()
 
 
 class WorkerAdapter:
@@ -122,13 +125,8 @@ class WorkerAdapter:
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._holds: list[Hold] = []
         self._idle = False
-
-    def calibration(self) -> Calibration:
-        """What was measured at start. Waits for Redis, two seconds at most."""
-        local = None
-        if self.self_test is not None:
-            local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
-        return Calibration(local, self._probe.wait(_FIRST_PROBE_SECONDS))
+        self._is_start_told = False
+        self._probe_until = clock() + _FIRST_PROBE_SECONDS
 
     # -- the engine's step ---------------------------------------------------------------------
 
@@ -230,7 +228,8 @@ class WorkerAdapter:
         """Nearly every decode step ends here. It touches as little as it can: a forward pass has
         driven all of it out of the processor's caches."""
         return bool(
-            self._holds
+            not self._is_start_told
+            or self._holds
             or self._jobs.is_busy
             or self._engine.has_news
             or self._timer.has_news
@@ -239,12 +238,25 @@ class WorkerAdapter:
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
         events, written = self._engine.take_events(), self._engine.take_written()
+        start = self._start()
         forwards, redis = self._timer.take(), self._probe.take()
         self._count(ended, events)
-        if not (ended or events or forwards or redis or written):
+        if not (ended or events or forwards or redis or written or start):
             return None
         results = tuple(queued.result for queued in ended if queued.result is not None)
-        return RankReport(self._settings.engine.rank, events, results, forwards, redis, written)
+        rank = self._settings.engine.rank
+        return RankReport(rank, events, results, forwards, redis, written, start)
+
+    def _start(self) -> RankStart | None:
+        """What was found out at start: once, when Redis has been measured or was too slow."""
+        if self._is_start_told or (self._probe.is_busy and self._clock() < self._probe_until):
+            return None
+        self._is_start_told = True
+        local = None
+        if self.self_test is not None:
+            local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
+        calibration = Calibration(local, self._probe.first(_FIRST_PROBE_SECONDS))
+        return RankStart(self._settings.configuration, calibration)
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:

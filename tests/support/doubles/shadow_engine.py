@@ -37,7 +37,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
-from lmcache_connector.plans import LoadJob, StepPlan, StoreJob
+from lmcache_connector.plans import (
+    Calibration,
+    LoadJob,
+    RankReport,
+    RankStart,
+    StepPlan,
+    StoreJob,
+)
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.background_lookup import (
     PENDING,
@@ -122,7 +129,17 @@ class SteppedAnswer:
 
 
 class ShadowEngine:
-    def __init__(self, model: Path, shape: Shape, seed: int, faults: Faults | None = None) -> None:
+    """``started``: all ranks have reported their start, as they do with the first step."""
+
+    def __init__(
+        self,
+        model: Path,
+        shape: Shape,
+        seed: int,
+        faults: Faults | None = None,
+        *,
+        started: bool = True,
+    ) -> None:
         self.shape = shape
         self.chance = random.Random(seed)
         self.version = 0
@@ -157,6 +174,13 @@ class ShadowEngine:
         self.plans: list[StepPlan] = []
         self.num_preemptions = 0
         self.num_resets = 0
+        if started:
+            for rank in range(shape.world_size):
+                self.report_start(rank)
+
+    def report_start(self, rank: int, configuration: tuple[tuple[str, str], ...] = ()) -> None:
+        start = RankStart(configuration, Calibration())
+        self.adapter.update_from_reports([RankReport(rank, (), (), start=start)])
 
     # -- what a client does ----------------------------------------------------------------------
 
