@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -57,6 +57,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 stores=self._kv_transfer_config.is_kv_producer,
                 kv_events=self._wants_kv_events,
+                weak_block_hashes=_has_weak_block_hashes(vllm_config),
             )
 
     @property
@@ -88,7 +89,16 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler_side.request_finished(request, block_ids), None
+        self._scheduler_side.request_finished(request, block_ids)
+        return False, None
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler_side.witness.bind(kv_cache_manager)
+
+    def has_pending_push_work(self) -> bool:
+        """Steps go on while a store runs: its end is reported with one."""
+        return self._scheduler_side.has_open_stores
 
     def take_events(self) -> list[KVCacheEvent]:
         return [to_vllm(event) for event in self._scheduler_side.kv_events.take()]
@@ -130,3 +140,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def _wants_kv_events(self) -> bool:
         kv_events = self._vllm_config.kv_events_config
         return kv_events is not None and bool(kv_events.enable_kv_cache_events)
+
+
+def _has_weak_block_hashes(vllm_config: VllmConfig) -> bool:
+    """Whether two blocks with other tokens may have one hash in vLLM's prefix cache."""
+    return not vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256")

@@ -8,12 +8,13 @@ connector says which sides it has, and adds the calls that are its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -25,6 +26,7 @@ from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import Metric
 from lmcache_connector.plans import StepOutput
 from lmcache_connector.startup import log_through
+from lmcache_connector.vllm_compat.short_loads import ShortLoad, compute_the_rest
 from lmcache_connector.vllm_compat.support import check_versions
 
 if TYPE_CHECKING:
@@ -56,8 +58,9 @@ class SchedulerPart(Protocol):
         """The step's plan for the workers, as plain data."""
         ...
 
-    def update_from_reports(self, reports: tuple[Any, ...]) -> None:
-        """Learn what the ranks that had news reported in one step."""
+    def update_from_reports(self, reports: tuple[Any, ...]) -> Sequence[ShortLoad]:
+        """Learn what the ranks that had news reported in one step; returns the loads that have
+        ended with it and did not bring everything."""
         ...
 
     def reset_cache(self) -> None:
@@ -133,9 +136,6 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         log_through("vllm")
         check_versions()
         super().__init__(vllm_config, role, kv_cache_config)
-        # KV that cannot be loaded is recomputed. vLLM's default would fail the request; vLLM reads
-        # this after it has built the connector.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
         self._plan: Any = None
@@ -157,7 +157,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
-            self._scheduler_side.update_from_reports(meta.reports)
+            for load in self._scheduler_side.update_from_reports(meta.reports):
+                compute_the_rest(load, self._kv_cache_manager)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -168,6 +169,12 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     def reset_cache(self) -> bool:
         self._scheduler_side.reset_cache()
         return True
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Under ``MultiConnector`` another connector's. vLLM's own would refuse it beyond the first
+        pipeline stage."""
 
     # -- worker side ---------------------------------------------------------------------------
 
@@ -203,9 +210,6 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         self._step_output = output = self._worker_side.finish_step()
         return set(output.finished_sending), set(output.finished_recving)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self._step_output.invalid_block_ids) if self._step_output else set()
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         output, self._step_output = self._step_output, None

@@ -60,14 +60,6 @@ class LoadJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """A finished request whose blocks must not be reused before these store jobs have ended."""
-
-    request_id: str
-    job_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillWork:
     """What one forward pass computes of prompts: ``num_tokens`` tokens after ``context_tokens``.
 
@@ -85,14 +77,13 @@ class StepPlan:
     """All jobs of one engine step.
 
     ``cancelled_loads`` are jobs whose requests were aborted, or whose cache was reset.
-    ``vacated_stores`` are jobs whose blocks are about to be reused (preemption). ``idle``: the step
-    runs no forward pass. ``prefill``: the forward pass is worth timing. ``probe``: Redis' speed is
-    worth measuring again.
+    ``vacated_stores`` are jobs of earlier steps whose blocks this one may overwrite, and none
+    before it does. ``idle``: the step runs no forward pass. ``prefill``: the forward pass is worth
+    timing. ``probe``: Redis' speed is worth measuring again.
     """
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
-    holds: tuple[Hold, ...] = ()
     cancelled_loads: tuple[int, ...] = ()
     vacated_stores: tuple[int, ...] = ()
     idle: bool = False
@@ -219,12 +210,11 @@ ReportT_co = TypeVar("ReportT_co", covariant=True)
 class StepOutput(Generic[ReportT_co]):
     """What one rank has to tell after a step: requests by id to vLLM, a report to the other side.
 
-    ``finished_sending``: no store reads their blocks any more. ``finished_recving``: their loads
-    have ended. ``invalid_block_ids``: blocks that a failed load has not filled. ``report`` is
-    ``None`` if there is no news.
+    ``finished_sending``: nothing reads the blocks that were kept for them any more.
+    ``finished_recving``: their loads have ended, well or not. ``report`` is ``None`` if there is no
+    news.
     """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
-    invalid_block_ids: frozenset[int] = frozenset()
     report: ReportT_co | None = None

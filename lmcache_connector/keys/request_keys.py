@@ -64,12 +64,24 @@ class RequestKeys:
     def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
         self._hasher = hasher
         self._identity = identity
-        self._tail = hasher.root_key(identity.root())
+        self._root = self._tail = hasher.root_key(identity.root())
         self.keys: list[bytes] = []
 
     @property
     def num_hashed_tokens(self) -> int:
         return len(self.keys) * self._hasher.chunk_size
+
+    @property
+    def has_extras(self) -> bool:
+        return self._identity.has_extras
+
+    def extras(self, start: int, end: int) -> bytes:
+        """What beside token ids goes into a key for the tokens ``[start, end)``."""
+        return self._identity.extras(start, end) if self._identity.has_extras else b""
+
+    def parent(self, chunk: int) -> bytes:
+        """What the chunk's key is chained to: it names the identity and all tokens before it."""
+        return self.keys[chunk - 1] if chunk else self._root
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the full chunks of ``token_ids`` (the whole request) not hashed yet."""

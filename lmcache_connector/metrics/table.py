@@ -91,6 +91,7 @@ METRICS = table(
         counter("store_jobs", (), "Stores planned."),
         counter("failed_loads", ("reason",), "Loads that did not bring all, over all ranks."),
         counter("failed_stores", ("reason",), "Stores that did not keep all, over all ranks."),
+        counter("dropped_stores", (), "Chunks not stored: vLLM reused their blocks first."),
         counter("recomputed_tokens", (), "Tokens whose load failed, computed after all."),
         counter("prefill_saved_tokens", (), "Prompt tokens loaded instead of computed."),
         counter(

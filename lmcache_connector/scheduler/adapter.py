@@ -7,15 +7,15 @@ Token ranges of one request, chunks of ``chunk_size`` tokens::
               first chunk ^ may begin inside a chunk
 
 One :class:`RequestState` per request holds everything known about it, and outlives the request
-while store jobs still read its blocks. The hit finder, the load planner and the store planner each
-own a part of it; the adapter owns the rest, and calls them in vLLM's order. Runs on the engine's
-scheduler thread only.
+while store jobs still read what were its blocks. The hit finder, the load planner, the block
+witness and the store planner each own a part of it; the adapter owns the rest, and calls them in
+vLLM's order. Runs on the engine's scheduler thread only.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from lmcache_connector.plans import (
     Tier,
 )
 from lmcache_connector.scheduler.background_lookup import PENDING
+from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.hit_finder import HitFinder
@@ -44,6 +45,7 @@ from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
 from lmcache_connector.scheduler.vllm_kv_events import describe_chunk
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -77,6 +79,7 @@ class SchedulerAdapter:
         self.policy = policy
         self.kv_events = kv_events
         self.tally = tally
+        self.witness = BlockWitness(settings)
         self._metrics = metrics
         self._settings = settings
         self._engine_start = start
@@ -89,6 +92,7 @@ class SchedulerAdapter:
         self._stores = StorePlanner(settings, index, tally, self._jobs.new_id)
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
+        self._short_loads: list[ShortLoad] = []
 
     # -- hits ----------------------------------------------------------------------------------
 
@@ -110,6 +114,7 @@ class SchedulerAdapter:
         state = self._state(request)  # for its stores, whether it may read or not
         if state is None or not state.load.is_allowed or not self._may_read(request):
             return 0, False
+        self._cancel_stores()
         hit = self.hits.find(state, num_computed_tokens, is_idle=self.is_idle)
         if hit is PENDING:
             return None, False
@@ -142,43 +147,47 @@ class SchedulerAdapter:
 
     def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Everything planned since the last step, and the stores this step makes possible."""
-        vacated = self._vacate(scheduler_output.preempted_req_ids or ())
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if (state := self._states.get(request_id)) is not None:
+                state.restart()
+        self._cancel_stores()
         if self._settings.stores:
             self._plan_stores(scheduler_output)
         self._scheduled = set(scheduler_output.num_scheduled_tokens)
         self.hits.next_step()
         return self._jobs.take_plan(
-            vacated_stores=vacated,
             idle=not self._scheduled,
             prefill=prefill_work(scheduler_output, self._states),
             probe=self._wants_probe(),
         )
 
-    def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:
-        """True: store jobs still read the blocks, and the worker side will say when they end."""
+    def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
         state = self._states.get(request.request_id)
         if state is None or state.is_finished:
-            return False
+            return
         state.is_finished = True
         state.lookup.cancel()
         if state.load.job is not None:
             # vLLM itself keeps the blocks of an aborted load until it is reported.
             self._jobs.cancel_load(state.load.job)
-            return False
-        if self._settings.stores:
-            settled = request.num_computed_tokens - request.num_in_flight_tokens
-            self._plan_store(state, settled, lambda: block_ids)
+        elif self._settings.stores:
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            self._plan_store(state, self.witness.finished(state, computed), lambda: block_ids)
         if not state.has_jobs:
             self._forget(state)
-            return False
-        self._jobs.hold_blocks(state)
-        return True
+
+    @property
+    def has_open_stores(self) -> bool:
+        """Whether steps must go on, for a store to be reported."""
+        return self._jobs.has_stores
 
     # -- reports -------------------------------------------------------------------------------
 
-    def update_from_reports(self, reports: Sequence[RankReport]) -> None:
-        """``reports``: of all ranks that had something to report in one step."""
+    def update_from_reports(self, reports: Sequence[RankReport]) -> list[ShortLoad]:
+        """``reports``: of all ranks that had something to report in one step. Returns the loads
+        that have ended with it and did not bring everything."""
         if self._engine_start.hasher is None:
             self.policy.calibrate(self._engine_start.update(reports))
         self.policy.observe_reports(reports)
@@ -187,6 +196,8 @@ class SchedulerAdapter:
             self.kv_events.apply(report)
             for result in report.results:
                 self._finish_rank(report.rank, result)
+        short_loads, self._short_loads = self._short_loads, []
+        return short_loads
 
     def take_metrics(self) -> Samples | None:
         """What there is to tell ``/metrics`` since the last call; ``None`` if nothing is."""
@@ -202,6 +213,7 @@ class SchedulerAdapter:
         """
         self._epoch = self._new_epoch()
         self.kv_events.clear()
+        self.witness.forget()
         for state in self._states.values():
             if state.load.job is not None:
                 self._jobs.cancel_load(state.load.job)
@@ -237,16 +249,6 @@ class SchedulerAdapter:
         state.keys.extend(request.all_token_ids)
         return state
 
-    def _vacate(self, preempted: Iterable[str]) -> tuple[int, ...]:
-        """Store jobs that read blocks vLLM has taken back."""
-        vacated: list[int] = []
-        for request_id in preempted:
-            state = self._states.get(request_id)
-            if state is not None:
-                vacated += sorted(state.store.job_ids)
-                state.restart()
-        return tuple(vacated)
-
     def _forget(self, state: RequestState) -> None:
         if self._states.get(state.request.request_id) is state:
             del self._states[state.request.request_id]
@@ -257,21 +259,29 @@ class SchedulerAdapter:
         block_state = scheduler_output.kv_connector_block_state
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
-            if state is None:
+            if state is None or not self.witness.scheduled(state, num_scheduled):
                 continue
-            computed = state.request.num_computed_tokens + num_scheduled
-            if self._stores.is_due(state, computed):
-                self._plan_store(state, computed, partial(block_state.get_block_ids, request_id))
+            num_tokens = state.witness.num_tokens or 0
+            if self._stores.is_due(state, num_tokens):
+                self._plan_store(state, num_tokens, partial(block_state.get_block_ids, request_id))
 
     def _plan_store(
         self,
         state: RequestState,
-        num_computed_tokens: int,
+        num_witnessed_tokens: int,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
-        job = self._stores.plan(state, num_computed_tokens, resolve_block_ids)
+        job = self._stores.plan(state, num_witnessed_tokens, resolve_block_ids)
         if job is not None:
             self._start(state, job, job.chunk_indices)
+
+    def _cancel_stores(self) -> None:
+        """Those that read blocks vLLM has handed out: the step being planned overwrites them."""
+        if reused := self.witness.take_reused():
+            for planned in self._jobs.vacate(reused):
+                self.index.settle(planned.job.keys, planned.job.job_id)  # no hits any more
+                if not self._jobs.is_open(planned.job.job_id):
+                    self._finish(planned)
 
     def _start(self, state: RequestState, job: LoadJob | StoreJob, chunks: Sequence[int]) -> None:
         """``chunks``: where the job's keys stand in the request."""
@@ -304,9 +314,12 @@ class SchedulerAdapter:
     def _finish(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
         if isinstance(job, LoadJob):
-            self._loads.ended(state, job, planned.num_chunks, planned.results)
+            first = state.load.offered_from // self._settings.chunk_size
+            self.witness.loaded(state, job, first, planned.num_chunks)
+            short = self._loads.ended(state, job, planned.num_chunks, planned.results)
+            self._short_loads += [short] if short is not None else []
         else:
-            self._stores.ended(state, job)
+            self._stores.ended(state, job, planned.results)
         self.kv_events.settle(job.keys)
         if state.is_finished and not state.has_jobs:
             self._forget(state)

@@ -34,12 +34,14 @@ def build_scheduler(
     loads: bool,
     stores: bool,
     kv_events: bool,
+    weak_block_hashes: bool,
 ) -> SchedulerAdapter:
     """The scheduler side of an engine.
 
     ``weights`` names them. ``loads`` and ``stores``: what ``kv_role`` allows.
+    ``weak_block_hashes``: vLLM's own are not cryptographic.
     """
-    settings = _settings(config, model, loads, stores)
+    settings = _settings(config, model, loads, stores, weak_block_hashes)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model)
     events = KvEventLog(model.world_size) if kv_events else KvEventSink()
@@ -75,7 +77,11 @@ def _make_hasher(
 
 
 def _settings(
-    config: ConnectorConfig, model: ModelDescription, loads: bool, stores: bool
+    config: ConnectorConfig,
+    model: ModelDescription,
+    loads: bool,
+    stores: bool,
+    weak_block_hashes: bool,
 ) -> SchedulerSettings:
     return SchedulerSettings(
         chunk_size=config.chunk_size,
@@ -85,6 +91,7 @@ def _settings(
         stores=stores,
         store_generated=config.store_generated,
         redis_only_reused=config.redis_admission == "reused",
+        weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
         lookup_wait_seconds=config.lookup_wait_seconds,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
-from lmcache_connector.plans import Hold, JobResult, LoadJob, PrefillWork, StepPlan, StoreJob
+from lmcache_connector.plans import JobResult, LoadJob, PrefillWork, StepPlan, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState
 
 # The plan of nearly every decode step.
@@ -14,11 +15,13 @@ _NOTHING_NEW = StepPlan()
 @dataclass(slots=True)
 class PlannedJob:
     """A job and what has been heard of it: one of ``results`` per rank that has reported,
-    ``num_chunks`` leading chunks that arrived on all of these."""
+    ``num_chunks`` leading chunks that arrived on all of these. ``reads``: blocks that must not
+    change before it has ended."""
 
     state: RequestState
     job: LoadJob | StoreJob
     num_chunks: int
+    reads: frozenset[int] = frozenset()
     results: list[JobResult] = field(default_factory=list)
 
 
@@ -32,8 +35,8 @@ class PlannedJobs:
         # For the next plan.
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
-        self._holds: list[Hold] = []
         self._cancelled_loads: list[int] = []
+        self._vacated_stores: list[int] = []
 
     def __len__(self) -> int:
         """Jobs that have not ended."""
@@ -46,44 +49,61 @@ class PlannedJobs:
 
     def add(self, state: RequestState, job: LoadJob | StoreJob) -> None:
         """Hand the job to the workers with the next plan."""
-        self._jobs[job.job_id] = PlannedJob(state, job, num_chunks=len(job.keys))
+        self._jobs[job.job_id] = planned = PlannedJob(state, job, num_chunks=len(job.keys))
         if isinstance(job, LoadJob):
             self._loads.append(job)
         else:
+            planned.reads = frozenset(job.block_ids[0])
             self._stores.append(job)
 
     def cancel_load(self, job: LoadJob) -> None:
         """Tell the workers with the next plan that nobody wants it any more."""
         self._cancelled_loads.append(job.job_id)
 
-    def hold_blocks(self, state: RequestState) -> None:
-        """Keep the blocks of a finished request until its stores have ended."""
-        job_ids = tuple(sorted(state.store.job_ids))
-        self._holds.append(Hold(state.request.request_id, job_ids))
+    @property
+    def has_stores(self) -> bool:
+        """Whether a store has not ended."""
+        return any(isinstance(planned.job, StoreJob) for planned in self._jobs.values())
+
+    def vacate(self, block_ids: Set[int]) -> list[PlannedJob]:
+        """The step being planned may overwrite these blocks: the stores that read them are
+        cancelled, and returned. Those that no worker has heard of yet have ended with that."""
+        vacated = [p for p in self._jobs.values() if not p.reads.isdisjoint(block_ids)]
+        unsent = {job.job_id for job in self._stores}
+        for planned in vacated:
+            planned.reads = frozenset()  # once is enough
+            if planned.job.job_id in unsent:
+                del self._jobs[planned.job.job_id]
+            else:
+                self._vacated_stores.append(planned.job.job_id)
+        self._stores = [job for job in self._stores if job.job_id in self._jobs]
+        return vacated
+
+    def is_open(self, job_id: int) -> bool:
+        """Whether some rank has yet to report the job."""
+        return job_id in self._jobs
 
     def take_plan(
         self,
         *,
-        vacated_stores: tuple[int, ...],
         idle: bool,
         prefill: PrefillWork | None,
         probe: bool,
     ) -> StepPlan:
         """The plan of a step: all that was added since the last one, and what is known of this."""
-        new = self._loads or self._stores or self._holds or self._cancelled_loads
-        if not (idle or new or vacated_stores or prefill or probe):
+        new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
+        if not (idle or new or prefill or probe):
             return _NOTHING_NEW
         plan = StepPlan(
             loads=tuple(self._loads),
             stores=tuple(self._stores),
-            holds=tuple(self._holds),
             cancelled_loads=tuple(self._cancelled_loads),
-            vacated_stores=vacated_stores,
+            vacated_stores=tuple(self._vacated_stores),
             idle=idle,
             prefill=prefill,
             probe=probe,
         )
-        self._loads, self._stores, self._holds, self._cancelled_loads = [], [], [], []
+        self._loads, self._stores, self._cancelled_loads, self._vacated_stores = [], [], [], []
         return plan
 
     def report(self, result: JobResult) -> tuple[PlannedJob, bool]:

@@ -21,6 +21,7 @@ class SchedulerSettings:
     stores: bool  # kv_role producer or both
     store_generated: bool = True
     redis_only_reused: bool = False
+    weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
     lookup_wait_seconds: float = 0.001
 
@@ -75,6 +76,22 @@ class LoadState:
 
 
 @dataclass(slots=True)
+class WitnessState:
+    """How far a request is witnessed. Written by the :class:`BlockWitness`.
+
+    ``num_tokens`` may count drafts that will be rejected; ``None``: the request has not been
+    scheduled since it began, or began again. The leading ``num_blocks`` blocks are vouched for.
+    """
+
+    num_tokens: int | None = None
+    num_blocks: int = 0
+
+    def restart(self) -> None:
+        self.num_tokens = None
+        self.num_blocks = 0
+
+
+@dataclass(slots=True)
 class StoreState:
     """The stores of a request. Written by the :class:`StorePlanner`.
 
@@ -82,18 +99,11 @@ class StoreState:
     have been counted as wanted, once however often they are planned.
     """
 
-    is_allowed: bool = True
     next_chunk: int = 0
     num_sighted: int = 0
     job_ids: set[int] = field(default_factory=set)
 
     def restart(self) -> None:
-        self.is_allowed = True
-        self.next_chunk = 0
-
-    def reset(self, *, is_computed: bool) -> None:
-        """What is computed already was computed before the reset: it must not be stored."""
-        self.is_allowed = not is_computed
         self.next_chunk = 0
 
 
@@ -105,12 +115,14 @@ class RequestState:
     keys: RequestKeys
     lookup: LookupState = field(default_factory=LookupState)
     load: LoadState = field(default_factory=LoadState)
+    witness: WitnessState = field(default_factory=WitnessState)
     store: StoreState = field(default_factory=StoreState)
     is_finished: bool = False
 
     def restart(self) -> None:
         """The request was preempted: it is computed, or loaded, from its first token again."""
         self.load.restart()
+        self.witness.restart()
         self.store.restart()
 
     def reset(self, keys: RequestKeys) -> None:
@@ -118,7 +130,8 @@ class RequestState:
         self.keys = keys
         self.lookup.reset()
         self.load.reset()
-        self.store.reset(is_computed=self.request.num_computed_tokens > 0)
+        self.witness.restart()
+        self.store.restart()
 
     @property
     def has_jobs(self) -> bool:

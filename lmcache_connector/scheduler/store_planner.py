@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import BlockIds, StoreJob
+from lmcache_connector.plans import BlockIds, JobResult, Outcome, StoreJob
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
@@ -58,28 +58,28 @@ class StorePlanner:
         self._new_job_id = new_job_id
         self._reuse_tracker = ReuseTracker()
 
-    def is_due(self, state: RequestState, num_computed_tokens: int) -> bool:
-        """Whether there may be something to store. Cheap: asked for every request in every step."""
+    def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
+        """Whether there may be something to store. Cheap: asked for every block that is full."""
         first, size = state.store.next_chunk, self._settings.chunk_size
         due_at = (first + 1) * size
         if due_at > state.request.num_prompt_tokens:
             due_at = (first + GENERATED_RUN_CHUNKS) * size
-        return num_computed_tokens >= due_at and state.request.num_tokens >= due_at
+        return num_witnessed_tokens >= due_at and state.request.num_tokens >= due_at
 
     def plan(
         self,
         state: RequestState,
-        num_computed_tokens: int,
+        num_witnessed_tokens: int,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> StoreJob | None:
-        """A store of the full chunks among the first ``num_computed_tokens`` that no tier has.
+        """A store of the full chunks among the first ``num_witnessed_tokens`` that no tier has.
 
         ``resolve_block_ids`` lists the request's blocks per KV cache group; it is called if there
         is something to store.
         """
         store, keys = state.store, state.keys.keys
-        end = self._storable_chunks(state, num_computed_tokens)
-        if not store.is_allowed or end <= store.next_chunk:
+        end = self._storable_chunks(state, num_witnessed_tokens)
+        if end <= store.next_chunk:
             return None
         state.keys.extend(state.request.all_token_ids)
         redis_keys = self._reused_keys(state, end)
@@ -104,19 +104,21 @@ class StorePlanner:
         self._tally.count("store_jobs")
         return job
 
-    def ended(self, state: RequestState, job: StoreJob) -> None:
-        """All ranks have reported."""
+    def ended(self, state: RequestState, job: StoreJob, results: Sequence[JobResult]) -> None:
+        """All ranks have reported, or none was asked: the blocks were reused too soon."""
         state.store.job_ids.discard(job.job_id)
+        if all(result.outcome is Outcome.CANCELLED for result in results):
+            self._tally.count("dropped_stores", amount=len(job.keys))
         self._index.settle(job.keys, job.job_id)
 
-    def _storable_chunks(self, state: RequestState, num_computed_tokens: int) -> int:
-        """Full chunks that are computed and whose token ids are known: with asynchronous scheduling
-        or speculation the number of computed tokens runs ahead of them."""
+    def _storable_chunks(self, state: RequestState, num_witnessed_tokens: int) -> int:
+        """Full chunks whose token ids are known: with asynchronous scheduling or speculation the
+        number of computed tokens runs ahead of them."""
         request = state.request
         known = request.num_tokens
         if not self._settings.store_generated:
             known = min(known, request.num_prompt_tokens)
-        return int(min(num_computed_tokens, known) // self._settings.chunk_size)
+        return int(min(num_witnessed_tokens, known) // self._settings.chunk_size)
 
     def _reused_keys(self, state: RequestState, end: int) -> frozenset[bytes] | None:
         """Chunks that this request is the second to want; ``None`` where all go to Redis."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import (
     CacheEvent,
     Calibration,
-    Hold,
     JobResult,
     LoadJob,
     Outcome,
@@ -43,6 +42,7 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
 from lmcache_connector.worker.self_test import SelfTestResult, run_self_test
+from lmcache_connector.worker.step_gate import StepGate
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
-_VACATE_SECONDS = 0.02
 _FIRST_PROBE_SECONDS = 2.0
 # After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
 # New prompts of 3,000 tokens were answered 2 to 3 % sooner.
@@ -80,6 +79,7 @@ class WorkerSettings:
     probe_keys: tuple[bytes, ...] = ()
     planes: tuple[Plane, ...] = ()
     configuration: tuple[tuple[str, str], ...] = ()
+    blocks_are_zeroed: bool = False
 
 
 class WorkerAdapter:
@@ -123,7 +123,7 @@ class WorkerAdapter:
             _STORE_DELAY_SECONDS if on_cpu else 0.0,
         )
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
-        self._holds: list[Hold] = []
+        self._gate = StepGate()
         self._idle = False
         self._is_start_told = False
         self._probe_until = clock() + _FIRST_PROBE_SECONDS
@@ -131,9 +131,13 @@ class WorkerAdapter:
     # -- the engine's step ---------------------------------------------------------------------
 
     def handle_preemptions(self, plan: StepPlan) -> None:
-        """Before the forward pass: let go of blocks that are about to be overwritten."""
+        """Before the forward pass: let go of blocks that are about to be overwritten.
+
+        Whatever these stores have read by now is dropped: vLLM may have zeroed the blocks already.
+        """
         if plan.vacated_stores:
-            self._jobs.settle(plan.vacated_stores, _VACATE_SECONDS)
+            self._jobs.cancel(plan.vacated_stores)
+        self._gate.open()
 
     def start_forward(self, plan: StepPlan) -> None:
         """Right before the forward pass."""
@@ -160,24 +164,20 @@ class WorkerAdapter:
             fence = self._copier.fence()
             for job in stores:
                 self._jobs.submit(job, fence)
-        self._holds += plan.holds
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
         self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
+        if self._settings.blocks_are_zeroed:
+            self._gate.close()
         if not self._has_news():
             return _NO_NEWS
-        # Before the ended jobs are taken: the last result of a released request must go with it,
-        # there may be no next step.
-        released = frozenset(self._released())
         ended = self._jobs.take_ended()
         loaded = [queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)]
         return StepOutput(
-            finished_sending=released,
             finished_recving=frozenset(loaded),
-            invalid_block_ids=frozenset(_failed_blocks(ended, self._blocks_per_chunk)),
             report=self._report(ended),
         )
 
@@ -188,6 +188,7 @@ class WorkerAdapter:
     def shutdown(self) -> None:
         """Bounded by ``shutdown_seconds`` (for the lanes, and again for writes to Redis)."""
         seconds = self._settings.shutdown_seconds
+        self._gate.shut()
         self._probe.close(seconds)
         if not self._jobs.close(seconds):
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
@@ -200,7 +201,7 @@ class WorkerAdapter:
         started = self._clock()
         job = queued.job
         if isinstance(job, StoreJob):
-            transfer = self._engine.store(job, queued.fence, queued.cancelled)
+            transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:
             transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)
         seconds = self._clock() - started
@@ -229,7 +230,6 @@ class WorkerAdapter:
         driven all of it out of the processor's caches."""
         return bool(
             not self._is_start_told
-            or self._holds
             or self._jobs.is_busy
             or self._engine.has_news
             or self._timer.has_news
@@ -275,20 +275,6 @@ class WorkerAdapter:
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )
 
-    @property
-    def _blocks_per_chunk(self) -> int:
-        return self._settings.geometry.num_tokens // self._settings.engine.block_size
-
-    def _released(self) -> Iterable[str]:
-        """Finished requests whose last store has ended."""
-        open_holds: list[Hold] = []
-        for hold in self._holds:
-            if any(self._jobs.is_open(job_id) for job_id in hold.job_ids):
-                open_holds.append(hold)
-            else:
-                yield hold.request_id
-        self._holds = open_holds
-
 
 def _hold_nothing(until: float) -> None:
     """No writes to Redis compete with the forward pass."""
@@ -315,13 +301,3 @@ def _describe(settings: WorkerSettings, kv_caches: dict[str, torch.Tensor]) -> P
         for name, width in settings.layer_widths.items()
     }
     return PagedLayout.from_kv_caches({name: kv_caches[name] for name in specs}, specs)
-
-
-def _failed_blocks(ended: Iterable[QueuedJob], per_chunk: int) -> Iterable[int]:
-    """Blocks of loads that did not arrive, from the first missing chunk on."""
-    for queued in ended:
-        job, result = queued.job, queued.result
-        if isinstance(job, LoadJob) and result is not None and result.num_chunks < len(job.keys):
-            first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
-            for block_ids in job.block_ids:
-                yield from block_ids[first:]

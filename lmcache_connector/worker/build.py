@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -49,7 +50,10 @@ def build_worker(
     ``SelfTestError`` for what cannot be served.
     """
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.chunk_size)
-    settings = _worker_settings(config, model, vllm_config, kv_events)
+    settings = replace(
+        _worker_settings(config, model, vllm_config, kv_events),
+        blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
+    )
     if model.rank == 0:
         _log_warnings(config, vllm_config, settings.geometry.chunk_bytes)
     worker = WorkerAdapter(settings, kv_caches, _redis_tier_maker(config, model))

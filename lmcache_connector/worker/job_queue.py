@@ -126,14 +126,6 @@ class JobQueue:
                     self._open[job_id].cancelled.set()
             self._load_may_run.notify_all()
 
-    def settle(self, job_ids: Iterable[int], seconds: float) -> None:
-        """Give jobs ``seconds`` to end, then cancel the rest."""
-        wanted = set(job_ids)
-        with self._lock:
-            self._begin_stores()
-            self._job_ended.wait_for(lambda: wanted.isdisjoint(self._open), timeout=seconds)
-        self.cancel(wanted)
-
     def wait_for_result(self, seconds: float) -> None:
         """Sleep until a job ends, at most ``seconds``; at once if none is open or one has ended."""
         until = self._clock() + seconds
@@ -152,11 +144,6 @@ class JobQueue:
             self._end_overdue()
             ended, self._ended = self._ended, []
             return ended
-
-    def is_open(self, job_id: int) -> bool:
-        """Whether the job has not ended yet."""
-        with self._lock:
-            return job_id in self._open
 
     @property
     def is_busy(self) -> bool:

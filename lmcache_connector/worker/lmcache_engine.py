@@ -45,6 +45,7 @@ from lmcache_connector.worker.lmcache_start import (
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.worker.step_gate import StepGate
 
 _JOBS_BETWEEN_DRAINS = 256
 
@@ -82,11 +83,17 @@ class LMCacheEngineAdapter:
         self._written: deque[bytes] = deque()
         self._cpu.batched_msg_sender = self._events
 
-    def store(self, job: StoreJob, fence: Fence | None, cancelled: threading.Event) -> JobTransfer:
+    def store(
+        self,
+        job: StoreJob,
+        fence: Fence | None,
+        cancelled: threading.Event,
+        gate: StepGate,
+    ) -> JobTransfer:
         """Copy the chunks the CPU tier lacks out of the paged cache; blocks the calling thread.
 
-        Chunks it has are not copied, but go on to Redis if the job says so. Raises what the copy
-        raises.
+        Chunks it has are not copied, but go on to Redis if the job says so. What does not pass the
+        ``gate`` is dropped. Raises what the copy raises.
         """
         held = {key for key in job.keys if self._holds(key)}
         self._events.confirm(held)
@@ -100,6 +107,7 @@ class LMCacheEngineAdapter:
             skip_blocks=0,
             fence=fence,
             cancelled=cancelled,
+            gate=gate,
         )
         if transfer.keys:
             tokens = PlannedTokens(transfer.keys, self._geometry.num_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
 from lmcache_connector.plans import CacheEvent
 from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.worker.step_gate import StepGate
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class JobTransfer:
     skip_blocks: int
     fence: Fence | None
     cancelled: threading.Event
+    gate: StepGate = field(default_factory=StepGate)
     num_bytes: int = 0
     num_chunks: int = 0
     redis_bytes: int = 0
@@ -116,7 +118,7 @@ class BlockCopyConnector(GPUConnectorInterface):
                 self._copier,
                 transfer.fence,
             )
-            if transfer.cancelled.is_set():
+            if not transfer.gate.passes(transfer.cancelled):
                 raise TransferCancelled
         except Exception:
             for memory_obj in memory_objs:  # LMCache forgets them when this call raises

@@ -15,6 +15,7 @@ import torch
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
 from lmcache_connector.plans import LoadJob, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+from lmcache_connector.worker.step_gate import StepGate
 
 _KEY = b"\0" * 31 + b"\1"  # no BLAKE3 output anyone will meet
 _DEADLINE_SECONDS = 60.0
@@ -76,7 +77,7 @@ class _Trial:
         self.write(pattern)
         never, started = threading.Event(), self.clock()
         store = StoreJob(0, "self-test", (_KEY,), (0,), (self.block_ids,))
-        stored = self.engine.store(store, None, never)
+        stored = self.engine.store(store, None, never, StepGate())
         store_seconds = self.clock() - started
         self.write([torch.zeros_like(layer) for layer in pattern])
         started = self.clock()

@@ -138,23 +138,20 @@ def test_random_lives_never_touch_a_block_that_is_not_theirs(
 
 
 def test_a_load_planned_with_the_store_it_relies_on_runs_after_it(model: Path) -> None:
-    """A request that ends right after its load may still store; the next one wants that chunk."""
-    tokens = prompt(1, 2 * CHUNK + 1)
-    shape = Shape(prefix_caching=False, redis=True, tier_chunks=1)
-    other = ShadowEngine(model, shape, 0, Faults(slow=0.0))
-    other.add(tokens, max_tokens=1)
-    other.run_until_idle()
-    engine = ShadowEngine(model, shape, 0, Faults(slow=1.0))
-    engine.share_redis_of(other)
-    first = engine.add(tokens, max_tokens=1)
-    while not engine.ranks[0].num_loaded_chunks:
+    """A request that ends stores the rest of its answer; the next one wants that chunk at once."""
+    engine = ShadowEngine(model, Shape(prefix_caching=False), 0, Faults(slow=1.0))
+    first = engine.requests[engine.add(prompt(3, CHUNK - 4), max_tokens=8)]
+    other = engine.add(prompt(2, 6 * CHUNK), max_tokens=CHUNK)
+    while not first.is_finished():
         engine.step()
-    engine.abort(first)  # chunk 0 has left the CPU tier for chunk 1: it is stored from the blocks
-    second = engine.add(tokens, max_tokens=1)
+    assert first.num_tokens > CHUNK
+    engine.abort(other)  # its blocks are handed out first
+    second = engine.add([*first.all_token_ids, 1], max_tokens=1)
     engine.run_until_idle()
-    together = [plan for plan in engine.plans if plan.loads and plan.stores]
-    assert [plan.loads[0].after_job for plan in together] == [together[0].stores[0].job_id]
-    assert together[0].later_stores() == []
+    (together,) = [plan for plan in engine.plans if plan.loads and plan.stores]
+    assert together.loads[0].after_job == together.stores[0].job_id
+    assert together.later_stores() == []
+    assert engine.ranks[0].num_loaded_chunks == 1
     engine.check_answer(second)
     engine.check_whole()
 

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
 from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.request_state import RequestState
 
@@ -18,7 +18,7 @@ STATE = RequestState(
 
 
 def take(jobs: PlannedJobs) -> StepPlan:
-    return jobs.take_plan(vacated_stores=(), idle=False, prefill=None, probe=False)
+    return jobs.take_plan(idle=False, prefill=None, probe=False)
 
 
 @pytest.mark.parametrize("arrived", [(1, 3), (3, 1)])
@@ -38,3 +38,21 @@ def test_a_job_is_in_one_plan_and_ends_with_what_arrived_on_all_ranks(
         ends.append(has_ended)
     assert ends == [False, True]
     assert (planned.num_chunks, len(planned.results), len(jobs)) == (1, 2, 0)
+
+
+def test_a_store_is_cancelled_when_vLLM_hands_out_a_block_it_reads() -> None:
+    jobs = PlannedJobs(num_ranks=1)
+    sent = StoreJob(jobs.new_id(), "r", (b"a",), (0,), ((1, 2),))
+    other = StoreJob(jobs.new_id(), "r", (b"b",), (1,), ((3, 4),))
+    jobs.add(STATE, sent)
+    jobs.add(STATE, other)
+    assert take(jobs).stores == (sent, other)
+    unsent = StoreJob(jobs.new_id(), "r", (b"c",), (2,), ((2, 5),))
+    jobs.add(STATE, unsent)
+    vacated = jobs.vacate({2, 9})
+    assert [planned.job for planned in vacated] == [sent, unsent]
+    assert not jobs.is_open(unsent.job_id), "it must not reach the workers"
+    assert take(jobs) == StepPlan(vacated_stores=(sent.job_id,))
+    assert jobs.vacate({1}) == []
+    assert take(jobs) == StepPlan(), "once is enough"
+    assert (len(jobs), jobs.has_stores) == (2, True)

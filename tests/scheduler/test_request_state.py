@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.scheduler.background_lookup import PendingLookup
-from lmcache_connector.scheduler.request_state import LookupState, RequestState
+from lmcache_connector.scheduler.request_state import LookupState, RequestState, WitnessState
 
 
 def keys(salt: str) -> RequestKeys:
     return RequestKeys(PrefixHasher({}, 256), RequestIdentity(cache_salt=salt))
 
 
-def busy_state(num_computed_tokens: int) -> RequestState:
+def busy_state() -> RequestState:
     """Of a request that was asked for, offered a load of two chunks, and has stored three."""
-    state = RequestState(SimpleNamespace(num_computed_tokens=num_computed_tokens), keys("before"))
+    state = RequestState(SimpleNamespace(), keys("before"))
+    state.witness.num_tokens, state.witness.num_blocks = 800, 50
     state.lookup.pending = PendingLookup((b"k",), 10.0, lambda: 0.0)
     state.lookup.asked_chunks, state.lookup.redis_chunks = (0, 1), frozenset({0})
     state.lookup.is_counted = True
@@ -27,9 +26,8 @@ def busy_state(num_computed_tokens: int) -> RequestState:
     return state
 
 
-@pytest.mark.parametrize("num_computed_tokens", [0, 1])
-def test_after_a_reset_a_request_goes_on_as_one_of_its_own(num_computed_tokens: int) -> None:
-    state = busy_state(num_computed_tokens)
+def test_after_a_reset_a_request_goes_on_as_one_of_its_own() -> None:
+    state = busy_state()
     question = state.lookup.pending
     assert question is not None
     after = keys("after")
@@ -38,17 +36,16 @@ def test_after_a_reset_a_request_goes_on_as_one_of_its_own(num_computed_tokens: 
     assert question.is_cancelled
     assert state.lookup == LookupState(is_counted=True)
     assert (state.load.is_allowed, state.load.end) == (False, None)
-    assert state.store.is_allowed == (num_computed_tokens == 0), "it was computed before the reset"
+    assert state.witness == WitnessState(), "what it has was computed before the reset"
     assert (state.store.next_chunk, state.store.num_sighted) == (0, 3)
 
 
 def test_a_preempted_request_is_planned_from_its_first_chunk_again() -> None:
-    state = busy_state(1)
+    state = busy_state()
     before = state.keys
-    state.store.is_allowed = False
     state.restart()
     assert state.keys is before
     assert (state.load.is_allowed, state.load.end) == (True, None)
-    assert state.store.is_allowed, "what it will hold is computed from now on"
+    assert state.witness == WitnessState()
     assert (state.store.next_chunk, state.store.num_sighted) == (0, 3)
     assert state.lookup.redis_chunks == {0}

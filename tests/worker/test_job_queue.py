@@ -107,10 +107,9 @@ def test_stores_run_in_the_order_of_the_plans(jobs: JobQueue, runner: Runner) ->
     [
         lambda jobs: jobs.submit(load(3, after_job=1), None),
         lambda jobs: jobs.submit(load(3, after_job=1, needs_redis=True), None),
-        lambda jobs: jobs.settle([1], LONG),
         lambda jobs: jobs.wait_for_result(LONG),
     ],
-    ids=["a hit from memory", "a hit from Redis", "a preemption", "an idle step"],
+    ids=["a hit from memory", "a hit from Redis", "an idle step"],
 )
 def test_a_delayed_store_begins_when_somebody_waits_for_it(
     runner: Runner, wait: Callable[[JobQueue], None]
@@ -218,7 +217,7 @@ def test_a_slow_load_from_redis_holds_up_nobody(jobs: JobQueue, runner: Runner) 
     jobs.submit(load(2), None)
     jobs.wait_for_result(LONG)
     assert list(taken(jobs)) == [2]
-    assert jobs.is_open(1)
+    assert jobs.num_open == 1
     gate.set()
     assert list(wait_all(jobs)) == [1]
 
@@ -268,22 +267,12 @@ def test_a_cancelled_load_stops_waiting_for_its_store(jobs: JobQueue, runner: Ru
     wait_all(jobs)
 
 
-def test_settle_waits_for_jobs_that_end(jobs: JobQueue, runner: Runner) -> None:
+def test_a_cancelled_store_is_not_waited_for(jobs: JobQueue, runner: Runner) -> None:
     gate = runner.gate(1)
     jobs.submit(store(1), None)
     assert runner.started(1).wait(LONG)
-    threading.Timer(0.01, gate.set).start()
-    jobs.settle([1, 55], LONG)
-    assert not jobs.is_open(1)
-    assert taken(jobs)[1].outcome is Outcome.DONE
-
-
-def test_settle_cancels_jobs_that_do_not(jobs: JobQueue, runner: Runner) -> None:
-    gate = runner.gate(1)
-    jobs.submit(store(1), None)
-    assert runner.started(1).wait(LONG)
-    jobs.settle([1], 0.0)
-    assert jobs.is_open(1)
+    jobs.cancel([1])
+    assert jobs.num_open == 1
     gate.set()
     assert wait_all(jobs)[1].outcome is Outcome.CANCELLED
 

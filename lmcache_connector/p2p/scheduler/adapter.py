@@ -20,6 +20,7 @@ from lmcache_connector.p2p.scheduler.producing import ProducingRequests
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.p2p.scheduler.transfer_params import Produce
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -111,12 +112,15 @@ class P2PSchedulerAdapter:
         plan = self._consuming.complete(self._producing.draft(scheduler_output))
         return replace(plan, idle=scheduler_output.total_num_scheduled_tokens == 0)
 
-    def update_from_reports(self, reports: Iterable[HandoverReport]) -> None:
-        """One report per rank that has news."""
+    def update_from_reports(self, reports: Iterable[HandoverReport]) -> list[ShortLoad]:
+        """One report per rank that has news. Returns the loads that have ended with it and did not
+        bring everything."""
+        short_loads = []
         for report in reports:
-            for result in report.loads:
-                self._consuming.update(result)
+            found = map(self._consuming.update, report.loads)
+            short_loads += [load for load in found if load is not None]
             self._producing.update(report)
+        return short_loads
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""

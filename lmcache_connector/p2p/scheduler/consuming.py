@@ -14,6 +14,7 @@ from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.p2p.plans import HandoverLoad, HandoverPlan, HandoverResult, Release
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.p2p.scheduler.transfer_params import Consume
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -116,8 +117,8 @@ class ConsumingRequests:
         self._loads, self._cancelled_loads, self._releases = [], [], []
         return plan
 
-    def update(self, result: HandoverResult) -> None:
-        """How a load ended on one rank."""
+    def update(self, result: HandoverResult) -> ShortLoad | None:
+        """How a load ended on one rank; what it lacks, if that was the last one."""
         self._tally.count("p2p_received_bytes", amount=result.wire_bytes)
         self._tally.count("p2p_receive_seconds", amount=result.wire_seconds)
         self._tally.observe("p2p_load_seconds", value=result.seconds)
@@ -131,11 +132,16 @@ class ConsumingRequests:
             )
         state = self._requests.get(result.request_id)
         if state is None or state.load is None:
-            return
+            return None
         state.ranks_left -= 1
         state.num_blocks = min(state.num_blocks, result.num_blocks)
-        if state.ranks_left == 0:
-            self._count_tokens(state.load, state.num_blocks)
+        if state.ranks_left > 0:
+            return None
+        self._count_tokens(state.load, state.num_blocks)
+        if state.num_blocks == len(state.load.block_ids):
+            return None
+        arrived = state.load.first_block + state.num_blocks
+        return ShortLoad(state.request, arrived * self._settings.block_size)
 
     # -- details -------------------------------------------------------------------------------
 

@@ -191,7 +191,6 @@ def _merged(outputs: Sequence[StepOutput[HandoverReport]]) -> StepOutput[Handove
     return StepOutput(
         frozenset[str]().union(*(output.finished_sending for output in outputs)),
         frozenset[str]().union(*(output.finished_recving for output in outputs)),
-        frozenset[int]().union(*(output.invalid_block_ids for output in outputs)),
         HandoverReport(
             tuple(result for report in reports for result in report.loads),
             tuple(transfer_id for report in reports for transfer_id in report.released),

@@ -61,15 +61,12 @@ class Consumer(Role):
         ended = self._loader.take_results()
         if not ended:
             return StepOutput()
-        missing: set[int] = set()
         for load, result in ended:
-            missing.update(load.block_ids[result.num_blocks :])
             is_short = result.num_blocks < len(load.block_ids)
             if is_short and not self.receive_buffer.awaits(load.transfer_id):
                 self._poller.forget(load.source, load.transfer_id, _GAVE_UP)
         return StepOutput(
             finished_recving=frozenset(load.request_id for load, _ in ended),
-            invalid_block_ids=frozenset(missing),
             report=HandoverReport(loads=tuple(result for _, result in ended)),
         )
 

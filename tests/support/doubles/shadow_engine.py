@@ -367,9 +367,7 @@ def _next_token(tokens: Sequence[int]) -> int:
 
 def _connector_output(report: StepReport) -> KVConnectorOutput:
     return KVConnectorOutput(
-        finished_sending=set(report.finished_sending) or None,
         finished_recving=set(report.finished_recving) or None,
-        invalid_block_ids=set(report.invalid_block_ids),
         kv_connector_worker_meta=ReportMetadata((report.report,)) if report.report else None,
     )
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import random
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_connector.plans import (
     CacheEvent,
-    Hold,
     JobResult,
     LoadJob,
     Outcome,
@@ -71,9 +70,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    finished_sending: frozenset[str]
     finished_recving: frozenset[str]
-    invalid_block_ids: frozenset[int]
     report: RankReport | None
 
 
@@ -121,7 +118,6 @@ class ShadowRank:
         self._fetch: deque[LoadJob] = deque()
         self._open: set[int] = set()
         self._cancelled: set[int] = set()
-        self._holds: list[Hold] = []
         self._done: list[tuple[LoadJob | StoreJob, JobResult]] = []
         self.load_outcomes: list[Outcome] = []
         self.num_loaded_chunks = 0
@@ -130,7 +126,7 @@ class ShadowRank:
     # -- an engine step, in the order the real worker adapter takes -------------------------------
 
     def run(self, step: Step) -> StepReport:
-        self._vacate(step.plan.vacated_stores)
+        self._cancelled.update(self._open.intersection(step.plan.vacated_stores))
         self._tables = step.tables
         for one in step.passes:
             self._forward(one)
@@ -141,7 +137,6 @@ class ShadowRank:
         self.run_some_jobs()
         for store in step.plan.later_stores():
             self._submit(store)
-        self._holds += step.plan.holds
         self.run_some_jobs()
         if step.plan.idle:
             self._run_one()
@@ -208,20 +203,12 @@ class ShadowRank:
         self._done.append((job, result))
         return True
 
-    def _vacate(self, job_ids: Iterable[int]) -> None:
-        """Let some of them end in time, cancel the rest."""
-        left = self._open.intersection(job_ids)
-        while left and self.chance.random() < 0.5 and self._run_one():
-            left &= self._open
-        self._cancelled |= left
-
     def _store(self, job: StoreJob) -> JobResult:
         if job.job_id in self._cancelled:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
         per_chunk = self.chunk_size // BLOCK_SIZE
         for i, key in enumerate(job.keys):
             blocks = job.block_ids[0][i * per_chunk : (i + 1) * per_chunk]
-            self._check_owned(job.request_id, blocks)
             read = tuple(c for block in blocks for c in self._memory[block])
             if read != self.book.cells[key]:
                 raise WrongKV(f"{job.request_id} stores other KV than chunk {i}'s key names")
@@ -236,7 +223,7 @@ class ShadowRank:
     def _load(self, job: LoadJob) -> JobResult:
         if job.job_id in self._cancelled:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
-        self._check_owned(job.request_id, job.block_ids[0], alone=True)
+        self._check_owned(job)
         fail_at = len(job.keys)
         if self.chance.random() < self.faults.failed_load:
             fail_at = self.chance.randrange(len(job.keys))
@@ -258,14 +245,13 @@ class ShadowRank:
         for at, value in enumerate(cells[skip:]):
             self._memory[job.block_ids[0][at // BLOCK_SIZE]][at % BLOCK_SIZE] = value
 
-    def _check_owned(self, request_id: str, blocks: Iterable[int], alone: bool = False) -> None:
-        own = set(self._tables.get(request_id, ()))
-        if not own.issuperset(blocks):
-            raise WrongKV(f"a job of {request_id} touches blocks that are not its own")
-        if alone:
-            for other, table in self._tables.items():
-                if other != request_id and not set(table).isdisjoint(blocks):
-                    raise WrongKV(f"a load of {request_id} writes blocks of {other}")
+    def _check_owned(self, job: LoadJob) -> None:
+        blocks = set(job.block_ids[0])
+        if not blocks.issubset(self._tables.get(job.request_id, ())):
+            raise WrongKV(f"a load of {job.request_id} writes blocks that are not its own")
+        for other, table in self._tables.items():
+            if other != job.request_id and not blocks.isdisjoint(table):
+                raise WrongKV(f"a load of {job.request_id} writes blocks of {other}")
 
     # -- the CPU tier ----------------------------------------------------------------------------
 
@@ -284,20 +270,10 @@ class ShadowRank:
     # -- reports -----------------------------------------------------------------------------------
 
     def _report(self) -> StepReport:
-        released = [h for h in self._holds if self._open.isdisjoint(h.job_ids)]
-        self._holds = [h for h in self._holds if h not in released]
         done, self._done = self._done, []
         events, self._events = self._events, []
-        per_chunk = self.chunk_size // BLOCK_SIZE
-        invalid: set[int] = set()
-        for job, result in done:
-            if isinstance(job, LoadJob) and result.num_chunks < len(job.keys):
-                first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
-                invalid.update(job.block_ids[0][first:])
         results = tuple(result for _, result in done)
         return StepReport(
-            frozenset(hold.request_id for hold in released),
             frozenset(job.request_id for job, _ in done if isinstance(job, LoadJob)),
-            frozenset(invalid),
             RankReport(self.rank, tuple(events), results) if done or events else None,
         )

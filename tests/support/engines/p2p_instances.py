@@ -87,7 +87,6 @@ class FakeInstance:
     address: PeerAddress
     ranks: list[FakeRank]
     results: dict[str, list[HandoverResult]] = field(default_factory=dict)
-    invalid: set[int] = field(default_factory=set)
     sent: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     unsent: list[tuple[str, Reason]] = field(default_factory=list)
@@ -113,7 +112,6 @@ class FakeInstance:
         return outputs
 
     def _note(self, output: StepOutput[HandoverReport]) -> None:
-        self.invalid |= output.invalid_block_ids
         self.sent += output.finished_sending
         if output.report is not None:
             for result in output.report.loads:

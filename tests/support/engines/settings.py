@@ -21,3 +21,12 @@ def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """The connector of the engine tests, which loads every hit, whatever that costs."""
     settings = {"cpu_gib": 0.25, "chunk_size": CHUNK_SIZE, "compute_or_load": "always"}
     return tiered_transfer(role, **settings | extra)
+
+
+def together(*transfers: dict[str, Any]) -> dict[str, Any]:
+    """Connectors that vLLM's ``MultiConnector`` runs, in the order in which it asks them."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(transfers)},
+    }

@@ -1,0 +1,162 @@
+"""A store whose blocks change under it: what it copied is kept only if it was right.
+
+The paged cache, the copies and LMCache are real; only vLLM is missing, and the copy ends when the
+test says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.worker import adapter
+from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.step_gate import StepGate
+
+LONG = 60.0
+BLOCK_SIZE, WIDTH, NUM_BLOCKS = 16, 64, 8
+GEOMETRY = ChunkGeometry(2 * BLOCK_SIZE, 0, (WIDTH,), (0,), 1, "bfloat16")
+KEY = b"k" * 32
+STORE = StoreJob(1, "r", (KEY,), (0,), ((0, 1),))
+LOAD = LoadJob(2, "s", (KEY,), ((4, 5),), 0, LONG, False, 0)
+IDLE = StepPlan(idle=True)
+
+
+@dataclass
+class HeldCopier:
+    """Copies out of the paged cache when it may."""
+
+    inner: Copier
+    may_copy: threading.Event = field(default_factory=threading.Event)
+    has_copied: threading.Event = field(default_factory=threading.Event)
+
+    def copy(self, *args: Any) -> int:
+        if args[4] == "d2h":
+            assert self.may_copy.wait(LONG)
+        try:
+            return self.inner.copy(*args)
+        finally:
+            if args[4] == "d2h":
+                self.has_copied.set()
+
+    def fence(self) -> Any:
+        return self.inner.fence()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass
+class Instance:
+    worker: WorkerAdapter
+    copier: HeldCopier
+    cache: torch.Tensor
+    results: dict[int, JobResult] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> None:
+        self.worker.handle_preemptions(plan)
+        self.worker.start_forward(plan)
+        self.worker.start_loads(plan)
+        self.worker.end_forward(plan)
+        report = self.worker.finish_step().report
+        self.results |= {result.job_id: result for result in report.results} if report else {}
+
+    def outcome(self, job_id: int) -> Outcome:
+        for _ in range(20_000):
+            if job_id in self.results:
+                return self.results[job_id].outcome
+            self.run(IDLE)  # waits a few milliseconds for something to end
+        raise AssertionError(f"job {job_id} does not end")
+
+
+@pytest.fixture
+def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
+    copier = HeldCopier(make_copier(torch.device("cpu")))
+    monkeypatch.setattr(adapter, "make_copier", lambda device: copier)
+    cache = torch.randn(NUM_BLOCKS, 1, BLOCK_SIZE, WIDTH // 2).bfloat16()
+    settings = WorkerSettings(
+        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05, block_size=BLOCK_SIZE),
+        geometry=GEOMETRY,
+        num_kv_heads=1,
+        layer_widths={"layers.0": WIDTH},
+        self_test=False,
+        shutdown_seconds=LONG,
+        blocks_are_zeroed=True,
+    )
+    worker = WorkerAdapter(settings, {"layers.0": cache}, None)
+    yield Instance(worker, copier, cache)
+    copier.may_copy.set()
+    worker.shutdown()
+
+
+def test_zeroes_are_not_stored_though_the_copy_ends_before_the_plan_comes(
+    instance: Instance,
+) -> None:
+    """Model runner V2 zeroes reused blocks first, and hands over the plan that says so later."""
+    instance.run(StepPlan(stores=(STORE,)))
+    instance.cache[:2] = 0  # the next step has begun
+    instance.copier.may_copy.set()
+    assert instance.copier.has_copied.wait(LONG)
+    instance.run(StepPlan(vacated_stores=(1,)))
+    assert instance.outcome(1) is Outcome.CANCELLED
+    instance.run(StepPlan(loads=(LOAD,)))
+    assert instance.outcome(2) is Outcome.MISSING
+
+
+def test_a_copy_that_runs_while_its_blocks_are_reused_is_not_waited_for(
+    instance: Instance,
+) -> None:
+    instance.run(StepPlan(stores=(STORE,)))
+    instance.run(StepPlan(vacated_stores=(1,)))  # returns though the copy waits for us
+    instance.cache[:2] = 0
+    instance.copier.may_copy.set()
+    assert instance.outcome(1) is Outcome.CANCELLED
+    instance.run(StepPlan(loads=(LOAD,)))
+    assert instance.outcome(2) is Outcome.MISSING
+
+
+def test_what_was_copied_between_two_steps_is_kept_if_nobody_wanted_the_blocks(
+    instance: Instance,
+) -> None:
+    stored = instance.cache[:2].clone()
+    instance.run(StepPlan(stores=(STORE,)))
+    instance.copier.may_copy.set()
+    assert instance.copier.has_copied.wait(LONG)
+    assert instance.outcome(1) is Outcome.DONE
+    instance.run(StepPlan(loads=(LOAD,), vacated_stores=(1,)))  # too late to matter
+    assert instance.outcome(2) is Outcome.DONE
+    assert torch.equal(instance.cache[4:6], stored)
+
+
+def test_without_a_further_step_what_waits_is_dropped_at_once(instance: Instance) -> None:
+    instance.run(StepPlan(stores=(STORE,)))
+    instance.copier.may_copy.set()
+    assert instance.copier.has_copied.wait(LONG)
+    instance.worker.shutdown()
+    assert not any(thread.name == "lmc-store" for thread in threading.enumerate())
+
+
+def test_the_gate_lets_nothing_pass_between_steps() -> None:
+    gate, cancelled, passed = StepGate(), threading.Event(), []
+    assert gate.passes(cancelled)
+    gate.close()
+    waiting = threading.Thread(target=lambda: passed.append(gate.passes(cancelled)))
+    waiting.start()
+    cancelled.set()
+    assert not passed
+    gate.open()
+    waiting.join(LONG)
+    assert passed == [False]
+    gate.close()
+    gate.shut()
+    gate.close()  # whoever comes now does not wait either
+    assert gate.passes(threading.Event())
