@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 from vllm.config import LoRAConfig
+from vllm.model_executor.models import ModelRegistry
 
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.prefix_hash import canonical_bytes
@@ -59,6 +60,8 @@ def configuration_digests(
         if not is_excused(vllm_config, name)
     }
     parts["lora_config"] = _lora_config(vllm_config)
+    # A plugin may register a class of its own under a known name.
+    parts["model_class"] = ModelRegistry.models.get(vllm_config.model_config.architecture)
     parts["packing"] = packing
     group = kv_cache_config.kv_cache_groups[0]
     parts["kv_cache_specs"] = _distinct(
@@ -95,12 +98,21 @@ def _is_independent_of_length(vllm_config: VllmConfig) -> bool:
     """Whether the model computes the same KV whatever ``max_model_len``."""
     model = vllm_config.model_config
     config = canonical(model.hf_config, "hf_config", lambda owner, field: False)
+    rope_types = {*_values(config, "rope_type")}
+    for scaling in _values(config, "rope_scaling"):  # as older configurations have it
+        if isinstance(scaling, dict):
+            rope_types.add(scaling.get("rope_type", scaling.get("type")))
     return (
         model.architecture in INDEPENDENT_OF_LENGTH
-        and not model.model_class_overrides
-        and set(_values(config, "rope_type")) <= INDEPENDENT_ROPE_TYPES
+        and _is_vllms_own(ModelRegistry.models.get(model.architecture))
+        and rope_types <= INDEPENDENT_ROPE_TYPES
         and not any(_values(config, "dual_chunk_attention_config"))
     )
+
+
+def _is_vllms_own(registered: object) -> bool:
+    form = canonical(registered, "model_class", lambda owner, field: False)
+    return isinstance(form, dict) and form.get("module_name", "").startswith(_OWNERS[0])
 
 
 def _values(form: Any, key: str) -> Iterator[Any]:

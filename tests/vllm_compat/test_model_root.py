@@ -5,6 +5,7 @@ Every case runs ``EngineArgs(...).create_engine_config()``, as ``vllm serve`` wo
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lmcache_connector.vllm_compat import identity
 from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.model import describe_model
 from tests.support.engines.tiny_model import TINY
+from tests.support.vllm_configs import kv_cache, vllm_config
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
@@ -201,3 +203,47 @@ def test_a_name_of_the_users_stands_for_the_weights(
     next(copy.glob("*.safetensors")).write_bytes(b"")
     assert fingerprint(copy, "mine") == fingerprint(model, "mine")
     assert len({plain, fingerprint(model, "mine"), fingerprint(model, "yours")}) == 3
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 256,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize("rope", [LONG_ROPE, DYNAMIC], ids=lambda rope: str(rope["rope_type"]))
+def test_the_length_counts_where_angles_may_depend_on_it(model: Path, rope: dict[str, Any]) -> None:
+    def of(length: int) -> str:
+        overrides = {"rope_parameters": rope, "original_max_position_embeddings": 256}
+        return fingerprint(model, max_model_len=length, hf_overrides=overrides)
+
+    assert of(256) == of(256) != of(512)
+
+
+@pytest.mark.parametrize("rope", [ROPE, {"rope_type": "linear", "factor": 2.0}])
+def test_it_does_not_where_they_follow_from_the_position(model: Path, rope: dict[str, Any]) -> None:
+    overrides = {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    one, two = (
+        fingerprint(model, max_model_len=length, hf_overrides=overrides) for length in (256, 512)
+    )
+    assert one == two
+
+
+def test_it_counts_for_models_nobody_has_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin may register a class of its own under a known name."""
+    from vllm.model_executor.models import ModelRegistry
+
+    config = vllm_config(model)
+    plain = identity.configuration_digests(config, kv_cache(), None)
+    ours = dataclasses.replace(ModelRegistry.models["LlamaForCausalLM"], module_name="a_plugin")
+    monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", ours)
+    one = identity.configuration_digests(config, kv_cache(), None)
+    assert {name for name in one if one[name] != plain[name]} == {"model_class", "model_config"}
+    config.model_config.max_model_len //= 2
+    two = identity.configuration_digests(config, kv_cache(), None)
+    assert {name for name in two if two[name] != one[name]} == {"model_config"}

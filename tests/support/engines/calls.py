@@ -62,7 +62,8 @@ def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
     from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 
     adapter = tiered_of(probe.connector)._scheduler
-    keys = RequestKeys(adapter._engine_start.known_hasher, RequestIdentity(weight_epoch=adapter._epoch))
+    hasher = adapter._engine_start.known_hasher
+    keys = RequestKeys(hasher, RequestIdentity(weight_epoch=adapter._epoch))
     keys.extend(prompt)
     return list(keys.keys)
 
