@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from lmcache_connector.metrics.prometheus import ConnectorStats, TablePromMetrics
 from lmcache_connector.metrics.samples import Samples
@@ -90,6 +92,11 @@ class WorkerPart(Protocol):
 
     def finish_step(self) -> StepOutput[Any]:
         """What has ended since the last step."""
+        ...
+
+    def let_go(self) -> bool:
+        """Stop every copy from or into the paged cache. False if one goes on after a bounded
+        time."""
         ...
 
     def shutdown(self) -> None:
@@ -167,8 +174,11 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         return delay, params
 
     def reset_cache(self) -> bool:
+        """After a reset vLLM may take the memory of its paged cache away, to sleep. Engines in
+        other processes first make steps until nothing is open. One that its user steps, and all of
+        whose ranks are in this process, has made its last step, so copies are stopped here."""
         self._scheduler_side.reset_cache()
-        return True
+        return all(worker.let_go() for worker in self._workers_here())
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -250,6 +260,15 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         raise NotImplementedError
 
     # -- details -------------------------------------------------------------------------------
+
+    def _workers_here(self) -> list[WorkerT]:
+        """The worker sides of this connector in the scheduler's process, if they are there."""
+        if not has_kv_transfer_group():
+            return []
+        found = get_kv_transfer_group()
+        connectors = found.sub_connectors if isinstance(found, MultiConnector) else [found]
+        own = [c for c in connectors if isinstance(c, type(self))]
+        return [c._worker for c in own if c._worker is not None]
 
     @property
     def _scheduler_side(self) -> SchedulerT:

@@ -41,6 +41,17 @@ class StoreJob:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditJob(StoreJob):
+    """Read one chunk out of the paged cache as a store does, and compare it with what a tier holds
+    under that key; keep nothing. ``needs_redis``: the CPU tier may not have it. The tier may take
+    ``deadline_seconds``.
+    """
+
+    needs_redis: bool = False
+    deadline_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadJob:
     """Copy consecutive chunks into the paged cache.
 
@@ -120,12 +131,27 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerDifference:
+    """How far one half (0: K, 1: V) of a layer of a chunk is from another's, over a rank's heads.
+
+    Sums of squares: of the difference, and of the elements that were computed and that are stored.
+    """
+
+    layer: int
+    half: int
+    difference: float
+    computed: float
+    stored: float
+
+
+@dataclass(frozen=True, slots=True)
 class JobResult:
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
     within ``seconds`` of running.
 
     Of these, ``redis_seconds`` were spent on Redis, which brought ``redis_bytes``.
     ``redis_failed`` says that Redis was too slow or broke, not that a chunk was missing.
+    ``differences`` are what an audit found.
     """
 
     job_id: int
@@ -136,6 +162,7 @@ class JobResult:
     seconds: float
     redis_seconds: float = 0.0
     redis_failed: bool = False
+    differences: tuple[LayerDifference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("p2p/build",),
     ("p2p/scheduler", "p2p/worker"),
     ("p2p/data", "p2p/plans", "p2p/config"),
-    ("p2p/control", "p2p/heartbeat"),
+    ("p2p/control", "p2p/heartbeat", "p2p/ring", "p2p/crew"),
     ("p2p/errors",),
     ("p2p/reasons",),
     ("connector",),
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
     ("kv_layout", "config"),
-    ("cost_model", "storage/redis"),
+    ("audit", "cost_model", "storage/redis"),
     ("storage",),
     ("keys", "plans", "metrics", "net"),
     ("errors",),
@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 ONLY = {
     "storage": {"keys"},
     "storage/redis": {"storage", "keys", "net"},
+    "audit": {"plans", "storage"},
     "cost_model": {"plans"},
 }
 MAX_FILES = 16
@@ -75,7 +76,6 @@ ALLOWED = {
         f"{OWN}/vllm_compat/c*.py",  # how the CPU packs a block; the names of dtypes
         f"{OWN}/worker/*.py",
     ),
-    "zmq": (f"{OWN}/cli/check/*.py", f"{OWN}/p2p/control/*.py", f"{OWN}/p2p/worker/adapter.py"),
     "numba": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "llvmlite": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "triton": (f"{OWN}/copy_kv_blocks/cuda_gather.py",),

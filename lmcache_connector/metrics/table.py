@@ -117,6 +117,14 @@ METRICS = table(
             ("result",),
             "Chunks asked of Redis by loads: hit, or why not (missing, deadline, bad_checksum...).",
         ),
+        counter(
+            "audits",
+            ("result",),
+            "Chunks of hits computed as well and compared: match, mismatch, inconclusive.",
+            (("match",), ("mismatch",), ("inconclusive",)),
+        ),
+        gauge("audit_error", ("which",), "Relative error of the last audit, and the largest."),
+        gauge("roots_apart", (), "Roots under which this instance shares KV with no other."),
         histogram(
             "lookup_seconds", ("tier",), "Time until a tier said what it holds.", SECONDS_BUCKETS
         ),

@@ -16,6 +16,7 @@ from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.vllm_compat.identity import weights_identity
+from lmcache_connector.vllm_compat.machines import machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class Instance:
     """What hand-overs need to know of one rank of an engine. ``card`` names no transports yet.
     ``weights`` is the part of the model's identity that all processes see from the start.
-    ``max_blocks``, ``first_rank``: see :class:`P2PWorkerSettings`."""
+    ``max_blocks``, ``first_rank``, ``machine_host``: see :class:`P2PWorkerSettings`."""
 
     model: ModelDescription
     weights: dict[str, object]
@@ -38,6 +39,12 @@ class Instance:
     card: Card
     max_blocks: int
     first_rank: int
+    machine_host: str
+
+    @property
+    def max_block_bytes(self) -> int:
+        """Of one block, on the rank that holds most."""
+        return max(geometry.chunk_bytes for geometry in self.model.geometries)
 
     @property
     def address(self) -> PeerAddress:
@@ -73,18 +80,20 @@ def describe(
         transports={},
     )
     max_blocks = -(-vllm_config.model_config.max_model_len // model.block_size)
-    return Instance(model, weights, transfer, card, max_blocks, first_rank)
+    host = machine_host(parallel)
+    return Instance(model, weights, transfer, card, max_blocks, first_rank, host)
 
 
 def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter:
     model = instance.model
     settings = P2PSchedulerSettings(
         block_size=model.block_size,
-        block_bytes=max(geometry.chunk_bytes for geometry in model.geometries),
+        block_bytes=instance.max_block_bytes,
         world_size=model.world_size,
         num_writers=sum(bool(rank.write_shards) for rank in model.ranks),
         tp_size=instance.card.tp_size,
         buffer_bytes=config.kv_buffer_size + config.overflow_bytes,
+        largest_buffer_bytes=config.largest_buffer_bytes,
         buffer_wait_seconds=config.buffer_wait_seconds,
         load_deadline_seconds=config.load_deadline_seconds,
         engine_id=instance.card.engine_id,
@@ -121,10 +130,12 @@ def make_worker(
         block_geometry=model.geometries[model.rank],
         layer_widths=model.layer_widths,
         num_kv_heads=model.num_kv_heads,
+        max_block_bytes=instance.max_block_bytes,
         max_blocks=instance.max_blocks,
         produces=instance.transfer.is_kv_producer,
         consumes=instance.transfer.is_kv_consumer,
         first_rank=instance.first_rank,
+        machine_host=instance.machine_host,
     )
     return P2PWorkerAdapter(settings, kv_caches)
 

@@ -14,16 +14,23 @@ vLLM's order. Runs on the engine's scheduler thread only.
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lmcache_connector.audit.limits import Verdict
+from lmcache_connector.audit.root_epochs import RootEpochs, RootState
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.errors import ConfigError
+from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import (
+    AuditJob,
     JobResult,
     LoadJob,
     Outcome,
@@ -32,6 +39,7 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
+from lmcache_connector.scheduler.auditor import Auditor, Finding
 from lmcache_connector.scheduler.background_lookup import PENDING
 from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
@@ -52,12 +60,22 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+logger = logging.getLogger(__name__)
+
+_AFTER_RESET = {
+    RootState.SHARED: "its weights have a new label, under which it shares KV from now on.",
+    RootState.PROBATION: "it loads nothing from before, and shares KV with no other instance, until"
+    " an audit finds that its weights are the same.",
+    RootState.APART: "it loads nothing from before, and shares KV with no other instance.",
+}
+
+
 class SchedulerAdapter:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
     ``identify(request, epoch)`` returns what makes the request's KV unique, or ``None`` for one
-    that must bypass the cache. ``new_epoch()`` returns a string that nobody else will ever get.
-    ``kv_events`` is told what the tiers take in and let go.
+    that must bypass the cache. ``kv_events`` is told what the tiers take in and let go.
+    ``read_label()`` names the weights at a reset; it raises ``ConfigError`` if it cannot.
     """
 
     def __init__(
@@ -72,7 +90,9 @@ class SchedulerAdapter:
         kv_events: KvEventSink,
         tally: Tally,
         metrics: SchedulerMetrics,
-        new_epoch: Callable[[], str] = lambda: uuid.uuid4().hex,
+        epochs: RootEpochs,
+        auditor: Auditor,
+        read_label: Callable[[], str],
     ) -> None:
         self.index = index
         self.hits = hits
@@ -84,8 +104,9 @@ class SchedulerAdapter:
         self._settings = settings
         self._engine_start = start
         self._identify = identify
-        self._new_epoch = new_epoch
-        self._epoch = ""  # with the weights as loaded: shared with everyone who has them
+        self._epochs = epochs
+        self._auditor = auditor
+        self._read_label = read_label
         self._states: dict[str, RequestState] = {}
         self._jobs = PlannedJobs(settings.world_size)
         self._loads = LoadPlanner(settings, index, policy, tally, self._jobs.new_id)
@@ -101,7 +122,10 @@ class SchedulerAdapter:
         if self._engine_start.hasher is None:
             return
         state = self._state(request)
-        if state is not None and self._may_read(request):
+        if state is None or request.skip_reading_prefix_cache:
+            return
+        self._auditor.ask(state)
+        if self._settings.loads:
             self.hits.ask(state, first=0)
 
     def get_num_new_matched_tokens(
@@ -112,12 +136,17 @@ class SchedulerAdapter:
         if self._engine_start.hasher is None:
             return self._engine_start.answer()
         state = self._state(request)  # for its stores, whether it may read or not
-        if state is None or not state.load.is_allowed or not self._may_read(request):
+        if state is None or request.skip_reading_prefix_cache:
+            return 0, False
+        if self._auditor.find_shared(state, num_computed_tokens, is_idle=self.is_idle) is PENDING:
+            return None, False
+        if not (self._settings.loads and state.load.is_allowed):
             return 0, False
         self._cancel_stores()
         hit = self.hits.find(state, num_computed_tokens, is_idle=self.is_idle)
         if hit is PENDING:
             return None, False
+        hit = self._auditor.cut(state, num_computed_tokens, hit)
         num_tokens = self._loads.offer(state, num_computed_tokens, hit)
         return num_tokens, num_tokens > 0
 
@@ -149,10 +178,10 @@ class SchedulerAdapter:
         """Everything planned since the last step, and the stores this step makes possible."""
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self._states.get(request_id)) is not None:
+                self._auditor.drop(state)
                 state.restart()
         self._cancel_stores()
-        if self._settings.stores:
-            self._plan_stores(scheduler_output)
+        self._plan_stores(scheduler_output)
         self._scheduled = set(scheduler_output.num_scheduled_tokens)
         self.hits.next_step()
         return self._jobs.take_plan(
@@ -169,6 +198,7 @@ class SchedulerAdapter:
             return
         state.is_finished = True
         state.lookup.cancel()
+        self._auditor.drop(state)
         if state.load.job is not None:
             # vLLM itself keeps the blocks of an aborted load until it is reported.
             self._jobs.cancel_load(state.load.job)
@@ -204,24 +234,39 @@ class SchedulerAdapter:
         return self._metrics.take(is_idle=self.is_idle)
 
     def reset_cache(self) -> None:
-        """From now on this instance hits nothing it stored before: all its keys change.
+        """From now on this instance hits nothing it stored before, unless its weights are known.
 
         vLLM tells a connector nothing of weight updates, neither when nor to what: it sees a reset.
-        After one nobody can say whose weights are the same, so this instance shares with nobody
-        until it starts again: its keys hold an epoch that no other will ever have. Other instances
-        keep theirs. O(requests in flight).
+        A new label names the new weights: their keys are shared with all who have that label.
+        Without one this instance uses keys of its own, until an audit finds that the weights are
+        the same. Other instances keep theirs. O(requests in flight).
         """
-        self._epoch = self._new_epoch()
+        state = self._epochs.reset(self._label(), audits=self._auditor.after_reset)
+        logger.warning("The KV cache was reset: %s", _AFTER_RESET[state])
+        self.tally.set("roots_apart", value=self._epochs.num_apart())
+        self._auditor.forget()
         self.kv_events.clear()
         self.witness.forget()
-        for state in self._states.values():
+        self._rekey(self._states.values())
+
+    def _label(self) -> str:
+        try:
+            return self._read_label()
+        except ConfigError as error:
+            logger.error("%s. The weights count as unknown.", error)
+            return self._epochs.label
+
+    def _rekey(self, states: Iterable[RequestState]) -> None:
+        """Requests in flight go on under the keys their roots have now."""
+        for state in states:
             if state.load.job is not None:
                 self._jobs.cancel_load(state.load.job)
-            identity = self._identify(state.request, self._epoch)
-            if identity is None:  # by now it would bypass us: its keys shall be nobody else's
-                salt = f"{self._epoch}/{state.request.request_id}"
-                identity = RequestIdentity(cache_salt=salt)
-            state.reset(RequestKeys(self._engine_start.known_hasher, identity))
+            self._auditor.drop(state)
+            keys = self._keys(state.request)
+            if keys is None:  # by now it would bypass us: its keys shall be nobody else's
+                salt = f"{uuid.uuid4().hex}/{state.request.request_id}"
+                keys = RequestKeys(self._hasher, RequestIdentity(cache_salt=salt))
+            state.reset(keys)
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
@@ -234,20 +279,45 @@ class SchedulerAdapter:
 
     # -- requests, in detail -------------------------------------------------------------------
 
-    def _may_read(self, request: Request) -> bool:
-        return self._settings.loads and not request.skip_reading_prefix_cache
+    @property
+    def _hasher(self) -> PrefixHasher:
+        return self._engine_start.known_hasher
 
     def _state(self, request: Request) -> RequestState | None:
         """The state of a request with all its full chunks hashed; ``None``: it bypasses us."""
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
-            identity = self._identify(request, self._epoch)
-            if identity is None:
+            keys = self._keys(request)
+            if keys is None:
                 return None
-            state = RequestState(request, RequestKeys(self._engine_start.known_hasher, identity))
+            state = RequestState(request, keys)
             self._states[request.request_id] = state
+            if self._epochs.state(keys.identity.kv_root) is RootState.PROBATION:
+                shared = replace(keys.identity, weight_epoch=self._epochs.shared_epoch)
+                self._auditor.put_on_probation(state, RequestKeys(self._hasher, shared))
         state.keys.extend(request.all_token_ids)
         return state
+
+    def _keys(self, request: Request) -> RequestKeys | None:
+        """``None``: it must bypass us."""
+        identity = self._identify(request, "")
+        if identity is None:
+            return None
+        epoch = self._epochs.epoch(identity.kv_root)
+        return RequestKeys(self._hasher, replace(identity, weight_epoch=epoch))
+
+    def _follow(self, finding: Finding) -> None:
+        """Do what an audit calls for."""
+        root = finding.root
+        if finding.verdict is Verdict.MISMATCH:
+            self._epochs.separate(root, keeps_keys=finding.strict)
+            if not finding.strict:
+                self.witness.disown()
+                self._rekey([s for s in self._states.values() if s.keys.identity.kv_root == root])
+        elif finding.verdict is Verdict.MATCH and finding.strict:
+            self._epochs.restore(root)
+            logger.warning("An audit found the weights unchanged: KV is shared again.")
+        self.tally.set("roots_apart", value=self._epochs.num_apart())
 
     def _forget(self, state: RequestState) -> None:
         if self._states.get(state.request.request_id) is state:
@@ -262,8 +332,11 @@ class SchedulerAdapter:
             if state is None or not self.witness.scheduled(state, num_scheduled):
                 continue
             num_tokens = state.witness.num_tokens or 0
-            if self._stores.is_due(state, num_tokens):
-                self._plan_store(state, num_tokens, partial(block_state.get_block_ids, request_id))
+            block_ids = partial(block_state.get_block_ids, request_id)
+            if self._settings.stores and self._stores.is_due(state, num_tokens):
+                self._plan_store(state, num_tokens, block_ids)
+            if self._auditor.is_due(state, num_tokens):
+                self._jobs.add(state, self._auditor.plan(state, self._jobs.new_id(), block_ids))
 
     def _plan_store(
         self,
@@ -289,6 +362,7 @@ class SchedulerAdapter:
         self.kv_events.describe(
             job.keys, lambda i: describe_chunk(state.request, chunks[i], keys, *sizes)
         )
+        self._auditor.learn(job)
         self._jobs.add(state, job)
 
     def _wants_probe(self) -> bool:
@@ -318,6 +392,8 @@ class SchedulerAdapter:
             self.witness.loaded(state, job, first, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)
             self._short_loads += [short] if short is not None else []
+        elif isinstance(job, AuditJob):
+            self._follow(self._auditor.ended(state, job, planned.results))
         else:
             self._stores.ended(state, job, planned.results)
         self.kv_events.settle(job.keys)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import time
+import uuid
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lmcache_connector.audit.limits import NoiseGauge
+from lmcache_connector.audit.root_epochs import RootEpochs
+from lmcache_connector.audit.sampler import AuditSampler
 from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.engine_start import EngineStart
@@ -56,6 +63,17 @@ def build_scheduler(
         lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, time.monotonic)
         hits = RedisHitFinder(settings, index, tally, lookup, policy, events, time.monotonic)
         metrics = SchedulerMetrics(tally, time.monotonic, lookup.take_seconds, redis.servers)
+    epochs = RootEpochs(read_weights_label(config.weights_label), lambda: uuid.uuid4().hex)
+    auditor = Auditor(
+        settings,
+        index,
+        hits,
+        AuditSampler(config.audit_share, random.Random().random),
+        NoiseGauge(model.formats),
+        tally,
+        model=model.name,
+        after_reset=config.audit_share > 0 and config.share_after_reset == "audited",
+    )
     return SchedulerAdapter(
         settings,
         EngineStart(model.world_size, partial(_make_hasher, config, weights), time.monotonic),
@@ -66,6 +84,9 @@ def build_scheduler(
         kv_events=events,
         tally=tally,
         metrics=metrics,
+        epochs=epochs,
+        auditor=auditor,
+        read_label=partial(read_weights_label, config.weights_label),
     )
 
 

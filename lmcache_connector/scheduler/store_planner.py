@@ -86,7 +86,8 @@ class StorePlanner:
         chunks = tuple(
             i
             for i in range(store.next_chunk, end)
-            if keys[i] not in self._index or (redis_keys is not None and keys[i] in redis_keys)
+            if keys[i] != state.audit.key  # what an audit compares with must not be this
+            and (keys[i] not in self._index or (redis_keys is not None and keys[i] in redis_keys))
         )
         store.next_chunk = end
         if not chunks:

@@ -14,6 +14,7 @@ from lmcache_connector.kv_layout.paged_cache import Plane
 from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
+from lmcache_connector.vllm_compat.element_formats import element_formats
 from lmcache_connector.vllm_compat.excused import IN_TOKEN_ORDER
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.support import check_setup, layer_specs
@@ -29,10 +30,11 @@ class ModelDescription:
 
     ``ranks`` and ``geometries`` list the workers of one engine in rank order (TP within PP).
     ``rank``, ``num_kv_heads`` and ``layer_widths`` are those of this process; the latter maps its
-    layers' names, in model order, to the bytes of one token and one KV head. ``block_size`` is in
-    tokens. ``planes`` say how a block lies in memory where strides do not. ``configuration`` holds
-    digests of all that makes the model's KV its own beside the weights, by name, as this process
-    sees it: see :func:`configuration_digests`.
+    layers' names, in model order, to the bytes of one token and one KV head, and ``formats`` say
+    how their elements are stored. ``name`` is the user's. ``block_size`` is in tokens. ``planes``
+    say how a block lies in memory where strides do not. ``configuration`` holds digests of all that
+    makes the model's KV its own beside the weights, by name, as this process sees it: see
+    :func:`configuration_digests`.
     """
 
     ranks: tuple[RankTopology, ...]
@@ -41,6 +43,8 @@ class ModelDescription:
     block_size: int
     num_kv_heads: int
     layer_widths: dict[str, int]
+    formats: tuple[str, ...]
+    name: str
     planes: tuple[Plane, ...]
     configuration: dict[str, str]
 
@@ -87,6 +91,8 @@ def describe_model(
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         layer_widths=widths,
+        formats=element_formats(group, vllm_config.cache_config.cache_dtype),
+        name=vllm_config.model_config.model,
         planes=packing.planes,
         configuration=configuration_digests(vllm_config, kv_cache_config, packing.name),
     )

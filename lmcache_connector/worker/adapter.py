@@ -20,6 +20,7 @@ from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import (
+    AuditJob,
     CacheEvent,
     Calibration,
     JobResult,
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
 _FIRST_PROBE_SECONDS = 2.0
+_LET_GO_SECONDS = 5.0
 # After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
 # New prompts of 3,000 tokens were answered 2 to 3 % sooner.
 _STORE_DELAY_SECONDS = 0.03
@@ -66,8 +68,8 @@ class WorkerSettings:
 
     ``layer_widths`` maps the layers of the KV cache group, in model order, to the bytes of one
     token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
-    not measured. ``planes`` say how a block lies in memory where strides do not. ``configuration``:
-    see :class:`RankStart`.
+    not measured. ``planes`` say how a block lies in memory where strides do not, ``formats`` how
+    the elements of each layer are stored. ``configuration``: see :class:`RankStart`.
     """
 
     engine: EngineSettings
@@ -79,6 +81,7 @@ class WorkerSettings:
     probe_keys: tuple[bytes, ...] = ()
     planes: tuple[Plane, ...] = ()
     configuration: tuple[tuple[str, str], ...] = ()
+    formats: tuple[str, ...] = ()
     blocks_are_zeroed: bool = False
 
 
@@ -185,6 +188,15 @@ class WorkerAdapter:
         """What is new since the last call; ``None`` if nothing is."""
         return self._metrics.take()
 
+    def let_go(self) -> bool:
+        """Between two steps: stop every copy from or into the paged cache. False if one still
+        runs after some seconds."""
+        self._gate.open()  # no step has begun since: what was copied until now is sound
+        if self._jobs.cancel_all(_LET_GO_SECONDS):
+            return True
+        logger.error("A KV transfer did not stop within %.1f s", _LET_GO_SECONDS)
+        return False
+
     def shutdown(self) -> None:
         """Bounded by ``shutdown_seconds`` (for the lanes, and again for writes to Redis)."""
         seconds = self._settings.shutdown_seconds
@@ -200,6 +212,8 @@ class WorkerAdapter:
     def _run(self, queued: QueuedJob) -> JobResult:
         started = self._clock()
         job = queued.job
+        if isinstance(job, AuditJob):
+            return self._audit(queued, job)
         if isinstance(job, StoreJob):
             transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:
@@ -214,6 +228,28 @@ class WorkerAdapter:
             seconds=seconds,
             redis_seconds=transfer.redis_seconds,
             redis_failed=transfer.redis_failed,
+        )
+
+    def _audit(self, queued: QueuedJob, job: AuditJob) -> JobResult:
+        started = self._clock()
+        found = self._engine.compare(
+            job,
+            queued.fence,
+            queued.cancelled,
+            queued.deadline,
+            self._gate,
+            self._settings.formats,
+        )
+        return JobResult(
+            job_id=job.job_id,
+            outcome=self._outcome(queued, found),
+            num_chunks=found.num_chunks,
+            num_bytes=0,
+            redis_bytes=found.redis_bytes,
+            seconds=self._clock() - started,
+            redis_seconds=found.redis_seconds,
+            redis_failed=found.redis_failed,
+            differences=found.differences,
         )
 
     def _outcome(self, queued: QueuedJob, transfer: JobTransfer) -> Outcome:

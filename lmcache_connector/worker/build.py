@@ -86,6 +86,7 @@ def _worker_settings(
         probe_keys=_probe_keys(config, model) if loads else (),
         planes=model.planes,
         configuration=tuple(sorted(model.configuration.items())),
+        formats=model.formats,
     )
 
 

@@ -21,15 +21,18 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
-from lmcache_connector.plans import CacheEvent, LoadJob, StoreJob
+from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, StoreJob
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
+    Comparison,
     EventSink,
     JobTransfer,
     PlannedTokenDatabase,
@@ -70,8 +73,9 @@ class LMCacheEngineAdapter:
         self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
         metadata = make_metadata(settings, geometry)
         self._database = PlannedTokenDatabase(metadata)
-        connector = BlockCopyConnector(paged, geometry, settings.block_size, copier)
-        self._engine = start_engine(settings, metadata, self._database, connector, redis_tier)
+        self._planar = bool(paged.planes)
+        self._blocks = BlockCopyConnector(paged, geometry, settings.block_size, copier)
+        self._engine = start_engine(settings, metadata, self._database, self._blocks, redis_tier)
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
         self._plugin = backends.get(REDIS_BACKEND)
@@ -135,19 +139,31 @@ class LMCacheEngineAdapter:
             fence=fence,
             cancelled=cancelled,
         )
-        tokens = PlannedTokens(job.keys, self._geometry.num_tokens)
-        if self._plugin is None or not job.needs_redis:
-            self._engine.retrieve(tokens, transfer=transfer)
-        else:
-            with self._plugin.load_context(deadline, cancelled.is_set) as context:
-                self._engine.retrieve(tokens, transfer=transfer)
-            transfer.redis_bytes = context.redis_bytes
-            transfer.redis_seconds = context.redis_seconds
-            transfer.redis_failed = context.cut_off and not cancelled.is_set()
-        self._touch(job.keys)
-        self._drain_statistics()
-        if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
-            raise transfer.error
+        self._retrieve(transfer, deadline if job.needs_redis else None)
+        return transfer
+
+    def compare(
+        self,
+        job: AuditJob,
+        fence: Fence | None,
+        cancelled: threading.Event,
+        deadline: float,
+        gate: StepGate,
+        formats: Sequence[str],
+    ) -> Comparison:
+        """Copy the job's chunk out of the paged cache, and compare it with what a tier holds.
+
+        ``differences`` stay empty if no tier has it by the ``deadline``, or the blocks were taken
+        back. Raises what the copy raises.
+        """
+        transfer = Comparison(job.keys, job.block_ids[0], 0, fence, cancelled, gate)
+        computed = bytearray(self._geometry.chunk_bytes)
+        self._blocks.copy_out(transfer, np.frombuffer(computed, np.uint8))
+        transfer.compare = lambda stored: compare_chunks(
+            memoryview(computed), stored, self._geometry, formats, planar=self._planar
+        )
+        if gate.passes(cancelled):
+            self._retrieve(transfer, deadline if job.needs_redis else None)
         return transfer
 
     def forget(self, key: bytes) -> None:
@@ -182,6 +198,23 @@ class LMCacheEngineAdapter:
         if self._redis_tier is not None:
             self._redis_tier.close(seconds)
         self._engine.close()
+
+    def _retrieve(self, transfer: JobTransfer, redis_deadline: float | None) -> None:
+        """``redis_deadline``: ``None`` to ask the CPU tier alone."""
+        tokens = PlannedTokens(transfer.keys, self._geometry.num_tokens)
+        if self._plugin is None or redis_deadline is None:
+            self._engine.retrieve(tokens, transfer=transfer)
+        else:
+            is_cancelled = transfer.cancelled.is_set
+            with self._plugin.load_context(redis_deadline, is_cancelled) as context:
+                self._engine.retrieve(tokens, transfer=transfer)
+            transfer.redis_bytes = context.redis_bytes
+            transfer.redis_seconds = context.redis_seconds
+            transfer.redis_failed = context.cut_off and not is_cancelled()
+        self._touch(transfer.keys)
+        self._drain_statistics()
+        if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
+            raise transfer.error
 
     def _share(self, job: StoreJob, held: Collection[bytes]) -> None:
         """Queue chunks that were in the CPU tier before the job for Redis."""

@@ -85,6 +85,7 @@ class Shape:
     redis: bool = False
     role: str = "kv_both"
     admission: str = "all"
+    audit_share: float = 0.0
 
 
 class SteppedLookup(BackgroundLookup):
@@ -401,6 +402,7 @@ def _build_scheduler(model: Path, shape: Shape) -> Scheduler:
                 "chunk_size": shape.chunk_size,
                 "compute_or_load": "always",
                 "redis_admission": shape.admission,
+                "audit_share": shape.audit_share,
             },
         ),
     )

@@ -62,8 +62,7 @@ def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
     from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 
     adapter = tiered_of(probe.connector)._scheduler
-    hasher = adapter._engine_start.known_hasher
-    keys = RequestKeys(hasher, RequestIdentity(weight_epoch=adapter._epoch))
+    keys = RequestKeys(adapter._hasher, RequestIdentity(weight_epoch=adapter._epochs.shared_epoch))
     keys.extend(prompt)
     return list(keys.keys)
 

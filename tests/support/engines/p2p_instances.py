@@ -254,6 +254,9 @@ def running_instance(
                 name: torch.zeros(NUM_BLOCKS, heads, block_size, WIDTH, dtype=torch.uint8)
                 for name in LAYERS
             }
+            geometry = ChunkGeometry(
+                block_size, 0, (WIDTH,) * NUM_LAYERS, topology.read_shards, num_heads, "uint8"
+            )
             worker_settings = P2PWorkerSettings(
                 config=settings,
                 card=Card(
@@ -270,11 +273,10 @@ def running_instance(
                     transports={},
                 ),
                 own=topology,
-                block_geometry=ChunkGeometry(
-                    block_size, 0, (WIDTH,) * NUM_LAYERS, topology.read_shards, num_heads, "uint8"
-                ),
+                block_geometry=geometry,
                 layer_widths=dict.fromkeys(LAYERS, WIDTH),
                 num_kv_heads=heads,
+                max_block_bytes=geometry.chunk_bytes,
                 max_blocks=NUM_BLOCKS,
                 produces=produces,
                 consumes=consumes,

@@ -18,8 +18,14 @@ def tiered_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
 
 
 def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    """The connector of the engine tests, which loads every hit, whatever that costs."""
-    settings = {"cpu_gib": 0.25, "chunk_size": CHUNK_SIZE, "compute_or_load": "always"}
+    """The connector of the engine tests, which loads every hit, whatever that costs, and all of it:
+    audits have tests of their own."""
+    settings = {
+        "cpu_gib": 0.25,
+        "chunk_size": CHUNK_SIZE,
+        "compute_or_load": "always",
+        "audit_share": 0.0,
+    }
     return tiered_transfer(role, **settings | extra)
 
 
