@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
     ("kv_layout", "config"),
-    ("audit", "cost_model", "storage/redis"),
+    ("audit", "cost_model", "kv_events", "storage/redis"),
     ("storage",),
     ("keys", "plans", "metrics", "net"),
     ("errors",),
@@ -47,6 +47,7 @@ ONLY = {
     "storage/redis": {"storage", "keys", "net"},
     "audit": {"plans", "storage"},
     "cost_model": {"plans"},
+    "kv_events": {"plans"},
 }
 MAX_FILES = 16
 
@@ -59,7 +60,7 @@ ALLOWED = {
         f"{OWN}/connector_base.py",
         f"{OWN}/metrics/prometheus.py",  # in vLLM's front end
         f"{OWN}/p2p/connector.py",
-        f"{OWN}/scheduler/vllm_kv_events.py",
+        f"{OWN}/kv_events/vllm_events.py",
         f"{OWN}/vllm_compat/*.py",
     ),
     "lmcache": (f"{OWN}/worker/lmcache_*.py",),

@@ -18,6 +18,7 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_identity import RequestIdentifier
+from lmcache_connector.kv_events.event_log import KvEventLog, KvEventSink
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.auditor import Auditor
@@ -25,7 +26,6 @@ from lmcache_connector.scheduler.background_lookup import BackgroundLookup
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.hit_finder import HitFinder, RedisHitFinder
-from lmcache_connector.scheduler.kv_events import KvEventLog, KvEventSink
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 
