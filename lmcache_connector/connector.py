@@ -18,6 +18,7 @@ from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
 from lmcache_connector.vllm_compat.identity import weights_identity
+from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 stores=self._kv_transfer_config.is_kv_producer,
                 kv_events=self._wants_kv_events,
+                find_adapter=adapter_folder,
                 weak_block_hashes=_has_weak_block_hashes(vllm_config),
             )
 

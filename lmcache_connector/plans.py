@@ -24,12 +24,38 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """A LoRA adapter: the number vLLM knows it by, and the digest of its files."""
+
+    number: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapterList:
+    """The LoRA adapters one rank has in memory, as pairs of number and digest.
+
+    ``None`` as a digest: what was loaded is not known. ``question``: the last one this answers.
+    ``is_watched`` is false where nobody can say what vLLM loads.
+    """
+
+    question: int
+    digests: tuple[tuple[int, str | None], ...] = ()
+    is_watched: bool = True
+
+    def digest_of(self, number: int, default: str | None = None) -> str | None:
+        """``default`` for an adapter that is not loaded."""
+        return next((digest for each, digest in self.digests if each == number), default)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreJob:
     """Copy full chunks out of the paged cache.
 
     ``block_ids[g]`` lists the blocks of all chunks one after the other, equally many per chunk.
     ``chunk_indices[i]`` is the place of chunk i in its request. ``redis_keys`` names the chunks
-    that shall go on to Redis, copied by this job or not; ``None`` means those it copies.
+    that shall go on to Redis, copied by this job or not; ``None`` means those it copies. A rank
+    that has not loaded ``adapter`` copies nothing.
     """
 
     job_id: int
@@ -38,6 +64,7 @@ class StoreJob:
     chunk_indices: tuple[int, ...]
     block_ids: BlockIds
     redis_keys: frozenset[bytes] | None = None
+    adapter: AdapterRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +118,7 @@ class StepPlan:
     ``vacated_stores`` are jobs of earlier steps whose blocks this one may overwrite, and none
     before it does. ``idle``: the step runs no forward pass. ``prefill``: the forward pass is worth
     timing. ``probe``: Redis' speed is worth measuring again.
+    ``adapter_question``: list the LoRA adapters in memory (0: no need).
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -100,6 +128,7 @@ class StepPlan:
     idle: bool = False
     prefill: PrefillWork | None = None
     probe: bool = False
+    adapter_question: int = 0
 
     def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:
         """In the order they were planned. A load may rely on a store planned before it.
@@ -219,6 +248,7 @@ class RankReport:
     ``start`` comes once, with the first report or soon after. ``events`` are in the order they
     happened. ``redis`` is what a probe measured. ``written`` lists chunks whose values this rank
     has put into Redis, or found there; it is filled only if KV cache events are wanted.
+    ``adapters``: since the last report some were loaded, or asked for.
     """
 
     rank: int
@@ -227,6 +257,7 @@ class RankReport:
     forwards: tuple[ForwardTime, ...] = ()
     redis: TransferTime | None = None
     written: tuple[bytes, ...] = ()
+    adapters: LoadedAdapterList | None = None
     start: RankStart | None = None
 
 

@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
     ("kv_layout", "config"),
-    ("audit", "cost_model", "kv_events", "storage/redis"),
+    ("audit", "cost_model", "kv_events", "storage/redis", "requests"),
     ("storage",),
     ("keys", "plans", "metrics", "net"),
     ("errors",),
@@ -70,10 +70,10 @@ ALLOWED = {
     "prometheus_client": (f"{OWN}/cli/*.py",),
     "torch": (
         f"{OWN}/copy_kv_blocks/*.py",
-        f"{OWN}/keys/request_identity.py",  # prompt embeddings, inside a function
         f"{OWN}/kv_layout/*.py",
         f"{OWN}/p2p/data/process_group.py",
         f"{OWN}/p2p/worker/*.py",
+        f"{OWN}/requests/content_digest.py",  # images and embeddings, inside functions
         f"{OWN}/vllm_compat/c*.py",  # how the CPU packs a block; the names of dtypes
         f"{OWN}/worker/*.py",
     ),

@@ -14,22 +14,29 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 
 @dataclass(frozen=True, slots=True)
 class MultimodalSpan:
-    """An image, audio clip, ... whose placeholder tokens lie at ``[start, end)``."""
+    """An image, audio clip, ... whose placeholder tokens lie at ``[start, end)``.
+
+    ``content_hash`` names the item and how its placeholder takes it up, ``encoder_input`` what the
+    model's encoder reads of it.
+    """
 
     content_hash: str
     start: int
     end: int
+    encoder_input: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
     """What separates the KV of this request from that of others with the same tokens.
 
-    ``embeds_digest(start, end)`` names the prompt embeddings of a token range.
+    ``lora`` is a digest of its adapter, which vLLM knows by ``lora_number``; the number is nobody
+    else's. ``embeds_digest(start, end)`` names the prompt embeddings of a token range.
     """
 
     cache_salt: str | None = None
     lora: str | None = None
+    lora_number: int = 0
     weight_epoch: str = ""
     multimodal: tuple[MultimodalSpan, ...] = ()
     embeds_digest: Callable[[int, int], str] | None = None

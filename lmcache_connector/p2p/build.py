@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.config.folders import user_cache_folder
-from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
@@ -15,8 +14,10 @@ from lmcache_connector.p2p.heartbeat import Heartbeat, Registration
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
+from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.vllm_compat.identity import weights_identity
-from lmcache_connector.vllm_compat.machines import machine_host
+from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 class Instance:
     """What hand-overs need to know of one rank of an engine. ``card`` names no transports yet.
     ``weights`` is the part of the model's identity that all processes see from the start.
-    ``max_blocks``, ``first_rank``, ``machine_host``: see :class:`P2PWorkerSettings`."""
+    ``max_blocks``, ``first_rank``, ``machine_host``: see :class:`P2PWorkerSettings`.
+    ``engine_header``: see :func:`engine_header`."""
 
     model: ModelDescription
     weights: dict[str, object]
@@ -40,6 +42,7 @@ class Instance:
     max_blocks: int
     first_rank: int
     machine_host: str
+    engine_header: int
 
     @property
     def max_block_bytes(self) -> int:
@@ -63,7 +66,7 @@ def describe(
         "namespace": config.namespace,
         "weights": weights_identity(vllm_config, config.model_digest, user_cache_folder()),
     }
-    first_rank = parallel.data_parallel_rank * model.world_size
+    first_rank = engine_index(parallel) * model.world_size
     tp_size = parallel.tensor_parallel_size
     address = PeerAddress(config.host, transfer.kv_port + first_rank)
     card = Card(
@@ -80,8 +83,16 @@ def describe(
         transports={},
     )
     max_blocks = -(-vllm_config.model_config.max_model_len // model.block_size)
-    host = machine_host(parallel)
-    return Instance(model, weights, transfer, card, max_blocks, first_rank, host)
+    return Instance(
+        model,
+        weights,
+        transfer,
+        card,
+        max_blocks,
+        first_rank,
+        machine_host(parallel),
+        engine_header(parallel),
+    )
 
 
 def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter:
@@ -107,11 +118,10 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
         may_talk_to=config.may_talk_to,
     )
     return P2PSchedulerAdapter(
-        # The ranks compare their configurations when they meet.
         settings,
         router,
-        instance.weights,
-        RequestIdentifier(require_cache_salt=False).identify,
+        instance.weights,  # the ranks compare their configurations when they meet
+        RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()).identify_now,
     )
 
 
@@ -149,5 +159,6 @@ def make_heartbeat(instance: Instance, config: P2PConfig) -> Heartbeat | None:
         config.http_address,
         str(instance.address),
         instance.card.engine_id,
+        instance.engine_header,
     )
     return Heartbeat(registration, config.router, config.heartbeat_seconds, config.secret_bytes)

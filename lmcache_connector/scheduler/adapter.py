@@ -15,11 +15,10 @@ vLLM's order. Runs on the engine's scheduler thread only.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector.audit.limits import Verdict
 from lmcache_connector.audit.root_epochs import RootEpochs, RootState
@@ -34,6 +33,7 @@ from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import (
     AuditJob,
     JobResult,
+    LoadedAdapterList,
     LoadJob,
     Outcome,
     RankReport,
@@ -41,6 +41,8 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
+from lmcache_connector.requests.encoder_witness import EncoderWitness
+from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
 from lmcache_connector.scheduler.auditor import Auditor, Finding
 from lmcache_connector.scheduler.background_lookup import PENDING
 from lmcache_connector.scheduler.block_witness import BlockWitness
@@ -54,6 +56,9 @@ from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
+
+_READ_WAIT_SECONDS = 0.005
+"""For what is being read of a request while nothing runs: an idle step would take no less."""
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -73,16 +78,16 @@ _AFTER_RESET = {
 class SchedulerAdapter:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
-    ``identify(request, epoch)`` returns what makes the request's KV unique, or ``None`` for one
-    that must bypass the cache. ``kv_events`` is told what the tiers take in and let go.
-    ``read_label()`` names the weights at a reset; it raises ``ConfigError`` if it cannot.
+    ``identifier`` says what makes a request's KV unique. ``kv_events`` is told what the tiers take
+    in and let go. ``read_label()`` names the weights at a reset; it raises ``ConfigError`` if it
+    cannot.
     """
 
     def __init__(
         self,
         settings: SchedulerSettings,
         start: EngineStart,
-        identify: Callable[[Request, str], RequestIdentity | None],
+        identifier: RequestIdentifier,
         *,
         index: ChunkIndex,
         hits: HitFinder,
@@ -103,7 +108,10 @@ class SchedulerAdapter:
         self._metrics = metrics
         self._settings = settings
         self._engine_start = start
-        self._identify = identify
+        self._identifier = identifier
+        self._loaded_adapters = identifier.adapters.loaded
+        self._encoders = EncoderWitness()
+        self._may_wait = True
         self._epochs = epochs
         self._auditor = auditor
         self._read_label = read_label
@@ -119,10 +127,8 @@ class SchedulerAdapter:
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
-        if self._engine_start.hasher is None:
-            return
         state = self._state(request)
-        if state is None or request.skip_reading_prefix_cache:
+        if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
             return
         self._auditor.ask(state)
         if self._settings.loads:
@@ -133,10 +139,15 @@ class SchedulerAdapter:
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond ``num_computed_tokens``, and whether that is done
         between steps; ``None``: ask again in the next step."""
-        if self._engine_start.hasher is None:
-            return self._engine_start.answer()
-        state = self._state(request)  # for its stores, whether it may read or not
-        if state is None or request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        wait_seconds = _READ_WAIT_SECONDS if self.is_idle and self._may_wait else 0.0
+        state = self._state(request, wait_seconds)
+        if state is UNREAD:
+            # Even if it will load nothing: what is computed before it has a name is not stored.
+            self._may_wait = False
+            return None, False
+        if state is None:
             return 0, False
         if self._auditor.find_shared(state, num_computed_tokens, is_idle=self.is_idle) is PENDING:
             return None, False
@@ -181,18 +192,24 @@ class SchedulerAdapter:
                 self._auditor.drop(state)
                 state.restart()
         self._cancel_stores()
+        for new in scheduler_output.scheduled_new_reqs:
+            self._identifier.give_up(new.req_id)
+        self._encoders.next_step(scheduler_output, self._identifier.multimodal)
         self._plan_stores(scheduler_output)
         self._scheduled = set(scheduler_output.num_scheduled_tokens)
+        self._may_wait = True
         self.hits.next_step()
         return self._jobs.take_plan(
             idle=not self._scheduled,
             prefill=prefill_work(scheduler_output, self._states),
             probe=self._wants_probe(),
+            adapter_question=self._loaded_adapters.take_question() if self._loaded_adapters else 0,
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
+        self._identifier.forget(request)
         state = self._states.get(request.request_id)
         if state is None or state.is_finished:
             return
@@ -224,6 +241,8 @@ class SchedulerAdapter:
         for report in reports:
             self.index.apply(report.rank, report.events)
             self.kv_events.apply(report)
+            if report.adapters is not None:
+                self._learn_adapters(report.rank, report.adapters)
             for result in report.results:
                 self._finish_rank(report.rank, result)
         short_loads, self._short_loads = self._short_loads, []
@@ -245,6 +264,7 @@ class SchedulerAdapter:
         logger.warning("The KV cache was reset: %s", _AFTER_RESET[state])
         self.tally.set("roots_apart", value=self._epochs.num_apart())
         self._auditor.forget()
+        self._encoders.clear()
         self.kv_events.clear()
         self.witness.forget()
         self._rekey(self._states.values())
@@ -262,11 +282,7 @@ class SchedulerAdapter:
             if state.load.job is not None:
                 self._jobs.cancel_load(state.load.job)
             self._auditor.drop(state)
-            keys = self._keys(state.request)
-            if keys is None:  # by now it would bypass us: its keys shall be nobody else's
-                salt = f"{uuid.uuid4().hex}/{state.request.request_id}"
-                keys = RequestKeys(self._hasher, RequestIdentity(cache_salt=salt))
-            state.reset(keys)
+            state.reset(self._keys(state.keys.identity))
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
@@ -276,6 +292,7 @@ class SchedulerAdapter:
 
     def shutdown(self) -> None:
         self.hits.close()
+        self._identifier.close()
 
     # -- requests, in detail -------------------------------------------------------------------
 
@@ -283,13 +300,18 @@ class SchedulerAdapter:
     def _hasher(self) -> PrefixHasher:
         return self._engine_start.known_hasher
 
-    def _state(self, request: Request) -> RequestState | None:
+    def _state(
+        self, request: Request, wait_seconds: float = 0.0
+    ) -> RequestState | Literal[NotYet.UNREAD] | None:
         """The state of a request with all its full chunks hashed; ``None``: it bypasses us."""
+        if self._engine_start.hasher is None:
+            return UNREAD if self._engine_start.is_awaited() else None
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
-            keys = self._keys(request)
-            if keys is None:
-                return None
+            identity = self._identifier.identify(request, wait_seconds)
+            if not isinstance(identity, RequestIdentity):
+                return UNREAD if identity is UNREAD else None
+            keys = self._keys(identity)
             state = RequestState(request, keys)
             self._states[request.request_id] = state
             if self._epochs.state(keys.identity.kv_root) is RootState.PROBATION:
@@ -298,11 +320,8 @@ class SchedulerAdapter:
         state.keys.extend(request.all_token_ids)
         return state
 
-    def _keys(self, request: Request) -> RequestKeys | None:
-        """``None``: it must bypass us."""
-        identity = self._identify(request, "")
-        if identity is None:
-            return None
+    def _keys(self, identity: RequestIdentity) -> RequestKeys:
+        """Of a request, under the epoch that its root has now."""
         epoch = self._epochs.epoch(identity.kv_root)
         return RequestKeys(self._hasher, replace(identity, weight_epoch=epoch))
 
@@ -323,13 +342,24 @@ class SchedulerAdapter:
         if self._states.get(state.request.request_id) is state:
             del self._states[state.request.request_id]
 
+    def _computes_its_own(self, state: RequestState, num_tokens: int) -> bool:
+        """Whether vLLM computes the request's next tokens from what the request's name says."""
+        identity, start = state.keys.identity, state.request.num_computed_tokens
+        if not self._identifier.adapters.may_store(identity.lora_number, identity.lora):
+            return False
+        spans = identity.multimodal
+        return not spans or self._encoders.vouches(state.request, spans, start, start + num_tokens)
+
     # -- jobs, in detail -----------------------------------------------------------------------
 
     def _plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         block_state = scheduler_output.kv_connector_block_state
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
-            if state is None or not self.witness.scheduled(state, num_scheduled):
+            if state is None:
+                continue
+            num_own = num_scheduled if self._computes_its_own(state, num_scheduled) else 0
+            if not self.witness.scheduled(state, num_own):
                 continue
             num_tokens = state.witness.num_tokens or 0
             block_ids = partial(block_state.get_block_ids, request_id)
@@ -378,6 +408,13 @@ class SchedulerAdapter:
             self._learn_missing(rank, planned.job.keys[result.num_chunks])
         if has_ended:
             self._finish(planned)
+
+    def _learn_adapters(self, rank: int, adapters: LoadedAdapterList) -> None:
+        if self._loaded_adapters is None:
+            return
+        if self._loaded_adapters.update(rank, adapters):
+            # Until now, another adapter was taken for it.
+            self.witness.forget()
 
     def _learn_missing(self, rank: int, key: bytes) -> None:
         """Whatever the events said, or no request would ever store this chunk again."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_connector.audit.limits import NoiseGauge
@@ -17,9 +18,11 @@ from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
-from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.kv_events.event_log import KvEventLog, KvEventSink
 from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
@@ -42,12 +45,11 @@ def build_scheduler(
     stores: bool,
     kv_events: bool,
     weak_block_hashes: bool,
+    find_adapter: Callable[[str], Path | None] = Path,
 ) -> SchedulerAdapter:
-    """The scheduler side of an engine.
-
-    ``weights`` names them. ``loads`` and ``stores``: what ``kv_role`` allows.
-    ``weak_block_hashes``: vLLM's own are not cryptographic.
-    """
+    """The scheduler side of an engine. ``weights`` names them. ``loads`` and ``stores``: what
+    ``kv_role`` allows. ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter``
+    turns a LoRA adapter's path into the folder vLLM reads."""
     settings = _settings(config, model, loads, stores, weak_block_hashes)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model)
@@ -77,7 +79,12 @@ def build_scheduler(
     return SchedulerAdapter(
         settings,
         EngineStart(model.world_size, partial(_make_hasher, config, weights), time.monotonic),
-        RequestIdentifier(config.require_cache_salt).identify,
+        RequestIdentifier(
+            config.require_cache_salt,
+            AdapterReader(find_adapter, LoadedAdapters(model.world_size)),
+            config.chunk_size,
+            lambda reason: tally.count("bypassed_requests", reason.value),
+        ),
         index=index,
         hits=hits,
         policy=policy,

@@ -45,17 +45,17 @@ class EngineStart:
         assert self.hasher is not None, "no request has a state before the ranks have reported"
         return self.hasher
 
-    def answer(self) -> tuple[int | None, bool]:
-        """What a request is told while there is no hasher, as ``get_num_new_matched_tokens``."""
+    def is_awaited(self) -> bool:
+        """Whether a request shall wait for the hasher. If not, it passes the cache by."""
         if self._is_given_up:
-            return 0, False
+            return False
         if self._deadline is None:
             self._deadline = self._clock() + _WAIT_SECONDS
         if self._clock() < self._deadline:
-            return None, False
+            return True
         missing = sorted(set(range(self._world_size)) - self._starts.keys())
         self._give_up(f"ranks {missing} have not reported within {_WAIT_SECONDS:g} s of a request")
-        return 0, False
+        return False
 
     def update(self, reports: Iterable[RankReport]) -> tuple[Calibration, ...]:
         """What all ranks measured, once all have reported; nothing before."""

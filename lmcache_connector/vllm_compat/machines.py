@@ -1,4 +1,4 @@
-"""Whether an engine's ranks are on several machines, and how this one is called."""
+"""Where an engine's ranks are among those of all data-parallel engines and machines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ def machine_host(parallel: ParallelConfig) -> str:
     is_spread = (
         parallel.nnodes > 1
         or parallel.distributed_executor_backend == "ray"
-        or parallel.data_parallel_size_local < parallel.data_parallel_size
+        or parallel.data_parallel_rank_local is not None
     )
     return str(get_ip()) if is_spread else ""
+
+
+def engine_index(parallel: ParallelConfig) -> int:
+    """Of this engine among its data-parallel siblings. ``data_parallel_rank`` is 0 in all of them
+    unless the model has experts."""
+    return int(parallel.data_parallel_index)
+
+
+def engine_header(parallel: ParallelConfig) -> int:
+    """What ``X-data-parallel-rank`` leads a request of the common API to this engine; -1 if the API
+    is this engine's alone, or takes no such header."""
+    is_one_of_many = parallel.data_parallel_rank_local is not None
+    return engine_index(parallel) if is_one_of_many and not parallel.local_engines_only else -1

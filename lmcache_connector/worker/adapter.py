@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, make_copier
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import (
@@ -33,8 +33,10 @@ from lmcache_connector.plans import (
     StoreJob,
     TransferTime,
 )
+from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
 from lmcache_connector.worker.forward_timer import ForwardTimer
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
+_ADAPTER_SECONDS = 2.0
 _FIRST_PROBE_SECONDS = 2.0
 _LET_GO_SECONDS = 5.0
 # After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
@@ -70,6 +73,7 @@ class WorkerSettings:
     token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
     not measured. ``planes`` say how a block lies in memory where strides do not, ``formats`` how
     the elements of each layer are stored. ``configuration``: see :class:`RankStart`.
+    ``finishes_stores``: no copy out of the paged cache may go on between two steps.
     """
 
     engine: EngineSettings
@@ -83,6 +87,7 @@ class WorkerSettings:
     configuration: tuple[tuple[str, str], ...] = ()
     formats: tuple[str, ...] = ()
     blocks_are_zeroed: bool = False
+    finishes_stores: bool = False
 
 
 class WorkerAdapter:
@@ -98,9 +103,11 @@ class WorkerAdapter:
         kv_caches: dict[str, torch.Tensor],
         make_redis_tier: Callable[[], RedisTier] | None,
         clock: Callable[[], float] = time.monotonic,
+        lora_loads: LoraLoads | NoLoraLoads | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self._lora_loads = lora_loads or NoLoraLoads()
         paged = _describe(settings, kv_caches)
         device = next(iter(kv_caches.values())).device
         on_cpu = device.type == "cpu"
@@ -127,6 +134,8 @@ class WorkerAdapter:
         )
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._gate = StepGate()
+        self._refused: list[JobResult] = []
+        self._adapter_names: dict[int, Reading[str]] = {}  # of open stores
         self._idle = False
         self._is_start_told = False
         self._probe_until = clock() + _FIRST_PROBE_SECONDS
@@ -154,10 +163,12 @@ class WorkerAdapter:
         self._idle = plan.idle
         if plan.probe:
             self._probe.request()
+        if plan.adapter_question:
+            self._lora_loads.ask(plan.adapter_question)
         if plan.loads:
             fence = self._copier.fence()
             for job in plan.loads_and_earlier_stores():
-                self._jobs.submit(job, fence)
+                self._submit(job, fence)
         if plan.cancelled_loads:
             self._jobs.cancel(plan.cancelled_loads)
 
@@ -166,13 +177,15 @@ class WorkerAdapter:
         if plan.stores and (stores := plan.later_stores()):
             fence = self._copier.fence()
             for job in stores:
-                self._jobs.submit(job, fence)
+                self._submit(job, fence)
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
         self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
+        if self._settings.finishes_stores:
+            self._jobs.finish_stores(_LET_GO_SECONDS)
         if self._settings.blocks_are_zeroed:
             self._gate.close()
         if not self._has_news():
@@ -205,6 +218,7 @@ class WorkerAdapter:
         if not self._jobs.close(seconds):
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
         self._engine.close(seconds)
+        self._lora_loads.close()
         self._copier.close()
 
     # -- jobs, on the lanes' threads -----------------------------------------------------------
@@ -215,6 +229,8 @@ class WorkerAdapter:
         if isinstance(job, AuditJob):
             return self._audit(queued, job)
         if isinstance(job, StoreJob):
+            if not self._was_computed_with_its_adapter(job):
+                return _cancelled(job)
             transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:
             transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)
@@ -229,6 +245,13 @@ class WorkerAdapter:
             redis_seconds=transfer.redis_seconds,
             redis_failed=transfer.redis_failed,
         )
+
+    def _was_computed_with_its_adapter(self, job: StoreJob) -> bool:
+        """vLLM may have read other files than the scheduler side saw, or read them again since."""
+        if job.adapter is None:
+            return True
+        name = self._adapter_names[job.job_id]
+        return name.wait(_ADAPTER_SECONDS) and name.value == job.adapter.digest
 
     def _audit(self, queued: QueuedJob, job: AuditJob) -> JobResult:
         started = self._clock()
@@ -261,6 +284,15 @@ class WorkerAdapter:
 
     # -- details -------------------------------------------------------------------------------
 
+    def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
+        if isinstance(job, StoreJob) and job.adapter is not None:
+            name = self._lora_loads.name_of(job.adapter.number)
+            if name is None:
+                self._refused.append(_cancelled(job))
+                return
+            self._adapter_names[job.job_id] = name
+        self._jobs.submit(job, fence)
+
     def _has_news(self) -> bool:
         """Nearly every decode step ends here. It touches as little as it can: a forward pass has
         driven all of it out of the processor's caches."""
@@ -270,6 +302,8 @@ class WorkerAdapter:
             or self._engine.has_news
             or self._timer.has_news
             or self._probe.has_news
+            or self._lora_loads.has_news
+            or self._refused
         )
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
@@ -277,11 +311,23 @@ class WorkerAdapter:
         start = self._start()
         forwards, redis = self._timer.take(), self._probe.take()
         self._count(ended, events)
-        if not (ended or events or forwards or redis or written or start):
+        adapters = self._lora_loads.take()
+        refused, self._refused = self._refused, []
+        if not (ended or events or forwards or redis or written or adapters or refused or start):
             return None
-        results = tuple(queued.result for queued in ended if queued.result is not None)
-        rank = self._settings.engine.rank
-        return RankReport(rank, events, results, forwards, redis, written, start)
+        for queued in ended:
+            self._adapter_names.pop(queued.job.job_id, None)
+        results = [queued.result for queued in ended if queued.result is not None]
+        return RankReport(
+            rank=self._settings.engine.rank,
+            events=events,
+            results=(*results, *refused),
+            forwards=forwards,
+            redis=redis,
+            written=written,
+            adapters=adapters,
+            start=start,
+        )
 
     def _start(self) -> RankStart | None:
         """What was found out at start: once, when Redis has been measured or was too slow."""
@@ -310,6 +356,11 @@ class WorkerAdapter:
             redis=self._tier.stats() if self._tier is not None else None,
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )
+
+
+def _cancelled(job: StoreJob) -> JobResult:
+    """Nothing of it was copied."""
+    return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
 
 
 def _hold_nothing(until: float) -> None:

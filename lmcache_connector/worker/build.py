@@ -19,7 +19,9 @@ from lmcache_connector.config.warnings import (
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.startup import banner
 from lmcache_connector.vllm_compat.identity import fingerprint
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
+from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 
@@ -53,10 +55,17 @@ def build_worker(
     settings = replace(
         _worker_settings(config, model, vllm_config, kv_events),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
+        finishes_stores=may_sleep_unseen(vllm_config),
     )
     if model.rank == 0:
         _log_warnings(config, vllm_config, settings.geometry.chunk_bytes)
-    worker = WorkerAdapter(settings, kv_caches, _redis_tier_maker(config, model))
+    lora_config = vllm_config.lora_config
+    worker = WorkerAdapter(
+        settings,
+        kv_caches,
+        _redis_tier_maker(config, model),
+        lora_loads=LoraLoads(lora_config) if lora_config is not None else None,
+    )
     if model.rank == 0:
         logger.info(
             banner(config, fingerprint(model.configuration), settings.geometry, worker.self_test)

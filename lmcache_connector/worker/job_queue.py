@@ -160,6 +160,14 @@ class JobQueue:
         with self._lock:
             return len(self._open)
 
+    def finish_stores(self, seconds: float) -> None:
+        """Wait until nothing reads the paged cache any more; what takes longer is cancelled."""
+        with self._lock:
+            self._begin_stores()
+            self._job_ended.wait_for(lambda: not self._open_stores(), timeout=seconds)
+            for queued in self._open_stores():
+                queued.cancelled.set()
+
     def cancel_all(self, seconds: float) -> bool:
         """Cancel everything. False if a job still runs after ``seconds``."""
         self.cancel(list(self._open))
@@ -211,6 +219,9 @@ class JobQueue:
             return waiting[0] if waiting and self._clock() >= waiting[0].not_before else None
         ready = [queued for queued in waiting if self._is_ready(queued.job)]
         return min(ready, key=_turn, default=None)
+
+    def _open_stores(self) -> list[QueuedJob]:
+        return [queued for queued in self._open.values() if isinstance(queued.job, StoreJob)]
 
     def _begin_stores(self) -> None:
         """Somebody waits for one of them."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.engines.api_server import running_api
 from tests.support.engines.calls import check_integrity, chunk_keys, forget_unseen, worker_of
 from tests.support.engines.handover import Ask, ask
 from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.pauses import check_pauses
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, together
 from tests.support.prompts import random_prompt
@@ -143,3 +146,13 @@ def test_a_missed_deadline_fails_no_request(
     assert after.total("recomputed_tokens") > before.total("recomputed_tokens")
     assert finish_reason == "length"
     assert served.block_digests == cold.block_digests
+
+
+@pytest.mark.soak  # two ranks
+def test_two_ranks_pause_and_sleep_while_they_store(
+    tiny_model: Path, valkey: Server, tmp_path: Path
+) -> None:
+    transfer = kv_transfer(redis_url=valkey.url)
+    ranks = ("--tensor-parallel-size", "2")
+    with running_api(tiny_model, transfer, tmp_path / "log", *ranks) as api:
+        check_pauses(api)

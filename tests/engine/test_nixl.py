@@ -17,12 +17,7 @@ import pytest
 from tests.support.engines.calls import check_integrity, chunk_keys, tiered_of
 from tests.support.engines.handover import Answer, Ask, add, ask, prefill
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.nixl_engines import (
-    LEASE_SECONDS,
-    needs_nixl,
-    nixl_transfer,
-    running_nixl,
-)
+from tests.support.engines.nixl_engines import needs_nixl, nixl_transfer, running_nixl
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, together
 from tests.support.prompts import random_prompt
@@ -33,45 +28,58 @@ pytestmark = needs_nixl
 NUM_TOKENS = 1300
 FULL = NUM_TOKENS // CHUNK_SIZE * CHUNK_SIZE
 NUM_HEADS = 4
+STEP_TOKENS = 512  # long prompts are computed in several steps
+PATIENCE_SECONDS = 20.0  # less than NIXL's lease of 30: what is let go was told to be
 _FOR_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 _seeds = count(1000)
 
 
 @dataclass(frozen=True)
 class Engines:
-    """``nixl_first`` and ``tiers_first``: decode instances, by the order of their connectors."""
-
     prefill: VllmInstance
-    nixl_first: VllmInstance
-    tiers_first: VllmInstance
-
-    def decode(self, order: str) -> VllmInstance:
-        return self.nixl_first if order == "NIXL first" else self.tiers_first
+    decode: VllmInstance
 
     def compute(self, prompt: list[int]) -> Answer:
-        """On the prefill instance, which keeps its blocks for a decode instance."""
+        """On the prefill instance, which keeps its blocks for the decode instance."""
         answer: Answer = self.prefill.call(prefill, Ask(_name(), prompt, 1, dict(_FOR_DECODE)))
         assert answer.params is not None
         return answer
 
+    def fetch(self, prompt: list[int], cold: Answer) -> Answer:
+        """On the decode instance."""
+        answer: Answer = self.decode.call(ask, Ask(_name(), prompt, params=cold.params))
+        return answer
 
-ORDERS = ["NIXL first", "tiers first"]
+    def rest(self) -> None:
+        for instance in (self.prefill, self.decode):
+            instance.call(at_rest)
 
 
 @pytest.fixture(scope="module")
 def engines(
     tiny_model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
-    shared = kv_transfer(redis_url=valkey.url)
     transfers = [
-        together(shared, nixl_transfer("kv_producer")),
+        together(kv_transfer(redis_url=valkey.url), nixl_transfer("kv_producer")),
         together(nixl_transfer("kv_consumer"), kv_transfer()),
-        together(shared, nixl_transfer("kv_consumer")),
     ]
     folder = tmp_path_factory.mktemp("nixl")
-    steps = [512, None, None]  # long prompts are computed in several
-    with running_nixl(tiny_model, folder, transfers, max_num_batched_tokens=steps) as instances:
+    with running_nixl(
+        tiny_model, folder, transfers, max_num_batched_tokens=STEP_TOKENS
+    ) as instances:
         yield Engines(*instances)
+
+
+@pytest.fixture(scope="module")
+def tiers_first(
+    engines: Engines, tiny_model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    transfer = together(kv_transfer(redis_url=valkey.url), nixl_transfer("kv_consumer"))
+    folder = tmp_path_factory.mktemp("tiers-first")
+    with running_nixl(tiny_model, folder, [transfer], max_num_batched_tokens=STEP_TOKENS) as (
+        decode,
+    ):
+        yield Engines(engines.prefill, decode)
 
 
 def _name() -> str:
@@ -82,9 +90,9 @@ def unseen_prompt(num_tokens: int = NUM_TOKENS) -> list[int]:
     return random_prompt(next(_seeds), num_tokens)
 
 
-def at_rest(probe: EngineProbe, seconds: float = LEASE_SECONDS / 2) -> None:
-    """Nothing is held after ``seconds``: before any lease ends, unless more are given."""
-    until = time.monotonic() + seconds
+def at_rest(probe: EngineProbe) -> None:
+    """Nothing is held, after ``PATIENCE_SECONDS`` at most."""
+    until = time.monotonic() + PATIENCE_SECONDS
     while probe.scheduler.has_requests():
         assert time.monotonic() < until, f"held: {list(probe.scheduler.requests)}"
         probe.engine.step()
@@ -95,6 +103,12 @@ def forget(probe: EngineProbe) -> None:
     """vLLM's own prefix cache."""
     at_rest(probe)
     probe.reset_prefix_cache()
+
+
+def set_lease(probe: EngineProbe, seconds: int) -> None:
+    """How long this prefill instance keeps KV that nobody fetches."""
+    nixl = probe.connector.sub_connectors[1]
+    nixl.connector_scheduler._kv_lease_duration = seconds
 
 
 def nixl_bytes(probe: EngineProbe) -> float:
@@ -121,96 +135,103 @@ def abort_after(probe: EngineProbe, request: Ask, steps: int) -> str:
     add(probe, request)
     for _ in range(steps):
         probe.engine.step()
-    found = [
-        r for name, r in probe.scheduler.requests.items() if name.startswith(request.request_id)
-    ]
-    status = found[0].status.name if found else "finished"
+    live = probe.scheduler.requests.items()
+    (found,) = (one for name, one in live if name.startswith(request.request_id))
+    status = str(found.status.name)
     probe.engine.abort_request([request.request_id])
-    at_rest(probe)
     return status
+
+
+def check_aborts(engines: Engines) -> None:
+    """At the decode instance, at several points. vLLM counts a whole prompt as computed as soon as
+    it waits for its KV: what is stored then must be right all the same."""
+    seen = set()
+    for steps in (0, 1, 1, 2, 4):
+        prompt = unseen_prompt()
+        cold = engines.compute(prompt)
+        request = Ask(_name(), prompt, 8, cold.params)
+        seen.add(engines.decode.call(abort_after, request, steps))
+        engines.rest()
+        engines.decode.call(forget)
+        again = engines.decode.call(ask, Ask(_name(), prompt))
+        assert () != again.served.block_digests == cold.served.block_digests
+    assert seen == {"WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING"}
 
 
 def test_a_prompt_is_handed_over_by_nixl(engines: Engines) -> None:
     """And not stored where it was not computed: nobody there has seen that it is what it says."""
     prompt = unseen_prompt()
     cold = engines.compute(prompt)
-    before = engines.nixl_first.call(nixl_bytes)
-    served = engines.nixl_first.call(ask, Ask(_name(), prompt, params=cold.params))
-    assert engines.nixl_first.call(nixl_bytes) - before >= len(prompt) * 1024
+    before = engines.decode.call(nixl_bytes)
+    served = engines.fetch(prompt, cold)
+    assert engines.decode.call(nixl_bytes) - before >= len(prompt) * 1024
     assert () != served.served.block_digests == cold.served.block_digests
-    assert engines.nixl_first.call(stored_tokens, prompt) == 0
-    for instance in (engines.prefill, engines.nixl_first):
-        instance.call(at_rest)
+    assert engines.decode.call(stored_tokens, prompt) == 0
+    engines.rest()
 
 
 def test_the_prefill_instance_hands_over_what_its_tiers_spare_it(engines: Engines) -> None:
     prompt = unseen_prompt()
     cold = engines.compute(prompt)
-    engines.nixl_first.call(ask, Ask(_name(), prompt, params=cold.params))
-    for instance in (engines.prefill, engines.nixl_first):
+    engines.fetch(prompt, cold)
+    for instance in (engines.prefill, engines.decode):
         instance.call(forget)
     again = engines.compute(prompt)
     assert again.served.external_hit_tokens == FULL
-    served = engines.nixl_first.call(ask, Ask(_name(), prompt, params=again.params))
-    assert served.served.external_hit_tokens == 0
+    before = engines.decode.call(nixl_bytes)
+    served = engines.fetch(prompt, again)
+    assert engines.decode.call(nixl_bytes) > before
     assert () != served.served.block_digests == cold.served.block_digests
-    engines.prefill.call(at_rest)
+    engines.rest()
 
 
-def test_tiers_first_spare_the_hand_over(engines: Engines, valkey: Server) -> None:
+def test_aborts_at_the_decode_instance_leave_nothing_wrong(engines: Engines) -> None:
+    check_aborts(engines)
+
+
+def test_aborts_at_the_prefill_instance_leave_nothing_wrong(engines: Engines) -> None:
+    """Waiting, computed in part, and computed but not fetched: until its lease ends."""
+    for steps in (0, 1, 2, 3):
+        prompt = unseen_prompt()
+        engines.prefill.call(set_lease, 1)
+        request = Ask(_name(), prompt, 1, dict(_FOR_DECODE))
+        status = engines.prefill.call(abort_after, request, steps)
+        assert status == ("WAITING", "RUNNING", "RUNNING", "FINISHED_LENGTH_CAPPED")[steps]
+        engines.prefill.call(forget)
+        engines.prefill.call(set_lease, 30)
+        cold = engines.compute(prompt)
+        served = engines.fetch(prompt, cold)
+        assert served.served.block_digests == cold.served.block_digests
+        assert len(cold.served.block_digests) == NUM_TOKENS // BLOCK_SIZE
+        engines.rest()
+
+
+@pytest.mark.soak  # one more engine
+def test_tiers_first_spare_the_hand_over(tiers_first: Engines, valkey: Server) -> None:
     """And the prefill instance is told that nobody will fetch it."""
     prompt = unseen_prompt()
-    cold = engines.compute(prompt)
-    wait_for_chunks(valkey, engines.prefill.call(chunk_keys, prompt), NUM_HEADS)
-    before = engines.tiers_first.call(nixl_bytes)
-    served = engines.tiers_first.call(ask, Ask(_name(), prompt, params=cold.params))
+    cold = tiers_first.compute(prompt)
+    wait_for_chunks(valkey, tiers_first.prefill.call(chunk_keys, prompt), NUM_HEADS)
+    before = tiers_first.decode.call(nixl_bytes)
+    served = tiers_first.fetch(prompt, cold)
     assert served.served.external_hit_tokens == FULL
-    assert engines.tiers_first.call(nixl_bytes) == before
+    assert tiers_first.decode.call(nixl_bytes) == before
     assert () != served.served.block_digests == cold.served.block_digests
-    engines.prefill.call(at_rest)
-    engines.tiers_first.call(at_rest)
+    tiers_first.rest()
 
 
-def test_what_is_in_no_tier_comes_by_nixl(engines: Engines) -> None:
+@pytest.mark.soak  # one more engine
+def test_tiers_first_what_is_in_none_comes_by_nixl(tiers_first: Engines) -> None:
     prompt = unseen_prompt(CHUNK_SIZE - 1)
-    cold = engines.compute(prompt)
-    before = engines.tiers_first.call(nixl_bytes)
-    served = engines.tiers_first.call(ask, Ask(_name(), prompt, params=cold.params))
+    cold = tiers_first.compute(prompt)
+    before = tiers_first.decode.call(nixl_bytes)
+    served = tiers_first.fetch(prompt, cold)
     assert served.served.external_hit_tokens == 0
-    assert engines.tiers_first.call(nixl_bytes) > before
+    assert tiers_first.decode.call(nixl_bytes) > before
     assert () != served.served.block_digests == cold.served.block_digests
-    engines.prefill.call(at_rest)
+    tiers_first.rest()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_aborts_at_the_decode_instance_leave_nothing_wrong(engines: Engines, order: str) -> None:
-    """vLLM counts a whole prompt as computed as soon as it waits for its KV."""
-    decode, seen = engines.decode(order), []
-    for steps in range(5):
-        prompt = unseen_prompt()
-        cold = engines.compute(prompt)
-        seen.append(decode.call(abort_after, Ask(_name(), prompt, 8, cold.params), steps))
-        engines.prefill.call(at_rest)
-        decode.call(forget)
-        again = decode.call(ask, Ask(_name(), prompt))
-        assert again.served.block_digests == cold.served.block_digests
-    assert {"WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING"} <= set(seen)
-
-
-@pytest.mark.parametrize("steps", range(4))
-def test_aborts_at_the_prefill_instance_leave_nothing_wrong(engines: Engines, steps: int) -> None:
-    prompt = unseen_prompt()
-    status = engines.prefill.call(abort_after, Ask(_name(), prompt, 1, dict(_FOR_DECODE)), steps)
-    engines.prefill.call(at_rest, 2 * LEASE_SECONDS if status == "finished" else 0.0)
-    engines.prefill.call(forget)
-    cold = engines.compute(prompt)
-    served = engines.nixl_first.call(ask, Ask(_name(), prompt, params=cold.params))
-    assert () != served.served.block_digests == cold.served.block_digests
-    assert len(cold.served.block_digests) == NUM_TOKENS // BLOCK_SIZE
-    engines.prefill.call(at_rest)
-
-
-def test_kv_that_nobody_fetches_is_let_go(engines: Engines) -> None:
-    prompt = unseen_prompt()
-    engines.compute(prompt)
-    engines.prefill.call(at_rest, 2 * LEASE_SECONDS)
+@pytest.mark.soak  # one more engine
+def test_tiers_first_aborts_leave_nothing_wrong(tiers_first: Engines) -> None:
+    check_aborts(tiers_first)

@@ -38,10 +38,10 @@ def report(rank: int, **configuration: str) -> RankReport:
 
 def test_requests_wait_for_the_last_rank() -> None:
     start = make(3)
-    assert start.answer() == (None, False)
+    assert start.is_awaited()
     assert start.update([report(2, a="1"), report(0, a="1")]) == ()
     assert start.update([RankReport(1, (), ())]) == ()
-    assert start.answer() == (None, False)
+    assert start.is_awaited()
     assert start.hasher is None
     assert start.update([report(1, a="1")]) == CALIBRATIONS
     assert start.hasher is not None
@@ -61,7 +61,7 @@ def test_ranks_that_disagree_end_it(caplog: pytest.LogCaptureFixture) -> None:
     start = make(2)
     assert start.update([report(0, a="1", b="1", c="1"), report(1, a="1", b="2")])
     assert start.hasher is None
-    assert start.answer() == (0, False)
+    assert not start.is_awaited()
     (line,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert "they differ in b, c" in line.getMessage()
 
@@ -71,11 +71,11 @@ def test_the_wait_is_bounded_and_a_late_report_ends_it(caplog: pytest.LogCapture
     start = make(2, clock)
     clock.now += 1000.0  # nobody has asked yet
     start.update([report(0)])
-    assert start.answer() == (None, False)
+    assert start.is_awaited()
     clock.now += 9.9
-    assert start.answer() == (None, False)
+    assert start.is_awaited()
     clock.now += 0.2
-    assert [start.answer() for _ in range(3)] == [(0, False)] * 3
+    assert not any(start.is_awaited() for _ in range(3))
     (line,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert "ranks [1] have not reported within 10 s" in line.getMessage()
     start.update([report(1)])

@@ -261,10 +261,10 @@ class SendBuffer:
         """The consumer has room for so many blocks. Whether that helps."""
         with self.changed:
             delivery.granted = max(delivery.granted, num_blocks)
-            delivery.blocked = bool(
-                delivery.parts and delivery.parts[0].last_block > delivery.granted
-            )
-            self.changed.notify_all()
+            delivery.cut()  # a later piece may have a part for which there is room
+            parts = delivery.parts
+            delivery.blocked = bool(parts and parts[0].last_block > delivery.granted)
+            self._finish_deliveries(delivery.transfer)
             return not delivery.blocked
 
     def block(self, delivery: Delivery) -> None:

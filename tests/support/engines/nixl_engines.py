@@ -16,7 +16,6 @@ import pytest
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.p2p_instances import free_ports
 
-LEASE_SECONDS = 6
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None or importlib.util.find_spec("nixl_cu13") is None,
     reason="runs where the wheels nixl and nixl-cu13 are installed: there are some for Linux",
@@ -24,22 +23,15 @@ needs_nixl = pytest.mark.skipif(
 
 
 def nixl_transfer(role: str) -> dict[str, Any]:
-    """Part of the JSON of ``--kv-transfer-config``. A prefill instance keeps KV that nobody fetches
-    for ``LEASE_SECONDS``."""
-    return {
-        "kv_connector": "NixlConnector",
-        "kv_role": role,
-        "kv_buffer_device": "cpu",
-        "kv_connector_extra_config": {"kv_lease_duration": LEASE_SECONDS},
-    }
+    """Part of the JSON of ``--kv-transfer-config``."""
+    return {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
 
 
 @contextmanager
 def running_nixl(
     model: Path, folder: Path, transfers: Sequence[dict[str, Any]], **args: Any
 ) -> Iterator[list[VllmInstance]]:
-    """Engines that start at the same time, each on a core of its own. ``args`` may hold lists, one
-    entry per engine."""
+    """Engines that start at the same time, each on a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     instances = []
     for index, transfer in enumerate(transfers):
@@ -48,10 +40,9 @@ def running_nixl(
             "VLLM_CPU_OMP_THREADS_BIND": str(cores[index % len(cores)]),
         }
         settings: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 8192}
-        settings |= {k: v[index] if isinstance(v, list) else v for k, v in args.items()}
         prepare = partial(_set_environment, environment)
         log = folder / f"nixl-{index}.log"
-        instances.append(VllmInstance(model, transfer, log, prepare, **settings))
+        instances.append(VllmInstance(model, transfer, log, prepare, **settings | args))
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(instances)) as pool:
             list(pool.map(stack.enter_context, instances))
