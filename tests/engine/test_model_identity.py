@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,10 @@ def store(instance: VllmInstance, valkey: Server) -> Served:
 
 
 @pytest.fixture(scope="module")
-def cold(start: StartInstance, transfer: dict[str, Any], valkey: Server) -> Iterator[Served]:
+def cold(start: StartInstance, transfer: dict[str, Any], valkey: Server) -> Served:
     """The prompt as an instance of 8,192 tokens has computed and stored it."""
     with start(transfer) as instance:
-        yield store(instance, valkey)
+        return store(instance, valkey)
 
 
 def test_another_limit_of_length_shares_where_the_model_does_not_compute_with_it(
