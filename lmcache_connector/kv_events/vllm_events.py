@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from lmcache_connector.kv_events.event_log import BlockRun, BlocksStored, KvEvent
+from lmcache_connector.kv_events.log import BlockRun, BlocksStored, KvEvent
 from lmcache_connector.plans import Tier
 
 if TYPE_CHECKING:

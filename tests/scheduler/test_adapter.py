@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.kv_events.event_log import BlocksRemoved, BlocksStored, KvEventLog
+from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored, KvEventLog
 from lmcache_connector.metrics.samples import split_key
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Outcome

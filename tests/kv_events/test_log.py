@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.kv_events.event_log import (
+from lmcache_connector.kv_events.log import (
     BlockRun,
     BlocksRemoved,
     BlocksStored,
