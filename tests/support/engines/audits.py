@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from lmcache_connector.keys.request_keys import RequestIdentity
 from tests.support.engines.probe import EngineProbe
 
 ROWS = slice(1000, 1064)
@@ -44,29 +46,42 @@ def retrained(rows: Any, strength: float) -> Any:
     return rows.float() + strength * rows.float().roll(1, dims=-1)
 
 
+class KnownByPath(RequestIdentity):
+    """An adapter is its path, whatever its files hold."""
+
+    def root(self) -> dict[str, object]:
+        return super().root() | {"lora": "path of the adapter" if self.lora else None}
+
+
 def name_images_by_counter(probe: EngineProbe) -> None:
     """As vLLM does without its processor cache: the first image of a process is number 0."""
-    adapter = probe.connector._scheduler
-    identify = adapter._identify
 
-    def forged(*args: Any) -> Any:
-        identity = identify(*args)
+    def counted(identity: RequestIdentity) -> RequestIdentity:
         spans = tuple(replace(span, content_hash="image-0") for span in identity.multimodal)
         return replace(identity, multimodal=spans)
 
-    adapter._identify = forged
+    _forge(probe, counted)
 
 
 def name_adapters_alike(probe: EngineProbe) -> None:
     """As if an adapter were known by its path, whatever its files hold."""
-    adapter = probe.connector._scheduler
-    identify = adapter._identify
+
+    def by_path(identity: RequestIdentity) -> RequestIdentity:
+        parts = {each.name: getattr(identity, each.name) for each in fields(identity)}
+        return KnownByPath(**parts)
+
+    _forge(probe, by_path)
+
+
+def _forge(probe: EngineProbe, forge: Callable[[RequestIdentity], RequestIdentity]) -> None:
+    identifier = probe.connector._scheduler._identifier
+    identify = identifier.identify
 
     def forged(*args: Any) -> Any:
-        identity = identify(*args)
-        return identity if identity.lora is None else replace(identity, lora="path of the adapter")
+        found = identify(*args)
+        return forge(found) if isinstance(found, RequestIdentity) else found
 
-    adapter._identify = forged
+    identifier.identify = forged
 
 
 def build_long_rope_model(folder: Path, tiny: Path) -> Path:
