@@ -58,6 +58,33 @@ def at_rest(probe: EngineProbe) -> None:
     check_integrity(probe)
 
 
+def serve_from_redis_alone(probe: EngineProbe, prompt: list[int]) -> tuple[Served, str]:
+    forget_unseen(probe)
+    probe.serve([1] * 10)  # any step brings the news
+    answer = ask(probe, Ask("late", prompt))
+    return answer.served, answer.finish_reason
+
+
+def test_a_missed_deadline_fails_no_request(
+    instance: VllmInstance, link: SlowLink, valkey: Server
+) -> None:
+    """Whatever ``kv_load_failure_policy`` says: a late chunk is a miss, not a failed load."""
+    prompt = random_prompt(3, NUM_TOKENS)
+    cold = instance.serve(prompt)
+    wait_for_chunks(valkey, instance.call(chunk_keys, prompt), NUM_HEADS)
+    before = instance.counts()
+    link.set(bytes_per_second=100e3)
+    try:
+        served, finish_reason = instance.call(serve_from_redis_alone, prompt)
+    finally:
+        link.set()
+    after = instance.counts()
+    assert after.total("load_jobs") > before.total("load_jobs")
+    assert after.total("recomputed_tokens") > before.total("recomputed_tokens")
+    assert finish_reason == "length"
+    assert served.block_digests == cold.block_digests
+
+
 @contextmanager
 def endless_stores(probe: EngineProbe) -> Iterator[threading.Event]:
     """Every store runs until it is cancelled. The event: one has begun."""
@@ -119,33 +146,6 @@ def test_the_engine_sleeps_right_after_generate(instance: VllmInstance) -> None:
     instance.reset_prefix_cache()
     assert instance.serve(prompt).external_hit_tokens == FULL
     instance.call(at_rest)
-
-
-def serve_from_redis_alone(probe: EngineProbe, prompt: list[int]) -> tuple[Served, str]:
-    forget_unseen(probe)
-    probe.serve([1] * 10)  # any step brings the news
-    answer = ask(probe, Ask("late", prompt))
-    return answer.served, answer.finish_reason
-
-
-def test_a_missed_deadline_fails_no_request(
-    instance: VllmInstance, link: SlowLink, valkey: Server
-) -> None:
-    """Whatever ``kv_load_failure_policy`` says: a late chunk is a miss, not a failed load."""
-    prompt = random_prompt(3, NUM_TOKENS)
-    cold = instance.serve(prompt)
-    wait_for_chunks(valkey, instance.call(chunk_keys, prompt), NUM_HEADS)
-    before = instance.counts()
-    link.set(bytes_per_second=100e3)
-    try:
-        served, finish_reason = instance.call(serve_from_redis_alone, prompt)
-    finally:
-        link.set()
-    after = instance.counts()
-    assert after.total("load_jobs") > before.total("load_jobs")
-    assert after.total("recomputed_tokens") > before.total("recomputed_tokens")
-    assert finish_reason == "length"
-    assert served.block_digests == cold.block_digests
 
 
 @pytest.mark.soak  # two ranks
