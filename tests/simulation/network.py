@@ -7,6 +7,7 @@ the :class:`Path`'s business. A *service* listens at an address and is called wi
 from __future__ import annotations
 
 import errno
+import fcntl as real_fcntl
 import select as real_select
 import socket as real_socket
 import struct
@@ -474,4 +475,5 @@ socket = Stand(
         "gethostname": lambda: RUNTIME.process.name,
     },
 )
+fcntl = Stand(real_fcntl, {"ioctl": lambda sock, request, argument: bytes(len(argument))})
 select = Stand(real_select, {"poll": _Poll, "select": _select})
