@@ -117,7 +117,6 @@ def test_what_came_before_a_break_is_used() -> None:
         assert result.cause is not None
         assert (result.num_blocks, result.cause.reason) == (23, Reason.NOT_ARRIVED)
         assert decode.content(RECEIVED[:23]) == prefill.content(SENT[:23])
-        assert set(RECEIVED[23:]) <= decode.invalid
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
 
 

@@ -148,18 +148,17 @@ class HostilePeer:
         rng = self._rng
         name = rng.choice(_NAMES)
         count = rng.choice([0, 1, 16, 1000, 2**31 - 1])
-        return rng.choice(
-            [
-                messages.Offer(name, rng.randbytes(32), count),
-                messages.Want(name, rng.randbytes(32), count),
-                messages.Keep((name,) * 256),
-                messages.More(rng.randrange(1, 2**62)),
-                messages.Forget(name, "deadline: " + "x" * 1000),
-                messages.Room(count),
-                messages.Accepted(1, count, 1),
-                messages.Prove(bytes(32)),
-            ]
-        )
+        choices: list[Message] = [
+            messages.Offer(name, rng.randbytes(32), count),
+            messages.Want(name, rng.randbytes(32), count),
+            messages.Keep((name,) * 256),
+            messages.More(rng.randrange(1, 2**62)),
+            messages.Forget(name, "deadline: " + "x" * 1000),
+            messages.Room(count),
+            messages.Accepted(1, count, 1),
+            messages.Prove(bytes(32)),
+        ]
+        return rng.choice(choices)
 
     def _insider_sends_bad_frames(self) -> None:
         rng = self._rng
