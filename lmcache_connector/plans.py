@@ -117,7 +117,8 @@ class StepPlan:
     ``cancelled_loads`` are jobs whose requests were aborted, or whose cache was reset.
     ``vacated_stores`` are jobs of earlier steps whose blocks this one may overwrite, and none
     before it does. ``idle``: the step runs no forward pass. ``prefill``: the forward pass is worth
-    timing. ``probe``: Redis' speed is worth measuring again.
+    timing. ``probe``: Redis' speed is worth measuring again. ``wanted``: chunks in memory that
+    Redis should have as well.
     ``adapter_question``: list the LoRA adapters in memory (0: no need).
     """
 
@@ -128,6 +129,7 @@ class StepPlan:
     idle: bool = False
     prefill: PrefillWork | None = None
     probe: bool = False
+    wanted: tuple[bytes, ...] = ()
     adapter_question: int = 0
 
     def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.plans import AdapterRef
 from lmcache_connector.requests.adapter_files import AdapterDigests, adapter_name
 from lmcache_connector.requests.background_read import BackgroundReads, Reading
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -36,24 +39,35 @@ class AdapterReader:
         self._reads = BackgroundReads("lmc-adapters")
         self._warned: set[str] = set()
 
-    def read(self, adapter: Any) -> tuple[Reading[str], int]:
-        """Start to read the adapter of a request, and ask the ranks what they have loaded.
+    def read(self, adapter: Any) -> Reading[str]:
+        """Start to read the adapter of a request. Returns the name of its content, to be."""
+        return self._reads.submit(lambda: self._read(adapter))
 
-        Returns the name of its content, to be, and the number of the question.
-        """
-        reading = self._reads.submit(lambda: self._read(adapter))
-        return reading, self.loaded.ask() if self.loaded is not None else 0
+    def ask(self, adapter: Any) -> int:
+        """Ask the ranks what they have loaded, ahead of need: unless all have told already that
+        they have that adapter. Returns the question's number; 0: none."""
+        if self.loaded is None or self.loaded.have_loaded(adapter.lora_int_id):
+            return 0
+        return self.loaded.ask()
 
     def read_now(self, adapter: Any) -> str | None:
         """The name of its content; ``None`` without an adapter, or if it cannot be read."""
         return self._read(adapter) if adapter is not None else None
 
-    def have_answered(self, question: int) -> bool:
-        return not question or self.loaded is None or self.loaded.have_answered(question)
+    def is_known(self, adapter: Any, name: str, question: int) -> bool:
+        """Whether enough is known of what the ranks have loaded to say what they compute with.
 
-    def will_compute(self, adapter: Any, name: str) -> bool:
-        """Whether vLLM computes a request with the adapter of that name."""
-        loaded, ref = self.loaded, AdapterRef(adapter.lora_int_id, name)
+        That the files are those it was loaded from, and still are, needs no further question.
+        """
+        return (
+            self.loaded is None
+            or self.loaded.are(AdapterRef(adapter.lora_int_id, name))
+            or (question > 0 and self.loaded.have_answered(question))
+        )
+
+    def will_compute(self, request: Request, name: str) -> bool:
+        """Whether a request that arrives is computed with the adapter of that name."""
+        adapter, loaded = request.lora_request, self.loaded
         if loaded is None:
             return True
         if not loaded.are_watched:
@@ -63,8 +77,8 @@ class AdapterReader:
                 "bypass the KV cache tiers.",
             )
             return False
-        # With load_inplace vLLM reads the files again before it computes.
-        if adapter.load_inplace or loaded.may_be(ref):
+        ref = AdapterRef(adapter.lora_int_id, name)
+        if self.may_compute(request, name):
             loaded.expect(ref)
             return True
         self._warn(
@@ -75,9 +89,17 @@ class AdapterReader:
         )
         return False
 
-    def may_store(self, number: int, name: str | None) -> bool:
-        """Whether no rank is known to have loaded another one. The ranks themselves know best."""
-        return name is None or self.loaded is None or self.loaded.may_be(AdapterRef(number, name))
+    def may_compute(self, request: Request, name: str | None) -> bool:
+        """Whether no rank is known to compute the request with another adapter than that.
+
+        With ``load_inplace`` vLLM reads the files again before it begins. The ranks know best.
+        """
+        if name is None or self.loaded is None:
+            return True
+        adapter = request.lora_request
+        if adapter.load_inplace and request.num_computed_tokens == 0:
+            return True
+        return self.loaded.may_be(AdapterRef(adapter.lora_int_id, name))
 
     def close(self) -> None:
         self._reads.close()

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 _READ_SECONDS = 10.0
 """What takes longer is not worth waiting for: the request bypasses the tiers."""
 
+_STALE_SECONDS = 1.0
+"""While a request queues, its adapter's files may change, and vLLM may read them again."""
+
 
 class Bypass(Enum):
     """Why a request passes the tiers by. The values are labels of a metric."""
@@ -155,6 +158,28 @@ class RequestIdentifier:
             opened.cancel()
             self._set(opened, _kind(opened.request))
 
+    def is_current(self, request: Request, wait_seconds: float = 0.0) -> bool | NotYet:
+        """Whether vLLM, as far as it is known now, would still compute what has been identified.
+
+        While a request queues, the files of its adapter may change, and vLLM may read them again:
+        they are looked at again after a second. ``UNREAD``: ask again.
+        """
+        opened = self._open.get(request.request_id)
+        if (
+            opened is None
+            or opened.adapter is None
+            or not isinstance(opened.found, RequestIdentity)
+        ):
+            return True
+        read_at = opened.give_up_at - _READ_SECONDS
+        if self._clock() - read_at >= _STALE_SECONDS and opened.adapter.is_done:
+            opened.adapter = self.adapters.read(request.lora_request)
+            opened.give_up_at = self._clock() + _READ_SECONDS
+        if not opened.adapter.wait(wait_seconds):
+            return UNREAD if self._clock() < opened.give_up_at else False
+        name = opened.found.lora
+        return opened.adapter.value == name and self.adapters.may_compute(request, name)
+
     def forget(self, request: Request) -> None:
         """The request has ended."""
         opened = self._open.get(request.request_id)
@@ -183,7 +208,8 @@ class RequestIdentifier:
         if has_inputs:
             opened.inputs = self._reads.submit(lambda: self._try_to_read(request))
         if request.lora_request is not None:
-            opened.adapter, opened.question = self.adapters.read(request.lora_request)
+            opened.adapter = self.adapters.read(request.lora_request)
+            opened.question = self.adapters.ask(request.lora_request)
         return opened
 
     def _refuse(self, request: Request) -> Bypass | None:
@@ -203,7 +229,7 @@ class RequestIdentifier:
         """``None`` as long as something is being read, or a rank has not answered."""
         readings = [each for each in (opened.inputs, opened.adapter) if each is not None]
         is_read = all(reading.wait(wait_seconds) for reading in readings)
-        if not is_read or not self.adapters.have_answered(opened.question):
+        if not is_read or not self._knows_the_ranks(opened):
             if self._clock() < opened.give_up_at:
                 return None
             opened.cancel()
@@ -215,9 +241,20 @@ class RequestIdentifier:
             inputs = opened.inputs.value
         if opened.adapter is not None:
             lora = opened.adapter.value
-            if lora is None or not self.adapters.will_compute(opened.request.lora_request, lora):
+            if lora is None or not self.adapters.will_compute(opened.request, lora):
                 return Bypass.ADAPTER
         return _identity(opened.request, inputs, lora)
+
+    def _knows_the_ranks(self, opened: _Open) -> bool:
+        """Asks them where what they have told is not enough."""
+        adapter, reading = opened.request.lora_request, opened.adapter
+        if reading is None or reading.value is None:
+            return True
+        if self.adapters.is_known(adapter, reading.value, opened.question):
+            return True
+        if not opened.question and self.adapters.loaded is not None:
+            opened.question = self.adapters.loaded.ask()
+        return False
 
     def _set(self, opened: _Open, found: Identified) -> None:
         opened.found = found

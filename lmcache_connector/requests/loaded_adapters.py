@@ -67,6 +67,18 @@ class LoadedAdapters:
         """Whether all ranks can see what vLLM loads."""
         return all(listed.is_watched for listed in self._lists.values())
 
+    def are(self, adapter: AdapterRef) -> bool:
+        """Whether every rank has told that it has loaded this very adapter."""
+        return len(self._lists) == self._world_size and all(
+            listed.digest_of(adapter.number) == adapter.digest for listed in self._lists.values()
+        )
+
+    def have_loaded(self, number: int) -> bool:
+        """Whether every rank has told that it has an adapter of that number."""
+        return len(self._lists) == self._world_size and all(
+            any(each == number for each, _ in listed.digests) for listed in self._lists.values()
+        )
+
     def may_be(self, adapter: AdapterRef) -> bool:
         """Whether each rank has loaded this very adapter, or is yet to load one of its number."""
         return all(

@@ -26,6 +26,8 @@ from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
+from lmcache_connector.kv_events.log import KvEventSink
+from lmcache_connector.kv_events.vllm_events import describe_chunk
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import (
@@ -47,13 +49,12 @@ from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.hit_finder import HitFinder
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
-from lmcache_connector.scheduler.kv_events import KvEventSink
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
-from lmcache_connector.scheduler.vllm_kv_events import describe_chunk
+from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 _READ_WAIT_SECONDS = 0.005
@@ -79,7 +80,7 @@ class SchedulerAdapter:
 
     ``identifier`` says what makes a request's KV unique. ``kv_events`` is told what the tiers take
     in and let go. ``read_label()`` names the weights at a reset; it raises ``ConfigError`` if it
-    cannot.
+    cannot. ``wanted``: for a Redis to write to.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class SchedulerAdapter:
         epochs: RootEpochs,
         auditor: Auditor,
         read_label: Callable[[], str],
+        wanted: WantedChunks | None = None,
     ) -> None:
         self.index = index
         self.hits = hits
@@ -105,6 +107,7 @@ class SchedulerAdapter:
         self.tally = tally
         self.witness = BlockWitness(settings)
         self._metrics = metrics
+        self._wanted = wanted
         self._settings = settings
         self._hasher = hasher
         self._identifier = identifier
@@ -129,7 +132,7 @@ class SchedulerAdapter:
         state = self._state(request)
         if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
             return
-        self._auditor.ask(state)
+        self._auditor.ask(state, self.hits)
         if self._settings.loads:
             self.hits.ask(state, first=0)
 
@@ -142,13 +145,17 @@ class SchedulerAdapter:
             return 0, False
         wait_seconds = _READ_WAIT_SECONDS if self.is_idle and self._may_wait else 0.0
         state = self._state(request, wait_seconds)
-        if state is UNREAD:
+        is_current = self._identifier.is_current(request, wait_seconds)
+        if state is UNREAD or is_current is UNREAD:
             # Even if it will load nothing: what is computed before it has a name is not stored.
             self._may_wait = False
             return None, False
-        if state is None:
+        if state is None or not is_current:
             return 0, False
-        if self._auditor.find_shared(state, num_computed_tokens, is_idle=self.is_idle) is PENDING:
+        found = self._auditor.find_shared(
+            state, self.hits, num_computed_tokens, is_idle=self.is_idle
+        )
+        if found is PENDING:
             return None, False
         if not (self._settings.loads and state.load.is_allowed):
             return 0, False
@@ -202,6 +209,7 @@ class SchedulerAdapter:
             idle=not self._scheduled,
             prefill=prefill_work(scheduler_output, self._states),
             probe=self._wants_probe(),
+            wanted=self._wanted.take() if self._wanted is not None else (),
             adapter_question=self._loaded_adapters.take_question() if self._loaded_adapters else 0,
         )
 
@@ -308,6 +316,9 @@ class SchedulerAdapter:
             if self._epochs.state(keys.identity.kv_root) is RootState.PROBATION:
                 shared = replace(keys.identity, weight_epoch=self._epochs.shared_epoch)
                 self._auditor.put_on_probation(state, RequestKeys(self._hasher, shared))
+            state.keys.extend(request.all_token_ids)
+            if self._wanted is not None:
+                self._wanted.sight(state.keys.keys)
         state.keys.extend(request.all_token_ids)
         return state
 
@@ -336,7 +347,7 @@ class SchedulerAdapter:
     def _computes_its_own(self, state: RequestState, num_tokens: int) -> bool:
         """Whether vLLM computes the request's next tokens from what the request's name says."""
         identity, start = state.keys.identity, state.request.num_computed_tokens
-        if not self._identifier.adapters.may_store(identity.lora_number, identity.lora):
+        if not self._identifier.adapters.may_compute(state.request, identity.lora):
             return False
         spans = identity.multimodal
         return not spans or self._encoders.vouches(state.request, spans, start, start + num_tokens)

@@ -90,7 +90,6 @@ class Auditor:
         self,
         settings: SchedulerSettings,
         index: ChunkIndex,
-        hits: HitFinder,
         sampler: AuditSampler,
         noise: NoiseGauge,
         tally: Tally,
@@ -100,7 +99,6 @@ class Auditor:
     ) -> None:
         self._settings = settings
         self._index = index
-        self._hits = hits
         self._sampler = sampler
         self._noise = noise
         self._tally = tally
@@ -136,13 +134,13 @@ class Auditor:
         shared.lookup.is_counted = True
         state.audit.shared = shared
 
-    def ask(self, state: RequestState) -> None:
+    def ask(self, state: RequestState, hits: HitFinder) -> None:
         """Ask slow tiers for what :meth:`find_shared` will want."""
         if state.audit.shared is not None:
-            self._hits.ask(state.audit.shared, first=0)
+            hits.ask(state.audit.shared, first=0)
 
     def find_shared(
-        self, state: RequestState, num_computed_tokens: int, *, is_idle: bool
+        self, state: RequestState, hits: HitFinder, num_computed_tokens: int, *, is_idle: bool
     ) -> Pending | None:
         """On probation, choose a chunk that was stored before the reset. ``PENDING``: call again in
         the next step."""
@@ -150,7 +148,7 @@ class Auditor:
         if audit.shared is None or audit.is_decided or root in self._on_trial:
             return None
         audit.shared.keys.extend(state.request.all_token_ids)
-        hit = self._hits.find(audit.shared, num_computed_tokens, is_idle=is_idle)
+        hit = hits.find(audit.shared, num_computed_tokens, is_idle=is_idle)
         if hit is PENDING:
             return PENDING
         if hit:

@@ -166,6 +166,8 @@ class WorkerAdapter:
         self._idle = plan.idle
         if plan.probe:
             self._probe.request()
+        if plan.wanted:
+            self._engine.want(plan.wanted)
         if plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
         if plan.loads:

@@ -23,6 +23,7 @@ from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,7 @@ def _worker_settings(
             block_size=model.block_size,
             overrides=config.lmcache,
             report_writes=kv_events,
+            pace=_pace(config),
         ),
         geometry=model.geometries[model.rank],
         num_kv_heads=model.num_kv_heads,
@@ -99,6 +101,13 @@ def _worker_settings(
         planes=model.planes,
         formats=model.formats,
     )
+
+
+def _pace(config: ConnectorConfig) -> Pace:
+    """With a lifetime to be renewed, a value is looked after well before it ends."""
+    if not config.redis_ttl_refresh or config.redis_ttl_seconds is None:
+        return Pace()
+    return Pace(granted_seconds=min(Pace().granted_seconds, config.redis_ttl_seconds / 3))
 
 
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:

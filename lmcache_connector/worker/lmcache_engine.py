@@ -16,8 +16,9 @@ admits or evicts.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
@@ -45,12 +46,17 @@ from lmcache_connector.worker.lmcache_start import (
     make_metadata,
     start_engine,
 )
+from lmcache_connector.worker.reconciler import Reconciler
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.worker.step_gate import StepGate
 
 _JOBS_BETWEEN_DRAINS = 256
+# Chunks offered to Redis again are written while no more than that waits to be written, and when
+# the queue fills up they are given up first.
+_OFFERED_BYTES = 32 << 20
+_LAST = 1 << 20
 
 
 class LMCacheEngineAdapter:
@@ -67,6 +73,7 @@ class LMCacheEngineAdapter:
         paged: PagedLayout,
         copier: Copier,
         redis_tier: RedisTier | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._geometry = geometry
         self._redis_tier = redis_tier
@@ -86,6 +93,9 @@ class LMCacheEngineAdapter:
         self._report_writes = settings.report_writes
         self._written: deque[bytes] = deque()
         self._cpu.batched_msg_sender = self._events
+        self._reconciler: Reconciler | None = None
+        if redis_tier is not None:
+            self._reconciler = Reconciler(self._offer, self._may_offer, settings.pace, clock)
 
     def store(
         self,
@@ -166,6 +176,11 @@ class LMCacheEngineAdapter:
             self._retrieve(transfer, deadline if job.needs_redis else None)
         return transfer
 
+    def want(self, keys: Sequence[bytes]) -> None:
+        """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
+        if self._reconciler is not None:
+            self._reconciler.want(keys)
+
     def forget(self, key: bytes) -> None:
         """Drop a chunk from the CPU tier."""
         self._cpu.remove(self._database.engine_key(key))
@@ -195,6 +210,8 @@ class LMCacheEngineAdapter:
 
     def close(self, seconds: float) -> None:
         """Writes still queued for Redis get ``seconds``; then everything is dropped."""
+        if self._reconciler is not None:
+            self._reconciler.close(seconds)
         if self._redis_tier is not None:
             self._redis_tier.close(seconds)
         self._engine.close()
@@ -221,28 +238,43 @@ class LMCacheEngineAdapter:
         if self._plugin is None:
             return
         for i, key in enumerate(job.keys):
-            if key not in held:
-                continue
-            engine_key = self._database.engine_key(key)
-            memory = self._cpu.get_blocking(engine_key)  # with a reference, unless just evicted
-            if memory is None:
-                continue
-            with self._store_context(job, i):
-                self._plugin.batched_submit_put_task([engine_key], [memory])
-            memory.ref_count_down()
+            if key in held:
+                with self._store_context(job, i):
+                    self._put(key)
+
+    def _offer(self, key: bytes) -> bool:
+        assert self._plugin is not None
+        with self._plugin.store_context(_LAST, self._write_ended):
+            return self._put(key)
+
+    def _may_offer(self) -> bool:
+        """What waits to be written stays in the CPU tier: offers take little of it."""
+        assert self._redis_tier is not None
+        return self._redis_tier.queued_bytes <= max(_OFFERED_BYTES, self._geometry.chunk_bytes)
+
+    def _put(self, key: bytes) -> bool:
+        """Queue a chunk of the CPU tier for Redis. False if it is not there."""
+        engine_key = self._database.engine_key(key)
+        memory = self._cpu.get_blocking(engine_key)  # with a reference, unless just evicted
+        if memory is None:
+            return False
+        self._plugin.batched_submit_put_task([engine_key], [memory])
+        memory.ref_count_down()
+        return True
 
     def _store_context(self, job: StoreJob, first: int) -> AbstractContextManager[None]:
         """Tells the Redis tier where in its prompt a chunk stands: late ones are dropped first."""
         if self._plugin is None:
             return nullcontext()
-        on_done = self._write_ended if self._report_writes else None
         context: AbstractContextManager[None] = self._plugin.store_context(
-            job.chunk_indices[first], on_done, job.redis_keys
+            job.chunk_indices[first], self._write_ended, job.redis_keys
         )
         return context
 
     def _write_ended(self, key: bytes, stored: bool) -> None:
-        if stored:
+        if self._reconciler is not None:
+            self._reconciler.ended(key, stored)
+        if stored and self._report_writes:
             self._written.append(key)
 
     def _holds(self, key: bytes) -> bool:

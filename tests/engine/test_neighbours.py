@@ -64,11 +64,11 @@ def endless_stores(probe: EngineProbe) -> Iterator[threading.Event]:
     engine, begun, over = worker_of(probe)._engine, threading.Event(), threading.Event()
     store = engine.store
 
-    def endless(job: Any, fence: Any, cancelled: threading.Event) -> Any:
+    def endless(job: Any, fence: Any, cancelled: threading.Event, *more: Any) -> Any:
         begun.set()
         while not cancelled.wait(0.01) and not over.is_set():
             pass
-        return store(job, fence, cancelled)
+        return store(job, fence, cancelled, *more)
 
     engine.store = endless
     try:

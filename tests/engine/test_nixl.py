@@ -51,7 +51,8 @@ class Engines:
         return answer
 
     def rest(self) -> None:
-        for instance in (self.prefill, self.decode):
+        """The decode instance tells the other what it needs no more."""
+        for instance in (self.decode, self.prefill):
             instance.call(at_rest)
 
 
@@ -174,7 +175,7 @@ def test_the_prefill_instance_hands_over_what_its_tiers_spare_it(engines: Engine
     prompt = unseen_prompt()
     cold = engines.compute(prompt)
     engines.fetch(prompt, cold)
-    for instance in (engines.prefill, engines.decode):
+    for instance in (engines.decode, engines.prefill):
         instance.call(forget)
     again = engines.compute(prompt)
     assert again.served.external_hit_tokens == FULL

@@ -60,10 +60,11 @@ class Identified:
         self.on_ranks: list[dict[int, str | None]] = [{} for _ in range(ranks)]
 
     def of(self, wanted: Request) -> RequestIdentity | Bypass:
-        found = self.identifier.identify(wanted, 0.0)
-        if found is UNREAD:
-            self.answer()
-            found = self.identifier.identify(wanted, 5.0)
+        found = self.identifier.identify(wanted)
+        for _ in range(2):
+            if found is UNREAD:
+                self.answer()
+                found = self.identifier.identify(wanted, 5.0)
         assert found is not UNREAD
         assert self.identifier.identify(wanted) == found
         self.identifier.forget(wanted)
@@ -148,9 +149,9 @@ def test_an_image_that_is_not_here_stays_out() -> None:
     assert identified.counts == {"multimodal": 1}
 
 
-def test_what_takes_too_long_stays_out() -> None:
+def test_what_takes_too_long_stays_out(tmp_path: Path) -> None:
     identified = Identified()
-    wanted = request(lora_request=LoRARequest("a", 1, "/nowhere"))
+    wanted = request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a"))))
     assert identified.identifier.identify(wanted) is UNREAD
     identified.clock.now = 9.9
     assert identified.identifier.identify(wanted, 5.0) is UNREAD, "no rank has answered"
@@ -236,6 +237,44 @@ def test_an_adapter_stays_out_while_a_rank_has_loaded_another(
     assert caplog.text.count("are not those vLLM has loaded") == 1
     identified.on_ranks[1] = {1: name}
     assert identified.lora(path) == name
+
+
+def test_an_adapter_is_looked_at_again_after_its_request_has_queued(tmp_path: Path) -> None:
+    identified = Identified()
+    path = adapter(tmp_path / "a")
+    waiting = request(lora_request=LoRARequest("a", 1, str(path)))
+    identifier = identified.identifier
+    assert identifier.identify(waiting) is UNREAD
+    identified.answer()
+    found = identifier.identify(waiting, 5.0)
+    assert isinstance(found, RequestIdentity)
+    shutil.rmtree(path)
+    adapter(path, seed=5)
+    assert identifier.is_current(waiting), "not yet"
+    identified.clock.now = 1.0
+    assert identifier.is_current(waiting, 5.0) is False
+    identified.clock.now = 2.0
+    assert identifier.is_current(waiting, 5.0) is False, "and so it stays"
+    shutil.rmtree(path)
+    adapter(path)
+    identified.clock.now = 3.0
+    assert identifier.is_current(waiting, 5.0) is True
+    identified.on_ranks[0] = {1: "another"}
+    identified.answer()
+    assert identifier.is_current(waiting, 5.0) is False
+
+
+def test_ranks_are_not_asked_again_about_an_adapter_they_have(tmp_path: Path) -> None:
+    identified = Identified()
+    path = adapter(tmp_path / "a")
+    identified.on_ranks[0] = {1: identified.lora(path)}
+    assert identified.lora(path) is not None
+    identified.loaded.take_question()
+    found = identified.identifier.identify(
+        request(lora_request=LoRARequest("a", 1, str(path))), 5.0
+    )
+    assert isinstance(found, RequestIdentity)
+    assert identified.loaded.take_question() == 0
 
 
 def test_where_loading_cannot_be_watched_adapters_stay_out(tmp_path: Path) -> None:

@@ -276,7 +276,9 @@ class Instance:
             self._trace_step(plan, passes, tables)
         return _Step(passes, tables)
 
-    def _trace_step(self, plan: StepPlan, passes: list[_Pass], tables: dict[str, list[int]]) -> None:
+    def _trace_step(
+        self, plan: StepPlan, passes: list[_Pass], tables: dict[str, list[int]]
+    ) -> None:
         if passes or plan.loads or plan.stores:
             shown = [f"{p.request_id}[{p.start}:{p.end}]{tables[p.request_id]}" for p in passes]
             self.kernel.trace(f"step: {' '.join(shown)}")
@@ -415,7 +417,12 @@ class _Rank:
     """One worker process; it shares its instance's :class:`Process`, and dies with it."""
 
     def __init__(
-        self, kernel: Kernel, config: VllmConfig, transfer: KVTransferConfig, shape: Shape, rank: int
+        self,
+        kernel: Kernel,
+        config: VllmConfig,
+        transfer: KVTransferConfig,
+        shape: Shape,
+        rank: int,
     ) -> None:
         self.rank = rank
         self._kernel = kernel
@@ -472,7 +479,9 @@ class _Rank:
         seconds += self._shape.step_seconds if step.passes else 0.0
         # vLLM's kernels read and write somewhere in the middle of the pass.
         self._kernel.sleep(seconds / 2)
-        for one in step.passes:  # in this order: a prefix may be computed by one and used by another
+        for (
+            one
+        ) in step.passes:  # in this order: a prefix may be computed by one and used by another
             blocks = step.tables[one.request_id]
             self.memory.check(blocks, 0, one.cells[: one.start], one.request_id)
             self.memory.write(blocks, one.start, one.cells[one.start :])

@@ -150,7 +150,9 @@ class Kernel:
 
     def describe_tasks(self) -> str:
         """Tasks that have not ended, of processes that live."""
-        return ", ".join(str(t) for p in self.processes if p.alive for t in p.tasks if not t.is_done)
+        return ", ".join(
+            str(t) for p in self.processes if p.alive for t in p.tasks if not t.is_done
+        )
 
     # -- for tasks -----------------------------------------------------------------------------
 

@@ -226,7 +226,5 @@ def start_engine(
     plugin = None
     if redis_tier is not None:
         config = SimpleNamespace(extra_config={lmcache_redis.TIER: redis_tier})
-        plugin = lmcache_redis.RedisStoragePlugin(
-            "cpu", config, metadata, cpu, None
-        )
+        plugin = lmcache_redis.RedisStoragePlugin("cpu", config, metadata, cpu, None)
     return EngineModel(database, connector, cpu, plugin)

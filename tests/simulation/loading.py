@@ -32,7 +32,7 @@ _PACKAGES = ("lmcache_connector", "redis")
 
 def _import(
     name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
-) -> Any:  # noqa: A002 - the names are those of `__import__`
+) -> Any:
     if level == 0 and name in STANDS:
         return STANDS[name]
     return builtins.__import__(name, globals, locals, fromlist, level)

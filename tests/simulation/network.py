@@ -373,12 +373,7 @@ class SimSocket:
 
     def _may_send(self) -> bool:
         link = self._link
-        return (
-            self._is_broken
-            or link is None
-            or link.is_closed
-            or link.num_unread < _WINDOW_BYTES
-        )
+        return self._is_broken or link is None or link.is_closed or link.num_unread < _WINDOW_BYTES
 
     def _wait(
         self, waiters: list[Waiter], is_ready: Callable[[], bool], timeout: float | None
@@ -429,7 +424,10 @@ class _Poll:
 
 
 def _select(
-    readers: Sequence[Any], writers: Sequence[Any], errors: Sequence[Any], timeout: float | None = None
+    readers: Sequence[Any],
+    writers: Sequence[Any],
+    errors: Sequence[Any],
+    timeout: float | None = None,
 ) -> tuple[list[Any], list[Any], list[Any]]:
     kernel = RUNTIME.kernel
     end = None if timeout is None else kernel.now + timeout
@@ -441,7 +439,12 @@ def _select(
 
 
 def _resolve(
-    host: str, port: int, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0  # noqa: A002
+    host: str,
+    port: int,
+    family: int = 0,
+    type: int = 0,
+    proto: int = 0,
+    flags: int = 0,  # noqa: A002
 ) -> list[tuple[Any, ...]]:
     RUNTIME.kernel.sleep(0.0002)
     if not any(name == host for name, _ in RUNTIME.network.paths):

@@ -238,7 +238,11 @@ class World:
             for raw in server.names():
                 name, entry = parse_value_name(raw), server.entries[raw]
                 cells = self._cells_of_key.get(name.key) if name is not None else None
-                if name is None or cells is None or self._deployment.damaged.get(raw) == entry.value:
+                if (
+                    name is None
+                    or cells is None
+                    or self._deployment.damaged.get(raw) == entry.value
+                ):
                     continue
                 self.counts["values checked"] += 1
                 layers = range(name.layer_start, name.layer_end)

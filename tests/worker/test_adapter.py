@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.reconciler import Pace
 from tests.support.redis.servers import Server, running_server, valkey_binary
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
@@ -96,15 +98,22 @@ class Instance:
 
 
 def make_instance(
-    port: int, probe: bool = False, tier_type: type[RedisTier] = RedisTier
+    port: int,
+    probe: bool = False,
+    tier_type: type[RedisTier] = RedisTier,
+    pace: Pace | None = None,
+    **tier: Any,
 ) -> Instance:
+    """``tier``: settings of the Redis tier."""
     torch.manual_seed(random.randrange(1 << 30))
     cache = {
         f"layers.{i}": torch.randn(NUM_BLOCKS, HEADS, BLOCK_SIZE, WIDTH).bfloat16()
         for i in range(LAYERS)
     }
     settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05, block_size=BLOCK_SIZE),
+        engine=EngineSettings(
+            rank=0, world_size=1, cpu_gib=0.05, block_size=BLOCK_SIZE, pace=pace or Pace()
+        ),
         geometry=GEOMETRY,
         num_kv_heads=HEADS,
         layer_widths=dict.fromkeys(cache, 2 * WIDTH),
@@ -112,7 +121,8 @@ def make_instance(
         shutdown_seconds=2.0,
         probe_keys=PROBE_KEYS if probe else (),
     )
-    config = RedisTierConfig(url=f"redis://127.0.0.1:{port}", read_timeout_seconds=LONG)
+    tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
+    config = RedisTierConfig(url=f"redis://127.0.0.1:{port}", **tier)
     return Instance(WorkerAdapter(settings, cache, partial(tier_type, config, GEOMETRY)), cache)
 
 

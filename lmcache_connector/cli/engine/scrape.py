@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from lmcache_connector.cli.report import UNREACHABLE, CliError
 from lmcache_connector.metrics.table import PREFIX
-from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample

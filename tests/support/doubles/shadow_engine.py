@@ -37,7 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
-from lmcache_connector.plans import LoadJob, StepPlan, StoreJob
+from lmcache_connector.plans import AuditJob, LoadJob, StepPlan, StoreJob
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.background_lookup import (
     PENDING,
@@ -195,8 +195,8 @@ class ShadowEngine:
         for mine, theirs in zip(self.ranks, other.ranks, strict=True):
             mine.remote = theirs.remote
 
-    def reset(self, preempt: bool = False) -> bool:
-        """New weights, if vLLM says that no old KV is left."""
+    def reset(self, preempt: bool = False, new_weights: bool = True) -> bool:
+        """New weights, if wanted, and if vLLM says that no old KV is left."""
         try:
             clean = self.scheduler.reset_prefix_cache(
                 reset_running_requests=preempt, reset_connector=True
@@ -205,7 +205,7 @@ class ShadowEngine:
             assert preempt
             return False
         if clean:
-            self.version += 1
+            self.version += new_weights
             self.num_resets += 1
         return bool(clean)
 
@@ -282,6 +282,8 @@ class ShadowEngine:
         size = self.shape.chunk_size
         jobs: tuple[StoreJob | LoadJob, ...] = (*plan.stores, *plan.loads)
         for job in jobs:
+            if isinstance(job, AuditJob):
+                continue  # it may name what other weights have computed
             if isinstance(job, LoadJob):
                 start = tables[job.request_id].index(job.block_ids[0][0]) * BLOCK_SIZE
                 first = start // size

@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_connector.plans import (
+    AuditJob,
     CacheEvent,
     JobResult,
+    LayerDifference,
     LoadJob,
     Outcome,
     RankReport,
@@ -122,6 +124,7 @@ class ShadowRank:
         self.load_outcomes: list[Outcome] = []
         self.num_loaded_chunks = 0
         self.num_stored_chunks = 0
+        self.num_audited_chunks = 0
 
     # -- an engine step, in the order the real worker adapter takes -------------------------------
 
@@ -206,6 +209,8 @@ class ShadowRank:
     def _store(self, job: StoreJob) -> JobResult:
         if job.job_id in self._cancelled:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+        if isinstance(job, AuditJob):
+            return self._audit(job)
         per_chunk = self.chunk_size // BLOCK_SIZE
         for i, key in enumerate(job.keys):
             blocks = job.block_ids[0][i * per_chunk : (i + 1) * per_chunk]
@@ -219,6 +224,19 @@ class ShadowRank:
                 self.remote[key] = self.book.cells[key]
             self.num_stored_chunks += 1
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+
+    def _audit(self, job: AuditJob) -> JobResult:
+        computed = tuple(c for block in job.block_ids[0] for c in self._memory[block])
+        (key,) = job.keys
+        stored = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
+        if stored is None:
+            return JobResult(job.job_id, Outcome.MISSING, 0, 0, 0, 0.0)
+        self.num_audited_chunks += 1
+        wrong = sum(one != other for one, other in zip(computed, stored, strict=True))
+        size = float(len(stored))
+        found = LayerDifference(0, 0, float(wrong), size, size)
+        from_redis = 0 if key in self.tier else 1
+        return JobResult(job.job_id, Outcome.DONE, 1, 0, from_redis, 0.0, differences=(found,))
 
     def _load(self, job: LoadJob) -> JobResult:
         if job.job_id in self._cancelled:
