@@ -90,8 +90,8 @@ def describe(
         card,
         max_blocks,
         first_rank,
-        machine_host(parallel),
-        engine_header(parallel),
+        machine_host(parallel, transfer.engine_id),
+        engine_header(parallel, transfer.engine_id),
     )
 
 
