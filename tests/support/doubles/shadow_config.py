@@ -90,6 +90,8 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
     scheduler = AsyncScheduler if shape.depth > 1 else Scheduler
     built = scheduler(config, kv_cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)
     built.needs_kv_cache_zeroing = shape.zeroes
+    for manager in built.kv_cache_manager.coordinator.single_type_managers:
+        manager._record_new_block_ids = shape.zeroes
     return built
 
 

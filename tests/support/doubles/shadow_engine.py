@@ -65,9 +65,7 @@ class TextRequest(Request):
 
 
 class ShadowEngine:
-    """``adapters``: content, by name. ``bypass``: the salt of requests that bypass the cache."""
-
-    bypass = "bypass"
+    """``adapters``: the content that vLLM has, by name."""
 
     def __init__(self, model: Path, shape: Shape, seed: int, faults: Faults | None = None) -> None:
         self.shape = shape
@@ -123,11 +121,15 @@ class ShadowEngine:
         images: Sequence[Image] = (),
         offer: Offer | None = None,
         sends: bool = False,
+        bypasses: bool = False,
         **more: Any,
     ) -> str:
-        """``offer``, ``sends``: what the other connector does with it."""
+        """``offer``, ``sends``: what the other connector does with it. ``bypasses``: what its KV is
+        computed from, nobody knows but it."""
         request_id = f"r{len(self.requests)}"
         version = self.adapters[adapter] if adapter else 0
+        if bypasses:
+            version = -1
         self._sources[request_id] = Source(salt, adapter, version, tuple(images))
         if self.foreign is not None and offer is not None:
             self.foreign.offers[request_id] = offer
@@ -169,7 +171,7 @@ class ShadowEngine:
     def _identify(self, request: Request, epoch: str) -> RequestIdentity | None:
         """As keys/ should: by what its KV is computed from."""
         source = self._sources[request.request_id]
-        if source.salt == self.bypass:
+        if source.adapter_version < 0:
             return None
         lora = f"{source.adapter}/{source.adapter_version}" if source.adapter else None
         spans = tuple(MultimodalSpan(i.content, i.start, i.end) for i in source.images)
