@@ -20,6 +20,7 @@ from lmcache_connector.plans import Calibration
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
 from lmcache_connector.scheduler.vllm_kv_events import to_vllm
+from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 stores=self._kv_transfer_config.is_kv_producer,
                 kv_events=self._wants_kv_events,
+                find_adapter=adapter_folder,
                 weak_block_hashes=_has_weak_block_hashes(vllm_config),
             )
 

@@ -8,10 +8,11 @@ connector says which sides it has, and adds the calls that are its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -19,12 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from lmcache_connector.metrics.prometheus import ConnectorStats, TablePromMetrics
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import Metric
 from lmcache_connector.plans import StepOutput
 from lmcache_connector.startup import log_through
+from lmcache_connector.vllm_compat.short_loads import ShortLoad, compute_the_rest
 from lmcache_connector.vllm_compat.support import check_versions
 
 if TYPE_CHECKING:
@@ -56,8 +59,9 @@ class SchedulerPart(Protocol):
         """The step's plan for the workers, as plain data."""
         ...
 
-    def update_from_reports(self, reports: tuple[Any, ...]) -> None:
-        """Learn what the ranks that had news reported in one step."""
+    def update_from_reports(self, reports: tuple[Any, ...]) -> Sequence[ShortLoad]:
+        """Learn what the ranks that had news reported in one step; returns the loads that have
+        ended with it and did not bring everything."""
         ...
 
     def reset_cache(self) -> None:
@@ -87,6 +91,11 @@ class WorkerPart(Protocol):
 
     def finish_step(self) -> StepOutput[Any]:
         """What has ended since the last step."""
+        ...
+
+    def let_go(self) -> bool:
+        """Stop every copy from or into the paged cache. False if one goes on after a bounded
+        time."""
         ...
 
     def shutdown(self) -> None:
@@ -133,9 +142,6 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         log_through("vllm")
         check_versions()
         super().__init__(vllm_config, role, kv_cache_config)
-        # KV that cannot be loaded is recomputed. vLLM's default would fail the request; vLLM reads
-        # this after it has built the connector.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
         self._plan: Any = None
@@ -157,7 +163,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
-            self._scheduler_side.update_from_reports(meta.reports)
+            for load in self._scheduler_side.update_from_reports(meta.reports):
+                compute_the_rest(load, self._kv_cache_manager)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -166,8 +173,11 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         return delay, params
 
     def reset_cache(self) -> bool:
+        """After a reset vLLM may take the memory of its paged cache away, to sleep. Engines in
+        other processes first make steps until nothing is open. One that its user steps, and all of
+        whose ranks are in this process, has made its last step, so copies are stopped here."""
         self._scheduler_side.reset_cache()
-        return True
+        return all(worker.let_go() for worker in self._workers_here())
 
     # -- worker side ---------------------------------------------------------------------------
 
@@ -203,9 +213,6 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         self._step_output = output = self._worker_side.finish_step()
         return set(output.finished_sending), set(output.finished_recving)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self._step_output.invalid_block_ids) if self._step_output else set()
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         output, self._step_output = self._step_output, None
@@ -246,6 +253,15 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         raise NotImplementedError
 
     # -- details -------------------------------------------------------------------------------
+
+    def _workers_here(self) -> list[WorkerT]:
+        """The worker sides of this connector in the scheduler's process, if they are there."""
+        if not has_kv_transfer_group():
+            return []
+        found = get_kv_transfer_group()
+        connectors = found.sub_connectors if isinstance(found, MultiConnector) else [found]
+        own = [c for c in connectors if isinstance(c, type(self))]
+        return [c._worker for c in own if c._worker is not None]
 
     @property
     def _scheduler_side(self) -> SchedulerT:

@@ -24,12 +24,38 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """A LoRA adapter: the number vLLM knows it by, and the digest of its files."""
+
+    number: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapterList:
+    """The LoRA adapters one rank has in memory, as pairs of number and digest.
+
+    ``None`` as a digest: what was loaded is not known. ``question``: the last one this answers.
+    ``is_watched`` is false where nobody can say what vLLM loads.
+    """
+
+    question: int
+    digests: tuple[tuple[int, str | None], ...] = ()
+    is_watched: bool = True
+
+    def digest_of(self, number: int, default: str | None = None) -> str | None:
+        """``default`` for an adapter that is not loaded."""
+        return next((digest for each, digest in self.digests if each == number), default)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreJob:
     """Copy full chunks out of the paged cache.
 
     ``block_ids[g]`` lists the blocks of all chunks one after the other, equally many per chunk.
     ``chunk_indices[i]`` is the place of chunk i in its request. ``redis_keys`` names the chunks
-    that shall go on to Redis, copied by this job or not; ``None`` means those it copies.
+    that shall go on to Redis, copied by this job or not; ``None`` means those it copies. A rank
+    that has not loaded ``adapter`` copies nothing.
     """
 
     job_id: int
@@ -38,6 +64,18 @@ class StoreJob:
     chunk_indices: tuple[int, ...]
     block_ids: BlockIds
     redis_keys: frozenset[bytes] | None = None
+    adapter: AdapterRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditJob(StoreJob):
+    """Read one chunk out of the paged cache as a store does, and compare it with what a tier holds
+    under that key; keep nothing. ``needs_redis``: the CPU tier may not have it. The tier may take
+    ``deadline_seconds``.
+    """
+
+    needs_redis: bool = False
+    deadline_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +117,9 @@ class StepPlan:
     ``cancelled_loads`` are jobs whose requests were aborted, or whose cache was reset.
     ``vacated_stores`` are jobs of earlier steps whose blocks this one may overwrite, and none
     before it does. ``idle``: the step runs no forward pass. ``prefill``: the forward pass is worth
-    timing. ``probe``: Redis' speed is worth measuring again.
+    timing. ``probe``: Redis' speed is worth measuring again. ``wanted``: chunks in memory that
+    Redis should have as well.
+    ``adapter_question``: list the LoRA adapters in memory (0: no need).
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -89,6 +129,8 @@ class StepPlan:
     idle: bool = False
     prefill: PrefillWork | None = None
     probe: bool = False
+    wanted: tuple[bytes, ...] = ()
+    adapter_question: int = 0
 
     def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:
         """In the order they were planned. A load may rely on a store planned before it.
@@ -120,12 +162,27 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerDifference:
+    """How far one half (0: K, 1: V) of a layer of a chunk is from another's, over a rank's heads.
+
+    Sums of squares: of the difference, and of the elements that were computed and that are stored.
+    """
+
+    layer: int
+    half: int
+    difference: float
+    computed: float
+    stored: float
+
+
+@dataclass(frozen=True, slots=True)
 class JobResult:
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
     within ``seconds`` of running.
 
     Of these, ``redis_seconds`` were spent on Redis, which brought ``redis_bytes``.
     ``redis_failed`` says that Redis was too slow or broke, not that a chunk was missing.
+    ``differences`` are what an audit found.
     """
 
     job_id: int
@@ -136,6 +193,7 @@ class JobResult:
     seconds: float
     redis_seconds: float = 0.0
     redis_failed: bool = False
+    differences: tuple[LayerDifference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +237,7 @@ class RankReport:
 
     ``events`` are in the order they happened. ``redis`` is what a probe measured. ``written`` lists
     chunks whose values this rank has put into Redis, or found there; it is filled only if KV cache
-    events are wanted.
+    events are wanted. ``adapters``: since the last report some were loaded, or asked for.
     """
 
     rank: int
@@ -188,6 +246,7 @@ class RankReport:
     forwards: tuple[ForwardTime, ...] = ()
     redis: TransferTime | None = None
     written: tuple[bytes, ...] = ()
+    adapters: LoadedAdapterList | None = None
 
 
 ReportT_co = TypeVar("ReportT_co", covariant=True)
@@ -198,11 +257,10 @@ class StepOutput(Generic[ReportT_co]):
     """What one rank has to tell after a step: requests by id to vLLM, a report to the other side.
 
     ``finished_sending``: nothing reads the blocks that were kept for them any more.
-    ``finished_recving``: their loads have ended. ``invalid_block_ids``: blocks that a failed load
-    has not filled. ``report`` is ``None`` if there is no news.
+    ``finished_recving``: their loads have ended, well or not. ``report`` is ``None`` if there is no
+    news.
     """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
-    invalid_block_ids: frozenset[int] = frozenset()
     report: ReportT_co | None = None

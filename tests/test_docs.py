@@ -15,7 +15,6 @@ import yaml
 
 from lmcache_connector.cost_model.decision import Reason
 from lmcache_connector.storage import chunk_codec
-from tests.storage.redis.test_topology import TestAcl as _AclTest
 from tests.support import ROOT
 from tests.test_imports import FLOORS
 from tests.test_readme import table_after
@@ -202,7 +201,7 @@ def test_the_reasons_of_decisions_are_those_of_the_cost_model() -> None:
     assert named <= {reason.value for reason in Reason}
 
 
-# -- formats and rights ----------------------------------------------------------------------------
+# -- formats --------------------------------------------------------------------------------------
 
 
 def test_the_value_format_is_that_of_the_codec() -> None:
@@ -218,11 +217,6 @@ def test_the_dtype_codes_are_those_of_the_codec() -> None:
     (listed,) = re.findall(r"Dtype codes: ([^.]*)\.", (DOCS / "formats.md").read_text())
     codes = {name: int(code) for code, name in re.findall(r"(\d+) (\w+)", listed)}
     assert codes == chunk_codec.DTYPE_CODES
-
-
-def test_the_access_rights_are_those_a_test_runs_with() -> None:
-    rights = " ".join(_AclTest.MINIMAL)
-    assert f"~lmc:* resetchannels -@all {rights}\n" in (DOCS / "security.md").read_text()
 
 
 # -- the tree --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmcache_connector.storage.redis.resp import bulk_line, command, set_command
+from lmcache_connector.storage.redis.client.resp import bulk_line, command, set_command
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from aiohttp import web
 
 from examples.disaggregated.registry import Instance, RegistrationError, Registry, Role
 from lmcache_connector.config.strict import resolve_secret
+from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.heartbeat import SIGNATURE_HEADER
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,10 @@ class Proxy:
             return web.json_response(
                 {"error": {"message": "the body is no JSON object"}}, status=400
             )
+        # Who is handed over to whom is the proxy's business, in every mode.
+        body.pop("kv_transfer_params", None)
+        if isinstance(body.get("vllm_xargs"), dict):
+            body["vllm_xargs"].pop("kv_transfer_params", None)
         tried: frozenset[str] = frozenset()
         while (decode := self._registry.pick(Role.DECODE, tried)) is not None:
             name, params = await self._prefill(request, body, decode)
@@ -136,7 +141,7 @@ class Proxy:
             async with self._session.post(
                 f"http://{prefill.http}{request.path}",
                 json=short,
-                headers=_headers(request, name),
+                headers=_headers(request, name, prefill),
                 timeout=aiohttp.ClientTimeout(
                     total=_PREFILL_SECONDS, sock_connect=_CONNECT_SECONDS
                 ),
@@ -159,7 +164,9 @@ class Proxy:
         full = {**body, "kv_transfer_params": params} if params else body
         with _counted(decode):
             call = self._session.post(
-                f"http://{decode.http}{request.path}", json=full, headers=_headers(request, name)
+                f"http://{decode.http}{request.path}",
+                json=full,
+                headers=_headers(request, name, decode),
             )
             try:
                 answer = await call
@@ -203,8 +210,10 @@ def _name(prefill: Instance, decode: Instance) -> str:
     return f"___prefill_addr_{prefill.kv}___decode_addr_{decode.kv}_{uuid.uuid4().hex}"
 
 
-def _headers(request: web.Request, name: str) -> dict[str, str]:
+def _headers(request: web.Request, name: str, instance: Instance) -> dict[str, str]:
     headers = {"X-Request-Id": name}
+    if instance.data_parallel_rank >= 0:
+        headers["X-data-parallel-rank"] = str(instance.data_parallel_rank)
     if "Authorization" in request.headers:
         headers["Authorization"] = request.headers["Authorization"]
     return headers
@@ -216,7 +225,7 @@ def _no_instance() -> web.Response:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -226,8 +235,14 @@ def main() -> None:
     parser.add_argument("--missed", type=int, default=3, help="heartbeats before one is gone (3)")
     parser.add_argument("--secret", default="", help="shared; a value, env:NAME or file:PATH")
     parser.add_argument("--by-id", action="store_true", help="hand over by request id")
-    args = parser.parse_args()
+    parser.add_argument("--insecure", action="store_true", help="let anybody register")
+    args = parser.parse_args(arguments)
     secret = resolve_secret(args.secret, os.environ).encode()
+    if not (secret or args.insecure or PeerAddress(args.host, args.port).is_loopback):
+        parser.error(
+            "whoever reaches this port could register and read prompts: give the instances' "
+            "--secret, or --insecure if the network is yours alone"
+        )
     registry = Registry(args.heartbeat_seconds, args.missed, secret)
     logging.basicConfig(level=logging.INFO)
     web.run_app(Proxy(registry, by_id=args.by_id).app(), host=args.host, port=args.port, print=None)

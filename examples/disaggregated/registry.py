@@ -33,13 +33,15 @@ class Role(Enum):
 
 @dataclass
 class Instance:
-    """``http``: its API; ``kv``: its control plane, both HOST:PORT. ``running``: requests of this
-    proxy. Times are on the registry's clock."""
+    """``http``: its API; ``kv``: its control plane, both HOST:PORT. ``data_parallel_rank``: of
+    several engines behind one API; -1 for the only one. ``running``: requests of this proxy. Times
+    are on the registry's clock."""
 
     role: Role
     http: str
     kv: str
     engine_id: str
+    data_parallel_rank: int
     seen_at: float
     running: int = 0
     shunned_until: float = 0.0
@@ -64,7 +66,7 @@ class Registry:
         self._secret = secret
         self._clock = clock
         self._wall_clock = wall_clock
-        self._instances: dict[str, Instance] = {}
+        self._instances: dict[tuple[str, int], Instance] = {}
 
     def register(self, body: bytes, signature: str = "") -> None:
         """One heartbeat, as it was posted. Raises :class:`RegistrationError`."""
@@ -75,17 +77,23 @@ class Registry:
         fields = _fields(body)
         if self._secret and abs(self._wall_clock() - fields["time"]) > _MAX_AGE_SECONDS:
             raise RegistrationError("the registration is old, or a clock is wrong")
+        place = fields["http"], fields["data_parallel_rank"]
         if fields["leaves"]:
-            self._instances.pop(fields["http"], None)
+            self._instances.pop(place, None)
             return
-        known = self._instances.get(fields["http"])
+        known = self._instances.get(place)
         if known is not None and known.engine_id == fields["engine_id"]:
             known.seen_at = self._clock()
             return
         if len(self._instances) >= _MAX_INSTANCES:
             raise RegistrationError("there are too many instances")
-        self._instances[fields["http"]] = Instance(
-            Role(fields["role"]), fields["http"], fields["kv"], fields["engine_id"], self._clock()
+        self._instances[place] = Instance(
+            Role(fields["role"]),
+            fields["http"],
+            fields["kv"],
+            fields["engine_id"],
+            fields["data_parallel_rank"],
+            self._clock(),
         )
 
     def alive(self, part: Role | None = None) -> list[Instance]:
@@ -114,7 +122,8 @@ def _fields(body: bytes) -> dict[str, Any]:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RegistrationError("not JSON") from error
-    kinds = {"role": str, "http": str, "kv": str, "engine_id": str, "leaves": bool, "time": float}
+    kinds: dict[str, type] = dict.fromkeys(("role", "http", "kv", "engine_id"), str)
+    kinds |= {"data_parallel_rank": int, "leaves": bool, "time": float}
     if not isinstance(fields, dict) or fields.keys() != kinds.keys():
         raise RegistrationError(f"a registration has the fields {', '.join(kinds)}")
     for name, kind in kinds.items():

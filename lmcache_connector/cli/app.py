@@ -58,12 +58,16 @@ def check(
         str,
         typer.Argument(help="The JSON of --kv-transfer-config, a file with it, or - for stdin."),
     ],
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="A running engine, for example localhost:8000: what its audits found."),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Try a configuration as the engine would, and every tier it names."""
     from lmcache_connector.cli.check import command
 
-    _run(json_, lambda report: command.run(report, config))
+    _run(json_, lambda report: command.run(report, config, engine or ()))
 
 
 @app.command()

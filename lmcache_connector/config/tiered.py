@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lmcache_connector.config.strict import Secret, StrictSettings, parse
+from lmcache_connector.config.weights_label import read_weights_label
+from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 
 _LMCACHE_PREFIX = "lmcache."
@@ -56,6 +58,12 @@ class ConnectorConfig(StrictSettings):
     """Neither load nor store requests without a ``cache_salt``."""
     self_test: bool = True
     """Store, load and compare a pattern at start; refuse to start on a mismatch."""
+    audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
+    """Share of hits whose last chunk is computed as well and compared; 0 audits nothing."""
+    weights_label: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Name of the weights after an update, or ``file:PATH``; read at start and at each reset."""
+    share_after_reset: Literal["audited", "never"] = "audited"
+    """Once an audit finds the weights unchanged, or only with a new ``weights_label``."""
     model_digest: Annotated[str, Field(min_length=1, max_length=256)] = "sampled"
     """Identity of the weights: ``sampled``, ``full``, or a name of your own."""
     shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
@@ -88,6 +96,10 @@ class ConnectorConfig(StrictSettings):
         )
 
     def problems(self) -> Iterator[str]:
+        try:
+            read_weights_label(self.weights_label)
+        except ConfigError as error:
+            yield f"'weights_label': {error}"
         try:
             self.redis_tier_config()
         except ValueError as error:

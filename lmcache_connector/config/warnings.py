@@ -55,6 +55,12 @@ def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[StartupWarning]:
     """Settings that have no effect, or leave the connector without one."""
+    if config.audit_share == 0:
+        yield StartupWarning(
+            "audit_share 0 audits no hit: wrong KV would go unnoticed, and after a reset nothing "
+            "is shared without a new weights_label",
+            "leave it out",
+        )
     if config.redis_url is not None:
         return
     idle = sorted(k for k in config.model_fields_set if k.startswith(("redis_", "lookup_")))

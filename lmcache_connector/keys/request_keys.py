@@ -14,22 +14,29 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 
 @dataclass(frozen=True, slots=True)
 class MultimodalSpan:
-    """An image, audio clip, ... whose placeholder tokens lie at ``[start, end)``."""
+    """An image, audio clip, ... whose placeholder tokens lie at ``[start, end)``.
+
+    ``content_hash`` names the item and how its placeholder takes it up, ``encoder_input`` what the
+    model's encoder reads of it.
+    """
 
     content_hash: str
     start: int
     end: int
+    encoder_input: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
     """What separates the KV of this request from that of others with the same tokens.
 
-    ``embeds_digest(start, end)`` names the prompt embeddings of a token range.
+    ``lora`` is a digest of its adapter, which vLLM knows by ``lora_number``; the number is nobody
+    else's. ``embeds_digest(start, end)`` names the prompt embeddings of a token range.
     """
 
     cache_salt: str | None = None
     lora: str | None = None
+    lora_number: int = 0
     weight_epoch: str = ""
     multimodal: tuple[MultimodalSpan, ...] = ()
     embeds_digest: Callable[[int, int], str] | None = None
@@ -40,6 +47,24 @@ class RequestIdentity:
 
     def root(self) -> dict[str, object]:
         return {"salt": self.cache_salt, "lora": self.lora, "epoch": self.weight_epoch}
+
+    @property
+    def kv_root(self) -> bytes:
+        """What KV depends on before the first token: the root without what only separates tenants
+        and resets."""
+        separating = ("salt", "epoch")
+        return canonical_bytes({k: v for k, v in self.root().items() if k not in separating})
+
+    @property
+    def kind(self) -> str:
+        """In words: plain, salted, with LoRA, images or embeddings."""
+        words = {
+            "LoRA": self.lora,
+            "image": self.multimodal,
+            "embeddings": self.embeds_digest,
+            "salted": self.cache_salt,
+        }
+        return " and ".join(word for word, present in words.items() if present) or "plain"
 
     def extras(self, start: int, end: int) -> bytes:
         """What beside token ids goes into the key of the chunk of tokens ``[start, end)``.
@@ -63,7 +88,7 @@ class RequestKeys:
 
     def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
         self._hasher = hasher
-        self._identity = identity
+        self.identity = identity
         self._root = self._tail = hasher.root_key(identity.root())
         self.keys: list[bytes] = []
 
@@ -73,11 +98,11 @@ class RequestKeys:
 
     @property
     def has_extras(self) -> bool:
-        return self._identity.has_extras
+        return self.identity.has_extras
 
     def extras(self, start: int, end: int) -> bytes:
         """What beside token ids goes into a key for the tokens ``[start, end)``."""
-        return self._identity.extras(start, end) if self._identity.has_extras else b""
+        return self.identity.extras(start, end) if self.identity.has_extras else b""
 
     def parent(self, chunk: int) -> bytes:
         """What the chunk's key is chained to: it names the identity and all tokens before it."""
@@ -91,9 +116,9 @@ class RequestKeys:
         if end <= start:
             return
         extras: list[bytes] = []
-        if self._identity.has_extras:
+        if self.identity.has_extras:
             extras = [
-                self._identity.extras(at, at + chunk_size) for at in range(start, end, chunk_size)
+                self.identity.extras(at, at + chunk_size) for at in range(start, end, chunk_size)
             ]
         self.keys += self._hasher.extend(self._tail, token_ids[start:end], extras)
         self._tail = self.keys[-1]

@@ -41,6 +41,8 @@ def log_fields(samples: Samples) -> dict[str, str]:
     if capacity := samples.gauge_total("cpu_capacity_bytes"):
         used = samples.gauge_total("cpu_used_bytes")
         fields["CPU tier"] = f"{used / capacity:.0%} of {capacity / 2**30:.3g} GiB"
+    if wrong := samples.total("audits", "mismatch"):
+        fields["audits that found wrong KV"] = f"{wrong:.0f}"
     if _CIRCUIT_OPEN in samples.gauge_values("circuit_state"):
         fields["Redis"] = "DOWN"
     if saved := samples.total("prefill_saved_seconds"):

@@ -23,6 +23,13 @@ BANDWIDTH_BUCKETS = (1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1
 
 Known = tuple[tuple[str, ...], ...]
 _TIERS: Known = (("cpu",), ("redis",))
+_BYPASSES: Known = tuple(
+    (reason,)
+    for reason in (
+        *("no_salt", "pooling", "session", "adapter"),
+        *("multimodal", "embeddings", "unknown_field"),
+    )
+)
 
 
 class Kind(Enum):
@@ -77,6 +84,13 @@ def table(metrics: Iterable[Metric]) -> dict[str, Metric]:
 
 METRICS = table(
     [
+        counter(
+            "bypassed_requests",
+            ("reason",),
+            "Requests that pass the tiers by: no_salt, pooling, session, adapter, multimodal, "
+            "embeddings, unknown_field.",
+            _BYPASSES,
+        ),
         counter("lookups", ("tier",), "Requests for which a tier was asked what it holds."),
         counter("lookup_hits", ("tier",), "Requests of which a tier had at least one chunk."),
         counter(
@@ -117,6 +131,14 @@ METRICS = table(
             ("result",),
             "Chunks asked of Redis by loads: hit, or why not (missing, deadline, bad_checksum...).",
         ),
+        counter(
+            "audits",
+            ("result",),
+            "Chunks of hits computed as well and compared: match, mismatch, inconclusive.",
+            (("match",), ("mismatch",), ("inconclusive",)),
+        ),
+        gauge("audit_error", ("which",), "Relative error of the last audit, and the largest."),
+        gauge("roots_apart", (), "Roots under which this instance shares KV with no other."),
         histogram(
             "lookup_seconds", ("tier",), "Time until a tier said what it holds.", SECONDS_BUCKETS
         ),

@@ -9,10 +9,12 @@ timeouts would turn every few hundred KiB into a poll and a receive.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
 import ssl
 import struct
+import termios
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -25,6 +27,10 @@ SLICE_SECONDS = 0.005
 _SUSPICIOUS_SECONDS = 0.2
 _MAX_VECTORS = 512
 _LINE_BYTES = 64 * 1024
+_TLS_RECORD_BYTES = 16 * 1024
+# After that many, deadlines are looked at again, however fast the peer is.
+_TLS_SLICE_BYTES = 1 << 20
+_INT = struct.Struct("@i")
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -109,7 +115,7 @@ class PlainChannel:
 
 
 class TlsChannel:
-    """A TLS socket. It moves at most one record (16 KiB) per call and cannot scatter."""
+    """A TLS socket. It moves one record (16 KiB) per system call and cannot scatter."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
@@ -130,27 +136,35 @@ class TlsChannel:
                     raise EOFError
                 done += count
                 received += count
-                if not fill:
+                if not fill or received >= _TLS_SLICE_BYTES:
                     return received
         return received
 
     def send(self, views: Sequence[memoryview], seconds: float) -> int:
+        # One record at a time: a longer write would count as nothing until all of it is out.
+        view, sent = views[0], 0
         self._sock.settimeout(seconds)
-        try:
-            return self._sock.send(views[0])
-        except TimeoutError:
-            return 0
+        while sent < min(len(view), _TLS_SLICE_BYTES):
+            try:
+                sent += self._sock.send(view[sent : sent + _TLS_RECORD_BYTES])
+            except TimeoutError:
+                break
+        return sent
 
 
 class Wire:
     """A connection to one peer. Not thread-safe: one thread owns it.
 
-    ``clock`` returns seconds. ``idle_seconds`` bounds how long the peer may go without moving a
-    single byte.
+    ``clock`` returns seconds. ``idle_seconds`` bounds how long the peer may take to move
+    ``idle_bytes``, or a whole line.
     """
 
     def __init__(
-        self, sock: socket.socket, clock: Callable[[], float], idle_seconds: float
+        self,
+        sock: socket.socket,
+        clock: Callable[[], float],
+        idle_seconds: float,
+        idle_bytes: int = 1,
     ) -> None:
         self._sock = sock
         self._channel: Channel = (
@@ -160,6 +174,7 @@ class Wire:
         self._fill: _Move = partial(self._channel.receive, fill=True)
         self._clock = clock
         self._idle_seconds = idle_seconds
+        self._idle_bytes = idle_bytes
         self._line_buffer = bytearray()
         self._line_scratch = memoryview(bytearray(_LINE_BYTES))
 
@@ -177,7 +192,7 @@ class Wire:
         if self._line_buffer:
             raise WireError(WireFault.OUT_OF_STEP, "bytes that nobody asked for")
         pending = _Pending(views)
-        silence = _Silence(self._clock, self._idle_seconds)
+        silence = self._silence()
         # Look at the first bytes as soon as they come: nothing else may follow them.
         move = self._receive_any
         while pending.views:
@@ -191,27 +206,63 @@ class Wire:
     def send(self, views: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         """Send all of ``views`` without joining them first. Raises `WireError`."""
         pending = _Pending([memoryview(view) for view in views])
-        silence = _Silence(self._clock, self._idle_seconds)
+        silence = self._silence()
         while pending.views:
             pending.advance(self._slice(self._channel.send, pending.head(), deadline, silence))
 
     def receive_line(self, deadline: Deadline) -> bytes:
-        """Receive one line and return it without its CRLF. Raises `WireError`."""
-        silence = _Silence(self._clock, self._idle_seconds)
-        while (end := self._line_buffer.find(b"\r\n")) < 0:
+        """Receive one line and return it without its CRLF. Raises `WireError`.
+
+        The whole line has ``idle_seconds``: one that comes byte by byte is as good as none. They
+        begin when what was sent before has reached the peer: it cannot answer sooner.
+        """
+        silence = _Silence(self._clock, self._idle_seconds, float("inf"))
+        unsent = self._num_unsent()
+        while (line := self.next_line()) is None:
+            self._buffer_more(deadline, silence)
+            if unsent and (left := self._num_unsent()) <= max(0, unsent - self._idle_bytes):
+                unsent, silence = left, silence.again()
+        return line
+
+    def receive_bytes(self, num_bytes: int, deadline: Deadline) -> bytes:
+        """Receive so many bytes behind the last line. Raises `WireError`.
+
+        Memory grows with what arrives.
+        """
+        silence = self._silence()
+        while len(self._line_buffer) < num_bytes:
+            self._buffer_more(deadline, silence)
+        data = bytes(self._line_buffer[:num_bytes])
+        del self._line_buffer[:num_bytes]
+        return data
+
+    def next_line(self) -> bytes | None:
+        """A line that has been received already, without its CRLF. Raises `WireError`."""
+        end = self._line_buffer.find(b"\r\n")
+        if end < 0:
             if len(self._line_buffer) > _LINE_BYTES:
                 raise WireError(WireFault.OUT_OF_STEP, "a line without an end")
-            count = self._slice(self._receive_any, [self._line_scratch], deadline, silence)
-            self._line_buffer += self._line_scratch[:count]
+            return None
         line = bytes(self._line_buffer[:end])
         del self._line_buffer[: end + 2]
         return line
+
+    def receive_some(self, deadline: Deadline) -> None:
+        """Receive what is there, for `next_line`. Raises `WireError`."""
+        self._buffer_more(deadline, self._silence())
+
+    def has_received(self) -> bool:
+        """Whether `receive_some` has something that no poll of the socket shows."""
+        return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
 
     def is_fresh(self) -> bool:
         """Whether an idle connection is still open and has nothing left to read."""
         if self._line_buffer:
             return False
-        if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+        if self.has_received():
             return False
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
@@ -222,6 +273,20 @@ class Wire:
         with contextlib.suppress(OSError):  # already gone, which is what is wanted
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+
+    def _num_unsent(self) -> int:
+        """Bytes that the system has not got rid of yet, where it tells."""
+        with contextlib.suppress(OSError):
+            answer = fcntl.ioctl(self._sock, termios.TIOCOUTQ, _INT.pack(0))
+            return int(_INT.unpack(answer)[0])
+        return 0
+
+    def _silence(self) -> _Silence:
+        return _Silence(self._clock, self._idle_seconds, self._idle_bytes)
+
+    def _buffer_more(self, deadline: Deadline, silence: _Silence) -> None:
+        count = self._slice(self._receive_any, [self._line_scratch], deadline, silence)
+        self._line_buffer += self._line_scratch[:count]
 
     def _slice(
         self,
@@ -246,22 +311,41 @@ class Wire:
         return count
 
 
-class _Silence:
-    """Measures for how long no byte has moved, and raises `WireError` when that is too long."""
+def wait_readable(wires: Sequence[Wire], seconds: float) -> list[Wire]:
+    """Those that have something to receive, an end of file included; empty after ``seconds``."""
+    if ready := [wire for wire in wires if wire.has_received()]:
+        return ready
+    poll, by_number = select.poll(), {wire.fileno(): wire for wire in wires}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(max(1, round(1e3 * seconds)))]
 
-    def __init__(self, clock: Callable[[], float], limit: float) -> None:
+
+class _Silence:
+    """Measures for how long fewer than ``least`` bytes have moved, and raises `WireError` when that
+    is too long."""
+
+    def __init__(self, clock: Callable[[], float], limit: float, least: float) -> None:
         self._clock = clock
         self._limit = limit
+        self._least = least
+        self._moved = 0
         self._since = clock()
+
+    def again(self) -> _Silence:
+        """As from now."""
+        return _Silence(self._clock, self._limit, self._least)
 
     def seconds(self) -> float:
         return self._clock() - self._since
 
     def heard(self, count: int) -> None:
-        if count:
-            self._since = self._clock()
+        self._moved += count
+        if self._moved >= self._least:
+            self._since, self._moved = self._clock(), 0
         elif self.seconds() >= self._limit:
-            raise WireError(WireFault.STALLED, f"no byte for {self._limit:g} s")
+            detail = f"{self._moved} bytes" if self._moved else "no byte"
+            raise WireError(WireFault.STALLED, f"{detail} in {self._limit:g} s")
 
 
 class _Pending:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
@@ -14,6 +13,9 @@ from lmcache_connector.p2p.heartbeat import Heartbeat, Registration
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
+from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
 if TYPE_CHECKING:
@@ -27,13 +29,21 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Instance:
     """What hand-overs need to know of one rank of an engine. ``card`` names no transports yet.
-    ``max_blocks``, ``first_rank``: see :class:`P2PWorkerSettings`."""
+    ``max_blocks``, ``first_rank``, ``machine_host``: see :class:`P2PWorkerSettings`.
+    ``engine_header``: see :func:`engine_header`."""
 
     model: ModelDescription
     transfer: KVTransferConfig
     card: Card
     max_blocks: int
     first_rank: int
+    machine_host: str
+    engine_header: int
+
+    @property
+    def max_block_bytes(self) -> int:
+        """Of one block, on the rank that holds most."""
+        return max(geometry.chunk_bytes for geometry in self.model.geometries)
 
     @property
     def address(self) -> PeerAddress:
@@ -54,7 +64,7 @@ def describe(
         namespace=config.namespace,
         model_digest=config.model_digest,
     )
-    first_rank = parallel.data_parallel_rank * model.world_size
+    first_rank = engine_index(parallel) * model.world_size
     tp_size = parallel.tensor_parallel_size
     address = PeerAddress(config.host, transfer.kv_port + first_rank)
     card = Card(
@@ -71,18 +81,27 @@ def describe(
         transports={},
     )
     max_blocks = -(-vllm_config.model_config.max_model_len // model.block_size)
-    return Instance(model, transfer, card, max_blocks, first_rank)
+    return Instance(
+        model,
+        transfer,
+        card,
+        max_blocks,
+        first_rank,
+        machine_host(parallel),
+        engine_header(parallel),
+    )
 
 
 def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter:
     model = instance.model
     settings = P2PSchedulerSettings(
         block_size=model.block_size,
-        block_bytes=max(geometry.chunk_bytes for geometry in model.geometries),
+        block_bytes=instance.max_block_bytes,
         world_size=model.world_size,
         num_writers=sum(bool(rank.write_shards) for rank in model.ranks),
         tp_size=instance.card.tp_size,
         buffer_bytes=config.kv_buffer_size + config.overflow_bytes,
+        largest_buffer_bytes=config.largest_buffer_bytes,
         buffer_wait_seconds=config.buffer_wait_seconds,
         load_deadline_seconds=config.load_deadline_seconds,
         engine_id=instance.card.engine_id,
@@ -96,7 +115,10 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
         may_talk_to=config.may_talk_to,
     )
     return P2PSchedulerAdapter(
-        settings, router, model.root, RequestIdentifier(require_cache_salt=False).identify
+        settings,
+        router,
+        model.root,
+        RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()).identify_now,
     )
 
 
@@ -115,10 +137,12 @@ def make_worker(
         block_geometry=model.geometries[model.rank],
         layer_widths=model.layer_widths,
         num_kv_heads=model.num_kv_heads,
+        max_block_bytes=instance.max_block_bytes,
         max_blocks=instance.max_blocks,
         produces=instance.transfer.is_kv_producer,
         consumes=instance.transfer.is_kv_consumer,
         first_rank=instance.first_rank,
+        machine_host=instance.machine_host,
     )
     return P2PWorkerAdapter(settings, kv_caches)
 
@@ -132,5 +156,6 @@ def make_heartbeat(instance: Instance, config: P2PConfig) -> Heartbeat | None:
         config.http_address,
         str(instance.address),
         instance.card.engine_id,
+        instance.engine_header,
     )
     return Heartbeat(registration, config.router, config.heartbeat_seconds, config.secret_bytes)

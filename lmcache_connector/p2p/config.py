@@ -6,6 +6,7 @@ instance listens r ports higher.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -41,9 +42,12 @@ class P2PConfig(StrictSettings):
     data_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """First port of the data plane; rank r uses the r-th after it. 0: any free port."""
     peer_hosts: Annotated[tuple[str, ...], BeforeValidator(_tuple_of_list)] = ()
-    """Hosts requests may name as peers; none: loopback if ``host`` is, else any."""
+    """Hosts requests may name as peers: names, addresses, ``*.SUFFIX`` or networks in CIDR form.
+    None: loopback if ``host`` is, else any."""
     secret: Annotated[Secret, AfterValidator(_long_enough)] | None = None
     """Shared by all instances; authenticates them. May be ``env:NAME`` or ``file:PATH``."""
+    insecure: bool = False
+    """Without ``secret`` and ``peer_hosts``: let anybody hand over and fetch KV."""
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = "PUT_ASYNC"
     """For request ids that name both instances: push and wait, push, or let it be fetched."""
     transport: Literal["auto", "tcp", "nccl"] = "auto"
@@ -85,16 +89,55 @@ class P2PConfig(StrictSettings):
     def may_talk_to(self, peer: PeerAddress) -> bool:
         """Whether a request may make this instance connect there."""
         if self.peer_hosts:
-            return peer.host in self.peer_hosts
+            return any(_matches(peer.host, allowed) for allowed in self.peer_hosts)
         return peer.is_loopback or not PeerAddress(self.host, 1).is_loopback
+
+    @property
+    def largest_buffer_bytes(self) -> int:
+        """The largest piece of memory that one prompt can have."""
+        return max(self.kv_buffer_size, self.overflow_bytes)
+
+    @property
+    def keep_seconds(self) -> float:
+        """How often a lease is renewed."""
+        return min(5.0, self.lease_seconds / 4)
 
     def problems(self) -> Iterator[str]:
         try:
-            PeerAddress(self.host, 1)
+            is_local = PeerAddress(self.host, 1).is_loopback
+            if self.bind_host is not None:
+                is_local &= _is_loopback(self.bind_host)
+            if not (is_local or self.secret or self.peer_hosts or self.insecure):
+                yield (
+                    f"others can reach 'host' {self.host!r}: set a 'secret' that all instances "
+                    "share, or at least 'peer_hosts'; '\"insecure\": true' if the network is "
+                    "yours alone"
+                )
         except AddressError as error:
             yield f"'host': {error}"
+        if self.secret and not self.checksum:
+            yield "'checksum' cannot be off with a 'secret': it is part of what is authenticated"
         if (self.router is None) != (self.http_address is None):
             yield "'router' and 'http_address' go together: set both or neither"
+
+
+def _matches(host: str, allowed: str) -> bool:
+    """``allowed``: an entry of ``peer_hosts``."""
+    if allowed.startswith("*."):
+        return host.lower().endswith(allowed[1:].lower())
+    if host.lower() == allowed.lower():
+        return True
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(allowed, strict=False)
+    except ValueError:  # one of the two is a name
+        return False
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return PeerAddress(host, 1).is_loopback
+    except AddressError:
+        return False
 
 
 def parse_p2p_config(extra_config: Mapping[str, Any]) -> P2PConfig:

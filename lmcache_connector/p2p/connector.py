@@ -63,8 +63,8 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are saved one by one, which a graph of the whole pass would skip."""
-        return True
+        """A graph of the whole pass skips the saves of single layers: they follow after it."""
+        return False
 
     # -- scheduler side ------------------------------------------------------------------------
 

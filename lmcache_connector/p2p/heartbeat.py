@@ -24,12 +24,16 @@ SIGNATURE_HEADER = "X-LMCache-Signature"
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """``role`` as vLLM's ``kv_role``; ``http`` is the API, ``kv`` the control plane, HOST:PORT."""
+    """``role`` as vLLM's ``kv_role``; ``http`` is the API, ``kv`` the control plane, HOST:PORT.
+
+    ``data_parallel_rank``: of several engines behind one API; -1 for an engine with its own.
+    """
 
     role: str
     http: str
     kv: str
     engine_id: str
+    data_parallel_rank: int = -1
 
 
 def sign(body: bytes, secret: bytes) -> str:

@@ -69,6 +69,15 @@ class HandoverLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that will want a hand-over waits in line: its lease is to be renewed until the
+    request's load or release."""
+
+    transfer_id: str
+    source: PeerAddress
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """The consumer does not need a hand-over; its producer may forget it."""
 
@@ -81,7 +90,8 @@ class HandoverPlan:
     """One step of all ranks. ``announced``: transfers whose requests wait to be computed.
     ``vacated``: transfers whose blocks vLLM takes back before this step (preemption).
     ``cancelled_loads``: by request. ``idle``: no forward pass runs. ``waits_for_room``: a prompt
-    is not begun because the buffers are full."""
+    is not begun because the buffers are full. ``rank_hosts``: where the ranks of this instance
+    listen, told once, if they are on several machines."""
 
     announced: tuple[str, ...] = ()
     starts: tuple[Start, ...] = ()
@@ -89,11 +99,13 @@ class HandoverPlan:
     holds: tuple[HandoverHold, ...] = ()
     drops: tuple[Drop, ...] = ()
     vacated: tuple[str, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()
     loads: tuple[HandoverLoad, ...] = ()
     cancelled_loads: tuple[str, ...] = ()
     releases: tuple[Release, ...] = ()
     idle: bool = False
     waits_for_room: bool = False
+    rank_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +124,19 @@ class HandoverResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RankHost:
+    """Where a rank listens."""
+
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
 class HandoverReport:
     """One rank's news. ``released``: transfers whose memory is free again. ``unsent``: those of
-    them that reached nobody, or not whole, with the reason."""
+    them that reached nobody, or not whole, with the reason. ``start``: in the first report."""
 
     loads: tuple[HandoverResult, ...] = ()
     released: tuple[str, ...] = ()
     unsent: tuple[tuple[str, Reason], ...] = ()
+    start: RankHost | None = None

@@ -44,6 +44,7 @@ UNSENT_REASONS = (
     Reason.COPY_FAILED,
     Reason.NOT_NEEDED,
     Reason.GAVE_UP,
+    Reason.LOST,
     Reason.SHUTDOWN,
     Reason.OTHER,
 )

@@ -14,18 +14,24 @@ vLLM's order. Runs on the engine's scheduler thread only.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from lmcache_connector.audit.limits import Verdict
+from lmcache_connector.audit.root_epochs import RootEpochs, RootState
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import (
+    AuditJob,
     JobResult,
+    LoadedAdapterList,
     LoadJob,
     Outcome,
     RankReport,
@@ -33,6 +39,9 @@ from lmcache_connector.plans import (
     StoreJob,
     Tier,
 )
+from lmcache_connector.requests.encoder_witness import EncoderWitness
+from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
+from lmcache_connector.scheduler.auditor import Auditor, Finding
 from lmcache_connector.scheduler.background_lookup import PENDING
 from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
@@ -45,25 +54,40 @@ from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
 from lmcache_connector.scheduler.vllm_kv_events import describe_chunk
+from lmcache_connector.scheduler.wanted_chunks import WantedChunks
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
+
+_READ_WAIT_SECONDS = 0.005
+"""For what is being read of a request while nothing runs: an idle step would take no less."""
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
+logger = logging.getLogger(__name__)
+
+_AFTER_RESET = {
+    RootState.SHARED: "its weights have a new label, under which it shares KV from now on.",
+    RootState.PROBATION: "it loads nothing from before, and shares KV with no other instance, until"
+    " an audit finds that its weights are the same.",
+    RootState.APART: "it loads nothing from before, and shares KV with no other instance.",
+}
+
+
 class SchedulerAdapter:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
-    ``identify(request, epoch)`` returns what makes the request's KV unique, or ``None`` for one
-    that must bypass the cache. ``new_epoch()`` returns a string that nobody else will ever get.
-    ``kv_events`` is told what the tiers take in and let go.
+    ``identifier`` says what makes a request's KV unique. ``kv_events`` is told what the tiers take
+    in and let go. ``read_label()`` names the weights at a reset; it raises ``ConfigError`` if it
+    cannot. ``wanted``: for a Redis to write to.
     """
 
     def __init__(
         self,
         settings: SchedulerSettings,
         hasher: PrefixHasher,
-        identify: Callable[[Request, str], RequestIdentity | None],
+        identifier: RequestIdentifier,
         *,
         index: ChunkIndex,
         hits: HitFinder,
@@ -71,7 +95,10 @@ class SchedulerAdapter:
         kv_events: KvEventSink,
         tally: Tally,
         metrics: SchedulerMetrics,
-        new_epoch: Callable[[], str] = lambda: uuid.uuid4().hex,
+        epochs: RootEpochs,
+        auditor: Auditor,
+        read_label: Callable[[], str],
+        wanted: WantedChunks | None = None,
     ) -> None:
         self.index = index
         self.hits = hits
@@ -80,24 +107,33 @@ class SchedulerAdapter:
         self.tally = tally
         self.witness = BlockWitness(settings)
         self._metrics = metrics
+        self._wanted = wanted
         self._settings = settings
         self._hasher = hasher
-        self._identify = identify
-        self._new_epoch = new_epoch
-        self._epoch = ""  # with the weights as loaded: shared with everyone who has them
+        self._identifier = identifier
+        self._loaded_adapters = identifier.adapters.loaded
+        self._encoders = EncoderWitness()
+        self._may_wait = True
+        self._epochs = epochs
+        self._auditor = auditor
+        self._read_label = read_label
         self._states: dict[str, RequestState] = {}
         self._jobs = PlannedJobs(settings.world_size)
         self._loads = LoadPlanner(settings, index, policy, tally, self._jobs.new_id)
         self._stores = StorePlanner(settings, index, tally, self._jobs.new_id)
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
+        self._short_loads: list[ShortLoad] = []
 
     # -- hits ----------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
         state = self._state(request)
-        if state is not None and self._may_read(request):
+        if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
+            return
+        self._auditor.ask(state, self.hits)
+        if self._settings.loads:
             self.hits.ask(state, first=0)
 
     def get_num_new_matched_tokens(
@@ -105,15 +141,29 @@ class SchedulerAdapter:
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond ``num_computed_tokens``, and whether that is done
         between steps; ``None``: ask again in the next step."""
-        if not self._may_read(request):
+        if request.skip_reading_prefix_cache:
             return 0, False
-        state = self._state(request)
-        if state is None or not state.load.is_allowed:
+        wait_seconds = _READ_WAIT_SECONDS if self.is_idle and self._may_wait else 0.0
+        state = self._state(request, wait_seconds)
+        is_current = self._identifier.is_current(request, wait_seconds)
+        if state is UNREAD or is_current is UNREAD:
+            # Even if it will load nothing: what is computed before it has a name is not stored.
+            self._may_wait = False
+            return None, False
+        if state is None or not is_current:
+            return 0, False
+        found = self._auditor.find_shared(
+            state, self.hits, num_computed_tokens, is_idle=self.is_idle
+        )
+        if found is PENDING:
+            return None, False
+        if not (self._settings.loads and state.load.is_allowed):
             return 0, False
         self._cancel_stores()
         hit = self.hits.find(state, num_computed_tokens, is_idle=self.is_idle)
         if hit is PENDING:
             return None, False
+        hit = self._auditor.cut(state, num_computed_tokens, hit)
         num_tokens = self._loads.offer(state, num_computed_tokens, hit)
         return num_tokens, num_tokens > 0
 
@@ -145,26 +195,34 @@ class SchedulerAdapter:
         """Everything planned since the last step, and the stores this step makes possible."""
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self._states.get(request_id)) is not None:
+                self._auditor.drop(state)
                 state.restart()
         self._cancel_stores()
-        if self._settings.stores:
-            self._plan_stores(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._identifier.give_up(new.req_id)
+        self._encoders.next_step(scheduler_output, self._identifier.multimodal)
+        self._plan_stores(scheduler_output)
         self._scheduled = set(scheduler_output.num_scheduled_tokens)
+        self._may_wait = True
         self.hits.next_step()
         return self._jobs.take_plan(
             idle=not self._scheduled,
             prefill=prefill_work(scheduler_output, self._states),
             probe=self._wants_probe(),
+            wanted=self._wanted.take() if self._wanted is not None else (),
+            adapter_question=self._loaded_adapters.take_question() if self._loaded_adapters else 0,
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
+        self._identifier.forget(request)
         state = self._states.get(request.request_id)
         if state is None or state.is_finished:
             return
         state.is_finished = True
         state.lookup.cancel()
+        self._auditor.drop(state)
         if state.load.job is not None:
             # vLLM itself keeps the blocks of an aborted load until it is reported.
             self._jobs.cancel_load(state.load.job)
@@ -181,38 +239,55 @@ class SchedulerAdapter:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def update_from_reports(self, reports: Sequence[RankReport]) -> None:
-        """``reports``: of all ranks that had something to report in one step."""
+    def update_from_reports(self, reports: Sequence[RankReport]) -> list[ShortLoad]:
+        """``reports``: of all ranks that had something to report in one step. Returns the loads
+        that have ended with it and did not bring everything."""
         self.policy.observe_reports(reports)
         for report in reports:
             self.index.apply(report.rank, report.events)
             self.kv_events.apply(report)
+            if report.adapters is not None:
+                self._learn_adapters(report.rank, report.adapters)
             for result in report.results:
                 self._finish_rank(report.rank, result)
+        short_loads, self._short_loads = self._short_loads, []
+        return short_loads
 
     def take_metrics(self) -> Samples | None:
         """What there is to tell ``/metrics`` since the last call; ``None`` if nothing is."""
         return self._metrics.take(is_idle=self.is_idle)
 
     def reset_cache(self) -> None:
-        """From now on this instance hits nothing it stored before: all its keys change.
+        """From now on this instance hits nothing it stored before, unless its weights are known.
 
         vLLM tells a connector nothing of weight updates, neither when nor to what: it sees a reset.
-        After one nobody can say whose weights are the same, so this instance shares with nobody
-        until it starts again: its keys hold an epoch that no other will ever have. Other instances
-        keep theirs. O(requests in flight).
+        A new label names the new weights: their keys are shared with all who have that label.
+        Without one this instance uses keys of its own, until an audit finds that the weights are
+        the same. Other instances keep theirs. O(requests in flight).
         """
-        self._epoch = self._new_epoch()
+        state = self._epochs.reset(self._label(), audits=self._auditor.after_reset)
+        logger.warning("The KV cache was reset: %s", _AFTER_RESET[state])
+        self.tally.set("roots_apart", value=self._epochs.num_apart())
+        self._auditor.forget()
+        self._encoders.clear()
         self.kv_events.clear()
         self.witness.forget()
-        for state in self._states.values():
+        self._rekey(self._states.values())
+
+    def _label(self) -> str:
+        try:
+            return self._read_label()
+        except ConfigError as error:
+            logger.error("%s. The weights count as unknown.", error)
+            return self._epochs.label
+
+    def _rekey(self, states: Iterable[RequestState]) -> None:
+        """Requests in flight go on under the keys their roots have now."""
+        for state in states:
             if state.load.job is not None:
                 self._jobs.cancel_load(state.load.job)
-            identity = self._identify(state.request, self._epoch)
-            if identity is None:  # by now it would bypass us: its keys shall be nobody else's
-                salt = f"{self._epoch}/{state.request.request_id}"
-                identity = RequestIdentity(cache_salt=salt)
-            state.reset(RequestKeys(self._hasher, identity))
+            self._auditor.drop(state)
+            state.reset(self._keys(state.keys.identity))
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
@@ -222,27 +297,60 @@ class SchedulerAdapter:
 
     def shutdown(self) -> None:
         self.hits.close()
+        self._identifier.close()
 
     # -- requests, in detail -------------------------------------------------------------------
 
-    def _may_read(self, request: Request) -> bool:
-        return self._settings.loads and not request.skip_reading_prefix_cache
-
-    def _state(self, request: Request) -> RequestState | None:
+    def _state(
+        self, request: Request, wait_seconds: float = 0.0
+    ) -> RequestState | Literal[NotYet.UNREAD] | None:
         """The state of a request with all its full chunks hashed; ``None``: it bypasses us."""
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
-            identity = self._identify(request, self._epoch)
-            if identity is None:
-                return None
-            state = RequestState(request, RequestKeys(self._hasher, identity))
+            identity = self._identifier.identify(request, wait_seconds)
+            if not isinstance(identity, RequestIdentity):
+                return UNREAD if identity is UNREAD else None
+            keys = self._keys(identity)
+            state = RequestState(request, keys)
             self._states[request.request_id] = state
+            if self._epochs.state(keys.identity.kv_root) is RootState.PROBATION:
+                shared = replace(keys.identity, weight_epoch=self._epochs.shared_epoch)
+                self._auditor.put_on_probation(state, RequestKeys(self._hasher, shared))
+            state.keys.extend(request.all_token_ids)
+            if self._wanted is not None:
+                self._wanted.sight(state.keys.keys)
         state.keys.extend(request.all_token_ids)
         return state
+
+    def _keys(self, identity: RequestIdentity) -> RequestKeys:
+        """Of a request, under the epoch that its root has now."""
+        epoch = self._epochs.epoch(identity.kv_root)
+        return RequestKeys(self._hasher, replace(identity, weight_epoch=epoch))
+
+    def _follow(self, finding: Finding) -> None:
+        """Do what an audit calls for."""
+        root = finding.root
+        if finding.verdict is Verdict.MISMATCH:
+            self._epochs.separate(root, keeps_keys=finding.strict)
+            if not finding.strict:
+                self.witness.disown()
+                self._rekey([s for s in self._states.values() if s.keys.identity.kv_root == root])
+        elif finding.verdict is Verdict.MATCH and finding.strict:
+            self._epochs.restore(root)
+            logger.warning("An audit found the weights unchanged: KV is shared again.")
+        self.tally.set("roots_apart", value=self._epochs.num_apart())
 
     def _forget(self, state: RequestState) -> None:
         if self._states.get(state.request.request_id) is state:
             del self._states[state.request.request_id]
+
+    def _computes_its_own(self, state: RequestState, num_tokens: int) -> bool:
+        """Whether vLLM computes the request's next tokens from what the request's name says."""
+        identity, start = state.keys.identity, state.request.num_computed_tokens
+        if not self._identifier.adapters.may_compute(state.request, identity.lora):
+            return False
+        spans = identity.multimodal
+        return not spans or self._encoders.vouches(state.request, spans, start, start + num_tokens)
 
     # -- jobs, in detail -----------------------------------------------------------------------
 
@@ -250,11 +358,17 @@ class SchedulerAdapter:
         block_state = scheduler_output.kv_connector_block_state
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
-            if state is None or not self.witness.scheduled(state, num_scheduled):
+            if state is None:
+                continue
+            num_own = num_scheduled if self._computes_its_own(state, num_scheduled) else 0
+            if not self.witness.scheduled(state, num_own):
                 continue
             num_tokens = state.witness.num_tokens or 0
-            if self._stores.is_due(state, num_tokens):
-                self._plan_store(state, num_tokens, partial(block_state.get_block_ids, request_id))
+            block_ids = partial(block_state.get_block_ids, request_id)
+            if self._settings.stores and self._stores.is_due(state, num_tokens):
+                self._plan_store(state, num_tokens, block_ids)
+            if self._auditor.is_due(state, num_tokens):
+                self._jobs.add(state, self._auditor.plan(state, self._jobs.new_id(), block_ids))
 
     def _plan_store(
         self,
@@ -280,6 +394,7 @@ class SchedulerAdapter:
         self.kv_events.describe(
             job.keys, lambda i: describe_chunk(state.request, chunks[i], keys, *sizes)
         )
+        self._auditor.learn(job)
         self._jobs.add(state, job)
 
     def _wants_probe(self) -> bool:
@@ -296,6 +411,13 @@ class SchedulerAdapter:
         if has_ended:
             self._finish(planned)
 
+    def _learn_adapters(self, rank: int, adapters: LoadedAdapterList) -> None:
+        if self._loaded_adapters is None:
+            return
+        if self._loaded_adapters.update(rank, adapters):
+            # Until now, another adapter was taken for it.
+            self.witness.forget()
+
     def _learn_missing(self, rank: int, key: bytes) -> None:
         """Whatever the events said, or no request would ever store this chunk again."""
         self.index.drop(rank, key)
@@ -307,7 +429,10 @@ class SchedulerAdapter:
         if isinstance(job, LoadJob):
             first = state.load.offered_from // self._settings.chunk_size
             self.witness.loaded(state, job, first, planned.num_chunks)
-            self._loads.ended(state, job, planned.num_chunks, planned.results)
+            short = self._loads.ended(state, job, planned.num_chunks, planned.results)
+            self._short_loads += [short] if short is not None else []
+        elif isinstance(job, AuditJob):
+            self._follow(self._auditor.ended(state, job, planned.results))
         else:
             self._stores.ended(state, job, planned.results)
         self.kv_events.settle(job.keys)

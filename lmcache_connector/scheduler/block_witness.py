@@ -48,6 +48,10 @@ class BlockPool(Protocol):
         """Give it back, and be called before the block is written by anybody else."""
         ...
 
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Let no further request hit them."""
+        ...
+
 
 class CacheManager(Protocol):
     """vLLM's ``KVCacheManager``, as far as it is used here."""
@@ -84,6 +88,13 @@ class BlockWitness:
     def forget(self) -> None:
         """Vouch for no block that was filled until now."""
         self._lineages.clear()
+
+    def disown(self) -> None:
+        """What was loaded into these blocks may be wrong: no further request shall hit it, not in
+        vLLM's own prefix cache either."""
+        if self._manager is not None:
+            self._manager.block_pool.evict_blocks(set(self._lineages))
+        self.forget()
 
     def take_reused(self) -> set[int]:
         """Blocks once vouched for that vLLM has handed out since the last call.

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import random
 import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmcache_connector.audit.limits import NoiseGauge
+from lmcache_connector.audit.root_epochs import RootEpochs
+from lmcache_connector.audit.sampler import AuditSampler
 from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
-from lmcache_connector.keys.request_identity import RequestIdentifier
 from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.hit_finder import HitFinder, RedisHitFinder
 from lmcache_connector.scheduler.kv_events import KvEventLog, KvEventSink
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_state import SchedulerSettings
+from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.model import ModelDescription
@@ -31,9 +44,11 @@ def build_scheduler(
     stores: bool,
     kv_events: bool,
     weak_block_hashes: bool,
+    find_adapter: Callable[[str], Path | None] = Path,
 ) -> SchedulerAdapter:
     """The scheduler side of an engine. ``loads`` and ``stores``: what ``kv_role`` allows.
-    ``weak_block_hashes``: vLLM's own are not cryptographic."""
+    ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter`` turns a LoRA adapter's
+    path into the folder vLLM reads."""
     settings = _settings(config, model, loads, stores, weak_block_hashes)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model)
@@ -49,16 +64,35 @@ def build_scheduler(
         lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, time.monotonic)
         hits = RedisHitFinder(settings, index, tally, lookup, policy, events, time.monotonic)
         metrics = SchedulerMetrics(tally, time.monotonic, lookup.take_seconds, redis.servers)
+    epochs = RootEpochs(read_weights_label(config.weights_label), lambda: uuid.uuid4().hex)
+    auditor = Auditor(
+        settings,
+        index,
+        AuditSampler(config.audit_share, random.Random().random),
+        NoiseGauge(model.formats),
+        tally,
+        model=model.name,
+        after_reset=config.audit_share > 0 and config.share_after_reset == "audited",
+    )
     return SchedulerAdapter(
         settings,
         PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes),
-        RequestIdentifier(config.require_cache_salt).identify,
+        RequestIdentifier(
+            config.require_cache_salt,
+            AdapterReader(find_adapter, LoadedAdapters(model.world_size)),
+            config.chunk_size,
+            lambda reason: tally.count("bypassed_requests", reason.value),
+        ),
         index=index,
         hits=hits,
         policy=policy,
         kv_events=events,
         tally=tally,
         metrics=metrics,
+        wanted=WantedChunks(index, time.monotonic) if tier_config and stores else None,
+        epochs=epochs,
+        auditor=auditor,
+        read_label=partial(read_weights_label, config.weights_label),
     )
 
 

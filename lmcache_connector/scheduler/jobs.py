@@ -89,10 +89,12 @@ class PlannedJobs:
         idle: bool,
         prefill: PrefillWork | None,
         probe: bool,
+        wanted: tuple[bytes, ...] = (),
+        adapter_question: int = 0,
     ) -> StepPlan:
         """The plan of a step: all that was added since the last one, and what is known of this."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
-        if not (idle or new or prefill or probe):
+        if not (idle or new or prefill or probe or adapter_question or wanted):
             return _NOTHING_NEW
         plan = StepPlan(
             loads=tuple(self._loads),
@@ -102,6 +104,8 @@ class PlannedJobs:
             idle=idle,
             prefill=prefill,
             probe=probe,
+            wanted=wanted,
+            adapter_question=adapter_question,
         )
         self._loads, self._stores, self._cancelled_loads, self._vacated_stores = [], [], [], []
         return plan

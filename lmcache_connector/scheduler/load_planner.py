@@ -10,6 +10,7 @@ from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import BlockIds, JobResult, LoadJob, Tier
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +80,20 @@ class LoadPlanner:
 
     def ended(
         self, state: RequestState, job: LoadJob, num_chunks: int, results: Sequence[JobResult]
-    ) -> None:
+    ) -> ShortLoad | None:
         """All ranks have reported: the leading ``num_chunks`` of the job arrived on each."""
         load, chunk_size = state.load, self._settings.chunk_size
         load.job = None
         self._policy.load_ended(job.job_id, results)
         self._count_saved(load.offered_from, num_chunks * chunk_size - self._skipped_tokens(job))
-        if num_chunks < len(job.keys):
-            # The tier that failed is not asked again for this request: it is recomputed.
-            load.is_allowed = False
-            lost = (len(job.keys) - num_chunks) * chunk_size
-            self._tally.count("recomputed_tokens", amount=lost)
+        if num_chunks == len(job.keys):
+            return None
+        # The tier that failed is not asked again for this request: it is recomputed.
+        load.is_allowed = False
+        lost = (len(job.keys) - num_chunks) * chunk_size
+        self._tally.count("recomputed_tokens", amount=lost)
+        arrived = (load.offered_from // chunk_size + num_chunks) * chunk_size
+        return ShortLoad(state.request, max(load.offered_from, arrived))
 
     def _decide(self, state: RequestState, num_computed_tokens: int, hit: range) -> None:
         load, request = state.load, state.request

@@ -13,7 +13,7 @@ from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import Tier
 
 if TYPE_CHECKING:
-    from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+    from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 
 _SCHEDULER = "scheduler"
 _REFRESH_SECONDS = 0.1

@@ -110,6 +110,42 @@ class StoreState:
         self.next_chunk = 0
 
 
+@dataclass(frozen=True, slots=True)
+class AuditSubject:
+    """What a first audit is due for. ``kinds``: of the request. ``is_own``: this instance computed
+    the chunk itself. ``strict``: on probation."""
+
+    root: bytes
+    kinds: tuple[bool, ...]
+    is_own: bool
+    strict: bool = False
+
+
+@dataclass(slots=True)
+class AuditState:
+    """The audit of a request. Written by the :class:`Auditor`.
+
+    ``chunk`` is left to compute, and compared with what is stored under ``key``; ``None``: no
+    audit, or none any more. ``is_computing``: its forward passes have begun. ``shared``: on
+    probation, the request as it would be looked up if its root were shared.
+    """
+
+    is_decided: bool = False
+    chunk: int | None = None
+    key: bytes = b""
+    needs_redis: bool = False
+    subject: AuditSubject | None = None
+    is_computing: bool = False
+    shared: RequestState | None = None
+
+    def drop(self) -> None:
+        """Nothing is to be audited any more. ``key`` stays: the chunk is not to be stored."""
+        self.is_decided, self.chunk = True, None
+        if self.shared is not None:
+            self.shared.lookup.cancel()
+            self.shared = None
+
+
 @dataclass(slots=True)
 class RequestState:
     """Everything known about one request. Owned by the scheduler side, on its one thread."""
@@ -120,6 +156,7 @@ class RequestState:
     load: LoadState = field(default_factory=LoadState)
     witness: WitnessState = field(default_factory=WitnessState)
     store: StoreState = field(default_factory=StoreState)
+    audit: AuditState = field(default_factory=AuditState)
     is_finished: bool = False
 
     def restart(self) -> None:

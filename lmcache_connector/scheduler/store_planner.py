@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import BlockIds, JobResult, Outcome, StoreJob
+from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, StoreJob
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
@@ -86,7 +86,8 @@ class StorePlanner:
         chunks = tuple(
             i
             for i in range(store.next_chunk, end)
-            if keys[i] not in self._index or (redis_keys is not None and keys[i] in redis_keys)
+            if keys[i] != state.audit.key  # what an audit compares with must not be this
+            and (keys[i] not in self._index or (redis_keys is not None and keys[i] in redis_keys))
         )
         store.next_chunk = end
         if not chunks:
@@ -98,6 +99,7 @@ class StorePlanner:
             chunk_indices=chunks,
             block_ids=self._blocks_of(resolve_block_ids(), chunks),
             redis_keys=redis_keys,
+            adapter=_adapter_of(state),
         )
         store.job_ids.add(job.job_id)
         self._index.plan(job.keys, job.job_id)
@@ -136,3 +138,8 @@ class StorePlanner:
                 tuple(b for i in chunks for b in ids[i * per_chunk : (i + 1) * per_chunk])
             )
         return tuple(groups)
+
+
+def _adapter_of(state: RequestState) -> AdapterRef | None:
+    identity = state.keys.identity
+    return AdapterRef(identity.lora_number, identity.lora) if identity.lora is not None else None

@@ -19,6 +19,7 @@ from lmcache_connector.kv_layout.paged_cache import Plane
 from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
+from lmcache_connector.vllm_compat.element_formats import element_formats
 from lmcache_connector.vllm_compat.support import check_setup, layer_specs
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ class ModelDescription:
 
     ``ranks`` and ``geometries`` list the workers of one engine in rank order (TP within PP).
     ``rank``, ``num_kv_heads`` and ``layer_widths`` are those of this process; the latter maps its
-    layers' names, in model order, to the bytes of one token and one KV head. ``block_size`` is in
-    tokens. ``planes`` say how a block lies in memory where strides do not. ``root`` holds plain
-    JSON values: everything that makes the model's KV its own, the same on all ranks.
+    layers' names, in model order, to the bytes of one token and one KV head, and ``formats`` say
+    how their elements are stored. ``name`` is the user's. ``block_size`` is in tokens. ``planes``
+    say how a block lies in memory where strides do not. ``root`` holds plain JSON values:
+    everything that makes the model's KV its own, the same on all ranks.
     """
 
     ranks: tuple[RankTopology, ...]
@@ -45,6 +47,8 @@ class ModelDescription:
     block_size: int
     num_kv_heads: int
     layer_widths: dict[str, int]
+    formats: tuple[str, ...]
+    name: str
     planes: tuple[Plane, ...]
     root: dict[str, object]
 
@@ -102,6 +106,8 @@ def describe_model(
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         layer_widths=widths,
+        formats=element_formats(group, vllm_config.cache_config.cache_dtype),
+        name=vllm_config.model_config.model,
         planes=packing.planes,
         root={
             "namespace": namespace,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.executor import Executor, UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from lmcache_connector.errors import UnsupportedError
@@ -78,11 +79,26 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
         yield wrong, "start without --kv-transfer-config"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism", "set its sizes to 1"
+    if _has_a_scheduler_per_rank(vllm_config):
+        yield (
+            "the external_launcher executor with several ranks per engine",
+            "every rank has a scheduler of its own there, and ours go by the time and do not "
+            "decide alike; use the mp or the ray executor, or engines of one rank",
+        )
     if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_KV:
         yield (
             f"speculative decoding with {speculative.method!r} yet",
             "use the ngram method or none",
         )
+
+
+def _has_a_scheduler_per_rank(vllm_config: VllmConfig) -> bool:
+    """The ranks of an engine are started from outside, each as if it were alone."""
+    parallel = vllm_config.parallel_config
+    # Its world_size would count the ranks of all data-parallel engines.
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
+        return False
+    return issubclass(Executor.get_class(vllm_config), UniProcExecutor)
 
 
 def _unsupported_spec(group: KVCacheGroupSpec) -> str | None:

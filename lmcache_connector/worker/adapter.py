@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, make_copier
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import (
+    AuditJob,
     CacheEvent,
     Calibration,
     JobResult,
@@ -31,8 +32,10 @@ from lmcache_connector.plans import (
     StoreJob,
     TransferTime,
 )
+from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
 from lmcache_connector.worker.forward_timer import ForwardTimer
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
@@ -49,7 +52,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
+_ADAPTER_SECONDS = 2.0
 _FIRST_PROBE_SECONDS = 2.0
+_LET_GO_SECONDS = 5.0
 # After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
 # New prompts of 3,000 tokens were answered 2 to 3 % sooner.
 _STORE_DELAY_SECONDS = 0.03
@@ -65,7 +70,9 @@ class WorkerSettings:
 
     ``layer_widths`` maps the layers of the KV cache group, in model order, to the bytes of one
     token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
-    not measured. ``planes`` say how a block lies in memory where strides do not.
+    not measured. ``planes`` say how a block lies in memory where strides do not, ``formats`` how
+    the elements of each layer are stored. ``finishes_stores``: no copy out of the paged cache may
+    go on between two steps.
     """
 
     engine: EngineSettings
@@ -76,7 +83,9 @@ class WorkerSettings:
     shutdown_seconds: float
     probe_keys: tuple[bytes, ...] = ()
     planes: tuple[Plane, ...] = ()
+    formats: tuple[str, ...] = ()
     blocks_are_zeroed: bool = False
+    finishes_stores: bool = False
 
 
 class WorkerAdapter:
@@ -92,9 +101,11 @@ class WorkerAdapter:
         kv_caches: dict[str, torch.Tensor],
         make_redis_tier: Callable[[], RedisTier] | None,
         clock: Callable[[], float] = time.monotonic,
+        lora_loads: LoraLoads | NoLoraLoads | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self._lora_loads = lora_loads or NoLoraLoads()
         paged = _describe(settings, kv_caches)
         device = next(iter(kv_caches.values())).device
         on_cpu = device.type == "cpu"
@@ -121,6 +132,8 @@ class WorkerAdapter:
         )
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._gate = StepGate()
+        self._refused: list[JobResult] = []
+        self._adapter_names: dict[int, Reading[str]] = {}  # of open stores
         self._idle = False
 
     def calibration(self) -> Calibration:
@@ -153,10 +166,14 @@ class WorkerAdapter:
         self._idle = plan.idle
         if plan.probe:
             self._probe.request()
+        if plan.wanted:
+            self._engine.want(plan.wanted)
+        if plan.adapter_question:
+            self._lora_loads.ask(plan.adapter_question)
         if plan.loads:
             fence = self._copier.fence()
             for job in plan.loads_and_earlier_stores():
-                self._jobs.submit(job, fence)
+                self._submit(job, fence)
         if plan.cancelled_loads:
             self._jobs.cancel(plan.cancelled_loads)
 
@@ -165,13 +182,15 @@ class WorkerAdapter:
         if plan.stores and (stores := plan.later_stores()):
             fence = self._copier.fence()
             for job in stores:
-                self._jobs.submit(job, fence)
+                self._submit(job, fence)
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
         self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
+        if self._settings.finishes_stores:
+            self._jobs.finish_stores(_LET_GO_SECONDS)
         if self._settings.blocks_are_zeroed:
             self._gate.close()
         if not self._has_news():
@@ -180,13 +199,21 @@ class WorkerAdapter:
         loaded = [queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)]
         return StepOutput(
             finished_recving=frozenset(loaded),
-            invalid_block_ids=frozenset(_failed_blocks(ended, self._blocks_per_chunk)),
             report=self._report(ended),
         )
 
     def take_metrics(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""
         return self._metrics.take()
+
+    def let_go(self) -> bool:
+        """Between two steps: stop every copy from or into the paged cache. False if one still
+        runs after some seconds."""
+        self._gate.open()  # no step has begun since: what was copied until now is sound
+        if self._jobs.cancel_all(_LET_GO_SECONDS):
+            return True
+        logger.error("A KV transfer did not stop within %.1f s", _LET_GO_SECONDS)
+        return False
 
     def shutdown(self) -> None:
         """Bounded by ``shutdown_seconds`` (for the lanes, and again for writes to Redis)."""
@@ -196,6 +223,7 @@ class WorkerAdapter:
         if not self._jobs.close(seconds):
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
         self._engine.close(seconds)
+        self._lora_loads.close()
         self._copier.close()
 
     # -- jobs, on the lanes' threads -----------------------------------------------------------
@@ -203,7 +231,11 @@ class WorkerAdapter:
     def _run(self, queued: QueuedJob) -> JobResult:
         started = self._clock()
         job = queued.job
+        if isinstance(job, AuditJob):
+            return self._audit(queued, job)
         if isinstance(job, StoreJob):
+            if not self._was_computed_with_its_adapter(job):
+                return _cancelled(job)
             transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:
             transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)
@@ -219,6 +251,35 @@ class WorkerAdapter:
             redis_failed=transfer.redis_failed,
         )
 
+    def _was_computed_with_its_adapter(self, job: StoreJob) -> bool:
+        """vLLM may have read other files than the scheduler side saw, or read them again since."""
+        if job.adapter is None:
+            return True
+        name = self._adapter_names[job.job_id]
+        return name.wait(_ADAPTER_SECONDS) and name.value == job.adapter.digest
+
+    def _audit(self, queued: QueuedJob, job: AuditJob) -> JobResult:
+        started = self._clock()
+        found = self._engine.compare(
+            job,
+            queued.fence,
+            queued.cancelled,
+            queued.deadline,
+            self._gate,
+            self._settings.formats,
+        )
+        return JobResult(
+            job_id=job.job_id,
+            outcome=self._outcome(queued, found),
+            num_chunks=found.num_chunks,
+            num_bytes=0,
+            redis_bytes=found.redis_bytes,
+            seconds=self._clock() - started,
+            redis_seconds=found.redis_seconds,
+            redis_failed=found.redis_failed,
+            differences=found.differences,
+        )
+
     def _outcome(self, queued: QueuedJob, transfer: JobTransfer) -> Outcome:
         if transfer.num_chunks == len(transfer.keys):
             return Outcome.DONE
@@ -228,6 +289,15 @@ class WorkerAdapter:
 
     # -- details -------------------------------------------------------------------------------
 
+    def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
+        if isinstance(job, StoreJob) and job.adapter is not None:
+            name = self._lora_loads.name_of(job.adapter.number)
+            if name is None:
+                self._refused.append(_cancelled(job))
+                return
+            self._adapter_names[job.job_id] = name
+        self._jobs.submit(job, fence)
+
     def _has_news(self) -> bool:
         """Nearly every decode step ends here. It touches as little as it can: a forward pass has
         driven all of it out of the processor's caches."""
@@ -236,16 +306,30 @@ class WorkerAdapter:
             or self._engine.has_news
             or self._timer.has_news
             or self._probe.has_news
+            or self._lora_loads.has_news
+            or self._refused
         )
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
         events, written = self._engine.take_events(), self._engine.take_written()
         forwards, redis = self._timer.take(), self._probe.take()
         self._count(ended, events)
-        if not (ended or events or forwards or redis or written):
+        adapters = self._lora_loads.take()
+        refused, self._refused = self._refused, []
+        if not (ended or events or forwards or redis or written or adapters or refused):
             return None
-        results = tuple(queued.result for queued in ended if queued.result is not None)
-        return RankReport(self._settings.engine.rank, events, results, forwards, redis, written)
+        for queued in ended:
+            self._adapter_names.pop(queued.job.job_id, None)
+        results = [queued.result for queued in ended if queued.result is not None]
+        return RankReport(
+            rank=self._settings.engine.rank,
+            events=events,
+            results=(*results, *refused),
+            forwards=forwards,
+            redis=redis,
+            written=written,
+            adapters=adapters,
+        )
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:
@@ -264,9 +348,10 @@ class WorkerAdapter:
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )
 
-    @property
-    def _blocks_per_chunk(self) -> int:
-        return self._settings.geometry.num_tokens // self._settings.engine.block_size
+
+def _cancelled(job: StoreJob) -> JobResult:
+    """Nothing of it was copied."""
+    return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
 
 
 def _hold_nothing(until: float) -> None:
@@ -294,13 +379,3 @@ def _describe(settings: WorkerSettings, kv_caches: dict[str, torch.Tensor]) -> P
         for name, width in settings.layer_widths.items()
     }
     return PagedLayout.from_kv_caches({name: kv_caches[name] for name in specs}, specs)
-
-
-def _failed_blocks(ended: Iterable[QueuedJob], per_chunk: int) -> Iterable[int]:
-    """Blocks of loads that did not arrive, from the first missing chunk on."""
-    for queued in ended:
-        job, result = queued.job, queued.result
-        if isinstance(job, LoadJob) and result is not None and result.num_chunks < len(job.keys):
-            first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
-            for block_ids in job.block_ids:
-                yield from block_ids[first:]

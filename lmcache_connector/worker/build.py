@@ -18,9 +18,12 @@ from lmcache_connector.config.warnings import (
 )
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.startup import banner
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
+from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
     import torch
@@ -58,10 +61,17 @@ def build_worker(
     settings = replace(
         _worker_settings(config, model, vllm_config, kv_events),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
+        finishes_stores=may_sleep_unseen(vllm_config),
     )
     if model.rank == 0:
         _log_warnings(config, vllm_config, settings.geometry.chunk_bytes)
-    worker = WorkerAdapter(settings, kv_caches, _redis_tier_maker(config, model))
+    lora_config = vllm_config.lora_config
+    worker = WorkerAdapter(
+        settings,
+        kv_caches,
+        _redis_tier_maker(config, model),
+        lora_loads=LoraLoads(lora_config) if lora_config is not None else None,
+    )
     if model.rank == 0:
         logger.info(banner(config, model.fingerprint, settings.geometry, worker.self_test))
     return worker
@@ -80,6 +90,7 @@ def _worker_settings(
             block_size=model.block_size,
             overrides=config.lmcache,
             report_writes=kv_events,
+            pace=_pace(config),
         ),
         geometry=model.geometries[model.rank],
         num_kv_heads=model.num_kv_heads,
@@ -88,7 +99,15 @@ def _worker_settings(
         shutdown_seconds=config.shutdown_seconds,
         probe_keys=_probe_keys(config, model) if loads else (),
         planes=model.planes,
+        formats=model.formats,
     )
+
+
+def _pace(config: ConnectorConfig) -> Pace:
+    """With a lifetime to be renewed, a value is looked after well before it ends."""
+    if not config.redis_ttl_refresh or config.redis_ttl_seconds is None:
+        return Pace()
+    return Pace(granted_seconds=min(Pace().granted_seconds, config.redis_ttl_seconds / 3))
 
 
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:

@@ -1,10 +1,11 @@
 """Runs the jobs of one rank, and keeps the state of each until it is reported.
 
-A *lane* is a thread that runs jobs of one kind. There are three kinds, so that no job waits behind
+A *lane* is a thread that runs jobs of one kind. There are four kinds, so that no job waits behind
 a slower one it has nothing to do with:
 
 - the *store lane* runs stores, one after the other in the order they were planned. Each waits for
   the forward pass that fills its blocks, and a moment longer unless somebody waits for it;
+- the *audit lane* runs audits, which begin as stores do and may then wait for Redis;
 - the *CPU lane* runs loads from the CPU tier;
 - *Redis lanes* run loads that may need Redis.
 
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -58,8 +59,9 @@ class QueuedJob:
 
     @property
     def deadline(self) -> float:
-        """When a load gives up, a reading of the queue's clock."""
-        seconds = self.job.deadline_seconds if isinstance(self.job, LoadJob) else 3600.0
+        """When a load or an audit gives up, a reading of the queue's clock."""
+        job = self.job
+        seconds = job.deadline_seconds if isinstance(job, LoadJob | AuditJob) else 3600.0
         return self.submitted_at + seconds
 
 
@@ -87,12 +89,14 @@ class JobQueue:
         self._open: dict[int, QueuedJob] = {}
         # Jobs that no lane has begun yet.
         self._stores: list[QueuedJob] = []
+        self._audits: list[QueuedJob] = []
         self._cpu_loads: list[QueuedJob] = []
         self._redis_loads: list[QueuedJob] = []
         self._keys_on_redis_lanes: set[bytes] = set()
         self._ended: list[QueuedJob] = []
         self._stopping = False
-        lanes = [("lmc-store", self._stores), ("lmc-load-cpu", self._cpu_loads)]
+        lanes = [("lmc-store", self._stores), ("lmc-audit", self._audits)]
+        lanes.append(("lmc-load-cpu", self._cpu_loads))
         lanes += [(f"lmc-load-redis-{i}", self._redis_loads) for i in range(num_redis_lanes)]
         self._lanes = [
             threading.Thread(target=self._work, args=(waiting,), name=name, daemon=True)
@@ -108,7 +112,8 @@ class JobQueue:
         now = self._clock()
         with self._lock:
             if isinstance(job, StoreJob):
-                waiting, wake, not_before = self._stores, self._store_came, now + self._store_delay
+                waiting = self._audits if isinstance(job, AuditJob) else self._stores
+                wake, not_before = self._store_came, now + self._store_delay
             else:
                 waiting = self._redis_loads if job.needs_redis else self._cpu_loads
                 wake, not_before = self._load_may_run, now
@@ -155,6 +160,21 @@ class JobQueue:
         with self._lock:
             return len(self._open)
 
+    def finish_stores(self, seconds: float) -> None:
+        """Wait until nothing reads the paged cache any more; what takes longer is cancelled."""
+        with self._lock:
+            self._begin_stores()
+            self._job_ended.wait_for(lambda: not self._open_stores(), timeout=seconds)
+            for queued in self._open_stores():
+                queued.cancelled.set()
+
+    def cancel_all(self, seconds: float) -> bool:
+        """Cancel everything. False if a job still runs after ``seconds``."""
+        self.cancel(list(self._open))
+        with self._lock:
+            self._begin_stores()
+            return self._job_ended.wait_for(lambda: not self._open, timeout=seconds)
+
     def close(self, seconds: float) -> bool:
         """Cancel everything and stop the lanes. False if one is still busy after ``seconds``."""
         self.cancel(list(self._open))
@@ -180,7 +200,7 @@ class JobQueue:
 
     def _next(self, waiting: list[QueuedJob]) -> QueuedJob | None:
         """The next job of a lane; waits for one. ``None``: the lane shall stop."""
-        wake = self._store_came if waiting is self._stores else self._load_may_run
+        wake = self._store_came if self._is_delayed(waiting) else self._load_may_run
         with self._lock:
             while True:
                 self._end_overdue()
@@ -195,17 +215,24 @@ class JobQueue:
                 wake.wait(self._seconds_to_wait(waiting))
 
     def _pick(self, waiting: list[QueuedJob]) -> QueuedJob | None:
-        if waiting is self._stores:
+        if self._is_delayed(waiting):
             return waiting[0] if waiting and self._clock() >= waiting[0].not_before else None
         ready = [queued for queued in waiting if self._is_ready(queued.job)]
         return min(ready, key=_turn, default=None)
 
+    def _open_stores(self) -> list[QueuedJob]:
+        return [queued for queued in self._open.values() if isinstance(queued.job, StoreJob)]
+
     def _begin_stores(self) -> None:
         """Somebody waits for one of them."""
-        for queued in self._stores:
+        delayed = [*self._stores, *self._audits]
+        for queued in delayed:
             queued.not_before = queued.submitted_at
-        if self._stores:
+        if delayed:
             self._store_came.notify_all()
+
+    def _is_delayed(self, waiting: list[QueuedJob]) -> bool:
+        return waiting is self._stores or waiting is self._audits
 
     def _is_ready(self, job: Job) -> bool:
         """Whether the load waits neither for a store nor for chunks another load is bringing."""
@@ -227,7 +254,7 @@ class JobQueue:
 
     def _seconds_to_wait(self, waiting: list[QueuedJob]) -> float:
         seconds = self._seconds_to_a_deadline()
-        if waiting is self._stores and waiting:
+        if waiting and self._is_delayed(waiting):
             seconds = min(seconds, max(0.0, waiting[0].not_before - self._clock()))
         return seconds
 

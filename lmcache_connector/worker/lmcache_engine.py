@@ -16,20 +16,24 @@ admits or evicts.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
-from lmcache_connector.plans import CacheEvent, LoadJob, StoreJob
+from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, StoreJob
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
+    Comparison,
     EventSink,
     JobTransfer,
     PlannedTokenDatabase,
@@ -42,12 +46,17 @@ from lmcache_connector.worker.lmcache_start import (
     make_metadata,
     start_engine,
 )
+from lmcache_connector.worker.reconciler import Reconciler
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.worker.step_gate import StepGate
 
 _JOBS_BETWEEN_DRAINS = 256
+# Chunks offered to Redis again are written while no more than that waits to be written, and when
+# the queue fills up they are given up first.
+_OFFERED_BYTES = 32 << 20
+_LAST = 1 << 20
 
 
 class LMCacheEngineAdapter:
@@ -64,14 +73,16 @@ class LMCacheEngineAdapter:
         paged: PagedLayout,
         copier: Copier,
         redis_tier: RedisTier | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._geometry = geometry
         self._redis_tier = redis_tier
         self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
         metadata = make_metadata(settings, geometry)
         self._database = PlannedTokenDatabase(metadata)
-        connector = BlockCopyConnector(paged, geometry, settings.block_size, copier)
-        self._engine = start_engine(settings, metadata, self._database, connector, redis_tier)
+        self._planar = bool(paged.planes)
+        self._blocks = BlockCopyConnector(paged, geometry, settings.block_size, copier)
+        self._engine = start_engine(settings, metadata, self._database, self._blocks, redis_tier)
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
         self._plugin = backends.get(REDIS_BACKEND)
@@ -82,6 +93,9 @@ class LMCacheEngineAdapter:
         self._report_writes = settings.report_writes
         self._written: deque[bytes] = deque()
         self._cpu.batched_msg_sender = self._events
+        self._reconciler: Reconciler | None = None
+        if redis_tier is not None:
+            self._reconciler = Reconciler(self._offer, self._may_offer, settings.pace, clock)
 
     def store(
         self,
@@ -135,20 +149,37 @@ class LMCacheEngineAdapter:
             fence=fence,
             cancelled=cancelled,
         )
-        tokens = PlannedTokens(job.keys, self._geometry.num_tokens)
-        if self._plugin is None or not job.needs_redis:
-            self._engine.retrieve(tokens, transfer=transfer)
-        else:
-            with self._plugin.load_context(deadline, cancelled.is_set) as context:
-                self._engine.retrieve(tokens, transfer=transfer)
-            transfer.redis_bytes = context.redis_bytes
-            transfer.redis_seconds = context.redis_seconds
-            transfer.redis_failed = context.cut_off and not cancelled.is_set()
-        self._touch(job.keys)
-        self._drain_statistics()
-        if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
-            raise transfer.error
+        self._retrieve(transfer, deadline if job.needs_redis else None)
         return transfer
+
+    def compare(
+        self,
+        job: AuditJob,
+        fence: Fence | None,
+        cancelled: threading.Event,
+        deadline: float,
+        gate: StepGate,
+        formats: Sequence[str],
+    ) -> Comparison:
+        """Copy the job's chunk out of the paged cache, and compare it with what a tier holds.
+
+        ``differences`` stay empty if no tier has it by the ``deadline``, or the blocks were taken
+        back. Raises what the copy raises.
+        """
+        transfer = Comparison(job.keys, job.block_ids[0], 0, fence, cancelled, gate)
+        computed = bytearray(self._geometry.chunk_bytes)
+        self._blocks.copy_out(transfer, np.frombuffer(computed, np.uint8))
+        transfer.compare = lambda stored: compare_chunks(
+            memoryview(computed), stored, self._geometry, formats, planar=self._planar
+        )
+        if gate.passes(cancelled):
+            self._retrieve(transfer, deadline if job.needs_redis else None)
+        return transfer
+
+    def want(self, keys: Sequence[bytes]) -> None:
+        """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
+        if self._reconciler is not None:
+            self._reconciler.want(keys)
 
     def forget(self, key: bytes) -> None:
         """Drop a chunk from the CPU tier."""
@@ -179,37 +210,71 @@ class LMCacheEngineAdapter:
 
     def close(self, seconds: float) -> None:
         """Writes still queued for Redis get ``seconds``; then everything is dropped."""
+        if self._reconciler is not None:
+            self._reconciler.close(seconds)
         if self._redis_tier is not None:
             self._redis_tier.close(seconds)
         self._engine.close()
+
+    def _retrieve(self, transfer: JobTransfer, redis_deadline: float | None) -> None:
+        """``redis_deadline``: ``None`` to ask the CPU tier alone."""
+        tokens = PlannedTokens(transfer.keys, self._geometry.num_tokens)
+        if self._plugin is None or redis_deadline is None:
+            self._engine.retrieve(tokens, transfer=transfer)
+        else:
+            is_cancelled = transfer.cancelled.is_set
+            with self._plugin.load_context(redis_deadline, is_cancelled) as context:
+                self._engine.retrieve(tokens, transfer=transfer)
+            transfer.redis_bytes = context.redis_bytes
+            transfer.redis_seconds = context.redis_seconds
+            transfer.redis_failed = context.cut_off and not is_cancelled()
+        self._touch(transfer.keys)
+        self._drain_statistics()
+        if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
+            raise transfer.error
 
     def _share(self, job: StoreJob, held: Collection[bytes]) -> None:
         """Queue chunks that were in the CPU tier before the job for Redis."""
         if self._plugin is None:
             return
         for i, key in enumerate(job.keys):
-            if key not in held:
-                continue
-            engine_key = self._database.engine_key(key)
-            memory = self._cpu.get_blocking(engine_key)  # with a reference, unless just evicted
-            if memory is None:
-                continue
-            with self._store_context(job, i):
-                self._plugin.batched_submit_put_task([engine_key], [memory])
-            memory.ref_count_down()
+            if key in held:
+                with self._store_context(job, i):
+                    self._put(key)
+
+    def _offer(self, key: bytes) -> bool:
+        assert self._plugin is not None
+        with self._plugin.store_context(_LAST, self._write_ended):
+            return self._put(key)
+
+    def _may_offer(self) -> bool:
+        """What waits to be written stays in the CPU tier: offers take little of it."""
+        assert self._redis_tier is not None
+        return self._redis_tier.queued_bytes <= max(_OFFERED_BYTES, self._geometry.chunk_bytes)
+
+    def _put(self, key: bytes) -> bool:
+        """Queue a chunk of the CPU tier for Redis. False if it is not there."""
+        engine_key = self._database.engine_key(key)
+        memory = self._cpu.get_blocking(engine_key)  # with a reference, unless just evicted
+        if memory is None:
+            return False
+        self._plugin.batched_submit_put_task([engine_key], [memory])
+        memory.ref_count_down()
+        return True
 
     def _store_context(self, job: StoreJob, first: int) -> AbstractContextManager[None]:
         """Tells the Redis tier where in its prompt a chunk stands: late ones are dropped first."""
         if self._plugin is None:
             return nullcontext()
-        on_done = self._write_ended if self._report_writes else None
         context: AbstractContextManager[None] = self._plugin.store_context(
-            job.chunk_indices[first], on_done, job.redis_keys
+            job.chunk_indices[first], self._write_ended, job.redis_keys
         )
         return context
 
     def _write_ended(self, key: bytes, stored: bool) -> None:
-        if stored:
+        if self._reconciler is not None:
+            self._reconciler.ended(key, stored)
+        if stored and self._report_writes:
             self._written.append(key)
 
     def _holds(self, key: bytes) -> bool:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_controller.message import OpType
@@ -23,7 +25,7 @@ from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, copy_kv_block
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
-from lmcache_connector.plans import CacheEvent
+from lmcache_connector.plans import CacheEvent, LayerDifference
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.step_gate import StepGate
 
@@ -48,6 +50,14 @@ class JobTransfer:
     redis_seconds: float = 0.0
     redis_failed: bool = False
     error: Exception | None = None
+
+
+@dataclass(slots=True)
+class Comparison(JobTransfer):
+    """A load that fills no blocks: ``compare(stored)`` is handed what a tier holds of one chunk."""
+
+    compare: Callable[[memoryview], tuple[LayerDifference, ...]] | None = None
+    differences: tuple[LayerDifference, ...] = ()
 
 
 class TransferCancelled(Exception):
@@ -135,6 +145,9 @@ class BlockCopyConnector(GPUConnectorInterface):
             transfer.error = TransferCancelled()
             return
         try:
+            if isinstance(transfer, Comparison):
+                self._compare(memory_objs, transfer)
+                return
             chunks = self._chunks(memory_objs)
             source = range(transfer.skip_blocks, chunks.num_blocks)
             block_ids = transfer.block_ids[: len(source)]
@@ -151,6 +164,28 @@ class BlockCopyConnector(GPUConnectorInterface):
             transfer.error = error
             return
         transfer.num_chunks = len(memory_objs)
+
+    def copy_out(self, transfer: JobTransfer, memory: npt.NDArray[np.uint8]) -> None:
+        """Copy the job's one chunk out of the paged cache into ``memory``. Raises what the copy
+        raises."""
+        address = int(memory.ctypes.data)
+        planes = self._paged.planes
+        chunk = ChunkBuffers(self._geometry, self._block_size, [address], memory, planes=planes)
+        transfer.num_bytes = copy_kv_blocks(
+            self._paged,
+            chunk,
+            transfer.block_ids,
+            range(len(transfer.block_ids)),
+            "d2h",
+            self._copier,
+            transfer.fence,
+        )
+
+    def _compare(self, memory_objs: list[MemoryObj], transfer: Comparison) -> None:
+        assert transfer.compare is not None
+        (memory_obj,) = memory_objs
+        transfer.differences = transfer.compare(memoryview(memory_obj.byte_array).cast("B"))
+        transfer.num_chunks = 1
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         self.batched_to_gpu([memory_obj], [start], [end], **kwargs)

@@ -20,6 +20,7 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
@@ -52,6 +53,7 @@ class EngineSettings:
 
     ``cpu_gib`` is the size of its CPU tier, ``block_size`` vLLM's in tokens. ``overrides`` are the
     user's ``lmcache.*`` keys. ``report_writes``: remember which chunks have come to Redis.
+    ``pace``: of offering chunks to Redis again.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class EngineSettings:
     block_size: int
     overrides: dict[str, Any] = field(default_factory=dict)
     report_writes: bool = False
+    pace: Pace = field(default_factory=Pace)
 
 
 def make_metadata(settings: EngineSettings, geometry: ChunkGeometry) -> LMCacheMetadata:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.plans import AuditJob, CacheEvent, JobResult, LoadJob, Outcome, StoreJob
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class WorkerMetrics:
     def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
         if isinstance(job, LoadJob):
             self._load_ended(result)
-        else:
+        elif not isinstance(job, AuditJob):  # the scheduler side counts those
             self._store_ended(result)
         self._next_snapshot = _AT_ONCE
 

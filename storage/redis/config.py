@@ -7,7 +7,7 @@ from functools import cached_property
 
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES, Sealer
 from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
-from lmcache_connector.storage.redis.url import RedisAddress, parse_redis_url
+from lmcache_connector.storage.redis.client.url import RedisAddress, parse_redis_url
 
 MIB = 1 << 20
 _POSITIVE = (

@@ -1,4 +1,8 @@
-"""Connections to the servers, each behind the circuit breaker of its node."""
+"""Connections to the servers, each behind the circuit breaker of its node.
+
+Connecting is done on threads of its own, so that a server which does not answer holds up nobody
+who serves another one's chunks.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,30 @@ import logging
 import threading
 from collections.abc import Callable
 
-from redis import Connection
-from redis.exceptions import MovedError, RedisError, ResponseError
-
-from lmcache_connector.net.wire import Wire
-from lmcache_connector.storage.redis.circuit_breaker import Backoff, CircuitBreaker, CircuitState
+from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.wire import Wire, WireError, WireFault
+from lmcache_connector.storage.redis.client.circuit_breaker import (
+    Backoff,
+    CircuitBreaker,
+    CircuitState,
+)
+from lmcache_connector.storage.redis.client.conversation import (
+    IDLE_BYTES,
+    Conversation,
+    ErrorReply,
+    RefusedError,
+)
+from lmcache_connector.storage.redis.client.dial import TALK_ERRORS
+from lmcache_connector.storage.redis.client.resp import command, is_redirection
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.topology import CONNECT_ERRORS, Node, Topology, take_socket
+from lmcache_connector.storage.redis.topology import Node, Topology
 from lmcache_connector.storage.redis.value_names import probe_key
 
 logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+# Threads that connect, for all threads of a tier or a look-up together.
+_MAX_DIALS = 16
 
 
 class UnavailableError(Exception):
@@ -35,7 +53,7 @@ class Servers:
         topology: Topology,
         clock: Callable[[], float],
         random: Callable[[], float],
-        greet: Callable[[Connection], None] = lambda connection: None,
+        greet: Callable[[Conversation], None] = lambda conversation: None,
     ) -> None:
         self.config = config
         self.topology = topology
@@ -44,19 +62,27 @@ class Servers:
         self._greet = greet
         self._lock = threading.Lock()
         self._breakers: dict[Node, CircuitBreaker] = {}
+        self._pauses: dict[Node, CircuitBreaker] = {}
         self._greeted = False
         self._troubled = False
+        self._num_dials = 0
+        self._look: Task | None = None
 
     def breaker(self, node: Node) -> CircuitBreaker:
-        with self._lock:
-            if node not in self._breakers:
-                self._breakers[node] = self.make_breaker()
-            return self._breakers[node]
+        """Open while the node does not answer."""
+        return self._of(self._breakers, node)
 
-    def make_breaker(self) -> CircuitBreaker:
-        """A breaker with the configured back-off."""
-        low, high = self.config.backoff_min_seconds, self.config.backoff_max_seconds
-        return CircuitBreaker(Backoff(low, high, self._random), self.clock)
+    def pause(self, node: Node) -> CircuitBreaker:
+        """Open while the node refuses writes."""
+        return self._of(self._pauses, node)
+
+    def is_paused(self, node: Node) -> bool:
+        """Whether the node refused a write a moment ago."""
+        return (self.pause(node).seconds_until_retry() or 0.0) > 0.0
+
+    def any_paused(self) -> bool:
+        with self._lock:
+            return any(p.state is CircuitState.OPEN for p in self._pauses.values())
 
     def is_open(self, node: Node) -> bool:
         return self.breaker(node).state is CircuitState.OPEN
@@ -66,33 +92,187 @@ class Servers:
         with self._lock:
             return tuple((str(n), b.state) for n, b in sorted(self._breakers.items()))
 
-    def refresh(self) -> None:
-        """Learn where chunks live, if that may have changed; log the first failure in a row."""
+    def refresh(self, deadline: Deadline | None = None) -> None:
+        """See to it that where chunks live is learnt, if that may have changed.
+
+        Waits for it only while nothing is known, until ``deadline``.
+        """
+        if self.topology.is_current():
+            return
+        with self._lock:
+            if self._look is None or self._look.is_done:
+                self._look = self._start(self._learn)
+            look = self._look
+        if look is not None and deadline is not None and not self.topology.nodes():
+            look.wait(deadline)
+
+    def dial(self, node: Node, idle_seconds: float) -> Dial | None:
+        """Begin to connect; None while too many connections are being made."""
+        dial = Dial(node, idle_seconds, self)
+        with self._lock:
+            task = self._start(dial.run)
+        dial.task = task
+        return dial if task is not None else None
+
+    def redact(self, message: object) -> str:
+        """``message`` without credentials."""
+        return self.config.address.redact(str(message))
+
+    def connect(self, node: Node) -> Conversation:
+        """A connection to a server that answers these credentials. Raises one of ``TALK_ERRORS``.
+
+        Some servers accept connections before they have loaded their data. The question takes one
+        round trip, with a command the tier needs anyway.
+        """
+        conversation = self.topology.connect(node)
+        try:
+            (reply,) = conversation.ask(command(b"EXISTS", probe_key(self.config.namespace)))
+            # A redirection: another node of the cluster has the key's slot, but this one answers.
+            if isinstance(reply, ErrorReply) and not is_redirection(b"-" + reply.line):
+                raise RefusedError(reply)
+            if not isinstance(reply, int | ErrorReply):
+                raise WireError(WireFault.OUT_OF_STEP, "an unexpected answer to EXISTS")
+            with self._lock:
+                first, self._greeted = not self._greeted, True
+            if first:
+                self._greet(conversation)
+        except BaseException:
+            conversation.close()
+            raise
+        return conversation
+
+    def _learn(self) -> None:
         try:
             self.topology.prepare()
-        except CONNECT_ERRORS as error:
+        except TALK_ERRORS as error:
             if self._set_troubled(True):
                 address, detail = self.config.address, self.redact(error)
                 logger.warning("redis %s: cannot learn where chunks live: %s", address, detail)
         else:
             self._set_troubled(False)
 
-    def redact(self, message: object) -> str:
-        """``message`` without credentials."""
-        return self.config.address.redact(str(message))
+    def _start(self, work: Callable[[], None]) -> Task | None:
+        """Run ``work`` on a thread of its own; None if there are too many. Under the lock."""
+        if self._num_dials >= _MAX_DIALS:
+            return None
+        task = Task(work, self._task_ended)
+        self._num_dials += 1
+        if not task.start():
+            self._num_dials -= 1
+            return None
+        return task
 
-    def greet_once(self, connection: Connection) -> None:
-        """To be called with every new connection: the first is greeted."""
+    def _task_ended(self) -> None:
         with self._lock:
-            first, self._greeted = not self._greeted, True
-        if first:
-            self._greet(connection)
+            self._num_dials -= 1
+
+    def _of(self, breakers: dict[Node, CircuitBreaker], node: Node) -> CircuitBreaker:
+        with self._lock:
+            if node not in breakers:
+                low, high = self.config.backoff_min_seconds, self.config.backoff_max_seconds
+                breakers[node] = CircuitBreaker(Backoff(low, high, self._random), self.clock)
+            return breakers[node]
 
     def _set_troubled(self, troubled: bool) -> bool:
         """Whether that is new."""
         with self._lock:
             changed, self._troubled = troubled != self._troubled, troubled
         return changed
+
+
+class Task:
+    """``work`` on a daemon thread, then ``on_end``. What it raises is logged."""
+
+    def __init__(self, work: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self._work = work
+        self._on_end = on_end
+        self._done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def start(self) -> bool:
+        """False if the system has no thread to spare."""
+        try:
+            threading.Thread(target=self._run, name="lmc-redis-dial", daemon=True).start()
+        except RuntimeError:
+            return False
+        return True
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Whether it has ended by then."""
+        while not self._done.is_set() and (left := deadline.remaining()) > 0.0:
+            self._done.wait(min(left, _POLL_SECONDS))
+        return self._done.is_set()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception:
+            logger.exception("connecting to redis failed")
+        finally:
+            self._done.set()
+            self._on_end()
+
+
+class Dial:
+    """A connection being made. The one who asked for it takes it, or abandons it."""
+
+    def __init__(self, node: Node, idle_seconds: float, servers: Servers) -> None:
+        self.task: Task | None = None
+        self._node = node
+        self._idle_seconds = idle_seconds
+        self._servers = servers
+        self._lock = threading.Lock()
+        self._wire: Wire | None = None
+        self._abandoned = False
+
+    @property
+    def has_failed(self) -> bool:
+        return self.task is not None and self.task.is_done and self._wire is None
+
+    def take(self, deadline: Deadline) -> Wire | None:
+        """The connection; None if it is not there by then. Raises `UnavailableError`."""
+        assert self.task is not None
+        if not self.task.wait(deadline):
+            return None
+        if self._wire is None:
+            raise UnavailableError(f"{self._node}: cannot connect")
+        return self._wire
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._abandoned = True
+            if self._wire is not None:
+                self._wire.close()
+
+    def run(self) -> None:
+        """On a thread of its own."""
+        servers, node = self._servers, self._node
+        breaker = servers.breaker(node)
+        try:
+            conversation = servers.connect(node)
+            try:
+                wire = Wire(
+                    conversation.take_socket(), servers.clock, self._idle_seconds, IDLE_BYTES
+                )
+            except BaseException:
+                conversation.close()
+                raise
+        except Exception as error:
+            servers.topology.mark_stale()
+            if breaker.failed(at_once=True):
+                logger.warning("redis %s: cannot connect: %s", node, servers.redact(error))
+            if not isinstance(error, TALK_ERRORS):
+                raise
+            return
+        if breaker.connected():
+            logger.info("redis %s: connected again", node)
+        with self._lock:
+            self._wire = wire
+            if self._abandoned:
+                wire.close()
 
 
 class Connections:
@@ -102,17 +282,36 @@ class Connections:
         self._servers = servers
         self._idle_seconds = idle_seconds
         self._wires: dict[Node, Wire] = {}
+        self._dials: dict[Node, Dial] = {}
 
-    def get(self, node: Node) -> Wire:
-        """A live connection, made now if there is none. Raises `UnavailableError`."""
+    def has(self, node: Node) -> bool:
+        """Whether there is, or was a moment ago, a connection to ``node``."""
+        return node in self._wires
+
+    def get(self, node: Node, deadline: Deadline) -> Wire:
+        """A live connection. If one has to be made, this waits for it until ``deadline``, except
+        to a server that is known to be away. Raises `UnavailableError`."""
         wire = self._wires.get(node)
         if wire is not None and wire.is_fresh():
             return wire
         self._close(node)
-        if not self._servers.breaker(node).may_connect():
-            raise UnavailableError(f"{node}: circuit open")
-        self._wires[node] = wire = self._connect(node)
-        return wire
+        is_away = self._servers.is_open(node)
+        dial = self._dials.get(node)
+        if dial is None or dial.has_failed:  # before: this is another time
+            dial = self._dial(node)
+        try:
+            made = dial.take(self._now() if is_away else deadline)
+        except UnavailableError:
+            del self._dials[node]
+            raise
+        if made is None:
+            raise UnavailableError(f"{node}: still connecting")
+        del self._dials[node]
+        self._wires[node] = made
+        if not made.is_fresh():
+            self._close(node)
+            raise UnavailableError(f"{node}: closed again")
+        return made
 
     def succeeded(self, node: Node) -> None:
         self._servers.breaker(node).succeeded()
@@ -126,70 +325,53 @@ class Connections:
             logger.warning("redis %s: %s; leaving it alone for a while", node, detail)
 
     def tend(self) -> None:
-        """Connect ahead of need to every node without a connection, when it is time to try."""
+        """Begin to connect, ahead of need, to every node without a connection when it is time."""
         self._servers.refresh()
-        for node in self._wires.keys() - set(self._servers.topology.nodes()):
+        known = set(self._servers.topology.nodes())
+        for node in self._wires.keys() - known:
             self._close(node)
-        for node in self._servers.topology.nodes():
-            breaker = self._servers.breaker(node)
-            if node not in self._wires or breaker.state is CircuitState.OPEN:
+        for node in self._dials.keys() - known:
+            self._dials.pop(node).abandon()
+        for node in known:
+            if node not in self._wires or self._servers.is_open(node):
                 try:
-                    self.get(node)
+                    self.get(node, self._now())
                 except UnavailableError:
                     continue
 
     def close(self) -> None:
         for node in list(self._wires):
             self._close(node)
+        while self._dials:
+            self._dials.popitem()[1].abandon()
+
+    def _dial(self, node: Node) -> Dial:
+        self._dials.pop(node, None)
+        if not self._servers.breaker(node).may_connect():
+            raise UnavailableError(f"{node}: circuit open")
+        dial = self._servers.dial(node, self._idle_seconds)
+        if dial is None:
+            raise UnavailableError(f"{node}: too many connections are being made")
+        self._dials[node] = dial
+        return dial
+
+    def _now(self) -> Deadline:
+        return Deadline(float("-inf"), self._servers.clock)
 
     def _close(self, node: Node) -> None:
         wire = self._wires.pop(node, None)
         if wire is not None:
             wire.close()
 
-    def _connect(self, node: Node) -> Wire:
-        servers = self._servers
-        breaker = servers.breaker(node)
-        try:
-            connection = servers.topology.connect(node)
-            try:
-                self._check(connection)
-                sock = take_socket(connection)
-            finally:
-                connection.disconnect()
-        except CONNECT_ERRORS as error:
-            servers.topology.mark_stale()
-            if breaker.failed(at_once=True):
-                logger.warning("redis %s: cannot connect: %s", node, servers.redact(error))
-            raise UnavailableError(f"{node}: cannot connect") from error
-        if breaker.connected():
-            logger.info("redis %s: connected again", node)
-        return Wire(sock, servers.clock, self._idle_seconds)
 
-    def _check(self, connection: Connection) -> None:
-        """Prove that the server answers these credentials: some servers accept connections before
-        they have loaded their data. It takes one round trip, with a command the tier needs anyway.
-        """
-        connection.send_command("EXISTS", probe_key(self._servers.config.namespace))
-        try:
-            answer = connection.read_response()
-        except MovedError:
-            answer = 0  # another node of the cluster holds the key, but this one answers
-        if not isinstance(answer, int):
-            raise RedisError("an unexpected answer to EXISTS")
-        self._servers.greet_once(connection)
-
-
-def warn_of_noeviction(connection: Connection) -> None:
+def warn_of_noeviction(conversation: Conversation) -> None:
     """Warn of a server with no memory limit that evicts nothing: it grows until the machine has no
-    memory left. Raises one of ``CONNECT_ERRORS``."""
-    connection.send_command("INFO", "memory")
-    try:
-        info = connection.read_response()
-    except ResponseError:
+    memory left. Raises `WireError`."""
+    (info,) = conversation.ask(command(b"INFO", b"memory"))
+    if isinstance(info, ErrorReply):
         return  # these credentials may not ask
     if not isinstance(info, bytes):
-        raise RedisError("an unexpected answer to INFO")
+        raise WireError(WireFault.OUT_OF_STEP, "an unexpected answer to INFO")
     facts = dict(line.split(b":", 1) for line in info.split(b"\r\n") if b":" in line)
     if facts.get(b"maxmemory") == b"0" and facts.get(b"maxmemory_policy") == b"noeviction":
         logger.warning(

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from lmcache_connector.net.wire import WireFault
 from lmcache_connector.storage.chunk_codec import ValueFault
-from lmcache_connector.storage.redis.resp import ReplyFault
+from lmcache_connector.storage.redis.client.resp import ReplyFault
 
 
 class NotAsked(Enum):
@@ -19,6 +19,8 @@ class NotAsked(Enum):
 
     UNAVAILABLE = "unavailable"
     AFTER_MISS = "after_miss"
+    # Our own thread failed; the log says how.
+    INTERNAL_ERROR = "internal_error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Tells the scheduler which chunks of a prompt are in Redis, without reading them.
 
-A look-up sends one multi-key ``EXISTS`` per chunk, all at once: one round trip per server.
+A look-up sends one multi-key ``EXISTS`` per chunk, all at once: one round trip per server. Servers
+answer independently: one that fails, or is late, costs its own chunks and its own connection.
 """
 
 from __future__ import annotations
@@ -8,16 +9,23 @@ from __future__ import annotations
 import random as random_module
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline, never
-from lmcache_connector.net.wire import Wire, WireError, WireFault
+from lmcache_connector.net.wire import SLICE_SECONDS, Wire, WireError, WireFault, wait_readable
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.resp import command, first_line, is_redirection
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
-from lmcache_connector.storage.redis.resp import command, first_line, is_redirection
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
+
+# Of the time a look-up has, for connecting to servers that are not connected.
+_CONNECT_SHARE = 0.5
+_COUNT_BYTES = 20
+# A server that is silent for as long is not just late.
+_SUSPICIOUS_SECONDS = 0.2
 
 
 class RedisLookup:
@@ -49,15 +57,15 @@ class RedisLookup:
     def exists_prefix(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> int:
-        """The number of leading chunks that are wholly in Redis; 0 on any trouble.
+        """The number of leading chunks that are known to be wholly in Redis.
 
-        ``deadline`` is a reading of the clock, in seconds. Blocks until then at most, unless a
-        connection has to be made first: see `tend`.
+        ``deadline`` is a reading of the clock, in seconds. Blocks until then at most.
         """
         if not keys:
             return 0
-        self._servers.refresh()
-        counts = self._ask(keys, Deadline(deadline, self._clock, cancelled))
+        limit = Deadline(deadline, self._clock, cancelled)
+        self._servers.refresh(limit)
+        counts = self._ask(keys, limit)
         wanted = len(self._suffixes)
         return next((i for i, count in enumerate(counts) if count != wanted), len(counts))
 
@@ -67,49 +75,79 @@ class RedisLookup:
 
     def close(self) -> None:
         self._connections.close()
-        self._servers.topology.close()
 
     def servers(self) -> tuple[tuple[str, CircuitState], ...]:
         """The servers asked so far, and the states of their circuits. Thread-safe."""
         return self._servers.states()
 
     def _ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[int]:
-        """The number of existing values of each chunk; empty on any trouble."""
+        """The number of existing values of each chunk, as far as it becomes known."""
+        started = self._clock()
+        counts = [0] * len(keys)
+        questions = self._send(keys, deadline)
+        while questions and deadline.remaining() > 0.0:
+            slice_seconds = min(SLICE_SECONDS, deadline.remaining())
+            ready = wait_readable([question.wire for question in questions], slice_seconds)
+            for question in [q for q in questions if q.wire in ready]:
+                if self._receive(question, counts, deadline):
+                    questions.remove(question)
+        is_silent = self._clock() - started > _SUSPICIOUS_SECONDS and not deadline.cancelled()
+        for question in questions:
+            self._connections.drop(question.node, "no answer in time", blame=is_silent)
+        return counts
+
+    def _send(self, keys: Sequence[bytes], deadline: Deadline) -> list[_Question]:
+        """Ask every server that can be reached for the chunks that it holds."""
         tags = [chunk_tag(self._config.namespace, key) for key in keys]
         by_node: dict[Node, list[int]] = {}
         for index, tag in enumerate(tags):
             node = self._servers.topology.node_of(tag)
-            if node is None:
-                return []
-            by_node.setdefault(node, []).append(index)
-        counts = [0] * len(tags)
-        asked: list[tuple[Node, Wire]] = []
+            if node is not None:
+                by_node.setdefault(node, []).append(index)
+        connect_until = self._clock() + _CONNECT_SHARE * deadline.remaining()
+        connecting = Deadline(connect_until, self._clock, deadline.cancelled)
+        questions = []
+        for node in sorted(by_node, key=self._connections.has, reverse=True):
+            names = ([tags[i] + suffix for suffix in self._suffixes] for i in by_node[node])
+            try:
+                wire = self._connections.get(node, connecting)
+                wire.send([b"".join(command(b"EXISTS", *each) for each in names)], deadline)
+            except UnavailableError:
+                continue
+            except WireError as error:
+                self._connections.drop(node, str(error), blame=error.is_peers_fault)
+                continue
+            questions.append(_Question(node, wire, by_node[node]))
+        return questions
+
+    def _receive(self, question: _Question, counts: list[int], deadline: Deadline) -> bool:
+        """Take in what a server has answered so far. Whether that was the end of it."""
         try:
-            for node, indices in by_node.items():
-                asked.append((node, self._connections.get(node)))
-                names = [[tags[i] + suffix for suffix in self._suffixes] for i in indices]
-                question = b"".join(command(b"EXISTS", *each) for each in names)
-                asked[-1][1].send([question], deadline)
-            for node, wire in asked:
-                for index in by_node[node]:
-                    counts[index] = _number(wire.receive_line(deadline))
-                self._connections.succeeded(node)
-        except UnavailableError:
-            self._drop_all(asked, "another server is unavailable", blame=False)
-            return []
+            question.wire.receive_some(deadline)
+            while question.indices and (line := question.wire.next_line()) is not None:
+                counts[question.indices.pop(0)] = self._number(line)
         except WireError as error:
-            self._drop_all(asked, str(error), blame=error.is_peers_fault)
-            return []
-        return counts
+            self._connections.drop(question.node, str(error), blame=error.is_peers_fault)
+            return True
+        if question.indices:
+            return False
+        self._connections.succeeded(question.node)
+        return True
 
-    def _drop_all(self, asked: Sequence[tuple[Node, Wire]], detail: str, *, blame: bool) -> None:
-        """Drop all connections that an answer may still come on."""
-        for node, _ in asked:
-            self._connections.drop(node, detail, blame=blame)
+    def _number(self, line: bytes) -> int:
+        """The count in an answer. A chunk that has moved, or is on its way, is not there."""
+        if line[:1] == b":" and line[1:].isdigit() and len(line) <= _COUNT_BYTES:
+            return int(line[1:])
+        if is_redirection(line):
+            self._servers.topology.mark_stale()
+            return 0
+        raise WireError(WireFault.OUT_OF_STEP, first_line(line))
 
 
-def _number(line: bytes) -> int:
-    if line[:1] == b":" and line[1:].isdigit():
-        return int(line[1:])
-    is_peers_fault = not is_redirection(line)
-    raise WireError(WireFault.OUT_OF_STEP, first_line(line), is_peers_fault=is_peers_fault)
+@dataclass(eq=False)
+class _Question:
+    """``indices``: the chunks that ``node`` has not answered yet, in the order of its answers."""
+
+    node: Node
+    wire: Wire
+    indices: list[int]

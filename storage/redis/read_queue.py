@@ -22,9 +22,9 @@ from lmcache_connector.storage.chunk_codec import (
     check_value,
     stripe_header,
 )
+from lmcache_connector.storage.redis.client.resp import CRLF, bulk_line, command
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.counters import Miss, NotAsked
-from lmcache_connector.storage.redis.resp import CRLF, bulk_line, command
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
@@ -40,6 +40,7 @@ class ValueRequest:
     """
 
     chunk: int
+    name: bytes
     command: bytes
     line: bytes
     expected: ValueHeader
@@ -142,6 +143,16 @@ class PendingRead:
                 self._fail_chunk(request.chunk, Miss(NotAsked.UNAVAILABLE))
             self._changed.notify_all()
 
+    def fail_all(self, miss: Miss) -> None:
+        """Nothing more can be read."""
+        with self._changed:
+            for chunk, left in enumerate(self._left):
+                if left:
+                    self._fail_chunk(chunk, miss)
+                    break
+            self._work.clear()
+            self._changed.notify_all()
+
     # For the caller.
 
     def wait(self) -> None:
@@ -186,6 +197,7 @@ class PendingRead:
                 line = bulk_line(HEADER_BYTES + stripe.num_bytes)
                 yield ValueRequest(
                     chunk=chunk,
+                    name=name,
                     command=command(verb, name, *options),
                     line=line,
                     expected=stripe_header(plan.geometry, stripe, key, keyed=plan.sealer.keyed),

@@ -8,34 +8,48 @@ is closed. That costs little, because what follows a missing chunk is of no use 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
 from lmcache_connector.storage.chunk_codec import InvalidValueError
-from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
-from lmcache_connector.storage.redis.counters import Miss
-from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
-from lmcache_connector.storage.redis.resp import (
+from lmcache_connector.storage.redis.client.resp import (
     CRLF,
     ReplyFault,
     classify_mismatch,
     first_line,
     is_redirection,
 )
+from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
+from lmcache_connector.storage.redis.counters import Miss, NotAsked
+from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
 from lmcache_connector.storage.redis.topology import Node
 
+logger = logging.getLogger(__name__)
+
 _IDLE_SECONDS = 0.25
+# Of the time a read has, for connecting to a server that is not connected.
+_CONNECT_SHARE = 0.5
 # Bad replies for which the server is to blame; the others come from what was stored there.
 _SERVER_FAULTS = frozenset({ReplyFault.ERROR_REPLY, WireFault.OUT_OF_STEP})
+# Of an error reply, which tell its kind; the shortest has as many.
+_ERROR_BYTES = len(b"-CLUSTERDOWN")
+# Those that tell of a value that is not what its name says.
+_VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
 
 
 class Reader(threading.Thread):
-    """``on_spoiled(key)`` is told of chunks whose stored bytes did not verify."""
+    """``on_spoiled(request)`` is told of values whose stored bytes did not verify."""
 
     def __init__(
-        self, name: str, servers: Servers, queue: ReadQueue, on_spoiled: Callable[[bytes], None]
+        self,
+        name: str,
+        servers: Servers,
+        queue: ReadQueue,
+        on_spoiled: Callable[[ValueRequest], None],
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._servers = servers
@@ -44,20 +58,35 @@ class Reader(threading.Thread):
         self._on_spoiled = on_spoiled
 
     def run(self) -> None:
-        self._connections.tend()
+        timeout = 0.0  # connect before there is anything to read
         while not self._queue.closed:
-            read = self._queue.next(_IDLE_SECONDS)
-            if read is None:
-                self._connections.tend()
-                continue
-            self._servers.refresh()
-            for node in read.nodes_with_work():
-                self._serve(read, node)
+            read = None
+            try:
+                read = self._queue.next(timeout)
+                timeout = _IDLE_SECONDS
+                if read is None:
+                    self._connections.tend()
+                else:
+                    self._read(read)
+            except Exception:  # whatever it is, the next read may fare better
+                logger.exception("a read from redis failed; its chunks count as misses")
+                self._connections.close()
+                if read is not None:
+                    read.fail_all(Miss(NotAsked.INTERNAL_ERROR))
         self._connections.close()
 
+    def _read(self, read: PendingRead) -> None:
+        """Serve it for a while, the servers first that need not be connected to."""
+        self._servers.refresh()
+        for node in sorted(read.nodes_with_work(), key=self._connections.has, reverse=True):
+            self._serve(read, node)
+
     def _serve(self, read: PendingRead, node: Node) -> None:
+        clock = self._servers.clock
+        connect_until = clock() + _CONNECT_SHARE * read.deadline.remaining()
         try:
-            wire = self._connections.get(node)
+            connecting = Deadline(connect_until, clock, read.deadline.cancelled)
+            wire = self._connections.get(node, connecting)
         except UnavailableError:
             read.fail_node(node)
             return
@@ -116,6 +145,8 @@ class Batch:
             line = bytes(request.head[: max(0, min(here, len(request.line)))])
             if not request.line.startswith(line):
                 head = bytes(request.head[:here])
+                if head[:1] == b"-" and here < _ERROR_BYTES:
+                    return  # what kind of error, is still to come
                 raise BadReplyError(classify_mismatch(head), head)
             if here < request.reply_bytes:
                 return
@@ -144,7 +175,7 @@ class _Stream:
         node: Node,
         wire: Wire,
         batch_bytes: int,
-        on_spoiled: Callable[[bytes], None],
+        on_spoiled: Callable[[ValueRequest], None],
     ) -> None:
         self._read = read
         self._node = node
@@ -177,6 +208,8 @@ class _Stream:
         for batch in self._in_flight:
             self._verify(batch.good)
             for request in batch.bad:
+                if fault in _VALUE_FAULTS and not is_behind:
+                    self._on_spoiled(request)
                 self._read.fail(request, Miss(fault, is_behind))
                 is_behind = True
 
@@ -195,7 +228,7 @@ class _Stream:
             try:
                 request.verify()
             except InvalidValueError as error:
-                self._on_spoiled(request.expected.key)
+                self._on_spoiled(request)
                 self._read.fail(request, Miss(error.fault))
             else:
                 self._read.settle(request)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import random as random_module
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,19 +22,19 @@ from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.net.wire import WireFault
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.burst import WriterNotes
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, warn_of_noeviction
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked, TierCounts, WriteEnd
-from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue
+from lmcache_connector.storage.redis.healer import Healer, Suspect
+from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
 from lmcache_connector.storage.redis.reader import Reader
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WriteQueue
 from lmcache_connector.storage.redis.writer import Writer
 
-# Chunks known to be stored badly, kept to be written again; the oldest are forgotten.
-_MAX_SPOILED = 4096
 _POLL_SECONDS = 0.02
 # For threads to notice that they are to end, however short the time given.
 _CLOSE_GRACE_SECONDS = 0.5
@@ -87,11 +86,10 @@ class RedisTier:
         self._geometry = geometry
         self._clock = clock
         self._counters = Counters()
-        self._spoiled = _RecentKeys(_MAX_SPOILED)
+        self._notes = WriterNotes(config.claim_seconds, clock)
         self._topology = make_topology(config, clock)
         self._servers = Servers(config, self._topology, clock, random, greet=warn_of_noeviction)
-        # Opens while the server refuses writes.
-        self._pause = self._servers.make_breaker()
+        self._healer = Healer(self._servers)
         self._reads = ReadQueue()
         self._writes = WriteQueue(config.write_queue_bytes, clock)
         stripes, sealer = geometry.stripes(config.max_payload_bytes), Sealer(config.hash_key)
@@ -149,7 +147,8 @@ class RedisTier:
         if not self._write_plan.stripes:
             write.finish(True)
             return True
-        if (self._pause.seconds_until_retry() or 0.0) > 0.0:
+        node = self._topology.node_of(chunk_tag(self._config.namespace, key))
+        if node is not None and self._servers.is_paused(node):
             dropped = [write]
         else:
             dropped = self._writes.offer(write)
@@ -181,15 +180,19 @@ class RedisTier:
         threads = (*self._readers, *self._writers)
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
-        self._topology.close()
         return not any(thread.is_alive() for thread in threads)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of chunks that wait to be written, or are being written."""
+        return self._writes.num_bytes
 
     def stats(self) -> RedisTierStats:
         return RedisTierStats(
             counts=self._counters.snapshot(),
             queued_bytes=self._writes.num_bytes,
             servers=self._servers.states(),
-            writes_paused=self._pause.seconds_until_retry() is not None,
+            writes_paused=self._servers.any_paused(),
         )
 
     def take_write_times(self) -> list[tuple[int, float]]:
@@ -198,7 +201,7 @@ class RedisTier:
 
     def _make_reader(self, index: int) -> Reader:
         name = f"lmc-redis-read-{index}"
-        return Reader(name, self._servers, self._reads, self._spoiled.add)
+        return Reader(name, self._servers, self._reads, self._found_spoiled)
 
     def _make_writer(self, index: int) -> Writer:
         return Writer(
@@ -207,9 +210,13 @@ class RedisTier:
             self._writes,
             self._write_plan,
             self._counters,
-            self._pause,
-            self._spoiled.discard,
+            self._notes,
+            self._healer,
         )
+
+    def _found_spoiled(self, request: ValueRequest) -> None:
+        self._notes.add_spoiled(request.expected.key)
+        self._healer.add(Suspect(request.name, request.expected, request.sealer))
 
     def _read(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], limit: Deadline
@@ -259,23 +266,3 @@ def _num_writers(num_connections: int) -> int:
     that the engine, or a server on this machine, could run on."""
     num_cores = os.cpu_count() or 1
     return max(1, min(num_connections, num_cores // 2))
-
-
-class _RecentKeys:
-    """A bounded set that forgets the oldest. Thread-safe."""
-
-    def __init__(self, max_size: int) -> None:
-        self._keys: dict[bytes, None] = {}
-        self._max_size = max_size
-        self._lock = threading.Lock()
-
-    def add(self, key: bytes) -> None:
-        with self._lock:
-            self._keys[key] = None
-            if len(self._keys) > self._max_size:
-                del self._keys[next(iter(self._keys))]
-
-    def discard(self, key: bytes) -> bool:
-        """Whether ``key`` was in it."""
-        with self._lock:
-            return self._keys.pop(key, self) is None

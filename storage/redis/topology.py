@@ -1,44 +1,49 @@
-"""Which server holds a key, and how to connect to it: redis-py does this part.
+"""Which server holds a key, and how to connect to it.
 
 A *node* is a server's name: ``host:port``, a socket path, or ``sentinel:`` and a master's name.
 Topologies are thread-safe. `Topology.prepare` and `Topology.connect` do network I/O and belong in
-background threads; `Topology.node_of` never does.
+threads that nobody waits for; `Topology.node_of` never does.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NewType, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NewType, Protocol
 
-from redis import Connection, SSLConnection, UnixDomainSocketConnection
-from redis.backoff import NoBackoff
-from redis.cluster import ClusterNode, NodesManager
-from redis.crc import key_slot
-from redis.exceptions import ConnectionError as LostError
-from redis.exceptions import RedisClusterException, RedisError
-from redis.retry import Retry
-from redis.sentinel import Sentinel
-
+from lmcache_connector.net.wire import WireError, WireFault
+from lmcache_connector.storage.redis.client.conversation import (
+    Conversation,
+    ErrorReply,
+    RefusedError,
+)
+from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Dialer, is_endpoint
+from lmcache_connector.storage.redis.client.resp import command
+from lmcache_connector.storage.redis.client.slot_map import (
+    SLOTS_LIMITS,
+    Endpoint,
+    key_slot,
+    parse_slots,
+)
+from lmcache_connector.storage.redis.client.url import TopologyKind
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.url import TopologyKind
 
 Node = NewType("Node", str)
 
 # Between two looks at the slot map, however many errors ask for one.
 _REFRESH_SECONDS = 0.25
-# What redis-py raises on a reply that it cannot parse.
-_PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
-# What connecting raises. redis-py's own errors cover refusals and time-outs; the handshake may also
-# meet a broken socket, an unknown host or a certificate it does not trust (all OSError).
-CONNECT_ERRORS = (RedisError, RedisClusterException, OSError, *_PARSE_ERRORS)
+# Nodes of the present map that are asked for a new one, beside those of the URL.
+_MAX_ASKED = 8
 
 
 class Topology(Protocol):
     def prepare(self) -> None:
-        """Learn what `node_of` needs to know. Raises one of ``CONNECT_ERRORS``."""
+        """Learn what `node_of` needs to know. Raises one of ``TALK_ERRORS``."""
+        ...
+
+    def is_current(self) -> bool:
+        """Whether `prepare` has nothing to do."""
         ...
 
     def node_of(self, key: bytes) -> Node | None:
@@ -49,8 +54,8 @@ class Topology(Protocol):
         """All nodes known now."""
         ...
 
-    def connect(self, node: Node) -> Connection:
-        """A connected, authenticated redis-py connection. Raises one of ``CONNECT_ERRORS``."""
+    def connect(self, node: Node) -> Conversation:
+        """A connection with credentials accepted. Raises one of ``TALK_ERRORS``."""
         ...
 
     def mark_stale(self) -> None:
@@ -58,47 +63,19 @@ class Topology(Protocol):
         has changed."""
         ...
 
-    def close(self) -> None:
-        """Close the connections that `prepare` and `connect` keep for themselves."""
-        ...
-
-
-def connection_options(config: RedisTierConfig) -> dict[str, Any]:
-    """Options of a redis-py connection to a data server.
-
-    RESP2, because its replies have one shape; no client-side extras, which need permissions.
-    """
-    return {
-        "protocol": 2,
-        "driver_info": None,
-        "socket_timeout": config.read_timeout_seconds,
-        "socket_connect_timeout": config.connect_timeout_seconds,
-        **config.address.connection_options(),
-    }
-
-
-def take_socket(connection: Connection) -> socket.socket:
-    """Take the connected socket from redis-py. The caller closes it.
-
-    Raises redis-py's ``ConnectionError`` if the connection is closed already.
-    """
-    sock: socket.socket | None = connection._sock
-    if sock is None:
-        raise LostError("the connection was lost")
-    connection._sock = None
-    return sock
-
 
 class _OneNode:
-    """A topology of one node that is known from the start. ``make()``: a connection to it, to be
-    connected."""
+    """A topology of one node that is known from the start. ``dial()`` connects to it."""
 
-    def __init__(self, node: str, make: Callable[[], Connection]) -> None:
+    def __init__(self, node: str, dial: Callable[[], Conversation]) -> None:
         self._node = Node(node)
-        self._make = make
+        self._dial = dial
 
     def prepare(self) -> None:
         return
+
+    def is_current(self) -> bool:
+        return True
 
     def node_of(self, key: bytes) -> Node | None:
         return self._node
@@ -106,60 +83,72 @@ class _OneNode:
     def nodes(self) -> tuple[Node, ...]:
         return (self._node,)
 
-    def connect(self, node: Node) -> Connection:
-        connection = self._make()
-        connection.connect()
-        return connection
+    def connect(self, node: Node) -> Conversation:
+        return self._dial()
 
     def mark_stale(self) -> None:
-        return
-
-    def close(self) -> None:
         return
 
 
 class SingleTopology(_OneNode):
     """One server, reached by TCP, TLS or a Unix socket."""
 
-    def __init__(self, config: RedisTierConfig) -> None:
-        address = config.address
-        options = connection_options(config)
-        if address.path:
-            make = partial(UnixDomainSocketConnection, path=address.path, **options)
-            super().__init__(address.path, make)
-        else:
-            ((host, port),) = address.hosts
-            kind = SSLConnection if address.tls else Connection
-            super().__init__(f"{host}:{port}", partial(kind, host=host, port=port, **options))
+    def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
+        dialer, address = make_dialer(config, clock), config.address
+        ((host, port),) = address.hosts or (("", 0),)
+        super().__init__(address.path or f"{host}:{port}", lambda: dialer.connect(host, port))
 
 
 class SentinelTopology(_OneNode):
     """The master that a group of sentinels names, asked again for every connection. A master
     demoted later still serves reads, which are verified; it refuses writes."""
 
-    def __init__(self, config: RedisTierConfig) -> None:
-        address = config.address
-        options = connection_options(config)
-        timeouts = {k: v for k, v in options.items() if k.startswith("socket_")}
-        self._sentinel = Sentinel(
-            address.hosts,
-            sentinel_kwargs={
-                **timeouts,
-                "ssl": address.tls,
-                **address.sentinel_options(),
-                "driver_info": None,
-                "protocol": 2,
-                # The circuit breaker paces attempts.
-                "retry": Retry(NoBackoff(), 0),
-            },
-        )
-        master = self._sentinel.master_for(address.master, ssl=address.tls, **options)
+    def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
+        self._dialer = make_dialer(config, clock)
+        self._master = config.address.master
+        self._sentinels = list(config.address.hosts)
         # One node under the master's name: the breaker and the logs follow the role.
-        super().__init__(f"sentinel:{address.master}", master.connection_pool.make_connection)
+        super().__init__(f"sentinel:{self._master}", self._connect)
 
-    def close(self) -> None:
-        for sentinel in self._sentinel.sentinels:
-            sentinel.close()
+    def _connect(self) -> Conversation:
+        error: Exception = OSError("no sentinel")
+        for sentinel in tuple(self._sentinels):
+            try:
+                host, port = self._ask(sentinel)
+                return self._dialer.connect(host, port)
+            except TALK_ERRORS as problem:
+                error = problem
+                self._put_last(sentinel)
+        raise error
+
+    def _ask(self, sentinel: Endpoint) -> Endpoint:
+        question = command(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._master.encode())
+        conversation = self._dialer.connect_sentinel(*sentinel)
+        try:
+            (reply,) = conversation.ask(question)
+        finally:
+            conversation.close()
+        match reply:
+            case ErrorReply():
+                raise RefusedError(reply)
+            case [bytes(name), bytes(digits)] if digits.isdigit() and len(digits) <= 5:
+                host, port = name.decode("ascii", "replace"), int(digits)
+                if is_endpoint(host, port):
+                    return host, port
+        raise WireError(WireFault.OUT_OF_STEP, "the sentinel names no master")
+
+    def _put_last(self, sentinel: Endpoint) -> None:
+        """The next connection asks another one first."""
+        others = [other for other in self._sentinels if other != sentinel]
+        self._sentinels = [*others, sentinel]
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The node of each slot, and where each node is: always of one look."""
+
+    owners: Mapping[int, Node]
+    endpoints: Mapping[Node, Endpoint]
 
 
 class ClusterTopology:
@@ -167,81 +156,85 @@ class ClusterTopology:
     `mark_stale`: a redirection, a broken connection or a refused one."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
-        address = config.address
-        self._options = connection_options(config)
-        self._tls = address.tls
-        self._hosts = address.hosts
+        self._dialer = make_dialer(config, clock)
+        self._hosts = config.address.hosts
         self._clock = clock
-        self._manager: NodesManager | None = None
-        self._owners: dict[int, Node] = {}
+        self._map = _Map({}, {})
         self._stale = True
         self._next_refresh = clock()
         self._refreshing = threading.Lock()
 
     def prepare(self) -> None:
-        # One thread at a time; the others go on with the present map, if there is one.
-        current = self._owners and not self._stale
-        if current or not self._refreshing.acquire(blocking=not self._owners):
-            return
-        try:
+        with self._refreshing:
             if self._stale and self._clock() >= self._next_refresh:
                 self._next_refresh = self._clock() + _REFRESH_SECONDS
                 self._refresh()
-        finally:
-            self._refreshing.release()
+
+    def is_current(self) -> bool:
+        return bool(self._map.owners) and not self._stale
 
     def node_of(self, key: bytes) -> Node | None:
-        return self._owners.get(key_slot(key))
+        return self._map.owners.get(key_slot(key))
 
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(dict.fromkeys(self._owners.values()))
+        return tuple(self._map.endpoints)
 
-    def connect(self, node: Node) -> Connection:
-        host, _, port = node.rpartition(":")
-        kind = SSLConnection if self._tls else Connection
-        connection = kind(host=host, port=int(port), **self._options)
-        connection.connect()
-        return connection
+    def connect(self, node: Node) -> Conversation:
+        try:
+            host, port = self._map.endpoints[node]
+        except KeyError:
+            raise OSError("it has left the cluster") from None
+        return self._dialer.connect(host, port)
 
     def mark_stale(self) -> None:
         self._stale = True
-
-    def close(self) -> None:
-        if self._manager is not None:
-            self._manager.close()
 
     def _refresh(self) -> None:
         # Before the look, so that a change reported meanwhile is not lost.
         self._stale = False
         try:
-            if self._manager is None:
-                self._manager = self._make_manager()
-            else:
-                self._manager.initialize()
-        except CONNECT_ERRORS:
+            slots = self._look()
+        except TALK_ERRORS:
             self._stale = True
             raise
-        self._owners = {
-            slot: Node(f"{nodes[0].host}:{nodes[0].port}")
-            for slot, nodes in self._manager.slots_cache.items()
-        }
+        endpoints = {_name(endpoint): endpoint for endpoint in slots.values()}
+        names = {endpoint: node for node, endpoint in endpoints.items()}
+        owners = {slot: names[endpoint] for slot, endpoint in slots.items()}
+        self._map = _Map(owners, endpoints)
 
-    def _make_manager(self) -> NodesManager:
-        options: dict[str, Any] = {k: v for k, v in self._options.items() if k != "db"}
-        return NodesManager(
-            [ClusterNode(host, port) for host, port in self._hosts],
-            # A cluster that has lost one of three masters still has two thirds of the chunks.
-            require_full_coverage=False,
-            ssl=self._tls,
-            **options,
-        )
+    def _look(self) -> Mapping[int, Endpoint]:
+        """The slot map of the first node that answers."""
+        known = tuple(self._map.endpoints.values())[:_MAX_ASKED]
+        error: Exception = OSError("no node")
+        for endpoint in dict.fromkeys((*self._hosts, *known)):
+            try:
+                conversation = self._dialer.connect(*endpoint)
+                try:
+                    (reply,) = conversation.ask(command(b"CLUSTER", b"SLOTS"), limits=SLOTS_LIMITS)
+                finally:
+                    conversation.close()
+                if isinstance(reply, ErrorReply):
+                    raise RefusedError(reply)
+                return parse_slots(reply, endpoint)
+            except TALK_ERRORS as problem:
+                error = problem
+        raise error
+
+
+def _name(endpoint: Endpoint) -> Node:
+    return Node(f"{endpoint[0]}:{endpoint[1]}")
+
+
+def make_dialer(config: RedisTierConfig, clock: Callable[[], float]) -> Dialer:
+    seconds = config.connect_timeout_seconds, config.read_timeout_seconds
+    return Dialer(config.address, *seconds, clock)
 
 
 def make_topology(config: RedisTierConfig, clock: Callable[[], float]) -> Topology:
     match config.address.kind:
         case TopologyKind.SINGLE:
-            return SingleTopology(config)
+            return SingleTopology(config, clock)
         case TopologyKind.SENTINEL:
-            return SentinelTopology(config)
+            return SentinelTopology(config, clock)
         case TopologyKind.CLUSTER:
             return ClusterTopology(config, clock)

@@ -145,20 +145,23 @@ def test_two_planes_on_one_port_and_a_foreign_interface_are_errors(cli: Cli) -> 
     outcome = cli("check", transfer("kv_consumer", port, data_port=port), "--json")
     assert found(outcome)["ports"]["detail"] == f"kv_port and data_port are both {port}"
     assert cli("check", transfer("kv_producer", port, data_port=port)).code == 0
-    outcome = cli("check", transfer(bind_host="192.0.2.1"), "--json")
+    outcome = cli("check", transfer(bind_host="192.0.2.1", secret=SECRET), "--json")
     assert (outcome.code, found(outcome)["ports"]["verdict"]) == (1, "error")
 
 
 def test_an_open_or_useless_address_is_warned_of(cli: Cli) -> None:
     for extra, words in (
-        ({"host": "0.0.0.0"}, "leads each of them to itself"),
-        ({"bind_host": "0.0.0.0"}, "without a secret"),
+        ({"host": "0.0.0.0", "secret": SECRET}, "leads each of them to itself"),
+        ({"bind_host": "0.0.0.0", "insecure": True}, "without a secret"),
         ({"peer_hosts": ["192.0.2.1"]}, "do not reach 127.0.0.1"),
     ):
         outcome = cli("check", transfer(**extra), "--json")
         address = found(outcome)["address"]
         assert (outcome.code, address["verdict"]) == (0, "warning")
         assert words in address["detail"]
+    refused = cli("check", transfer(bind_host="0.0.0.0"))
+    assert refused.code == 2
+    assert "set a 'secret' that all instances share" in refused.out
     closed = cli("check", transfer(bind_host="0.0.0.0", secret=SECRET), "--json")
     assert found(closed)["address"]["verdict"] == "ok"
 
@@ -175,6 +178,8 @@ def test_a_peer_that_is_no_host_or_not_found_is_named(cli: Cli) -> None:
     assert outcome.code == 3
     assert "nobody.invalid is not found" in found(outcome)["peer"]["detail"]
     assert cli("check", transfer(peer_hosts=["localhost"])).code == 0
+    several = transfer(host="localhost", peer_hosts=["10.0.0.0/8", "*.pods.example"])
+    assert cli("check", several).code == 0
 
 
 def test_the_proxy_takes_what_an_instance_would_tell_it(cli: Cli) -> None:

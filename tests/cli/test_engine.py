@@ -21,6 +21,8 @@ from tests.support.command_line import Cli
 from tests.support.prometheus import prom_metrics
 from tests.support.redis.servers import free_port
 
+CONFIG = '{"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both"}'
+
 
 class Engine:
     """What vLLM's front end does with our samples, without vLLM's engine."""
@@ -167,3 +169,28 @@ def test_help_names_every_command(cli: Cli) -> None:
     for command in ("check", "stats", "top", "ls", "inspect", "verify", "purge", "bench"):
         assert command in out
     assert cli("--version").out.strip() == __version__
+
+
+def test_stats_and_check_say_what_audits_have_found(cli: Cli, engine: Engine) -> None:
+    def check() -> tuple[int, dict[str, Any]]:
+        outcome = cli("check", CONFIG, "--engine", engine.url, "--json")
+        return outcome.code, outcome.document["findings"][-1]
+
+    engine.happened(0, lambda samples: samples.count("audits", "match", amount=3))
+    code, finding = check()
+    assert (code, finding["verdict"]) == (0, "ok")
+    assert finding["detail"] == "3 audits, 3 match"
+    engine.happened(0, lambda samples: samples.set("roots_apart", value=1))
+    assert check()[1]["verdict"] == "warning"
+    assert "1 roots share KV with no other engine" in cli("stats", engine.url).out
+    engine.happened(0, lambda samples: samples.count("audits", "mismatch"))
+    engine.happened(0, lambda samples: samples.set("audit_error", "largest", value=0.75))
+    code, finding = check()
+    assert (code, finding["verdict"]) == (1, "error")
+    assert "STORED KV WAS WRONG: relative error 0.75" in cli("stats", engine.url).out
+
+
+def test_check_says_that_an_engine_does_not_answer(cli: Cli) -> None:
+    outcome = cli("check", CONFIG, "--engine", f"127.0.0.1:{free_port()}", "--json")
+    assert outcome.document["findings"][-1]["verdict"] == "error"
+    assert outcome.code == 3

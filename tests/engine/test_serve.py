@@ -23,6 +23,7 @@ from lmcache_connector.metrics.table import METRICS, Kind
 from tests.support import ROOT
 from tests.support.dashboard import used_metrics
 from tests.support.engines.api_server import ApiServer, running_api
+from tests.support.engines.pauses import check_pauses
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
@@ -194,3 +195,8 @@ def test_the_log_line_is_one_line_for_people(api: ApiServer) -> None:
     lines = re.findall(r"KV Transfer metrics: (.*)", api.log)
     assert any(re.search(r"hit tokens=\d+ of \d+ \(CPU \d+, Redis \d+\)", line) for line in lines)
     assert any("loaded from CPU=" in line and "CPU tier=" in line for line in lines)
+
+
+def test_it_pauses_and_sleeps_while_it_stores(api: ApiServer) -> None:
+    """The last one here: vLLM resets all caches with it."""
+    check_pauses(api)

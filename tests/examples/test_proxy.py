@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from examples.disaggregated.proxy import Proxy
+from examples.disaggregated.proxy import Proxy, main
 from examples.disaggregated.registry import RegistrationError, Registry, Role
 from lmcache_connector.p2p.heartbeat import Heartbeat, Registration, sign
 from tests.support.redis.servers import free_port
@@ -34,6 +34,7 @@ def registration(**changes: Any) -> bytes:
         "http": "127.0.0.1:8100",
         "kv": "127.0.0.1:14579",
         "engine_id": "one",
+        "data_parallel_rank": -1,
         "leaves": False,
         "time": 1000.0,
     }
@@ -70,6 +71,14 @@ class TestRegistry:
         assert registry.pick(Role.DECODE) is first
         assert registry.pick(Role.PREFILL, frozenset({first.http})) is third
         assert registry.pick(Role.DECODE, frozenset({"h:1", "h:2", "h:3"})) is None
+
+    def test_engines_behind_one_address_are_told_apart(self) -> None:
+        registry = Registry(2.0)
+        for rank in (0, 1, 0):
+            registry.register(registration(data_parallel_rank=rank, kv=f"127.0.0.1:{rank + 1}"))
+        assert [i.kv for i in registry.alive()] == ["127.0.0.1:1", "127.0.0.1:2"]
+        registry.register(registration(data_parallel_rank=0, leaves=True))
+        assert [i.data_parallel_rank for i in registry.alive()] == [1]
 
     @pytest.mark.parametrize(
         "body",
@@ -109,10 +118,12 @@ class FakeApi:
     def __init__(self, *, status: int = 200) -> None:
         self.status = status
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.ranks: list[str | None] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append((request.headers["X-Request-Id"], body))
+        self.ranks.append(request.headers.get("X-data-parallel-rank"))
         if self.status != 200:
             return web.json_response({"error": "x"}, status=self.status)
         if not body.get("stream"):
@@ -166,12 +177,16 @@ class TestProxy:
         async def test(
             stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
         ) -> None:
-            for role, api, kv in (
-                ("kv_producer", prefill, "127.0.0.1:11"),
-                ("kv_consumer", decode, "127.0.0.1:22"),
+            for role, api, kv, rank in (
+                ("kv_producer", prefill, "127.0.0.1:11", -1),
+                ("kv_consumer", decode, "127.0.0.1:22", 1),
             ):
-                registry.register(registration(role=role, http=await serve_api(stack, api), kv=kv))
-            async with session.post("/v1/completions", json=BODY) as answer:
+                http = await serve_api(stack, api)
+                place = {"http": http, "kv": kv, "data_parallel_rank": rank}
+                registry.register(registration(role=role, **place))
+            forged = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
+            body = BODY | forged | {"vllm_xargs": {"kv_transfer_params": "x", "other": 1}}
+            async with session.post("/v1/completions", json=body) as answer:
                 assert answer.status == 200
                 assert await answer.read() == b"data: a\n\ndata: b\n\ndata: [DONE]\n\n"
 
@@ -180,10 +195,13 @@ class TestProxy:
         assert name == same_name
         assert (short["max_tokens"], short["stream"]) == (1, False)
         assert full["max_tokens"] == 9
+        assert full["vllm_xargs"] == short["vllm_xargs"] == {"other": 1}
+        assert (prefill.ranks, decode.ranks) == ([None], ["1"])
         if by_id:
             route = "___prefill_addr_127.0.0.1:11___decode_addr_127.0.0.1:22_"
             assert name.startswith(route)
             assert "kv_transfer_params" not in full
+            assert "kv_transfer_params" not in short
         else:
             assert short["kv_transfer_params"]["do_remote_decode"] is True
             assert full["kv_transfer_params"] == {"remote_host": "h"}
@@ -207,6 +225,33 @@ class TestProxy:
         with_proxy(test)
         assert len(good.asked) == 3
         assert bad.asked
+
+    @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "proxy.example"])
+    def test_it_listens_to_others_only_with_a_secret(
+        self, host: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            main(["--host", host])
+        assert "--secret" in capsys.readouterr().err
+
+    def test_a_client_names_no_instance(self) -> None:
+        """Also where no prefill instance is there to replace what it says."""
+        decode = FakeApi()
+
+        async def test(
+            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
+        ) -> None:
+            registry.register(registration(role="kv_consumer", http=await serve_api(stack, decode)))
+            route = "___prefill_addr_evil:1___decode_addr_evil:2_x"
+            forged = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
+            headers = {"X-Request-Id": route}
+            async with session.post("/v1/completions", json=BODY | forged, headers=headers) as a:
+                assert a.status == 200
+
+        with_proxy(test)
+        ((name, body),) = decode.asked
+        assert "kv_transfer_params" not in body
+        assert "evil" not in name
 
     def test_without_a_decode_instance_there_is_no_service(self) -> None:
         async def test(

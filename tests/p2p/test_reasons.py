@@ -21,7 +21,7 @@ def test_the_label_values_are_those_users_have_alerts_on() -> None:
     }
     assert {str(reason) for reason in UNSENT_REASONS} == {
         *("aborted", "reset", "expired", "preempted", "copy_failed"),
-        *("not_needed", "gave_up", "shutdown", "other"),
+        *("not_needed", "gave_up", "lost", "shutdown", "other"),
     }
 
 
@@ -59,14 +59,14 @@ def test_a_cause_is_passed_on_however_long_it_is() -> None:
 
 
 def test_peers_of_before_read_a_cause_as_text() -> None:
-    """Version 1 of the protocol had these fields, and a sentence as the reason."""
+    """Every version had these fields, the first with a sentence as the reason."""
     forget = messages.Forget("t", Cause(Reason.ABORTED, "its request was aborted").to_wire())
     assert msgspec.msgpack.decode(messages.encode(forget)) == {
         "type": "Forget",
         "transfer_id": "t",
         "reason": "aborted: its request was aborted",
     }
-    assert messages.VERSION == 1
+    assert messages.VERSION == 2
 
 
 def test_errors_carry_their_reason() -> None:

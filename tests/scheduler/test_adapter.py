@@ -189,26 +189,6 @@ def test_a_load_under_way_during_a_reset_is_cancelled_and_recomputed(model: Path
     engine.check_whole()
 
 
-def test_one_that_bypasses_since_a_reset_keeps_what_it_stores_to_itself(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing says any more what makes its KV unique, say because its adapter is gone."""
-    engine = ShadowEngine(model, Shape(prefix_caching=False), 0, Faults(slow=0.0))
-    tokens = prompt(1, 2 * CHUNK)
-    engine.add(tokens, max_tokens=1)  # waits still: what it computes, it computes after the reset
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.adapter, "_identify", lambda request, epoch: None)
-        engine.adapter.reset_cache()
-    engine.run_until_idle()
-    assert engine.adapter.tally.total("store_jobs") == 1
-    again = engine.add(tokens, max_tokens=1)
-    engine.run_until_idle()
-    assert engine.adapter.tally.total("load_jobs") == 0
-    assert engine.adapter.tally.total("store_jobs") == 2
-    engine.check_answer(again)
-    engine.check_whole()
-
-
 def stored_keys(engine: ShadowEngine) -> tuple[bytes, ...]:
     """The chunk keys of a prompt that its instance stores now."""
     engine.add(prompt(1, 2 * CHUNK), max_tokens=1)

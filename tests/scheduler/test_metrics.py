@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
-from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 
 
 def test_the_scheduler_side_tells_what_changed() -> None:

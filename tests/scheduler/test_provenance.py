@@ -25,6 +25,7 @@ SHAPES = {
     "alone": Shape(),
     "zeroed": Shape(zeroes=True, num_blocks=18),
     "zeroed, async": Shape(zeroes=True, depth=2, num_blocks=18, redis=True),
+    "audited": Shape(audit_share=1.0, depth=2, redis=True),
     "first of two": Shape(beside=0, redis=True),
     "second of two": Shape(beside=1),
     "second of two, async": Shape(beside=1, depth=2, redis=True),

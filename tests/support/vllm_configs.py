@@ -15,7 +15,7 @@ LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
 
 def vllm_config(model: Path, **parallel: Any) -> VllmConfig:
     if parallel:
-        parallel["distributed_executor_backend"] = "mp"
+        parallel.setdefault("distributed_executor_backend", "mp")
     return VllmConfig(
         model_config=ModelConfig(model=str(model), tokenizer=str(model), seed=0),
         cache_config=CacheConfig(block_size=BLOCK_SIZE),

@@ -5,16 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat import support
 from lmcache_connector.vllm_compat.support import check_setup, check_versions
 from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
+
+
+class LaunchedFromOutside(ExecutorWithExternalLauncher):
+    """As training frameworks derive theirs."""
 
 
 def refused(config: VllmConfig, cache: KVCacheConfig) -> str:
@@ -44,6 +50,19 @@ def test_sliding_windows_are_refused(model: Path) -> None:
         sliding_window=64,
     )
     assert "SlidingWindowSpec" in refused(vllm_config(model), kv_cache(window))
+
+
+@pytest.mark.parametrize("backend", ["external_launcher", LaunchedFromOutside])
+def test_a_scheduler_per_rank_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
+    """All would have to decide alike, and ours go by the time."""
+    monkeypatch.setenv("RANK", "0")
+    config = vllm_config(model, tensor_parallel_size=2, distributed_executor_backend=backend)
+    message = refused(config, kv_cache())
+    assert "the external_launcher executor with several ranks per engine" in message
+    alone = vllm_config(model, data_parallel_size=2, distributed_executor_backend=backend)
+    check_setup(alone, kv_cache())
 
 
 def test_installed_versions_are_supported() -> None:

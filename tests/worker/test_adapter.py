@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.reconciler import Pace
 from tests.support.redis.servers import Server, running_server, valkey_binary
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
@@ -69,7 +71,6 @@ class Instance:
     worker: WorkerAdapter
     cache: dict[str, torch.Tensor]
     results: dict[int, JobResult] = field(default_factory=dict)
-    invalid_block_ids: set[int] = field(default_factory=set)
     redis_bytes: int = 0
 
     def run(self, plan: StepPlan) -> None:
@@ -81,7 +82,6 @@ class Instance:
 
     def collect(self) -> None:
         output = self.worker.finish_step()
-        self.invalid_block_ids |= output.invalid_block_ids
         for result in output.report.results if output.report else ():
             self.results[result.job_id] = result
             self.redis_bytes += result.redis_bytes
@@ -98,15 +98,22 @@ class Instance:
 
 
 def make_instance(
-    port: int, probe: bool = False, tier_type: type[RedisTier] = RedisTier
+    port: int,
+    probe: bool = False,
+    tier_type: type[RedisTier] = RedisTier,
+    pace: Pace | None = None,
+    **tier: Any,
 ) -> Instance:
+    """``tier``: settings of the Redis tier."""
     torch.manual_seed(random.randrange(1 << 30))
     cache = {
         f"layers.{i}": torch.randn(NUM_BLOCKS, HEADS, BLOCK_SIZE, WIDTH).bfloat16()
         for i in range(LAYERS)
     }
     settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05, block_size=BLOCK_SIZE),
+        engine=EngineSettings(
+            rank=0, world_size=1, cpu_gib=0.05, block_size=BLOCK_SIZE, pace=pace or Pace()
+        ),
         geometry=GEOMETRY,
         num_kv_heads=HEADS,
         layer_widths=dict.fromkeys(cache, 2 * WIDTH),
@@ -114,7 +121,8 @@ def make_instance(
         shutdown_seconds=2.0,
         probe_keys=PROBE_KEYS if probe else (),
     )
-    config = RedisTierConfig(url=f"redis://127.0.0.1:{port}", read_timeout_seconds=LONG)
+    tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
+    config = RedisTierConfig(url=f"redis://127.0.0.1:{port}", **tier)
     return Instance(WorkerAdapter(settings, cache, partial(tier_type, config, GEOMETRY)), cache)
 
 
@@ -201,7 +209,6 @@ def test_late_bytes_never_land_in_a_block_that_was_given_back(
     result = reader.wait_for(1)
     assert (result.outcome, result.num_chunks) == (Outcome.DEADLINE, 0)
     assert result.redis_failed
-    assert reader.invalid_block_ids >= set(range(78))
     assert same(reader.blocks(range(80)), before)
     link.set()  # now the bytes come, and find the blocks somebody else's
     reader.run(StepPlan(loads=(load(2, range(20, 39), 80),)))
@@ -222,7 +229,6 @@ def test_what_arrived_by_the_deadline_is_used(
     assert 0 < result.num_chunks < 39
     assert result.redis_bytes >= result.num_chunks * GEOMETRY.chunk_bytes
     end = 2 * result.num_chunks
-    assert reader.invalid_block_ids == set(range(end, 78))
     assert same(reader.blocks(range(end)), stored(written, range(result.num_chunks)))
     assert same(reader.blocks(range(end, 80)), [layer[end:80] for layer in before])
 

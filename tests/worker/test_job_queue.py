@@ -315,6 +315,31 @@ def test_close_cancels_what_is_queued_and_ends(runner: Runner) -> None:
     )
 
 
+def test_cancelling_everything_waits_for_what_runs(runner: Runner) -> None:
+    jobs = JobQueue(runner, num_redis_lanes=0, store_delay_seconds=LONG)
+    gate = runner.gate(1)
+    jobs.submit(load(1), None)
+    assert runner.started(1).wait(LONG)
+    jobs.submit(store(2), None)
+    assert not jobs.cancel_all(0.05)
+    gate.set()
+    assert jobs.cancel_all(LONG)
+    assert taken(jobs)[2].outcome is Outcome.CANCELLED
+    assert jobs.close(LONG)
+
+
+def test_where_copies_must_not_outlast_a_step_stores_are_waited_for(runner: Runner) -> None:
+    jobs = JobQueue(runner, num_redis_lanes=0, store_delay_seconds=LONG)
+    jobs.submit(store(1), None)
+    jobs.finish_stores(LONG)
+    assert taken(jobs)[1].outcome is Outcome.DONE
+    gate = runner.gate(2)
+    jobs.submit(store(2), None)
+    jobs.finish_stores(0.05)
+    gate.set()
+    assert jobs.close(LONG)
+
+
 def test_close_is_bounded_when_a_job_hangs(runner: Runner) -> None:
     jobs = JobQueue(runner, num_redis_lanes=0)
     gate = runner.gate(1)

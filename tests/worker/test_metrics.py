@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
-from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -37,10 +37,12 @@ class HeldCopier:
 
     inner: Copier
     may_copy: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Event = field(default_factory=threading.Event)
     has_copied: threading.Event = field(default_factory=threading.Event)
 
     def copy(self, *args: Any) -> int:
         if args[4] == "d2h":
+            self.begun.set()
             assert self.may_copy.wait(LONG)
         try:
             return self.inner.copy(*args)
@@ -143,6 +145,27 @@ def test_without_a_further_step_what_waits_is_dropped_at_once(instance: Instance
     assert instance.copier.has_copied.wait(LONG)
     instance.worker.shutdown()
     assert not any(thread.name == "lmc-store" for thread in threading.enumerate())
+
+
+def test_before_vllm_takes_the_memory_away_every_copy_ends(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = instance.cache[:2].clone()
+    instance.run(StepPlan(stores=(STORE,)))
+    assert instance.copier.begun.wait(LONG)
+    monkeypatch.setattr(adapter, "_LET_GO_SECONDS", 0.05)
+    assert not instance.worker.let_go()  # the copy waits for us
+    monkeypatch.setattr(adapter, "_LET_GO_SECONDS", LONG)
+    instance.copier.may_copy.set()
+    assert instance.worker.let_go()  # though it may wait at the gate
+    instance.cache[:] = 0
+    assert instance.outcome(1) is Outcome.CANCELLED
+    instance.run(StepPlan(stores=(replace(STORE, job_id=3),)))
+    assert instance.outcome(3) is Outcome.DONE
+    instance.cache[:2] = stored
+    instance.run(StepPlan(loads=(replace(LOAD, job_id=4),)))
+    assert instance.outcome(4) is Outcome.DONE
+    assert not instance.cache[4:6].any()
 
 
 def test_the_gate_lets_nothing_pass_between_steps() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from lmcache_connector.cli.check import p2p, tiered
+from collections.abc import Sequence
+
+from lmcache_connector.cli.check import audits, p2p, tiered
 from lmcache_connector.cli.check.finding import Finding
 from lmcache_connector.cli.check.transfer import P2P, check_transfer, connector_meant
 from lmcache_connector.cli.report import BAD_INPUT, UNREACHABLE, CliError, Report
 from lmcache_connector.cli.target import read_transfer_config
 
 
-def run(report: Report, text_or_path: str) -> int:
+def run(report: Report, text_or_path: str, engines: Sequence[str] = ()) -> int:
+    """``engines``: addresses of running ones, whose audits count as well."""
     document = read_transfer_config(text_or_path)
     findings = [check_transfer(document)]
     connector = p2p if connector_meant(document) == P2P else tiered
@@ -19,6 +22,7 @@ def run(report: Report, text_or_path: str) -> int:
     except CliError as error:
         name = "redis" if error.code == UNREACHABLE else "settings"
         findings.append(Finding(name, "error", str(error), error.hint, code=error.code))
+    findings += map(audits.finding, engines)
     code = max(finding.exit_code for finding in findings)
     _show(report, findings, code)
     return code

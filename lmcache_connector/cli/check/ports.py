@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import zmq
-
 from lmcache_connector.cli.check.finding import Finding
 from lmcache_connector.p2p.config import P2PConfig
-from lmcache_connector.p2p.control.server import bound_socket
-from lmcache_connector.p2p.data.tcp import listening_socket
+from lmcache_connector.p2p.control.sockets import listening_socket
 from lmcache_connector.p2p.errors import AddressError, PeerError
 
 
@@ -40,8 +37,7 @@ def _try_ports(host: str, control_port: int, data_port: int | None) -> None:
     ``data_port`` 0 is any, ``None`` is for a rank that receives nothing. Raises ``PeerError`` or
     ``AddressError``.
     """
-    # The end of the context waits until the ports are free again.
-    with zmq.Context(io_threads=1) as context, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         if data_port is not None:
             stack.enter_context(listening_socket(host, data_port))
-        stack.enter_context(contextlib.closing(bound_socket(context, host, control_port)))
+        stack.enter_context(listening_socket(host, control_port))

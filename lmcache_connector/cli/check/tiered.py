@@ -43,6 +43,7 @@ def _settings(config: ConnectorConfig) -> str:
         f"CPU tier {config.cpu_gib:g} GiB per rank",
         f"hash_key {'set' if config.hash_key else 'not set'}",
         f"compute_or_load {config.compute_or_load}",
+        f"audit_share {config.audit_share:g}",
     ]
     return ", ".join(parts)
 

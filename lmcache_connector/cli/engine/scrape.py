@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from lmcache_connector.cli.report import UNREACHABLE, CliError
 from lmcache_connector.metrics.table import PREFIX
-from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -154,6 +154,9 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
         "dropped_writes": snapshot.by_label(f"{PREFIX}dropped_writes_total", "reason"),
         "written_chunks": snapshot.by_label(f"{PREFIX}written_chunks_total", "result"),
         "redis_chunks": snapshot.by_label(f"{PREFIX}redis_chunks_total", "result"),
+        "audits": snapshot.by_label(f"{PREFIX}audits_total", "result"),
+        "audit_error_largest": total("audit_error", which="largest"),
+        "roots_apart": total("roots_apart"),
         "evicted_chunks": total("evicted_chunks_total"),
         "queued_jobs": total("queued_jobs"),
         "write_queue_bytes": total("write_queue_bytes"),

@@ -71,12 +71,20 @@ def _lines(engine: dict[str, Any]) -> list[str]:
         "failed_stores": "failed stores",
         "dropped_writes": "writes to Redis dropped",
         "redis_chunks": "chunks asked of Redis",
+        "audits": "audits",
     }
     lines += [f"{title}: {_counts(engine[key])}" for key, title in titles.items() if engine[key]]
     if engine["declined_tokens"]:
         lines.append(f"{engine['declined_tokens']:,.0f} hit tokens computed, as that is quicker")
     if engine["recomputed_tokens"]:
         lines.append(f"{engine['recomputed_tokens']:,.0f} tokens recomputed after failed loads")
+    if engine["audits"].get("mismatch"):
+        lines.append(
+            f"STORED KV WAS WRONG: relative error {engine['audit_error_largest']:.2g}; "
+            f"see the engine's log"
+        )
+    if engine["roots_apart"]:
+        lines.append(f"{engine['roots_apart']:.0f} roots share KV with no other engine")
     lines += [f"Redis {node}: circuit {state}" for node, state in engine["circuits"].items()]
     return lines
 

@@ -16,6 +16,7 @@ from lmcache_connector.storage.chunk_codec import (
     check_value,
     decode_header,
 )
+from lmcache_connector.storage.redis.admin import Unreadable
 from lmcache_connector.storage.redis.value_names import ValueName
 
 _SHOWN = 20
@@ -32,7 +33,7 @@ def run(report: Report, target: Target, namespace: str | None, limit: int) -> in
         for raw, name, value in islice(admin.payloads(namespace), limit or None):
             verdict = judge(name, value, sealer, plain)
             counts[verdict] += 1
-            num_bytes += len(value or b"")
+            num_bytes += len(value) if isinstance(value, bytes) else 0
             if verdict not in ("sound", "gone", "needs_hash_key"):
                 bad.append((raw.decode(errors="replace"), verdict))
             progress.advance(task)
@@ -45,10 +46,12 @@ def run(report: Report, target: Target, namespace: str | None, limit: int) -> in
     return FOUND_WRONG if bad else 0
 
 
-def judge(name: ValueName, value: bytes | None, sealer: Sealer, plain: Sealer) -> str:
+def judge(name: ValueName, value: bytes | Unreadable | None, sealer: Sealer, plain: Sealer) -> str:
     """``sound``, ``gone``, ``needs_hash_key``, or what is wrong, in the words of the metrics."""
     if value is None:
         return "gone"
+    if isinstance(value, Unreadable):
+        return value.value
     raw, payload = value[:HEADER_BYTES], memoryview(value)[HEADER_BYTES:]
     try:
         header = decode_header(raw)

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 
-import zmq
-
+from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.wire import Wire, WireError, WireFault
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.handshake import SessionKey, Transcript, proves
 from lmcache_connector.p2p.control.messages import Card, Message, Packet, ProtocolError
 from lmcache_connector.p2p.control.peers import Peer, check_peer
+from lmcache_connector.p2p.control.sockets import connected_socket
 from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.reasons import Reason
 
 
+class ElsewhereError(PeerError):
+    """The peer is genuine, but its own address is another one than was dialled."""
+
+    def __init__(self, dialled: PeerAddress, address: PeerAddress) -> None:
+        super().__init__(f"who answers at {dialled} is at home at {address}", Reason.REFUSED)
+        self.address = address
+
+
 class ControlClient:
-    """A session with one peer rank. Connecting raises ``PeerError`` and is bounded by ``seconds``.
+    """A session with one peer rank. Connecting raises ``PeerError`` and is bounded by ``seconds``
+    per step of the handshake; :class:`ElsewhereError` tells where to dial instead.
 
     Belongs to the thread that made it.
     """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         address: PeerAddress,
         card: Card,
         secret: bytes,
@@ -37,17 +45,10 @@ class ControlClient:
         self._seconds = seconds
         self._clock = clock
         self._sequence = 0
-        _check_listens(address, seconds)
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_PACKET_BYTES)
-        self._socket.setsockopt(zmq.IPV6, ":" in address.host)
+        sock = connected_socket(address.host, address.port, seconds)
+        self._wire = Wire(sock, clock, seconds)
         try:
-            self._socket.connect(f"tcp://{address}")
             self.peer, self._key = self._introduce(card, secret)
-        except zmq.ZMQError as error:
-            self.close()
-            raise _unreachable(address, error.strerror or error) from error
         except PeerError:
             self.close()
             raise
@@ -57,41 +58,52 @@ class ControlClient:
         self._sequence += 1
         packet = self._exchange(self._key.seal(self._sequence, messages.encode(message)))
         if not self._key.accepts(packet):
-            # Only a refusal may come without a tag: a peer that was restarted knows no session.
+            # Only a refusal may come without a tag: a peer that has dropped the session.
             if isinstance(messages.decode(packet.body), messages.Refused):
                 raise PeerError(f"{self._address} has ended the session", Reason.LOST)
             raise ProtocolError(f"{self._address} answered with a packet of another session")
         return self._read(packet)
 
     def close(self) -> None:
-        self._socket.close()
+        self._wire.close()
 
     def _introduce(self, card: Card, secret: bytes) -> tuple[Peer, SessionKey]:
-        hello = messages.encode(messages.Hello(os.urandom(messages.NONCE_BYTES), card))
+        dialled = self._address
+        nonce = os.urandom(messages.NONCE_BYTES)
+        hello = messages.encode(messages.Hello(nonce, card, dialled.host, dialled.port))
         welcome = self._read(self._exchange(messages.pack(1, hello)))
         if not isinstance(welcome, messages.Welcome):
-            raise ProtocolError(f"{self._address} did not answer a hello")
+            raise ProtocolError(f"{dialled} did not answer a hello")
         transcript = Transcript.of(hello, welcome.nonce, messages.encode(welcome.card))
         if not proves(welcome.proof, transcript.server_proof(secret)):
-            raise RefusedError(f"{self._address} does not know the shared secret")
+            raise RefusedError(f"{dialled} does not know the shared secret")
         check_peer(card, welcome.card)
+        if welcome.card.address != dialled:
+            raise ElsewhereError(dialled, welcome.card.address)
         prove = messages.encode(messages.Prove(transcript.client_proof(secret)))
         admitted = self._read(self._exchange(messages.pack(2, prove)))
         if not isinstance(admitted, messages.Admitted):
-            raise ProtocolError(f"{self._address} did not finish the handshake")
+            raise ProtocolError(f"{dialled} did not finish the handshake")
         self._sequence = 2
         key = SessionKey(transcript.session_key(secret), is_server=False)
         return Peer(welcome.card, admitted.session, key.data_key), key
 
     def _exchange(self, packet: bytes) -> Packet:
+        deadline = Deadline(self._clock() + self._seconds, self._clock)
         try:
-            self._socket.send(packet, zmq.NOBLOCK)
-            if not self._socket.poll(int(self._seconds * 1000)):
+            self._wire.send([packet], deadline)
+            head = messages.unpack_head(self._receive(messages.HEAD_BYTES, deadline))
+            return head.with_body(self._receive(head.num_bytes, deadline))
+        except WireError as error:
+            if error.fault in (WireFault.DEADLINE, WireFault.STALLED):
                 silence = f"{self._address} gave no answer within {self._seconds:g} s"
-                raise PeerError(silence, Reason.NO_ANSWER)
-            return messages.unpack(self._socket.recv(zmq.NOBLOCK))
-        except zmq.ZMQError as error:
-            raise _unreachable(self._address, error.strerror) from error
+                raise PeerError(silence, Reason.NO_ANSWER) from error
+            raise PeerError(f"{self._address} has ended the session", Reason.LOST) from error
+
+    def _receive(self, num_bytes: int, deadline: Deadline) -> bytes:
+        data = bytearray(num_bytes)
+        self._wire.receive([memoryview(data)], deadline)
+        return bytes(data)
 
     def _read(self, packet: Packet) -> Message:
         message = messages.decode(packet.body)
@@ -99,19 +111,3 @@ class ControlClient:
             cause = message.cause
             raise RefusedError(f"{self._address} refused: {cause.text}", cause.reason)
         return message
-
-
-Connect = Callable[[PeerAddress], ControlClient]
-"""Opens a session. Raises ``PeerError``."""
-
-
-def _check_listens(address: PeerAddress, seconds: float) -> None:
-    """Raises ``PeerError`` if nobody listens: ZeroMQ itself would keep trying silently."""
-    try:
-        socket.create_connection((address.host, address.port), timeout=seconds).close()
-    except OSError as error:
-        raise _unreachable(address, error.strerror or error) from error
-
-
-def _unreachable(address: PeerAddress, why: object) -> PeerError:
-    return PeerError(f"{address} cannot be reached: {why}", Reason.UNREACHABLE)

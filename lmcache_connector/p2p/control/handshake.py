@@ -1,9 +1,11 @@
 """How two peers prove to each other that they know the shared secret, without telling it.
 
-Both sides send a nonce and a card, and prove themselves by an HMAC-SHA256 over both nonces and both
-cards, one per direction. The session's key is derived from the same four values, so a packet that
-is changed or comes from another session has the wrong tag, and a repeated one an old sequence
-number. Without a secret the key is empty, which guards against mix-ups only.
+Both sides send a nonce and a card, and the client also whom it dialled. They prove themselves by an
+HMAC-SHA256 over all of it, one per direction. The session's key is derived from the same values, so
+a packet that is changed or comes from another session has the wrong tag, and a repeated one an old
+sequence number. A data connection of the session has a key of its own, derived from the session's
+and from a challenge that was never used before. Without a secret the first key is empty, which
+guards against mix-ups only.
 
 This authenticates; it does not encrypt.
 """
@@ -71,7 +73,12 @@ def proves(given: bytes, expected: bytes) -> bool:
 
 def answer(key: bytes, challenge: bytes) -> bytes:
     """What the holder of a session's data key says to a challenge."""
-    return _mac(key, challenge)
+    return _mac(key, b"answer" + challenge)
+
+
+def frame_key(key: bytes, challenge: bytes) -> bytes:
+    """What tags the frames of one data connection, from the client to the server."""
+    return _mac(key, b"frames from the client" + challenge)
 
 
 def _mac(key: bytes, data: bytes) -> bytes:

@@ -2,11 +2,13 @@
 
 ::
 
-    packet  =  magic 4s | version u16 | sequence u64 | tag 32s | body (msgpack, one message)
+    packet  =  magic 4s | version u16 | sequence u64 | tag 32s | length u32 |
+               body (msgpack, one message)
 
 All versions keep this head, so that a peer of another version is recognised and told so.
 ``sequence`` grows with every message of a session; ``tag`` authenticates the packet once a session
-has a key (see :mod:`handshake`), and is zero before.
+has a key (see :mod:`handshake`), and is zero before. ``length`` is that of the body, and bounded
+before a byte of it is received.
 """
 
 from __future__ import annotations
@@ -18,16 +20,20 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.reasons import MAX_WIRE_CHARACTERS, Cause, Reason
 
-VERSION = 1
-MAX_PACKET_BYTES = 1 << 20
+VERSION = 2
+MAX_BODY_BYTES = 1 << 18
 TAG_BYTES = 32
 NONCE_BYTES = 32
 
 _MAGIC = b"LMP2"
-_HEAD = struct.Struct(f"<4sHQ{TAG_BYTES}s")
+_HEAD = struct.Struct(f"<4sHQ{TAG_BYTES}sI")
+HEAD_BYTES = _HEAD.size
+MAX_KEPT = 256
+"""Transfers that one :class:`Keep` names."""
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Tag = Annotated[bytes, Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
@@ -38,6 +44,7 @@ _Words = Annotated[str, Meta(max_length=MAX_WIRE_CHARACTERS)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, Meta(ge=1, lt=1 << 16)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
+_Host = Annotated[str, Meta(min_length=1, max_length=253)]
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -47,8 +54,9 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 class Card(Struct, frozen=True, forbid_unknown_fields=True):
     """How a rank introduces itself. ``model``: digests of what makes its KV unique, by name.
 
-    ``host`` and ``port`` are those of the instance (rank 0); ``transports`` maps the transports
-    this rank can receive by to their ports.
+    ``host`` and ``port`` are those of the instance (rank 0). ``rank_hosts``: of all ranks, where
+    they are on several machines. ``transports`` maps the transports this rank can receive by to
+    their ports.
     """
 
     engine_id: _Name
@@ -62,13 +70,27 @@ class Card(Struct, frozen=True, forbid_unknown_fields=True):
     num_kv_heads: _Size
     is_mla: bool
     transports: Annotated[dict[_Name, _Port], Meta(max_length=8)]
+    rank_hosts: Annotated[tuple[_Host, ...], Meta(max_length=4096)] = ()
+
+    def address_of(self, rank: int) -> PeerAddress:
+        """Where a rank of this instance takes control messages. Raises ``AddressError``."""
+        host = self.rank_hosts[rank] if rank < len(self.rank_hosts) else self.host
+        return PeerAddress(host, self.port + rank)
+
+    @property
+    def address(self) -> PeerAddress:
+        """Of this rank. Raises ``AddressError``."""
+        return self.address_of(self.rank)
 
 
 class Hello(_Message, frozen=True):
-    """First message of a client."""
+    """First message of a client. ``host`` and ``port``: whom it dialled, so that nobody between the
+    two can lead it elsewhere."""
 
     nonce: _Nonce
     card: Card
+    host: _Host
+    port: _Port
 
 
 class Welcome(_Message, frozen=True):
@@ -114,9 +136,27 @@ class Offer(_Message, frozen=True):
 
 
 class Accepted(_Message, frozen=True):
-    """There is room; frames carry this ticket."""
+    """There is room; frames carry this ticket.
+
+    No frame may cross a multiple of ``segment_blocks``, or hold blocks past the first
+    ``num_blocks``: for those there is no room yet.
+    """
 
     ticket: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    num_blocks: _Count
+    segment_blocks: Annotated[int, Meta(ge=1, lt=1 << 31)]
+
+
+class More(_Message, frozen=True):
+    """Producer to consumer: is there room for further blocks?"""
+
+    ticket: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class Room(_Message, frozen=True):
+    """The first ``num_blocks`` blocks may be sent by now."""
+
+    num_blocks: _Count
 
 
 class Busy(_Message, frozen=True):
@@ -168,6 +208,12 @@ class Forget(_Message, frozen=True):
         return Cause.from_wire(self.reason)
 
 
+class Keep(_Message, frozen=True):
+    """Consumer to producer: requests for these are waiting in line. Renews their leases."""
+
+    transfer_ids: Annotated[tuple[_Name, ...], Meta(max_length=MAX_KEPT)]
+
+
 class Done(_Message, frozen=True):
     """Understood."""
 
@@ -180,6 +226,8 @@ Message = (
     | Refused
     | Offer
     | Accepted
+    | More
+    | Room
     | Busy
     | Settled
     | Want
@@ -188,11 +236,24 @@ Message = (
     | Unknown
     | Gone
     | Forget
+    | Keep
     | Done
 )
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A packet whose ``num_bytes`` of body are still to come."""
+
+    sequence: int
+    tag: bytes
+    num_bytes: int
+
+    def with_body(self, body: bytes) -> Packet:
+        return Packet(self.sequence, self.tag, body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,19 +281,19 @@ def encode(message: Message | Card) -> bytes:
 
 
 def pack(sequence: int, body: bytes, tag: bytes = bytes(TAG_BYTES)) -> bytes:
-    return _HEAD.pack(_MAGIC, VERSION, sequence, tag) + body
+    return _HEAD.pack(_MAGIC, VERSION, sequence, tag, len(body)) + body
 
 
-def unpack(data: bytes) -> Packet:
-    """Raises :class:`ProtocolError` with a text that the peer may be told."""
-    if not _HEAD.size <= len(data) <= MAX_PACKET_BYTES:
-        raise ProtocolError(f"a packet of {len(data)} bytes is not one of this protocol")
-    magic, version, sequence, tag = _HEAD.unpack_from(data)
+def unpack_head(data: bytes) -> Head:
+    """Parses ``HEAD_BYTES`` bytes. Raises :class:`ProtocolError`, with words the peer may hear."""
+    magic, version, sequence, tag, num_bytes = _HEAD.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError("these bytes are not of this protocol")
     if version != VERSION:
         raise ProtocolError(f"you speak version {version} of the protocol, I speak {VERSION}")
-    return Packet(sequence, tag, data[_HEAD.size :])
+    if num_bytes > MAX_BODY_BYTES:
+        raise ProtocolError(f"a message of {num_bytes} bytes is not one of this protocol")
+    return Head(sequence, tag, num_bytes)
 
 
 def decode(body: bytes) -> Message:

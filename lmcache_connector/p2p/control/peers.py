@@ -51,7 +51,8 @@ def check_peer(own: Card, peer: Card) -> None:
         raise _mismatch("the models differ in their KV heads")
     if sum(own.layer_counts) != sum(peer.layer_counts):
         raise _mismatch("the models differ in their layers")
-    if peer.rank >= len(ranks_of(peer)):
+    num_ranks = len(ranks_of(peer))
+    if peer.rank >= num_ranks or len(peer.rank_hosts) not in (0, num_ranks):
         raise _mismatch(f"there is no rank {peer.rank} in that topology")
 
 

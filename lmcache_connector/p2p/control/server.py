@@ -1,7 +1,8 @@
-"""The control plane's server: one ZeroMQ socket per rank, answered from one thread.
+"""The control plane's server: one listening socket per rank, all of its clients on one thread.
 
 A client introduces itself, proves that it knows the secret, and then asks one question after the
-other. Handlers run on the server's thread, so they must not wait for anything.
+other. Handlers run on the server's thread, so they must not wait for anything. What a client may
+cost is bounded: the bytes it sends ahead, its time to prove itself, and how many there are.
 """
 
 from __future__ import annotations
@@ -9,28 +10,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import selectors
 import socket
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import zmq
+from dataclasses import dataclass, field
 
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.handshake import SessionKey, Transcript, proves
 from lmcache_connector.p2p.control.messages import Card, Message, Packet
 from lmcache_connector.p2p.control.peers import Peer, check_peer
+from lmcache_connector.p2p.control.sockets import keep_alive, listening_socket
 from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.reasons import Reason
 
 logger = logging.getLogger(__name__)
 
-_POLL_MILLISECONDS = 100
+_POLL_SECONDS = 0.1
+_HANDSHAKE_SECONDS = 5.0
+_IDLE_SECONDS = 300.0
 _MAX_SESSIONS = 4096
-_MAX_PENDING = 256
+_MAX_STRANGERS = 128
 _SESSION_BYTES = 16
+_READ_BYTES = 1 << 16
 
 Handler = Callable[[Peer, Message], Message]
 """Answers at once. Runs on the server's thread."""
@@ -42,6 +46,7 @@ class _Pending:
 
     card: Card
     transcript: Transcript
+    dialled: PeerAddress
 
 
 @dataclass(slots=True)
@@ -50,31 +55,27 @@ class _Session:
     key: SessionKey
 
 
-def bound_socket(
-    context: zmq.Context[zmq.Socket[bytes]], host: str, port: int
-) -> zmq.Socket[bytes]:
-    """What a server listens on. Raises ``PeerError`` if the port is taken, or ``host`` unknown."""
-    interface = _interface(host)
-    server = context.socket(zmq.ROUTER)
-    server.setsockopt(zmq.LINGER, 0)
-    server.setsockopt(zmq.MAXMSGSIZE, messages.MAX_PACKET_BYTES)
-    server.setsockopt(zmq.IPV6, ":" in interface)
-    try:
-        server.bind(f"tcp://{PeerAddress(interface, port)}")
-    except zmq.ZMQError as error:
-        server.close()
-        raise PeerError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return server
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A connection. ``until``: when it is closed, unless it says something before."""
 
+    sock: socket.socket
+    until: float
+    received: bytearray = field(default_factory=bytearray)
+    pending: _Pending | None = None
+    session: _Session | None = None
 
-def _interface(host: str) -> str:
-    """The address of a host name: ZeroMQ binds to addresses and names of devices only."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise PeerError(f"cannot listen on {host}: {error.strerror or error}") from error
-    # IPv4 where a name has both, as on the data plane.
-    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    def next_packet(self) -> Packet | None:
+        """Raises ``ProtocolError``, also for a length that will not be received."""
+        if len(self.received) < messages.HEAD_BYTES:
+            return None
+        head = messages.unpack_head(bytes(self.received[: messages.HEAD_BYTES]))
+        end = messages.HEAD_BYTES + head.num_bytes
+        if len(self.received) < end:
+            return None
+        body = bytes(self.received[messages.HEAD_BYTES : end])
+        del self.received[:end]
+        return head.with_body(body)
 
 
 class ControlServer:
@@ -82,26 +83,31 @@ class ControlServer:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         host: str,
         port: int,
         card: Card,
         secret: bytes,
         handle: Handler,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._card = card
         self._secret = secret
         self._handle = handle
+        self._clock = clock
         self._lock = threading.Lock()
-        # Both by ZeroMQ's routing id, the one silent longest first. A client that never proves
-        # itself must not displace one that has.
-        self._pending: OrderedDict[bytes, _Pending] = OrderedDict()
-        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
+        self._clients: dict[socket.socket, _Client] = {}  # the oldest first
         self._admitted: dict[bytes, Peer] = {}  # by session name
         self._stopping = threading.Event()
-        self._socket = bound_socket(context, host, port)
+        self._listener = listening_socket(host, port)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="lmc-p2p-control", daemon=True)
         self._thread.start()
+
+    def introduce_as(self, card: Card) -> None:
+        """From now on clients are shown this card."""
+        self._card = card
 
     def peer_of_session(self, session: bytes) -> Peer | None:
         """The rank that a session belongs to, for the data plane."""
@@ -115,68 +121,123 @@ class ControlServer:
     # -- the server's thread -------------------------------------------------------------------
 
     def _serve(self) -> None:
-        with contextlib.closing(self._socket):
+        try:
             while not self._stopping.is_set():
                 try:
-                    if not self._socket.poll(_POLL_MILLISECONDS):
-                        continue
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.ContextTerminated:
-                    return
-                except zmq.ZMQError as error:
-                    logger.debug("A control message was lost: %s", error)
-                    continue
-                if len(frames) == 2:
-                    self._reply(frames[0], self._answer(frames[0], frames[1]))
+                    self._turn()
+                except Exception:  # it must not end the server
+                    logger.exception("The control server met an error")
+                    self._stopping.wait(_POLL_SECONDS)  # it may be one of every turn
+        finally:
+            for client in list(self._clients.values()):
+                self._drop(client)
+            self._listener.close()
+            self._selector.close()
 
-    def _reply(self, route: bytes, packet: bytes) -> None:
-        try:
-            self._socket.send_multipart([route, packet], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # it has left, or does not read
-            logger.debug("A control answer was not delivered: %s", error)
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(_POLL_SECONDS):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif (client := self._clients.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                self._attend(client)
+        now = self._clock()
+        for client in [c for c in self._clients.values() if c.until <= now]:
+            self._drop(client)
 
-    def _answer(self, route: bytes, data: bytes) -> bytes:
-        sequence = 0
+    def _accept(self) -> None:
         try:
-            packet = messages.unpack(data)
-            sequence = packet.sequence
-            session = self._sessions.get(route)
-            if session is not None:
-                self._sessions.move_to_end(route)
-                return self._continue(session, packet)
-            message = messages.decode(packet.body)
-            pending = self._pending.pop(route, None)
-            if isinstance(message, messages.Hello):
-                return messages.pack(sequence, self._welcome(route, message, packet))
-            if isinstance(message, messages.Prove) and pending is not None:
-                return messages.pack(sequence, self._admit(route, pending, message))
-            raise RefusedError("say hello first")
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            logger.debug("A control connection was not accepted: %s", error)
+            self._stopping.wait(_POLL_SECONDS)  # out of descriptors: it would be ready at once
+            return
+        try:
+            sock.setblocking(False)
+            keep_alive(sock)
+            self._selector.register(sock, selectors.EVENT_READ)
+        except (OSError, ValueError):
+            sock.close()
+            return
+        self._clients[sock] = _Client(sock, self._clock() + _HANDSHAKE_SECONDS)
+        # A client that never proves itself must not displace one that has.
+        strangers = [c for c in self._clients.values() if c.session is None]
+        if len(strangers) > _MAX_STRANGERS:
+            self._drop(strangers[0])
+
+    def _attend(self, client: _Client) -> None:
+        """Take what a client has sent, and answer it."""
+        try:
+            data = client.sock.recv(_READ_BYTES)
+            if not data:
+                self._drop(client)
+                return
+            client.received += data
+            while (packet := client.next_packet()) is not None:
+                self._reply(client, self._answer(client, packet))
         except PeerError as error:
-            return messages.pack(sequence, messages.encode(messages.Refused(error.cause.to_wire())))
+            with contextlib.suppress(OSError):
+                refusal = messages.encode(messages.Refused(error.cause.to_wire()))
+                self._reply(client, messages.pack(0, refusal))
+            self._drop(client)
+        except BlockingIOError:
+            pass
+        except OSError as error:  # it has left, or does not read
+            logger.debug("A control connection ended: %s", error)
+            self._drop(client)
 
-    def _welcome(self, route: bytes, hello: messages.Hello, packet: Packet) -> bytes:
+    def _reply(self, client: _Client, packet: bytes) -> None:
+        """Raises ``OSError`` for a client that does not take a whole answer at once."""
+        if client.sock.send(packet) != len(packet):
+            raise OSError("a client does not read")
+
+    def _drop(self, client: _Client) -> None:
+        if self._clients.pop(client.sock, None) is None:
+            return
+        self._selector.unregister(client.sock)
+        client.sock.close()
+        if client.session is not None:
+            with self._lock:
+                self._admitted.pop(client.session.peer.session, None)
+
+    # -- what is said --------------------------------------------------------------------------
+
+    def _answer(self, client: _Client, packet: Packet) -> bytes:
+        """Raises ``PeerError`` to end the connection with a refusal."""
+        if client.session is not None:
+            client.until = self._clock() + _IDLE_SECONDS
+            return self._continue(client.session, packet)
+        message = messages.decode(packet.body)
+        pending, client.pending = client.pending, None
+        if isinstance(message, messages.Hello):
+            return messages.pack(packet.sequence, self._welcome(client, message, packet))
+        if isinstance(message, messages.Prove) and pending is not None:
+            return messages.pack(packet.sequence, self._admit(client, pending, message))
+        raise RefusedError("say hello first")
+
+    def _welcome(self, client: _Client, hello: messages.Hello, packet: Packet) -> bytes:
         check_peer(self._card, hello.card)
         nonce = os.urandom(messages.NONCE_BYTES)
         transcript = Transcript.of(packet.body, nonce, messages.encode(self._card))
-        self._pending[route] = _Pending(hello.card, transcript)
-        if len(self._pending) > _MAX_PENDING:
-            self._pending.popitem(last=False)
+        dialled = PeerAddress(hello.host, hello.port)
+        client.pending = _Pending(hello.card, transcript, dialled)
         return messages.encode(
             messages.Welcome(nonce, self._card, transcript.server_proof(self._secret))
         )
 
-    def _admit(self, route: bytes, pending: _Pending, message: messages.Prove) -> bytes:
+    def _admit(self, client: _Client, pending: _Pending, message: messages.Prove) -> bytes:
         if not proves(message.proof, pending.transcript.client_proof(self._secret)):
             raise RefusedError("you do not know the shared secret")
+        if pending.dialled != self._card.address:
+            raise RefusedError(f"you dialled {pending.dialled}, and I am {self._card.address}")
+        if len(self._admitted) >= _MAX_SESSIONS:
+            raise RefusedError("there are too many sessions")
         key = SessionKey(pending.transcript.session_key(self._secret), is_server=True)
         session = os.urandom(_SESSION_BYTES)
         peer = Peer(pending.card, session, key.data_key)
-        self._sessions[route] = _Session(peer, key)
+        client.session = _Session(peer, key)
+        client.until = self._clock() + _IDLE_SECONDS
         with self._lock:
             self._admitted[session] = peer
-            if len(self._sessions) > _MAX_SESSIONS:
-                _, oldest = self._sessions.popitem(last=False)
-                del self._admitted[oldest.peer.session]
         return messages.encode(messages.Admitted(session))
 
     def _continue(self, session: _Session, packet: Packet) -> bytes:

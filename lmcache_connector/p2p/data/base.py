@@ -1,8 +1,9 @@
 """The interface of the data plane: frames leave by an :class:`Outlet` and land in a `Sink`.
 
 A transport listens on every rank that receives, and connects from every rank that sends. A
-connection belongs to a session of the control plane and proves it. Memory is host memory, which may
-be pinned.
+connection belongs to a session of the control plane and proves it, and no frame lands that was
+changed, repeated, left out or moved on its way; of payloads the sink checks the digests that their
+frames carry. Memory is host memory, which may be pinned.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmcache_connector.p2p.data.frame import Frame
+from lmcache_connector.p2p.reasons import Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Sink(Protocol):
     def landed(self, landing: Landing, *, complete: bool) -> None:
         """The bytes are there, or (not ``complete``) never will be."""
 
-    def lost(self, session: bytes, reason: str) -> None:
+    def lost(self, session: bytes, cause: Cause) -> None:
         """The session's connection is gone."""
 
 

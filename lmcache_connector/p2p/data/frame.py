@@ -2,36 +2,50 @@
 
 ::
 
-    magic 4s | version u16 | checksums u16 | ticket u64 | layer u32 | first head u32 | heads u32 |
-    first block u32 | blocks u32 | bytes per head u64 | checksums u64 each | payload, head by head
+    magic 4s | version u16 | digests u16 | bytes per digest u16 | reserved u16 | sequence u64 |
+    ticket u64 | layer u32 | first head u32 | heads u32 | first block u32 | blocks u32 |
+    bytes per head u64 | digests | tag 32s | payload, head by head
 
-Integers are little-endian, checksums xxh3-64 of one head's payload each, or none at all. ``layer``
-and heads count over the whole model, blocks over the prompt.
+Integers are little-endian. ``layer`` and heads count over the whole model, blocks over the prompt.
+Digests are of one head's payload each: 32 bytes of BLAKE3, 8 of xxh3-64, or none at all. The tag is
+a BLAKE3 keyed with the connection's own key over everything before it. ``sequence`` counts the
+frames of a connection, so that none can be left out, repeated, or moved to another place.
 """
 
 from __future__ import annotations
 
+import hmac
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from lmcache_connector.p2p.errors import PeerError
+import xxhash
+from blake3 import blake3
 
-VERSION = 1
+from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.reasons import Reason
+
+VERSION = 2
 MAX_HEADS = 4096
 MAX_FRAME_BYTES = 1 << 36
+NO_DIGEST, XXH3_BYTES, BLAKE3_BYTES = 0, 8, 32
+_TAG_BYTES = 32
 
 _MAGIC = b"LMPF"
-_HEAD = struct.Struct("<4sHHQIIIIIQ")
+_HEAD = struct.Struct("<4sHHHHQQIIIIIQ")
 HEAD_BYTES = _HEAD.size
 
 
 class FrameError(PeerError):
     """These bytes are no frame; the connection is of no more use."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text, Reason.PROTOCOL)
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """``checksums``: one per head, or none."""
+    """``digests``: one per head, or none."""
 
     ticket: int
     layer: int
@@ -40,21 +54,29 @@ class Frame:
     first_block: int
     num_blocks: int
     head_bytes: int
-    checksums: tuple[int, ...] = ()
+    digests: tuple[bytes, ...] = ()
 
     @property
     def heads(self) -> range:
         return range(self.first_head, self.first_head + self.num_heads)
 
     @property
+    def last_block(self) -> int:
+        return self.first_block + self.num_blocks
+
+    @property
     def num_bytes(self) -> int:
         return self.num_heads * self.head_bytes
 
-    def pack(self) -> bytes:
+    def pack(self, sequence: int) -> bytes:
+        """All but the tag and the payload."""
         head = _HEAD.pack(
             _MAGIC,
             VERSION,
-            len(self.checksums),
+            len(self.digests),
+            len(self.digests[0]) if self.digests else NO_DIGEST,
+            0,
+            sequence,
             self.ticket,
             self.layer,
             self.first_head,
@@ -63,28 +85,27 @@ class Frame:
             self.num_blocks,
             self.head_bytes,
         )
-        return head + struct.pack(f"<{len(self.checksums)}Q", *self.checksums)
+        return head + b"".join(self.digests)
 
 
 @dataclass(frozen=True, slots=True)
 class FrameHead:
-    """A frame whose checksums are still to come, ``tail_bytes`` of them."""
+    """A frame whose digests and tag are still to come, ``tail_bytes`` of them."""
 
+    data: bytes
+    sequence: int
     frame: Frame
-    num_checksums: int
+    num_digests: int
+    digest_bytes: int
 
     @property
     def tail_bytes(self) -> int:
-        return 8 * self.num_checksums
-
-    def with_tail(self, tail: bytes) -> Frame:
-        checksums = struct.unpack(f"<{self.num_checksums}Q", tail)
-        return replace(self.frame, checksums=checksums)
+        return self.num_digests * self.digest_bytes + _TAG_BYTES
 
 
 def unpack_head(data: bytes) -> FrameHead:
     """Parses ``HEAD_BYTES`` bytes. Raises :class:`FrameError`, also for sizes out of bounds."""
-    magic, version, num_checksums, *numbers = _HEAD.unpack(data)
+    magic, version, num_digests, digest_bytes, _, sequence, *numbers = _HEAD.unpack(data)
     if magic != _MAGIC:
         raise FrameError("these bytes are not a frame")
     if version != VERSION:
@@ -92,6 +113,43 @@ def unpack_head(data: bytes) -> FrameHead:
     frame = Frame(*numbers)
     if not 0 < frame.num_heads <= MAX_HEADS or not frame.num_blocks or not frame.head_bytes:
         raise FrameError("a frame without content, or of too many heads")
-    if num_checksums not in (0, frame.num_heads) or frame.num_bytes > MAX_FRAME_BYTES:
+    kinds = (XXH3_BYTES, BLAKE3_BYTES) if num_digests else (NO_DIGEST,)
+    if num_digests not in (0, frame.num_heads) or digest_bytes not in kinds:
+        raise FrameError("a frame whose digests do not fit it")
+    if frame.num_bytes > MAX_FRAME_BYTES:
         raise FrameError("a frame whose sizes do not fit together")
-    return FrameHead(frame, num_checksums)
+    return FrameHead(data, sequence, frame, num_digests, digest_bytes)
+
+
+class FrameKey:
+    """Tags the frames of one connection at one end, and checks them at the other."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._sequence = 0
+
+    def seal(self, frame: Frame) -> bytes:
+        """The next frame, all but its payload."""
+        self._sequence += 1
+        packed = frame.pack(self._sequence)
+        return packed + blake3(packed, key=self._key).digest()
+
+    def open(self, head: FrameHead, tail: bytes) -> Frame:
+        """Raises :class:`FrameError` unless it is the connection's next frame, as it was sealed."""
+        self._sequence += 1
+        said, tag = tail[:-_TAG_BYTES], tail[-_TAG_BYTES:]
+        genuine = hmac.compare_digest(tag, blake3(head.data + said, key=self._key).digest())
+        if not genuine or head.sequence != self._sequence:
+            raise FrameError("a frame that was not sent so on this connection")
+        size = head.digest_bytes
+        digests = tuple(said[i * size : (i + 1) * size] for i in range(head.num_digests))
+        return replace(head.frame, digests=digests)
+
+
+def digest_of(views: Iterable[memoryview], num_bytes: int) -> bytes:
+    """Of bytes in several pieces, ``XXH3_BYTES`` or ``BLAKE3_BYTES`` long."""
+    hasher = blake3() if num_bytes == BLAKE3_BYTES else xxhash.xxh3_64()
+    for view in views:
+        hasher.update(view)
+    digest: bytes = hasher.digest()
+    return digest

@@ -19,21 +19,24 @@ from typing import Protocol
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError
-from lmcache_connector.p2p.control.handshake import answer, proves
+from lmcache_connector.p2p.control.handshake import answer, frame_key, proves
+from lmcache_connector.p2p.control.sockets import connected_socket, keep_alive, listening_socket
 from lmcache_connector.p2p.data.base import KeyOf, Landing, Session, Sink
-from lmcache_connector.p2p.data.frame import HEAD_BYTES, Frame, unpack_head
+from lmcache_connector.p2p.data.frame import HEAD_BYTES, Frame, FrameKey, unpack_head
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.reasons import Cause, Reason
 
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"LMPD"
-_VERSION = 1
+_VERSION = 2
 _CHALLENGE_BYTES = 32
 _GREETING = struct.Struct("<4sH16s32s")
 _WELCOME = b"\x06"
 _HANDSHAKE_SECONDS = 2.0
 _POLL_MILLISECONDS = 100
 _MAX_CONNECTIONS = 1024
+_MAX_STRANGERS = 64
 PIECE_BYTES = 16 << 20
 """Paths that cannot take any length at once cut each head's payload after so many bytes."""
 _FOREVER_SECONDS = 1e9
@@ -42,15 +45,6 @@ _FOREVER_SECONDS = 1e9
 def no_deadline(clock: Callable[[], float]) -> Deadline:
     """For a wire that notices a stall by itself."""
     return Deadline(clock() + _FOREVER_SECONDS, clock)
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Raises ``PeerError`` if the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise PeerError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 class TcpTransport:
@@ -63,6 +57,7 @@ class TcpTransport:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._strangers: set[socket.socket] = set()  # those of them that have not proved themselves
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
 
@@ -78,12 +73,7 @@ class TcpTransport:
 
     def connect(self, host: str, port: int, session: Session, seconds: float) -> TcpOutlet:
         deadline = Deadline(self._clock() + seconds, self._clock)
-        try:
-            sock = socket.create_connection((host, port), timeout=seconds)
-        except OSError as error:
-            raise PeerError(f"no data connection to {host}:{port}: {error}") from error
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wire = Wire(sock, self._clock, self._stall_seconds)
+        wire = Wire(connected_socket(host, port, seconds), self._clock, self._stall_seconds)
         try:
             challenge, welcome = bytearray(_CHALLENGE_BYTES), bytearray(1)
             wire.receive([memoryview(challenge)], deadline)
@@ -98,7 +88,7 @@ class TcpTransport:
         except PeerError:
             wire.close()
             raise
-        return TcpOutlet(wire, path)
+        return TcpOutlet(wire, path, FrameKey(frame_key(session.key, bytes(challenge))))
 
     def close(self, seconds: float) -> None:
         self._stopping.set()
@@ -125,53 +115,70 @@ class TcpTransport:
     def _accept(self, listener: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
         with listener:
             while not self._stopping.is_set():
-                if not _readable(listener):
-                    continue
                 try:
-                    sock, _ = listener.accept()
-                except OSError as error:
-                    logger.debug("A data connection was not accepted: %s", error)
-                    continue
-                self._start(sock, host, sink, key_of)
+                    if _readable(listener):
+                        sock, _ = listener.accept()
+                        self._start(sock, host, sink, key_of)
+                except (OSError, RuntimeError, MemoryError) as error:
+                    # Out of descriptors, threads or memory: that passes.
+                    logger.warning("A data connection was not accepted: %s", error)
+                    self._stopping.wait(_POLL_MILLISECONDS / 1000)
 
     def _start(self, sock: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
+        """Serve a connection on a thread of its own. Raises ``RuntimeError`` if none starts."""
         thread = threading.Thread(
             target=self._serve, args=(sock, host, sink, key_of), name="lmc-p2p-receive", daemon=True
         )
         with self._lock:
-            if len(self._connections) >= _MAX_CONNECTIONS:
+            is_full = len(self._connections) >= _MAX_CONNECTIONS
+            if is_full or len(self._strangers) >= _MAX_STRANGERS:
                 sock.close()
                 return
             self._connections[sock] = thread
-        thread.start()
+            self._strangers.add(sock)
+        try:
+            thread.start()
+        except BaseException:
+            self._forget(sock)
+            sock.close()
+            raise
+
+    def _forget(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._connections.pop(sock, None)
+            self._strangers.discard(sock)
 
     # -- one thread per connection -------------------------------------------------------------
 
     def _serve(self, sock: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire = Wire(sock, self._clock, self._stall_seconds)
         session: bytes | None = None
         path: PayloadPath | None = None
-        reason = "the connection ended"
+        cause = Cause(Reason.LOST, "the connection ended")
         try:
-            session = self._let_in(wire, key_of)
+            keep_alive(sock)
+            session, key = self._let_in(wire, key_of)
+            with self._lock:
+                self._strangers.discard(sock)
             path = self._receiving_path(wire, host)
-            self._receive(sock, wire, path, session, sink)
-        except WireError as error:
-            reason = str(error)
+            self._receive(sock, wire, path, session, key, sink)
+        except (WireError, OSError) as error:
+            cause = Cause(Reason.LOST, str(error))
         except PeerError as error:
-            reason = str(error)
+            cause = error.cause
             logger.warning("A data connection was cut: %s", error)
+        except Exception as error:  # it costs the connection
+            cause = Cause(Reason.LOST, f"an error inside: {type(error).__name__}")
+            logger.exception("A data connection was cut")
         finally:
             if path is not None:
                 path.close()
             wire.close()
-            with self._lock:
-                self._connections.pop(sock, None)
+            self._forget(sock)
             if session is not None:
-                sink.lost(session, reason)
+                sink.lost(session, cause)
 
-    def _let_in(self, wire: Wire, key_of: KeyOf) -> bytes:
+    def _let_in(self, wire: Wire, key_of: KeyOf) -> tuple[bytes, FrameKey]:
         deadline = Deadline(self._clock() + _HANDSHAKE_SECONDS, self._clock)
         challenge = os.urandom(_CHALLENGE_BYTES)
         greeting = bytearray(_GREETING.size)
@@ -184,10 +191,16 @@ class TcpTransport:
         if key is None or not proves(proof, answer(key, challenge)):
             raise PeerError("a data connection without a session")
         wire.send([_WELCOME], deadline)
-        return bytes(name)
+        return bytes(name), FrameKey(frame_key(key, challenge))
 
     def _receive(
-        self, sock: socket.socket, wire: Wire, path: PayloadPath, session: bytes, sink: Sink
+        self,
+        sock: socket.socket,
+        wire: Wire,
+        path: PayloadPath,
+        session: bytes,
+        key: FrameKey,
+        sink: Sink,
     ) -> None:
         head = bytearray(HEAD_BYTES)
         while not self._stopping.is_set():
@@ -197,7 +210,7 @@ class TcpTransport:
             frame_head = unpack_head(bytes(head))
             tail = bytearray(frame_head.tail_bytes)
             wire.receive([memoryview(tail)], self._deadline())
-            self._receive_payload(path, session, sink, frame_head.with_tail(bytes(tail)))
+            self._receive_payload(path, session, sink, key.open(frame_head, bytes(tail)))
 
     def _receive_payload(self, path: PayloadPath, session: bytes, sink: Sink, frame: Frame) -> None:
         landing = sink.land(session, frame)
@@ -220,15 +233,16 @@ class TcpTransport:
 class TcpOutlet:
     """See :class:`~lmcache_connector.p2p.data.base.Outlet`."""
 
-    def __init__(self, wire: Wire, path: PayloadPath) -> None:
+    def __init__(self, wire: Wire, path: PayloadPath, key: FrameKey) -> None:
         self._wire = wire
         self._path = path
+        self._key = key
 
     def send(self, frame: Frame, views: Sequence[memoryview]) -> None:
         try:
-            self._path.send(frame.pack(), views)
+            self._path.send(self._key.seal(frame), views)
         except WireError as error:
-            raise PeerError(f"the data connection broke: {error}") from error
+            raise PeerError(f"the data connection broke: {error}", Reason.LOST) from error
 
     def close(self) -> None:
         self._path.close()

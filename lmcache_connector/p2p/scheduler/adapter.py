@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.errors import AddressError
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport
 from lmcache_connector.p2p.scheduler.consuming import ConsumingRequests
@@ -20,6 +21,7 @@ from lmcache_connector.p2p.scheduler.producing import ProducingRequests
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.p2p.scheduler.transfer_params import Produce
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,6 +53,9 @@ class P2PSchedulerAdapter:
         self._producing = ProducingRequests(settings, self.tally, clock)
         self._consuming = ConsumingRequests(settings, self.tally)
         self._num_resets = 0
+        self._settings = settings
+        self._hosts: dict[int, str] = {}  # of ranks
+        self._new_hosts: tuple[str, ...] = ()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -79,7 +84,7 @@ class P2PSchedulerAdapter:
         if not self._producing.may_begin(request.request_id):
             return None, False
         num_tokens = self._consuming.num_offered_tokens(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Callable[[], Sequence[int]], num_external_tokens: int
@@ -109,14 +114,22 @@ class P2PSchedulerAdapter:
     def build_plan(self, scheduler_output: SchedulerOutput) -> HandoverPlan:
         """What all ranks are to do in this step."""
         plan = self._consuming.complete(self._producing.draft(scheduler_output))
-        return replace(plan, idle=scheduler_output.total_num_scheduled_tokens == 0)
+        hosts, self._new_hosts = self._new_hosts, ()
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        return replace(plan, idle=is_idle, rank_hosts=hosts)
 
-    def update_from_reports(self, reports: Iterable[HandoverReport]) -> None:
-        """One report per rank that has news."""
+    def update_from_reports(self, reports: Iterable[HandoverReport]) -> list[ShortLoad]:
+        """One report per rank that has news. Returns the loads that have ended with it and did not
+        bring everything."""
+        short_loads = []
         for report in reports:
-            for result in report.loads:
-                self._consuming.update(result)
+            found = map(self._consuming.update, report.loads)
+            short_loads += [load for load in found if load is not None]
             self._producing.update(report)
+            if report.start is not None:
+                self._hosts[report.start.rank] = report.start.host
+                self._announce()
+        return short_loads
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
@@ -129,6 +142,15 @@ class P2PSchedulerAdapter:
         return self._producing.room.reserved_bytes
 
     # -- details -------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Once all ranks have said where they listen: tell them all, if they are not together."""
+        own = self._settings.address
+        if len(self._hosts) == self._settings.world_size:
+            hosts = tuple(host for _, host in sorted(self._hosts.items()))
+            self._producing.address = PeerAddress(hosts[0], own.port)
+            if set(hosts) != {own.host}:
+                self._new_hosts = hosts
 
     def _digest(self, request: Request) -> bytes | None:
         """What both instances call the prompt with everything that makes its KV unique."""

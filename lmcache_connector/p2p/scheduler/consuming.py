@@ -1,6 +1,8 @@
 """Requests whose KV is handed over to here.
 
-A request is offered to vLLM, loading, and over.
+A request waits in line, is offered to vLLM, loading, and over. Of several requests for one
+hand-over (vLLM makes them for ``n`` answers to one prompt) the first loads it, and the others are
+asked again until it has: then vLLM's prefix cache has it for them.
 """
 
 from __future__ import annotations
@@ -11,9 +13,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.p2p.plans import HandoverLoad, HandoverPlan, HandoverResult, Release
+from lmcache_connector.p2p.plans import (
+    Arrival,
+    HandoverLoad,
+    HandoverPlan,
+    HandoverResult,
+    Release,
+)
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.p2p.scheduler.transfer_params import Consume
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -41,6 +50,7 @@ class ConsumingRequests:
         self._settings = settings
         self._tally = tally
         self._requests: dict[str, _Consuming] = {}
+        self._arrivals: list[Arrival] = []
         self._loads: list[HandoverLoad] = []
         self._cancelled_loads: list[str] = []
         self._releases: list[Release] = []
@@ -51,12 +61,21 @@ class ConsumingRequests:
 
     def add(self, request: Request, part: Consume, digest: bytes) -> None:
         """``digest``: of the prompt."""
+        if not self._others(part):
+            self._arrivals.append(Arrival(part.transfer_id, part.source))
         self._requests[request.request_id] = _Consuming(request, part, digest)
 
-    def num_offered_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens of the prompt that are worth waiting for, beyond those already computed."""
+    def num_offered_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Tokens of the prompt that are worth waiting for, beyond those already computed; ``None``:
+        another request is loading them."""
         state = self._requests.get(request.request_id)
         if state is None or state.over:
+            return 0
+        others = self._others(state.part)
+        if any(other.ranks_left for other in others):
+            return None
+        if any(other.over for other in others):  # it is in vLLM's cache, or it cannot be had
+            state.over = True
             return 0
         missing: int = request.num_prompt_tokens - num_computed_tokens
         # The last block alone is computed sooner than it is fetched: its last token has to be.
@@ -109,15 +128,16 @@ class ConsumingRequests:
         """The plan with the consumer's part of it."""
         plan = replace(
             plan,
+            arrivals=tuple(self._arrivals),
             loads=tuple(self._loads),
             cancelled_loads=tuple(self._cancelled_loads),
             releases=tuple(self._releases),
         )
-        self._loads, self._cancelled_loads, self._releases = [], [], []
+        self._arrivals, self._loads, self._cancelled_loads, self._releases = [], [], [], []
         return plan
 
-    def update(self, result: HandoverResult) -> None:
-        """How a load ended on one rank."""
+    def update(self, result: HandoverResult) -> ShortLoad | None:
+        """How a load ended on one rank; what it lacks, if that was the last one."""
         self._tally.count("p2p_received_bytes", amount=result.wire_bytes)
         self._tally.count("p2p_receive_seconds", amount=result.wire_seconds)
         self._tally.observe("p2p_load_seconds", value=result.seconds)
@@ -131,11 +151,16 @@ class ConsumingRequests:
             )
         state = self._requests.get(result.request_id)
         if state is None or state.load is None:
-            return
+            return None
         state.ranks_left -= 1
         state.num_blocks = min(state.num_blocks, result.num_blocks)
-        if state.ranks_left == 0:
-            self._count_tokens(state.load, state.num_blocks)
+        if state.ranks_left > 0:
+            return None
+        self._count_tokens(state.load, state.num_blocks)
+        if state.num_blocks == len(state.load.block_ids):
+            return None
+        arrived = state.load.first_block + state.num_blocks
+        return ShortLoad(state.request, arrived * self._settings.block_size)
 
     # -- details -------------------------------------------------------------------------------
 
@@ -145,6 +170,10 @@ class ConsumingRequests:
         arrived = min(wanted, num_blocks * size)
         self._tally.count("p2p_hit_tokens", amount=arrived)
         self._tally.count("p2p_recomputed_tokens", amount=wanted - arrived)
+
+    def _others(self, part: Consume) -> list[_Consuming]:
+        """Requests for the same hand-over."""
+        return [s for s in self._requests.values() if s.part == part and s.part is not part]
 
     def _cancel(self, state: _Consuming) -> None:
         if not state.over:

@@ -23,6 +23,11 @@ METRICS = table(
     [
         counter("p2p_handovers", (), "Prompts computed here and offered to a consumer."),
         counter(
+            "p2p_streamed_handovers",
+            (),
+            "Prompts larger than the buffers, handed over in parts as these get free.",
+        ),
+        counter(
             "p2p_declined_handovers", (), "Prompts served without one: no room in the buffers."
         ),
         counter(

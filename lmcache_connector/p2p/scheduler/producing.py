@@ -62,7 +62,8 @@ class _Producing:
 
 
 class ProducingRequests:
-    """``clock`` returns seconds. ``room``: the buffer space promised to them; only read it."""
+    """``clock`` returns seconds. ``room``: the buffer space promised to them; only read it.
+    ``address``: where consumers find them."""
 
     def __init__(
         self, settings: P2PSchedulerSettings, tally: Tally, clock: Callable[[], float]
@@ -71,6 +72,7 @@ class ProducingRequests:
         self._tally = tally
         self._clock = clock
         self.room = Reservations(settings.buffer_bytes, settings.num_writers, tally)
+        self.address = settings.address
         self._requests: dict[str, _Producing] = {}
         self._waits_for_room = False
         self._announced: list[str] = []
@@ -82,7 +84,9 @@ class ProducingRequests:
         return list(self._requests)
 
     def add(self, request: Request, part: Produce, digest: bytes) -> None:
-        """``digest``: of the prompt."""
+        """``digest``: of the prompt. Of several requests for one hand-over, the first makes it."""
+        if any(state.transfer_id == part.transfer_id for state in self._requests.values()):
+            return
         self._requests[request.request_id] = _Producing(request, part, digest)
         self._announced.append(part.transfer_id)
 
@@ -91,8 +95,8 @@ class ProducingRequests:
         state = self._requests.get(request_id)
         if state is None or state.reserved or state.declined:
             return True
-        num_blocks = self._settings.num_blocks(state.request.num_prompt_tokens)
-        num_bytes = num_blocks * self._settings.block_bytes
+        ring = self._settings.ring(state.request.num_prompt_tokens)
+        num_bytes = ring.memory_blocks * self._settings.block_bytes
         state.reserved = self.room.reserve(state.transfer_id, num_bytes)
         if state.reserved:
             return True
@@ -173,7 +177,7 @@ class ProducingRequests:
     def _offer(self, state: _Producing, block_ids: Sequence[int]) -> dict[str, Any]:
         settings, num_tokens = self._settings, state.request.num_prompt_tokens
         return offer_params(
-            settings.address,
+            self.address,
             settings.engine_id,
             state.transfer_id,
             block_ids[: settings.num_blocks(num_tokens)],
@@ -190,6 +194,8 @@ class ProducingRequests:
                 continue
             num_tokens = state.request.num_prompt_tokens
             if state.begins:
+                if not state.started and not self._settings.ring(num_tokens).is_whole:
+                    self._tally.count("p2p_streamed_handovers")
                 state.started, state.begins = True, False
                 starts.append(Start(state.transfer_id, state.digest, num_tokens, state.part.target))
             computed = state.request.num_computed_tokens + num_scheduled

@@ -5,28 +5,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import zmq
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
 from lmcache_connector.p2p.control import messages
-from lmcache_connector.p2p.control.address import PeerAddress, data_ports
-from lmcache_connector.p2p.control.client import ControlClient
+from lmcache_connector.p2p.control.address import data_ports
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.control.server import ControlServer
+from lmcache_connector.p2p.control.sockets import is_of_this_machine
 from lmcache_connector.p2p.data.base import Sink, Transport
 from lmcache_connector.p2p.data.tcp import TcpTransport
-from lmcache_connector.p2p.errors import PeerError, RefusedError
-from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport
+from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, RankHost
 from lmcache_connector.p2p.worker.consumer import Consumer
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.producer import Producer
 from lmcache_connector.p2p.worker.role import Role
+from lmcache_connector.p2p.worker.session import Dialer
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.plans import StepOutput
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
@@ -58,12 +59,20 @@ class P2PWorkerAdapter:
         self._settings = settings
         self._clock = clock
         self._copier = copier or make_copier(paged.device)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._host_buffer = HostBuffer(config.kv_buffer_size, config.overflow_bytes, pinned=pinned)
         self._transports = transports or _transports(config, paged.device, clock)
         self._roles: list[Role] = []
         self._idle = self._waits_for_room = False
         self._server: ControlServer | None = None
+        self._host = settings.own_host(is_of_this_machine(config.host))
+        self._has_reported = False
+        self._dialer = Dialer(
+            settings.card,
+            config.secret_bytes,
+            config.may_talk_to,
+            self._transports,
+            config.stall_seconds,
+        )
         try:
             self._open(paged, kv_caches)
         except PeerError:
@@ -73,10 +82,10 @@ class P2PWorkerAdapter:
     def _open(self, paged: PagedLayout, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take up the roles and listen. Raises ``PeerError``."""
         settings, config = self._settings, self._settings.config
-        host, ports = config.bind_host or config.host, dict[str, int]()
+        host, ports = config.bind_host or self._host, dict[str, int]()
         if settings.consumes:
             consumer = Consumer(
-                settings, paged, self._copier, self._host_buffer, self._connect, self._clock
+                settings, paged, self._copier, self._host_buffer, self._dialer, self._clock
             )
             self._roles.append(consumer)
             ports = self._listen(host, consumer.receive_buffer)
@@ -87,20 +96,14 @@ class P2PWorkerAdapter:
                 layers,
                 self._copier,
                 self._host_buffer,
-                self._connect,
-                self._transports,
+                self._dialer,
                 self._clock,
             )
             self._roles.append(producer)
-        self._card = msgspec.structs.replace(settings.card, transports=ports)
-        self._server = ControlServer(
-            self._context,
-            host,
-            settings.card.port + settings.card.rank,
-            self._card,
-            config.secret_bytes,
-            self._answer,
-        )
+        card = msgspec.structs.replace(settings.card, transports=ports)
+        self._dialer.card = card
+        port = card.port + card.rank
+        self._server = ControlServer(host, port, card, config.secret_bytes, self._answer)
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -110,6 +113,10 @@ class P2PWorkerAdapter:
 
     def start_forward(self, plan: HandoverPlan) -> None:
         self._idle, self._waits_for_room = plan.idle, plan.waits_for_room
+        if plan.rank_hosts and self._server is not None:
+            card = msgspec.structs.replace(self._dialer.card, rank_hosts=plan.rank_hosts)
+            self._dialer.card = card
+            self._server.introduce_as(card)
         for role in self._roles:
             role.start_forward(plan)
 
@@ -132,12 +139,21 @@ class P2PWorkerAdapter:
             for role in self._roles:
                 if role.wait(_IDLE_WAIT_SECONDS, for_room=self._waits_for_room):
                     break
-        return _merged([role.take_output() for role in self._roles])
+        output = _merged([role.take_output() for role in self._roles])
+        if self._has_reported:
+            return output
+        self._has_reported = True
+        start = RankHost(self._settings.card.rank, self._host)
+        return replace(output, report=replace(output.report or HandoverReport(), start=start))
 
     @property
     def used_bytes(self) -> int:
         """KV on its way in this rank's memory."""
         return self._host_buffer.used_bytes
+
+    def let_go(self) -> bool:
+        """Copies into the cache need no waiting for: vLLM resets nothing while a request loads."""
+        return all(role.let_go() for role in self._roles)
 
     def shutdown(self) -> None:
         """Bounded by a few times ``shutdown_seconds``."""
@@ -148,18 +164,9 @@ class P2PWorkerAdapter:
             transport.close(seconds)
         if self._server is not None:
             self._server.close(seconds)
-        self._context.destroy(linger=0)
         self._copier.close()
 
     # -- peers ---------------------------------------------------------------------------------
-
-    def _connect(self, address: PeerAddress) -> ControlClient:
-        config = self._settings.config
-        if not config.may_talk_to(address):
-            raise RefusedError(f"{address} is not among the peers this instance may talk to")
-        return ControlClient(
-            self._context, address, self._card, config.secret_bytes, config.stall_seconds
-        )
 
     def _listen(self, host: str, sink: Sink) -> dict[str, int]:
         """Ports by transport."""
@@ -191,7 +198,6 @@ def _merged(outputs: Sequence[StepOutput[HandoverReport]]) -> StepOutput[Handove
     return StepOutput(
         frozenset[str]().union(*(output.finished_sending for output in outputs)),
         frozenset[str]().union(*(output.finished_recving for output in outputs)),
-        frozenset[int]().union(*(output.invalid_block_ids for output in outputs)),
         HandoverReport(
             tuple(result for report in reports for result in report.loads),
             tuple(transfer_id for report in reports for transfer_id in report.released),

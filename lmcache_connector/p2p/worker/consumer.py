@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmcache_connector.p2p.control import messages
-from lmcache_connector.p2p.control.client import Connect
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport
@@ -16,6 +15,7 @@ from lmcache_connector.p2p.worker.loader import Loader
 from lmcache_connector.p2p.worker.poller import Poller
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.role import Role
+from lmcache_connector.p2p.worker.session import Connect
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.plans import StepOutput
 
@@ -41,18 +41,22 @@ class Consumer(Role):
     ) -> None:
         self.receive_buffer = ReceiveBuffer(settings, host_buffer, clock)
         self._loader = Loader(paged, copier, self.receive_buffer, clock)
-        grace_seconds = settings.config.unknown_grace_seconds
-        self._poller = Poller(self.receive_buffer, settings.own, connect, grace_seconds, clock)
+        self._poller = Poller(self.receive_buffer, settings.own, connect, settings.config, clock)
 
     def start_loads(self, plan: HandoverPlan) -> None:
+        for arrival in plan.arrivals:
+            self.receive_buffer.keep(arrival.transfer_id)
+            self._poller.keep(arrival.source, arrival.transfer_id)
         for load in plan.loads:
             waiting = self.receive_buffer.expect(load)
+            self._poller.let_go(load.source, load.transfer_id)
             if not self.receive_buffer.is_over(waiting):
                 self._poller.watch(waiting)
         for request_id in plan.cancelled_loads:
             self.receive_buffer.cancel(request_id)
         for release in plan.releases:
             self.receive_buffer.discard(release.transfer_id)
+            self._poller.let_go(release.source, release.transfer_id)
             self._poller.forget(release.source, release.transfer_id, _NOT_NEEDED)
 
     def take_output(self) -> StepOutput[HandoverReport]:
@@ -61,15 +65,12 @@ class Consumer(Role):
         ended = self._loader.take_results()
         if not ended:
             return StepOutput()
-        missing: set[int] = set()
         for load, result in ended:
-            missing.update(load.block_ids[result.num_blocks :])
             is_short = result.num_blocks < len(load.block_ids)
             if is_short and not self.receive_buffer.awaits(load.transfer_id):
                 self._poller.forget(load.source, load.transfer_id, _GAVE_UP)
         return StepOutput(
             finished_recving=frozenset(load.request_id for load, _ in ended),
-            invalid_block_ids=frozenset(missing),
             report=HandoverReport(loads=tuple(result for _, result in ended)),
         )
 
@@ -82,6 +83,8 @@ class Consumer(Role):
     def answer(self, peer: Peer, message: Message) -> Message | None:
         if isinstance(message, messages.Offer):
             return self.receive_buffer.offered(peer, message)
+        if isinstance(message, messages.More):
+            return self.receive_buffer.room(peer, message)
         if isinstance(message, messages.Forget):
             self.receive_buffer.fail(message.transfer_id, message.cause)
             return messages.Done()

@@ -6,15 +6,14 @@ import logging
 import threading
 from collections.abc import Callable
 
-import xxhash
-
 from lmcache_connector.copy_kv_blocks.copier import Copier, copy_kv_blocks
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
+from lmcache_connector.p2p.data.frame import digest_of
 from lmcache_connector.p2p.plans import HandoverLoad, HandoverResult
 from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.worker.incoming import Arrived, Incoming, Stretch
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
-from lmcache_connector.p2p.worker.transfer import Arrived, Incoming
 
 logger = logging.getLogger(__name__)
 
@@ -61,60 +60,66 @@ class Loader:
     def _work(self) -> None:
         while (arrived := self._buffer.next_arrived()) is not None:
             num_blocks, cause = self._load(arrived)
-            load, incoming = arrived.waiting.load, arrived.incoming
-            result = HandoverResult(
-                load.request_id,
-                num_blocks,
-                seconds=self._clock() - arrived.waiting.since,
-                wire_bytes=incoming.num_bytes if incoming is not None else 0,
-                wire_seconds=incoming.wire_seconds if incoming is not None else 0.0,
-                cause=None if num_blocks == len(load.block_ids) else cause,
-            )
             with self._buffer.changed:
-                self._results.append((load, result))
-                self._buffer.loaded(arrived)
+                self._buffer.loaded(arrived, num_blocks, cause)
+                if arrived.is_last:
+                    self._results.append((arrived.waiting.load, self._result(arrived)))
 
-    def _load(self, arrived: Arrived) -> tuple[int, Cause]:
-        """Blocks that are in the cache now, and why not all are if some are missing."""
+    def _result(self, arrived: Arrived) -> HandoverResult:
+        waiting, incoming = arrived.waiting, arrived.incoming
+        is_whole = waiting.num_blocks == len(waiting.load.block_ids)
+        return HandoverResult(
+            waiting.load.request_id,
+            waiting.num_blocks,
+            seconds=self._clock() - waiting.since,
+            wire_bytes=incoming.num_bytes if incoming is not None else 0,
+            wire_seconds=incoming.wire_seconds if incoming is not None else 0.0,
+            cause=None if is_whole else waiting.cause or _SHORT,
+        )
+
+    def _load(self, arrived: Arrived) -> tuple[int, Cause | None]:
+        """Blocks that are in the cache now, without a gap, and why not all if some are missing."""
         load, incoming = arrived.waiting.load, arrived.incoming
-        cause = arrived.waiting.cause or _SHORT
-        if incoming is None:
-            return 0, cause
-        num_blocks = _num_intact(arrived, incoming)
-        if num_blocks < arrived.num_blocks:
-            cause = _DAMAGED
-        num_blocks = min(num_blocks, len(load.block_ids))
-        if num_blocks == 0:
-            return 0, cause
+        num_loaded = 0
         try:
-            self._copy(load, incoming, num_blocks)
+            for stretch in arrived.stretches:
+                assert incoming is not None
+                end = min(_intact_end(incoming, stretch), load.first_block + len(load.block_ids))
+                if end > stretch.first_block:
+                    self._copy(load, incoming, stretch, end)
+                    num_loaded += end - stretch.first_block
+                if end < stretch.last_block:
+                    return num_loaded, _DAMAGED
         except Exception:  # it costs this load, not the thread
             logger.exception("KV for request %s could not be copied", load.request_id)
-            return 0, _NOT_COPIED
-        return num_blocks, cause
+            return num_loaded, _NOT_COPIED
+        return num_loaded, None
 
-    def _copy(self, load: HandoverLoad, incoming: Incoming, num_blocks: int) -> None:
+    def _copy(self, load: HandoverLoad, incoming: Incoming, stretch: Stretch, end: int) -> None:
+        memory = incoming.memory
+        base, start = stretch.segment * memory.ring.segment_blocks, stretch.first_block
         copy_kv_blocks(
             ChunkBuffers(
-                incoming.geometry,
+                memory.geometry,
                 self._paged.block_size,
-                [incoming.region.address],
-                incoming.region,
+                [memory.address_of(stretch.segment)],
+                memory.region,
             ),
             self._paged,
-            range(load.first_block, load.first_block + num_blocks),
-            load.block_ids[:num_blocks],
+            range(start - base, end - base),
+            load.block_ids[start - load.first_block : end - load.first_block],
             "h2d",
             self._copier,
         )
 
 
-def _num_intact(arrived: Arrived, incoming: Incoming) -> int:
-    """Blocks that arrived for a load, up to the first whose checksum is wrong."""
-    first, num_blocks = arrived.waiting.load.first_block, arrived.num_blocks
-    for check in arrived.checks:
-        if check.first_block < first + num_blocks and check.last_block > first:
-            found = xxhash.xxh3_64_intdigest(incoming.region.view[check.run])
-            if found != check.checksum:
-                num_blocks = max(0, check.first_block - first)
-    return num_blocks
+def _intact_end(incoming: Incoming, stretch: Stretch) -> int:
+    """The first block of a stretch whose digest is wrong, or its end."""
+    end = stretch.last_block
+    for check in stretch.checks:
+        if check.first_block < end and check.last_block > stretch.first_block:
+            place = (check.layer, check.head, check.first_block, check.last_block)
+            run = incoming.memory.region.view[incoming.memory.run(*place)]
+            if digest_of([run], len(check.digest)) != check.digest:
+                end = max(stretch.first_block, check.first_block)
+    return end

@@ -1,8 +1,8 @@
-"""Asks producers for what requests wait for, one thread per producer instance.
+"""Asks producers for what requests wait for, one thread per producer instance, so many at most.
 
-As long as a request waits, its producer is asked again and again whether the KV is still coming. So
-a producer that died, was restarted or gave the hand-over up is found out within moments, not at the
-deadline.
+As long as a request waits for its KV, its producer is asked again and again whether it is still
+coming. So a producer that died, was restarted or gave the hand-over up is found out within moments,
+not at the deadline. As long as a request waits in line, the lease of its hand-over is renewed.
 """
 
 from __future__ import annotations
@@ -13,50 +13,81 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_connector.kv_layout.topology import RankTopology
+from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.control.client import Connect, ControlClient
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import overlap, ranks_of
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.worker.incoming import Waiting
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
-from lmcache_connector.p2p.worker.transfer import Waiting
+from lmcache_connector.p2p.worker.session import Connect, PeerSession
 
 logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.2
 _IDLE_SECONDS = 60.0
+_MAX_PRODUCERS = 64
+_MAX_FORGETS = 1024
+_TOO_MANY = Cause(Reason.REFUSED, "requests name too many producers at a time")
 
 
 @dataclass(eq=False)
 class _PolledProducer:
-    """One producer instance. ``forgets``: transfers it may forget. Guarded by ``changed``."""
+    """One producer instance. ``forgets``: transfers it may forget. ``kept``: those whose leases are
+    renewed, with the time of the last renewal. Guarded by ``changed``."""
 
     source: PeerAddress
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: list[Waiting] = field(default_factory=list)
     asked: list[Waiting] = field(default_factory=list)
     forgets: list[messages.Forget] = field(default_factory=list)
+    kept: dict[str, float] = field(default_factory=dict)
     thread: threading.Thread | None = None
+    has_news: bool = False
     closed: bool = False
+
+    def tell(self) -> None:
+        self.has_news = True
+        self.changed.notify_all()
+
+    def take_forgets(self) -> list[messages.Forget]:
+        forgets, self.forgets = self.forgets, []
+        return forgets
+
+    def take_kept(self, now: float, seconds: float) -> list[messages.Keep]:
+        """Of leases that were not renewed for ``seconds``."""
+        due = [name for name, at in self.kept.items() if now - at >= seconds]
+        self.kept.update(dict.fromkeys(due, now))
+        size = messages.MAX_KEPT
+        return [messages.Keep(tuple(due[i : i + size])) for i in range(0, len(due), size)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Todo:
+    """What to ask and tell a producer now."""
+
+    waiting: Sequence[Waiting]
+    tell: Sequence[messages.Forget | messages.Keep]
 
 
 class Poller:
-    """``own``: this rank. ``grace_seconds``: how long a producer may not know a transfer."""
+    """``own``: this rank."""
 
     def __init__(
         self,
         buffer: ReceiveBuffer,
         own: RankTopology,
         connect: Connect,
-        grace_seconds: float,
+        config: P2PConfig,
         clock: Callable[[], float],
     ) -> None:
         self._buffer = buffer
         self._own = own
         self._connect = connect
-        self._grace_seconds = grace_seconds
+        self._grace_seconds = config.unknown_grace_seconds
+        self._keep_seconds = config.keep_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._producers: dict[PeerAddress, _PolledProducer] = {}
@@ -64,11 +95,41 @@ class Poller:
 
     def watch(self, waiting: Waiting) -> None:
         """Keep asking for it until it is over. Never blocks."""
-        self._tell(waiting.load.source, waiting=[waiting])
+        with self._lock:
+            producer = self._producer(waiting.load.source)
+            if producer is None:
+                self._lose([waiting], _TOO_MANY)
+                return
+            with producer.changed:
+                producer.waiting.append(waiting)
+                producer.tell()
+
+    def keep(self, source: PeerAddress, transfer_id: str) -> None:
+        """Renew its lease from now on, until :meth:`let_go`. Never blocks."""
+        with self._lock:
+            producer = self._producer(source)
+            if producer is not None:
+                with producer.changed:
+                    producer.kept[transfer_id] = float("-inf")
+                    producer.tell()
+
+    def let_go(self, source: PeerAddress, transfer_id: str) -> None:
+        """Its request does not wait in line any more."""
+        with self._lock:
+            producer = self._producers.get(source)
+        if producer is not None:
+            with producer.changed:
+                producer.kept.pop(transfer_id, None)
 
     def forget(self, source: PeerAddress, transfer_id: str, cause: Cause) -> None:
         """Tell the producer once, if it can be reached. Never blocks."""
-        self._tell(source, forgets=[messages.Forget(transfer_id, cause.to_wire())])
+        with self._lock:
+            producer = self._producer(source)
+            if producer is not None:
+                with producer.changed:
+                    if len(producer.forgets) < _MAX_FORGETS:
+                        producer.forgets.append(messages.Forget(transfer_id, cause.to_wire()))
+                    producer.tell()
 
     def close(self, seconds: float) -> None:
         """Stop asking. Bounded by ``seconds``."""
@@ -78,90 +139,107 @@ class Poller:
         end = self._clock() + seconds
         for producer in producers:
             with producer.changed:
-                producer.changed.notify_all()
+                producer.tell()
         for producer in producers:
             if producer.thread is not None:
                 producer.thread.join(max(0.0, end - self._clock()))
 
-    def _tell(
-        self,
-        source: PeerAddress,
-        waiting: Sequence[Waiting] = (),
-        forgets: Sequence[messages.Forget] = (),
-    ) -> None:
-        with self._lock:
-            producer = self._producers.get(source)
-            if producer is None or producer.closed:
-                producer = self._producers[source] = _PolledProducer(source)
-                producer.thread = threading.Thread(
-                    target=self._work, args=(producer,), name="lmc-p2p-poll", daemon=True
-                )
-                producer.thread.start()
-            with producer.changed:
-                producer.waiting += waiting
-                producer.forgets += forgets
-                producer.changed.notify_all()
+    def _producer(self, source: PeerAddress) -> _PolledProducer | None:
+        """``None``: there are too many already, or no thread can be started."""
+        producer = self._producers.get(source)
+        if producer is not None and not producer.closed:
+            return producer
+        self._producers = {a: p for a, p in self._producers.items() if not p.closed}
+        if len(self._producers) >= _MAX_PRODUCERS:
+            return None
+        producer = _PolledProducer(source)
+        producer.thread = threading.Thread(
+            target=self._work, args=(producer,), name="lmc-p2p-poll", daemon=True
+        )
+        try:
+            producer.thread.start()
+        except RuntimeError as error:
+            logger.warning("%s is not asked: %s", source, error)
+            return None
+        self._producers[source] = producer
+        return producer
 
     # -- one thread per producer ---------------------------------------------------------------
 
     def _work(self, producer: _PolledProducer) -> None:
-        sessions: list[ControlClient] = []
+        sessions: list[PeerSession] = []
+        idle_seconds = _IDLE_SECONDS
         try:
-            while (todo := self._next(producer)) is not None:
-                waiting, forgets = todo
+            while (todo := self._next(producer, idle_seconds)) is not None:
+                idle_seconds = _IDLE_SECONDS
                 try:
                     sessions = sessions or self._open(producer.source)
-                    for each in waiting:
+                    for each in todo.waiting:
                         self._want(producer.source, sessions, each)
-                    for forget in forgets:
+                    for message in todo.tell:
                         for session in sessions:
-                            session.ask(forget)
+                            session.ask(message)
+                    continue
                 except PeerError as error:
-                    self._lose(waiting, error.cause)
-                    _close(sessions)
-                    sessions = []
+                    cause = error.cause
+                except Exception:  # it costs what was asked for
+                    logger.exception("Asking %s failed", producer.source)
+                    cause = Cause(Reason.OTHER, f"asking {producer.source} failed")
+                self._lose(todo.waiting, cause)
+                _close(sessions)
+                sessions, idle_seconds = [], 0.0  # whoever names it next dials anew
         finally:
             _close(sessions)
 
-    def _next(
-        self, producer: _PolledProducer
-    ) -> tuple[list[Waiting], list[messages.Forget]] | None:
+    def _next(self, producer: _PolledProducer, idle_seconds: float) -> _Todo | None:
         """What to ask and tell now: at once what is new, the rest again after a while.
 
         ``None``: the thread shall end.
         """
-        with producer.changed:
-            since = self._clock()
-            while not self._stopping:
-                quiet_seconds = self._clock() - since
-                producer.waiting = [w for w in producer.waiting if not self._buffer.is_over(w)]
-                is_new = any(w not in producer.asked for w in producer.waiting) or producer.forgets
-                if is_new or (producer.waiting and quiet_seconds >= _ASK_SECONDS):
-                    forgets, producer.forgets = producer.forgets, []
-                    producer.asked = list(producer.waiting)
-                    return producer.asked, forgets
-                if not producer.waiting and quiet_seconds > _IDLE_SECONDS:
-                    break
-                producer.changed.wait(_ASK_SECONDS if producer.waiting else _IDLE_SECONDS)
-            producer.closed = True
-            return None
+        since = self._clock()
+        while not self._stopping:
+            with self._lock, producer.changed:  # nobody may add to what is being closed
+                producer.has_news = False
+                todo = self._todo(producer, self._clock() - since)
+                if todo.waiting or todo.tell:
+                    return todo
+                is_idle = not producer.waiting and not producer.kept
+                if is_idle and self._clock() - since >= idle_seconds:
+                    producer.closed = True
+                    return None
+                pause = idle_seconds if is_idle else self._keep_seconds
+                pause = _ASK_SECONDS if producer.waiting else pause
+            with producer.changed:
+                producer.changed.wait_for(lambda: producer.has_news or self._stopping, pause)
+        producer.closed = True
+        return None
 
-    def _open(self, source: PeerAddress) -> list[ControlClient]:
+    def _todo(self, producer: _PolledProducer, quiet_seconds: float) -> _Todo:
+        producer.waiting = [w for w in producer.waiting if not self._buffer.is_over(w)]
+        is_new = any(w not in producer.asked for w in producer.waiting)
+        waiting: list[Waiting] = []
+        if is_new or quiet_seconds >= _ASK_SECONDS:
+            waiting = producer.asked = list(producer.waiting)
+        kept = producer.take_kept(self._clock(), self._keep_seconds)
+        return _Todo(waiting, [*kept, *producer.take_forgets()])
+
+    def _open(self, source: PeerAddress) -> list[PeerSession]:
         """Sessions with all ranks of the producer that have something for this one."""
         first = self._connect(source)
         sessions = [first]
         try:
-            ranks = [r.rank for r in ranks_of(first.peer.card) if overlap(r, self._own)]
-            sessions += [self._connect(source.of_rank(rank)) for rank in ranks if rank]
+            card = first.card
+            ranks = [r.rank for r in ranks_of(card) if overlap(r, self._own)]
+            sessions += [self._connect(card.address_of(rank)) for rank in ranks if rank]
             if 0 not in ranks:
                 sessions.remove(first)
                 first.close()
-        except PeerError:
+        except BaseException:
             _close(sessions)
             raise
         return sessions
 
-    def _want(self, source: PeerAddress, sessions: list[ControlClient], waiting: Waiting) -> None:
+    def _want(self, source: PeerAddress, sessions: list[PeerSession], waiting: Waiting) -> None:
         load = waiting.load
         want = messages.Want(load.transfer_id, load.digest, load.first_block)
         for session in sessions:
@@ -182,12 +260,12 @@ class Poller:
             return Cause(Reason.NOT_ARRIVED, f"{source} has sent it, but it did not arrive")
         return None
 
-    def _lose(self, waiting: list[Waiting], cause: Cause) -> None:
+    def _lose(self, waiting: Sequence[Waiting], cause: Cause) -> None:
         for each in waiting:
             if not self._buffer.is_over(each):
                 self._buffer.fail(each.load.transfer_id, cause)
 
 
-def _close(sessions: list[ControlClient]) -> None:
+def _close(sessions: list[PeerSession]) -> None:
     for session in sessions:
         session.close()

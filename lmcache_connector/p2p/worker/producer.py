@@ -7,20 +7,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmcache_connector.p2p.control import messages
-from lmcache_connector.p2p.control.client import Connect
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import Peer
-from lmcache_connector.p2p.data.base import Transport
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.plans import HandoverHold, HandoverPlan, HandoverReport, Save, Start
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
+from lmcache_connector.p2p.worker.outgoing import LayerSave, Outgoing
 from lmcache_connector.p2p.worker.role import Role
-from lmcache_connector.p2p.worker.saver import LayerSave, Saver
+from lmcache_connector.p2p.worker.saver import Saver
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
 from lmcache_connector.p2p.worker.sender import Sender
+from lmcache_connector.p2p.worker.session import Connect
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
-from lmcache_connector.p2p.worker.transfer import Outgoing
 from lmcache_connector.plans import StepOutput
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_VACATE_SECONDS = 5.0
+_VACATE_SECONDS = _LET_GO_SECONDS = 5.0
 _VACATED = Cause(Reason.PREEMPTED, "its blocks were taken back")
 _OTHER_PROMPT = Cause(Reason.OTHER_PROMPT, "the prompt there was another one")
 
@@ -48,7 +47,6 @@ class Producer(Role):
         copier: Copier,
         host_buffer: HostBuffer,
         connect: Connect,
-        transports: dict[str, Transport],
         clock: Callable[[], float],
     ) -> None:
         config = settings.config
@@ -56,10 +54,8 @@ class Producer(Role):
         self._copier = copier
         self._layer_index = {name: i for i, name in enumerate(settings.layer_widths)}
         self._buffer = SendBuffer(host_buffer, config.lease_seconds, clock)
-        self._saver = Saver(layers, copier, self._buffer, checksum=config.checksum)
-        self._sender = Sender(
-            self._buffer, settings.own, connect, transports, config.stall_seconds, clock
-        )
+        self._saver = Saver(layers, copier, self._buffer, digest_bytes=settings.digest_bytes)
+        self._sender = Sender(self._buffer, settings.own, connect, clock)
         self._saves: tuple[tuple[Save, Outgoing], ...] = ()
         self._saved_layers: set[int] = set()
         self._holds: list[HandoverHold] = []
@@ -68,9 +64,8 @@ class Producer(Role):
 
     def handle_preemptions(self, plan: HandoverPlan) -> None:
         """Blocks that are taken back must not be read any more."""
-        if plan.vacated and not self._buffer.settle_copies(plan.vacated, _VACATE_SECONDS):
-            for transfer_id in plan.vacated:
-                self._buffer.decline(transfer_id, _VACATED)
+        if plan.vacated:
+            self._buffer.settle_copies(plan.vacated, _VACATED, _VACATE_SECONDS)
 
     def start_forward(self, plan: HandoverPlan) -> None:
         """Know what to save, and make room for it."""
@@ -85,9 +80,9 @@ class Producer(Role):
         self._saved_layers = set()
 
     def _open(self, start: Start) -> None:
-        num_blocks = self._settings.num_blocks(start.num_tokens)
-        geometry = self._settings.geometry(num_blocks)
-        if self._buffer.open(start, geometry, num_blocks) is None:
+        ring = self._settings.ring(self._settings.num_blocks(start.num_tokens))
+        geometry = self._settings.geometry(ring.segment_blocks)
+        if self._buffer.open(start, geometry, ring) is None:
             logger.warning("The buffer is full: the KV of %s is not handed over", start.transfer_id)
         elif start.target is not None:
             self._sender.push(start.transfer_id, start.target)
@@ -106,7 +101,7 @@ class Producer(Role):
                     self._submit(layer)
             for save, outgoing in self._saves:
                 if save.is_last:
-                    self._saver.seal(outgoing)
+                    self._buffer.seal(outgoing)
             self._saves = ()
             config = self._settings.config
             if config.send_type == "PUT" and not self._buffer.settle(config.stall_seconds):
@@ -130,6 +125,9 @@ class Producer(Role):
             self._buffer.changed.wait(seconds)
         return True
 
+    def let_go(self) -> bool:
+        return self._buffer.settle_copies(self._buffer.transfer_ids, _VACATED, _LET_GO_SECONDS)
+
     def close(self, seconds: float) -> None:
         self._saver.close(seconds)
         self._buffer.close()
@@ -140,7 +138,7 @@ class Producer(Role):
         fence = self._copier.fence()
         for save, outgoing in self._saves:
             if save.block_ids:
-                self._saver.submit(
+                self._buffer.plan(
                     LayerSave(outgoing, layer, save.first_block, save.block_ids, fence)
                 )
 
@@ -149,6 +147,9 @@ class Producer(Role):
     def answer(self, peer: Peer, message: Message) -> Message | None:
         if isinstance(message, messages.Want):
             return self._wanted(peer, message)
+        if isinstance(message, messages.Keep):
+            self._buffer.keep(message.transfer_ids)
+            return messages.Done()
         if isinstance(message, messages.Forget) and self._buffer.get(message.transfer_id):
             self._buffer.decline(message.transfer_id, message.cause)
             return messages.Done()

@@ -44,5 +44,10 @@ class Role:
         """``None`` for a message to the other role. Runs on the control server's thread."""
         return None
 
+    def let_go(self) -> bool:
+        """Between two steps: wait until no copy reads the paged cache. False if one still does
+        after some seconds."""
+        return True
+
     def close(self, seconds: float) -> None:
         """End everything, within a few times ``seconds``."""

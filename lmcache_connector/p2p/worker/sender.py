@@ -1,9 +1,12 @@
-"""Brings what the send buffer holds to the consumers, one thread per consumer rank.
+"""Brings what the send buffer holds to the consumers, one courier per consumer rank.
 
-Each thread offers a transfer on the control plane, gets a ticket, and sends its pieces on the data
+A courier offers a transfer on the control plane, gets a ticket, and sends its parts on the data
 plane as they are saved. A consumer without room answers ``Busy``: the transfer waits where it is
 and others go first. A peer that fails loses its deliveries; the transfers stay in the buffer until
 a consumer asks for them again or their lease ends.
+
+Consumers are known by the address on their own cards. An address that a request names only leads to
+such a card.
 """
 
 from __future__ import annotations
@@ -14,44 +17,40 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-import xxhash
-
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.control.client import Connect, ControlClient
 from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
-from lmcache_connector.p2p.data.base import Outlet, Session, Transport
-from lmcache_connector.p2p.data.frame import Frame
+from lmcache_connector.p2p.crew import Crew
+from lmcache_connector.p2p.data.frame import Frame, digest_of
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.worker.outgoing import Delivery, Destination, Part
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
-from lmcache_connector.p2p.worker.transfer import Delivery, Destination, Piece
+from lmcache_connector.p2p.worker.session import Connect, PeerSession
 
 logger = logging.getLogger(__name__)
 
 _BUSY_SECONDS = 0.02
 _IDLE_SECONDS = 60.0
 _WAKE_SECONDS = 0.5
+_MAX_COURIERS = 256
+_MAX_FINDERS = 8
+_MAX_WAITING = 256
+_MAX_KNOWN = 1024
 
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A consumer instance, and what this rank has for each of its ranks."""
-
-    address: PeerAddress
-    parts: dict[Destination, Overlap]
+Parts = dict[Destination, Overlap]
+"""What this rank has for each rank of a consumer instance."""
 
 
 @dataclass(eq=False)
-class _RankQueue:
+class _Courier:
     """What is to go to one consumer rank. Guarded by the send buffer's lock.
 
-    ``address``: of the rank's instance. ``busy_until``: for deliveries without room there.
+    ``busy_until``: for deliveries without room there.
     """
 
     to: Destination
-    address: PeerAddress
     deliveries: list[Delivery] = field(default_factory=list)
     busy_until: dict[Delivery, float] = field(default_factory=dict)
     thread: threading.Thread | None = None
@@ -61,6 +60,7 @@ class _RankQueue:
         self.deliveries = [
             d for d in self.deliveries if not d.over or (d.transfer.failed and d.ticket)
         ]
+        self.busy_until = {d: t for d, t in self.busy_until.items() if d in self.deliveries}
         for delivery in self.deliveries:
             is_free = self.busy_until.get(delivery, 0.0) <= now
             if delivery.transfer.failed or (is_free and delivery.is_behind):
@@ -73,50 +73,46 @@ class _RankQueue:
 
 
 class Sender:
-    """``own``: this rank. ``transports``: by name, the preferred one first. ``seconds``: how long a
-    data connection may take."""
+    """``own``: this rank."""
 
     def __init__(
         self,
         buffer: SendBuffer,
         own: RankTopology,
         connect: Connect,
-        transports: dict[str, Transport],
-        seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self._buffer = buffer
         self._own = own
         self._connect = connect
-        self._transports = transports
-        self._seconds = seconds
         self._clock = clock
-        self._queues: dict[Destination, _RankQueue] = {}
-        self._routes: dict[PeerAddress, Route] = {}
+        self._couriers: dict[Destination, _Courier] = {}
+        self._known: dict[PeerAddress, Parts] = {}
+        self._finders = Crew("lmc-p2p-find", _MAX_FINDERS, _MAX_WAITING)
         self._stopping = False
 
     def push(self, transfer_id: str, target: PeerAddress) -> None:
         """Deliver to all ranks of the instance at ``target``. Never blocks."""
         with self._buffer.changed:
-            route = self._routes.get(target)
-        if route is not None:
-            self._carry(route, self._buffer.route(transfer_id, route.parts))
-            return
-        work = partial(self._find_and_push, transfer_id, target)
-        threading.Thread(target=work, name="lmc-p2p-find", daemon=True).start()
+            parts = self._known.get(target)
+        if parts is not None:
+            self._carry(self._buffer.route(transfer_id, parts))
+        elif not self._finders.submit(partial(self._find_and_push, transfer_id, target)):
+            logger.warning("%s is not pushed: too many instances are looked for", transfer_id)
 
     def fetch(self, transfer_id: str, card: Card, first_block: int) -> None:
         """Deliver to the one rank that asked. Never blocks. Raises ``PeerError``."""
-        route = self._route_to(card)
-        only = Destination(card.engine_id, card.rank)
-        self._carry(route, self._buffer.route(transfer_id, route.parts, only, first_block))
+        only = Destination(card.address, card.engine_id, card.rank)
+        parts = self._parts_of(card)
+        self._carry(self._buffer.route(transfer_id, parts, only, first_block))
 
     def close(self, seconds: float) -> None:
         """End all threads. Bounded by ``seconds``."""
+        self._finders.close()
         with self._buffer.changed:
             self._stopping = True
             self._buffer.changed.notify_all()
-            threads = [queue.thread for queue in self._queues.values()]
+            threads = [courier.thread for courier in self._couriers.values()]
         end = self._clock() + seconds
         for thread in threads:
             if thread is not None:
@@ -126,181 +122,177 @@ class Sender:
 
     def _find_and_push(self, transfer_id: str, target: PeerAddress) -> None:
         try:
-            client = self._connect(target)
-            client.close()
-            route = self._route_to(client.peer.card, target)
+            session = self._connect(target)
+            session.close()
+            parts = self._parts_of(session.card)
         except PeerError as error:
             logger.warning("KV cannot be pushed to a decode instance: %s", error)
             return
         with self._buffer.changed:
-            self._routes[target] = route
-        self._carry(route, self._buffer.route(transfer_id, route.parts))
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[target] = parts
+        self._carry(self._buffer.route(transfer_id, parts))
 
-    def _route_to(self, card: Card, address: PeerAddress | None = None) -> Route:
-        parts = {
-            Destination(card.engine_id, rank.rank): part
+    def _parts_of(self, card: Card) -> Parts:
+        """Raises ``PeerError`` for a card whose addresses cannot be."""
+        return {
+            Destination(card.address_of(rank.rank), card.engine_id, rank.rank): part
             for rank in ranks_of(card)
             if (part := overlap(self._own, rank)) is not None
         }
-        return Route(address or PeerAddress(card.host, card.port), parts)
 
-    def _carry(self, route: Route, deliveries: Iterable[Delivery]) -> None:
+    def _carry(self, deliveries: Iterable[Delivery]) -> None:
         with self._buffer.changed:
             for delivery in deliveries:
-                queue = self._queues.get(delivery.to)
-                if queue is None:
-                    queue = _RankQueue(delivery.to, route.address)
-                    queue.thread = threading.Thread(
-                        target=self._work, args=(queue,), name="lmc-p2p-send", daemon=True
-                    )
-                    self._queues[delivery.to] = queue
-                    queue.thread.start()
-                queue.address = route.address  # it may have been restarted elsewhere
-                queue.deliveries.append(delivery)
+                courier = self._couriers.get(delivery.to) or self._hire(delivery.to)
+                if courier is not None:
+                    courier.deliveries.append(delivery)
+                else:
+                    self._buffer.abandon(delivery)
             self._buffer.changed.notify_all()
 
-    # -- one thread per consumer rank ----------------------------------------------------------
-
-    def _work(self, queue: _RankQueue) -> None:
-        connection: _Connection | None = None
+    def _hire(self, to: Destination) -> _Courier | None:
+        """``None``: there are too many, or no thread can be started."""
+        if len(self._couriers) >= _MAX_COURIERS:
+            logger.warning("KV is not sent to %s: there are too many decode instances", to.address)
+            return None
+        courier = _Courier(to)
+        courier.thread = threading.Thread(
+            target=self._work, args=(courier,), name="lmc-p2p-send", daemon=True
+        )
         try:
-            while (delivery := self._next(queue)) is not None:
+            courier.thread.start()
+        except RuntimeError as error:
+            logger.warning("KV is not sent to %s: %s", to.address, error)
+            return None
+        self._couriers[to] = courier
+        return courier
+
+    # -- one thread per courier ----------------------------------------------------------------
+
+    def _work(self, courier: _Courier) -> None:
+        session: PeerSession | None = None
+        try:
+            while (delivery := self._next(courier)) is not None:
                 try:
-                    connection = connection or self._open(queue)
-                    self._advance(queue, connection, delivery)
+                    session = session or self._open(courier)
+                    self._advance(courier, session, delivery)
+                    continue
                 except PeerError as error:
                     logger.warning("KV did not reach a decode instance: %s", error)
-                    self._give_up(queue)
-                    if connection is not None:
-                        connection.close()
-                    connection = None
+                except Exception:  # it costs what was under way to this peer
+                    logger.exception("KV did not reach %s", courier.to.address)
+                self._give_up(courier)
+                if session is not None:
+                    session.close()
+                session = None
         finally:
-            if connection is not None:
-                connection.close()
+            if session is not None:
+                session.close()
 
-    def _next(self, queue: _RankQueue) -> Delivery | None:
+    def _next(self, courier: _Courier) -> Delivery | None:
         """Waits for a delivery with something to do. ``None``: the thread shall end."""
         idle_since = self._clock()
         with self._buffer.changed:
             while not self._stopping:
                 now = self._clock()
-                delivery = queue.next_due(now)
+                delivery = courier.next_due(now)
                 if delivery is not None:
                     return delivery
-                if queue.deliveries:
+                if courier.deliveries:
                     idle_since = now
                 elif now - idle_since > _IDLE_SECONDS:
                     break
-                self._buffer.changed.wait(queue.wait_seconds(now))
-            self._queues.pop(queue.to, None)
+                self._buffer.changed.wait(courier.wait_seconds(now))
+            self._couriers.pop(courier.to, None)
             return None
 
-    def _open(self, queue: _RankQueue) -> _Connection:
-        address = queue.address.of_rank(queue.to.rank)
-        client = self._connect(address)
-        card = client.peer.card
-        try:
-            if (card.engine_id, card.rank) != (queue.to.engine_id, queue.to.rank):
-                raise PeerError(f"another instance is at {address} now")
-            transport = next((t for t in self._transports if t in card.transports), None)
-            if transport is None:
-                raise PeerError(f"{address} shares no transport with this instance")
-            outlet = self._transports[transport].connect(
-                queue.address.host,
-                card.transports[transport],
-                Session(client.peer.session, client.peer.data_key),
-                self._seconds,
-            )
-        except PeerError:
-            client.close()
-            raise
-        return _Connection(client, outlet)
+    def _open(self, courier: _Courier) -> PeerSession:
+        session = self._connect(courier.to.address)
+        card = session.card
+        if Destination(card.address, card.engine_id, card.rank) != courier.to:
+            session.close()
+            raise PeerError(f"another instance is at {courier.to.address} now")
+        return session
 
-    def _advance(self, queue: _RankQueue, connection: _Connection, delivery: Delivery) -> None:
-        """Do the next thing for a delivery: tell of its end, offer it, or send a piece."""
+    def _advance(self, courier: _Courier, session: PeerSession, delivery: Delivery) -> None:
+        """Do the next thing for a delivery: tell of its end, offer it, ask for room, or send."""
         outgoing = delivery.transfer
         if outgoing.failed is not None:
             self._buffer.finish(delivery)
             delivery.ticket, ticket = None, delivery.ticket
             if ticket is not None and not outgoing.superseded:
                 cause = outgoing.failed.to_wire()
-                connection.client.ask(messages.Forget(outgoing.transfer_id, cause))
+                session.ask(messages.Forget(outgoing.transfer_id, cause))
             return
-        if delivery.ticket is None and not self._offer(queue, connection, delivery):
-            return
-        piece = self._buffer.next_piece(delivery)
-        if piece is None:
-            return
-        try:
-            _send(connection.outlet, delivery, piece)
-        except PeerError:
-            self._buffer.abandon(delivery, pinned=True)
-            raise
-        self._buffer.piece_sent(delivery)
+        if delivery.ticket is None:
+            self._offer(courier, session, delivery)
+        elif delivery.blocked:
+            self._ask_for_room(courier, session, delivery)
+        else:
+            with self._buffer.next_part(delivery) as part:
+                if part is not None:
+                    _send(session, delivery, part)
 
-    def _offer(self, queue: _RankQueue, connection: _Connection, delivery: Delivery) -> bool:
-        """Whether there is a ticket now."""
+    def _offer(self, courier: _Courier, session: PeerSession, delivery: Delivery) -> None:
         start = delivery.transfer.start
         try:
-            answer = connection.client.ask(
-                messages.Offer(start.transfer_id, start.digest, start.num_tokens)
-            )
+            answer = session.ask(messages.Offer(start.transfer_id, start.digest, start.num_tokens))
         except RefusedError as error:
             logger.warning("A hand-over was refused: %s", error)
             answer = messages.Settled()
         if isinstance(answer, messages.Accepted):
-            queue.busy_until.pop(delivery, None)
-            delivery.ticket = answer.ticket
-            return True
-        if isinstance(answer, messages.Busy):
-            queue.busy_until[delivery] = self._clock() + _BUSY_SECONDS
+            self._buffer.accepted(delivery, answer)
+        elif isinstance(answer, messages.Busy):
+            self._wait_for_room(courier, delivery)
         else:
-            queue.busy_until.pop(delivery, None)
             self._buffer.finish(delivery)
-        return False
 
-    def _give_up(self, queue: _RankQueue) -> None:
+    def _ask_for_room(self, courier: _Courier, session: PeerSession, delivery: Delivery) -> None:
+        assert delivery.ticket is not None
+        answer = session.ask(messages.More(delivery.ticket))
+        if not isinstance(answer, messages.Room):
+            self._buffer.finish(delivery)
+        elif not self._buffer.granted(delivery, answer.num_blocks):
+            self._wait_for_room(courier, delivery)
+
+    def _wait_for_room(self, courier: _Courier, delivery: Delivery) -> None:
         with self._buffer.changed:
-            self._routes = {k: r for k, r in self._routes.items() if queue.to not in r.parts}
-            for delivery in queue.deliveries:
+            courier.busy_until[delivery] = self._clock() + _BUSY_SECONDS
+            self._buffer.block(delivery)
+
+    def _give_up(self, courier: _Courier) -> None:
+        with self._buffer.changed:
+            self._known = {k: p for k, p in self._known.items() if courier.to not in p}
+            for delivery in courier.deliveries:
                 if not delivery.over:
-                    self._buffer.abandon(delivery, pinned=False)
-            queue.deliveries.clear()
-            queue.busy_until.clear()
+                    self._buffer.abandon(delivery)
+            courier.deliveries.clear()
+            courier.busy_until.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    client: ControlClient
-    outlet: Outlet
-
-    def close(self) -> None:
-        self.outlet.close()
-        self.client.close()
-
-
-def _send(outlet: Outlet, delivery: Delivery, piece: Piece) -> None:
-    """The part of a piece that concerns the consumer rank, if any."""
-    outgoing, part = delivery.transfer, delivery.part
-    first = max(piece.first_block, delivery.first_block)
-    if piece.layer not in part.layers() or first >= piece.last_block:
-        return
-    views = [outgoing.run(piece.layer, head, first, piece.last_block) for head in part.heads]
-    checksums: tuple[int, ...] = ()
-    if piece.checksums and first == piece.first_block:
-        places = map(outgoing.geometry.shards.index, part.heads)
-        checksums = tuple(piece.checksums[place] for place in places)
-    elif piece.checksums:
-        checksums = tuple(map(xxhash.xxh3_64_intdigest, views))
+def _send(session: PeerSession, delivery: Delivery, part: Part) -> None:
+    outgoing, heads = delivery.transfer, delivery.overlap.heads
+    piece = outgoing.pieces[part.index]
+    blocks = part.first_block, part.last_block
+    views = [outgoing.run(piece.layer, head, *blocks) for head in heads]
+    digests: tuple[bytes, ...] = ()
+    if piece.digests and blocks == (piece.first_block, piece.last_block):
+        places = map(outgoing.memory.geometry.shards.index, heads)
+        digests = tuple(piece.digests[place] for place in places)
+    elif piece.digests:
+        size = len(piece.digests[0])
+        digests = tuple(digest_of([view], size) for view in views)
     assert delivery.ticket is not None
     frame = Frame(
         ticket=delivery.ticket,
         layer=piece.layer,
-        first_head=part.heads[0],
-        num_heads=len(part.heads),
-        first_block=first,
-        num_blocks=piece.last_block - first,
+        first_head=heads[0],
+        num_heads=len(heads),
+        first_block=part.first_block,
+        num_blocks=part.last_block - part.first_block,
         head_bytes=len(views[0]),
-        checksums=checksums,
+        digests=digests,
     )
-    outlet.send(frame, views)
+    session.send(frame, views)

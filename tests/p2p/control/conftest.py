@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
-import zmq
 
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
@@ -29,6 +29,12 @@ CARD = Card(
     transports={"tcp": 2},
 )
 SECRET = b"sixteen bytes or more"
+
+
+def card_at(address: PeerAddress) -> Card:
+    return msgspec.structs.replace(CARD, host=address.host, port=address.port)
+
+
 WANT = messages.Want("t", bytes(32), 0)
 
 
@@ -41,16 +47,9 @@ def answer(peer: Peer, message: Message) -> Message:
 
 
 @pytest.fixture(scope="module")
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-
-
-@pytest.fixture(scope="module")
-def server(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[PeerAddress]:
+def server() -> Iterator[PeerAddress]:
     address = PeerAddress("127.0.0.1", free_port())
-    server = ControlServer(context, address.host, address.port, CARD, SECRET, answer)
+    server = ControlServer(address.host, address.port, card_at(address), SECRET, answer)
     yield address
     server.close(5)
 
@@ -59,11 +58,11 @@ Connect = Callable[..., ControlClient]
 
 
 @pytest.fixture
-def connect(context: zmq.Context[zmq.Socket[bytes]], server: PeerAddress) -> Iterator[Connect]:
+def connect(server: PeerAddress) -> Iterator[Connect]:
     clients = []
 
     def make(card: Card = CARD, secret: bytes = SECRET, seconds: float = 2.0) -> ControlClient:
-        client = ControlClient(context, server, card, secret, seconds)
+        client = ControlClient(server, card, secret, seconds)
         clients.append(client)
         return client
 

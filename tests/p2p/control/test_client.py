@@ -6,7 +6,6 @@ import socket
 import time
 
 import pytest
-import zmq
 
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.client import ControlClient
@@ -16,19 +15,19 @@ from tests.p2p.control.conftest import CARD, SECRET
 from tests.support.redis.servers import free_port
 
 
-def test_nobody_there_is_known_at_once(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_nobody_there_is_known_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(PeerError, match="cannot be reached") as away:
-        ControlClient(context, PeerAddress("127.0.0.1", free_port()), CARD, SECRET, 5.0)
+        ControlClient(PeerAddress("127.0.0.1", free_port()), CARD, SECRET, 5.0)
     assert time.monotonic() - started < 2.0
     assert away.value.cause.reason is Reason.UNREACHABLE
 
 
-def test_silence_is_bounded(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_silence_is_bounded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = PeerAddress("127.0.0.1", silent.getsockname()[1])
         started = time.monotonic()
         with pytest.raises(PeerError, match=r"no answer within 0\.3 s") as silence:
-            ControlClient(context, address, CARD, SECRET, 0.3)
+            ControlClient(address, CARD, SECRET, 0.3)
         assert time.monotonic() - started < 2.0
         assert silence.value.cause.reason is Reason.NO_ANSWER

@@ -20,9 +20,13 @@ def test_no_garbage_breaks_the_decoder(data: bytes, kind: str) -> None:
     if kind == "head":
         packet = messages.pack(1, data)
     if kind == "hello":
-        packet = messages.pack(1, messages.encode(messages.Hello(bytes(32), CARD))[: len(data)])
+        packet = messages.pack(
+            1, messages.encode(messages.Hello(bytes(32), CARD, "h", 1))[: len(data)]
+        )
     with contextlib.suppress(PeerError):
-        messages.decode(messages.unpack(packet).body)
+        head = messages.unpack_head(packet[: messages.HEAD_BYTES].ljust(messages.HEAD_BYTES))
+        assert head.num_bytes <= messages.MAX_BODY_BYTES
+        messages.decode(packet[messages.HEAD_BYTES :])
 
 
 def test_messages_keep_their_bounds() -> None:
@@ -31,7 +35,9 @@ def test_messages_keep_their_bounds() -> None:
         messages.Offer("", bytes(32), 1),
         messages.Offer("x", b"short", 1),
         messages.Offer("x", bytes(32), -1),
-        messages.Accepted(0),
+        messages.Accepted(0, 1, 1),
+        messages.Accepted(1, 1, 0),
+        messages.Keep(tuple("x" for _ in range(257))),
     ):
         with pytest.raises(PeerError):
             messages.decode(messages.encode(message))

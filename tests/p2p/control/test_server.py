@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 
 import msgspec
 import pytest
-import zmq
 
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.control.server import ControlServer, bound_socket
+from lmcache_connector.p2p.control.client import ControlClient, ElsewhereError
+from lmcache_connector.p2p.control.handshake import Transcript
+from lmcache_connector.p2p.control.server import ControlServer
+from lmcache_connector.p2p.control.sockets import listening_socket
 from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.reasons import Reason
-from tests.p2p.control.conftest import CARD, SECRET, WANT, Connect, answer
+from tests.p2p.control.conftest import CARD, SECRET, WANT, Connect, answer, card_at
+from tests.support.engines.p2p_relay import Relay
 
 
-def test_peers_that_fit_talk(connect: Connect) -> None:
+def test_peers_that_fit_talk(connect: Connect, server: PeerAddress) -> None:
     client = connect()
-    assert client.peer.card == CARD
+    assert client.peer.card == card_at(server)
     for _ in range(3):
         assert client.ask(WANT) == messages.Gone("other: engine asked")
 
@@ -54,19 +58,25 @@ def test_a_mismatch_is_refused_in_words(
 
 def _exchange(address: PeerAddress, *packets: bytes) -> bytes:
     """The answer to the last of them, over a socket of its own."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    with context.socket(zmq.DEALER) as raw:
-        raw.setsockopt(zmq.LINGER, 0)
-        raw.connect(f"tcp://{address}")
+    with socket.create_connection((address.host, address.port), 5) as raw:
         for packet in packets:
-            raw.send(packet)
-            assert raw.poll(5000)
-            answer = raw.recv()
-    return answer
+            raw.sendall(packet)
+            body = _received(raw)
+    return body
+
+
+def _received(raw: socket.socket) -> bytes:
+    head = raw.recv(messages.HEAD_BYTES, socket.MSG_WAITALL)
+    return raw.recv(messages.unpack_head(head).num_bytes, socket.MSG_WAITALL)
+
+
+def _hello(dialled: PeerAddress) -> bytes:
+    hello = messages.Hello(os.urandom(32), CARD, dialled.host, dialled.port)
+    return messages.pack(1, messages.encode(hello))
 
 
 def _refusal(answer: bytes) -> str:
-    message = messages.decode(messages.unpack(answer).body)
+    message = messages.decode(answer)
     assert isinstance(message, messages.Refused)
     return message.cause.text
 
@@ -75,7 +85,7 @@ def test_another_version_is_told_so(server: PeerAddress) -> None:
     packet = bytearray(messages.pack(1, b""))
     packet[4:6] = (7).to_bytes(2, "little")
     assert _refusal(_exchange(server, bytes(packet))) == (
-        "you speak version 7 of the protocol, I speak 1"
+        "you speak version 7 of the protocol, I speak 2"
     )
 
 
@@ -87,11 +97,11 @@ def test_nothing_is_answered_without_a_handshake(server: PeerAddress) -> None:
 
 
 def test_a_proof_is_good_for_one_hello_only(server: PeerAddress) -> None:
-    hello = messages.encode(messages.Hello(os.urandom(32), CARD))
+    hello = _hello(server)
     wrong = messages.pack(2, messages.encode(messages.Prove(bytes(32))))
-    answer = _exchange(server, messages.pack(1, hello), wrong)
-    assert _refusal(answer) == "you do not know the shared secret"
-    assert _refusal(_exchange(server, messages.pack(1, hello), wrong, wrong)) == "say hello first"
+    with pytest.raises((OSError, struct.error)):  # the connection is cut after a refusal
+        _exchange(server, hello, wrong, wrong)
+    assert _refusal(_exchange(server, hello, wrong)) == "you do not know the shared secret"
 
 
 def test_a_bug_in_a_handler_ends_neither_server_nor_session(connect: Connect) -> None:
@@ -101,43 +111,46 @@ def test_a_bug_in_a_handler_ends_neither_server_nor_session(connect: Connect) ->
     assert client.ask(WANT) == messages.Gone("other: engine asked")
 
 
-def test_it_listens_on_the_address_of_a_name(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with contextlib.closing(bound_socket(context, "localhost", port)) as server:
-        assert server.get_string(zmq.LAST_ENDPOINT) == f"tcp://127.0.0.1:{port}"
+def test_it_listens_on_the_address_of_a_name() -> None:
+    with contextlib.closing(listening_socket("localhost", 0)) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
     with pytest.raises(PeerError, match=r"cannot listen on nobody\.invalid"):
-        bound_socket(context, "nobody.invalid", port)
+        listening_socket("nobody.invalid", 0)
 
 
-def test_a_taken_port_is_said_so(
-    context: zmq.Context[zmq.Socket[bytes]], server: PeerAddress
-) -> None:
+def test_a_taken_port_is_said_so(server: PeerAddress) -> None:
     with pytest.raises(PeerError, match="cannot listen"):
-        ControlServer(context, server.host, server.port, CARD, SECRET, answer)
+        ControlServer(server.host, server.port, CARD, SECRET, answer)
+
+
+def test_who_dialled_another_address_is_sent_to_the_right_one(server: PeerAddress) -> None:
+    """A relay at another address cannot be between the two: both know whom the client dialled."""
+    with Relay(server) as relay:
+        with pytest.raises(ElsewhereError) as elsewhere:
+            ControlClient(relay.address, CARD, SECRET, 2.0)
+        assert elsewhere.value.address == server
+    hello = _hello(PeerAddress("127.0.0.1", 9))
+    with socket.create_connection((server.host, server.port), 5) as raw:
+        raw.sendall(hello)
+        welcome = messages.decode(_received(raw))
+        assert isinstance(welcome, messages.Welcome)
+        said = hello[messages.HEAD_BYTES :]
+        transcript = Transcript.of(said, welcome.nonce, messages.encode(welcome.card))
+        prove = messages.Prove(transcript.client_proof(SECRET))
+        raw.sendall(messages.pack(2, messages.encode(prove)))
+        assert _refusal(_received(raw)) == f"you dialled 127.0.0.1:9, and I am {server}"
 
 
 def test_garbage_on_the_port_disturbs_nobody(connect: Connect, server: PeerAddress) -> None:
-    """Random packets through ZeroMQ, random bytes past it, half of them cut off."""
     client = connect()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    hello = messages.pack(1, messages.encode(messages.Hello(os.urandom(32), CARD)))
-    for size in (0, 1, 5, 45, 46, 47, 200, 5000):
-        with socket.create_connection((server.host, server.port)) as raw:
-            raw.sendall(os.urandom(size))
-        with context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.LINGER, 100)
-            dealer.connect(f"tcp://{server}")
-            dealer.send(os.urandom(size))
-            dealer.send(messages.pack(1, os.urandom(size)))
-            dealer.send(hello[:size])
-            dealer.send_multipart([os.urandom(size), b"", b"x"])
-        assert client.ask(WANT) == messages.Gone("other: engine asked")
-    oversized = messages.MAX_PACKET_BYTES + 1
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 100)
-        dealer.connect(f"tcp://{server}")
-        dealer.send(bytes(oversized))
-        assert not dealer.poll(200)  # cut off, not answered
-    assert client.ask(WANT) == messages.Gone("other: engine asked")
+    hello = _hello(server)
+    endless = messages.pack(1, b"")[:-4] + b"\xff" * 4  # the length of its body
+    for size in (0, 1, 5, 45, 46, 47, 200, 5000, 1 << 20):
+        for data in (os.urandom(size), messages.pack(1, os.urandom(size)), hello[:size], endless):
+            with (
+                socket.create_connection((server.host, server.port)) as raw,
+                contextlib.suppress(OSError),  # cut off
+            ):
+                raw.sendall(data)
+            assert client.ask(WANT) == messages.Gone("other: engine asked")
     assert connect().ask(WANT) == messages.Gone("other: engine asked")

@@ -10,6 +10,7 @@ from typing import cast
 from lmcache_connector.p2p.data.base import Landing, Session
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.reasons import Cause
 
 SESSION = Session(b"s" * 16, b"k" * 32)
 
@@ -42,9 +43,9 @@ class Collector:
                 self.incomplete += 1
             self.changed.notify_all()
 
-    def lost(self, session: bytes, reason: str) -> None:
+    def lost(self, session: bytes, cause: Cause) -> None:
         with self.changed:
-            self.losses.append(reason)
+            self.losses.append(cause.text)
             self.changed.notify_all()
 
     def wait(self, done: Callable[[], bool]) -> None:
@@ -52,8 +53,8 @@ class Collector:
             assert self.changed.wait_for(done, 10)
 
 
-def frame_of(payload: list[bytes], ticket: int = 1, checksums: tuple[int, ...] = ()) -> Frame:
-    return Frame(ticket, 3, 2, len(payload), 5, 4, len(payload[0]), checksums)
+def frame_of(payload: list[bytes], ticket: int = 1, digests: tuple[bytes, ...] = ()) -> Frame:
+    return Frame(ticket, 3, 2, len(payload), 5, 4, len(payload[0]), digests)
 
 
 def key_of(session: bytes) -> bytes | None:

@@ -48,7 +48,9 @@ class TestContract:
         sent = []
         for index, (heads, size) in enumerate([(1, 1), (4, 3000), (2, 3 << 20), (3, 64)]):
             payload = [os.urandom(size) for _ in range(heads)]
-            frame = frame_of(payload, ticket=index + 1, checksums=tuple(range(heads)))
+            frame = frame_of(
+                payload, ticket=index + 1, digests=tuple(bytes([i]) * 8 for i in range(heads))
+            )
             outlet.send(frame, [memoryview(p) for p in payload])
             sent.append((frame, payload))
         sink.wait(lambda: len(sink.frames) == 4)

@@ -50,6 +50,7 @@ def make(role: str = "producer", buffer_blocks: int = 100, clock: Clock | None =
         num_writers=2,
         tp_size=2,
         buffer_bytes=10 * buffer_blocks,
+        largest_buffer_bytes=10 * buffer_blocks,
         buffer_wait_seconds=5.0,
         load_deadline_seconds=9.0,
         engine_id="e",
@@ -173,8 +174,16 @@ class TestProducer:
         assert plan.drops[0].cause.reason is Reason.BUFFER_FULL
         assert side.tally.total("p2p_declined_handovers") == 1
 
+    def test_what_is_larger_than_the_buffers_is_streamed(self) -> None:
+        side, request = make(buffer_blocks=8), asks_for_decode("r", 30 * BLOCK)
+        assert begin(side, request) == (0, False)
+        assert side.reserved_bytes == 4 * 10  # half of the buffer
+        step(side, {request: 30 * BLOCK}, {"r": list(range(30))})
+        assert side.tally.total("p2p_streamed_handovers") == 1
+        assert side.tally.total("p2p_declined_handovers") == 0
+
     def test_what_never_fits_does_not_wait(self) -> None:
-        side, request = make(buffer_blocks=2), asks_for_decode("r", 3 * BLOCK)
+        side, request = make(buffer_blocks=0), asks_for_decode("r", 3 * BLOCK)
         assert begin(side, request) == (0, False)
         assert side.tally.total("p2p_declined_handovers") == 1
 

@@ -94,8 +94,14 @@ class TestTally:
         result = HandoverResult("r", 1, 0.25, 64, 0.125, LATE)
         consumer.update_from_reports([HandoverReport((result,))] * 2)
         begin(consumer, FakeRequest("___prefill_addr_nowhere", [1, 2, 3]))
+        full, little = make(buffer_blocks=0), make(buffer_blocks=2)
+        begin(full, asks_for_decode("declined", 50))
+        begin(little, large)
+        step(little, {large: 100}, {"large": list(range(7))})
         samples = taken(producer)
         samples.merge(taken(consumer))
+        samples.merge(taken(full))
+        samples.merge(taken(little))
         kinds = {
             Kind.COUNTER: set(samples.counters),
             Kind.GAUGE: set(samples.gauges),

@@ -171,7 +171,6 @@ class TestRequestsThatEndEarly:
         assert result.cause is not None
         assert result.cause.reason is Reason.ABORTED
         assert "its request was aborted" in result.cause.text
-        assert set(OTHERS[result.num_blocks :]) <= decode.invalid
         assert decode.content(OTHERS[: result.num_blocks]) == prefill.content(
             SHUFFLED[: result.num_blocks]
         )

@@ -19,6 +19,7 @@ from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.plans import HandoverLoad
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
+from lmcache_connector.p2p.worker.incoming import Arrived
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.storage.geometry import ChunkGeometry
@@ -63,6 +64,7 @@ def make(capacity: int = 1 << 20, clock: Callable[[], float] | None = None) -> R
         block_geometry=geometry,
         layer_widths={},
         num_kv_heads=HEADS,
+        max_block_bytes=geometry.chunk_bytes,
         max_blocks=64,
         produces=False,
         consumes=True,
@@ -91,6 +93,10 @@ def fill(buffer: ReceiveBuffer, session: bytes, sent: Frame, value: int) -> bool
         view[:] = bytes([value]) * len(view)
     buffer.landed(landing, complete=True)
     return True
+
+
+def num_blocks(arrived: Arrived) -> int:
+    return sum(s.last_block - s.first_block for s in arrived.stretches)
 
 
 def load(transfer_id: str = "t", digest: bytes = DIGEST) -> HandoverLoad:
@@ -179,9 +185,9 @@ def test_a_second_offer_begins_its_part_anew() -> None:
         assert fill(buffer, b"first", half(again, 0, layer), 2)
     arrived = buffer.next_arrived()
     assert arrived is not None
-    assert arrived.num_blocks == 3
+    assert num_blocks(arrived) == 3
     assert arrived.incoming is not None
-    content = bytes(arrived.incoming.region.view)
+    content = bytes(arrived.incoming.memory.region.view)
     half_bytes = len(content) // 2
     assert content == b"\2" * half_bytes + b"\t" * half_bytes
 
@@ -213,8 +219,8 @@ def test_a_deadline_uses_what_came_without_a_gap() -> None:
     arrived = buffer.next_arrived()
     assert arrived is not None
     late = Cause(Reason.DEADLINE, "it did not come within 3 s")
-    assert (arrived.num_blocks, arrived.waiting.cause) == (2, late)
-    buffer.loaded(arrived)
+    assert (num_blocks(arrived), arrived.waiting.cause) == (2, late)
+    buffer.loaded(arrived, 2, None)
     assert buffer._host_buffer.used_bytes == 0
     assert buffer.num_waiting == 0
 
@@ -225,7 +231,7 @@ def test_a_lost_connection_ends_what_it_owed_and_nothing_else() -> None:
     accepted(buffer, open_, peer())
     for layer in range(LAYERS):
         fill(buffer, b"session", frame(done, layer), 1)
-    buffer.lost(b"session", "it died")
+    buffer.lost(b"session", Cause(Reason.LOST, "it died"))
     whole = buffer.expect(load())
     assert buffer.is_over(whole)
     assert not buffer.is_over(buffer.expect(load("open")))  # its producer will be asked

@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
+import pytest
 
 from lmcache_connector.kv_layout.topology import all_ranks
+from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.control.client import ControlClient
-from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.errors import AddressError, PeerError
 from lmcache_connector.p2p.plans import Start
+from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.ring import Ring
 from lmcache_connector.p2p.worker.host_buffer import HostBuffer
+from lmcache_connector.p2p.worker.outgoing import Outgoing, Piece
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
 from lmcache_connector.p2p.worker.sender import Sender
-from lmcache_connector.p2p.worker.transfer import Outgoing, Piece
+from lmcache_connector.p2p.worker.session import PeerSession
 from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.p2p.control.conftest import CARD
 
 (OWN,) = all_ranks(tp_size=1, layer_counts=CARD.layer_counts, num_kv_heads=CARD.num_kv_heads)
 
 
+@dataclass
 class Peers:
     """Nobody can be reached; whom somebody tried is noted."""
 
-    def __init__(self) -> None:
-        self.tried: list[PeerAddress] = []
+    error: Exception = field(default_factory=lambda: PeerError("nobody is there"))
+    tried: list[PeerAddress] = field(default_factory=list)
 
-    def connect(self, address: PeerAddress) -> ControlClient:
+    def connect(self, address: PeerAddress) -> PeerSession:
         self.tried.append(address)
-        raise PeerError("nobody is there")
+        raise self.error
 
 
 @contextmanager
 def sending(peers: Peers) -> Iterator[tuple[SendBuffer, Sender]]:
     buffer = SendBuffer(HostBuffer(1 << 16, 0, pinned=False), 60.0, time.monotonic)
-    sender = Sender(buffer, OWN, peers.connect, {}, 1.0, time.monotonic)
+    sender = Sender(buffer, OWN, peers.connect, time.monotonic)
     try:
         yield buffer, sender
     finally:
@@ -50,9 +59,9 @@ def save(buffer: SendBuffer, name: str) -> Outgoing:
     geometry = ChunkGeometry(
         CARD.block_size, 0, (8,) * OWN.num_layers, shards, len(shards), "uint8"
     )
-    outgoing = buffer.open(Start(name, bytes(32), CARD.block_size, None), geometry, 1)
+    outgoing = buffer.open(Start(name, bytes(32), CARD.block_size, None), geometry, Ring(1, 1, 1))
     assert outgoing is not None
-    buffer.save_planned(outgoing)
+    outgoing.num_copying += 1
     buffer.saved(outgoing, Piece(0, 0, 1, ()))
     return outgoing
 
@@ -62,13 +71,72 @@ def wait_until_abandoned(buffer: SendBuffer, outgoing: Outgoing) -> None:
         assert buffer.changed.wait_for(lambda: not outgoing.deliveries, 5)
 
 
-def test_a_rank_past_the_last_port_ends_no_thread() -> None:
+def test_a_rank_past_the_last_port_is_refused() -> None:
     """A peer's card says so. Where the next card of the same rank leads, it is tried."""
     peers = Peers()
     bad = msgspec.structs.replace(CARD, port=65535, tp_size=2, rank=1)
     with sending(peers) as (buffer, sender):
         outgoing = save(buffer, "t")
-        for card in (bad, msgspec.structs.replace(bad, port=9), bad):
-            sender.fetch("t", card, 0)
-            wait_until_abandoned(buffer, outgoing)
+        with pytest.raises(AddressError):
+            sender.fetch("t", bad, 0)
+        sender.fetch("t", msgspec.structs.replace(bad, port=9), 0)
+        wait_until_abandoned(buffer, outgoing)
     assert peers.tried == [PeerAddress(CARD.host, 10)]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("a bug"), OSError("no descriptor")])
+def test_no_error_ends_a_courier(error: Exception) -> None:
+    peers = Peers(error)
+    with sending(peers) as (buffer, sender):
+        outgoing = save(buffer, "t")
+        for _ in range(3):
+            sender.fetch("t", CARD, 0)
+            wait_until_abandoned(buffer, outgoing)
+        assert len(sender._couriers) == 1
+        assert outgoing.pins == 0
+    assert len(peers.tried) == 3
+
+
+class Sessions(Peers):
+    """Sessions that break when the first frame is sent."""
+
+    def connect(self, address: PeerAddress) -> PeerSession:
+        self.tried.append(address)
+        session: Any = SimpleNamespace(
+            card=CARD,
+            ask=lambda message: messages.Accepted(1, 1, 1),
+            send=self._fail,
+            close=lambda: None,
+        )
+        return cast(PeerSession, session)
+
+    def _fail(self, *_: object) -> None:
+        raise self.error
+
+
+def test_a_frame_that_cannot_be_sent_leaves_nothing_pinned() -> None:
+    peers = Sessions(MemoryError())
+    with sending(peers) as (buffer, sender):
+        outgoing = save(buffer, "t")
+        for _ in range(2):
+            sender.fetch("t", CARD, 0)
+            wait_until_abandoned(buffer, outgoing)
+            assert outgoing.pins == 0
+        buffer.decline("t", Cause(Reason.ABORTED, "enough"))
+        assert outgoing.released
+
+
+def test_addresses_start_no_more_threads_than_there_may_be() -> None:
+    before = threading.active_count()
+    release = threading.Event()
+
+    class Slow(Peers):
+        def connect(self, address: PeerAddress) -> PeerSession:
+            release.wait(10)
+            return super().connect(address)
+
+    with sending(Slow()) as (_, sender):
+        for port in range(1, 400):
+            sender.push(f"t{port}", PeerAddress("127.0.0.1", port))
+        assert threading.active_count() <= before + 8
+        release.set()

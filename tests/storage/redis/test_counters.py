@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from lmcache_connector.net.wire import WireFault
 from lmcache_connector.storage.chunk_codec import ValueFault
+from lmcache_connector.storage.redis.client.resp import ReplyFault
 from lmcache_connector.storage.redis.counters import (
     Counters,
     Miss,
@@ -9,15 +10,19 @@ from lmcache_connector.storage.redis.counters import (
     TierCounts,
     WriteEnd,
 )
-from lmcache_connector.storage.redis.resp import ReplyFault
 
 
 def test_the_labels_are_those_that_dashboards_know() -> None:
-    assert [fault.value for fault in ReplyFault] == ["missing", "error_reply", "wrong_length"]
+    assert [fault.value for fault in ReplyFault] == [
+        "missing",
+        "error_reply",
+        "wrong_length",
+        "wrong_type",
+    ]
     assert [fault.value for fault in WireFault] == [
         *("deadline", "cancelled", "closed", "stalled", "out_of_step")
     ]
-    assert [fault.value for fault in NotAsked] == ["unavailable", "after_miss"]
+    assert [fault.value for fault in NotAsked] == ["unavailable", "after_miss", "internal_error"]
     assert Miss(ReplyFault.MISSING).label == "missing"
     assert Miss(ReplyFault.MISSING, is_behind=True).label == "after_missing"
     assert Miss(WireFault.STALLED, is_behind=True).label == "after_stalled"

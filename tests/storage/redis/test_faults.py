@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES
-from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_connector.storage.redis.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (

@@ -113,7 +113,7 @@ def test_a_chunk_on_an_unknown_node_ends_the_read(
 
     with open_tier(valkey.url) as tier:
         put_all(tier, range(4))
-    monkeypatch.setattr(tier_module, "make_topology", lambda config, clock: PartlyKnown(config))
+    monkeypatch.setattr(tier_module, "make_topology", PartlyKnown)
     with open_tier(valkey.url) as tier:
         hits, data = get_all(tier, range(4))
         assert hits == [True, True, False, False]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 
 import pytest
-from redis.crc import key_slot
 
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.slot_map import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.redis.value_names import chunk_tag
+from lmcache_connector.storage.redis.value_names import chunk_tag, probe_key
 from tests.support.redis.chunks import (
     GEOMETRY,
     chunk_data,
@@ -32,7 +34,7 @@ from tests.support.redis.server_groups import (
 from tests.support.redis.servers import Server, running_server
 
 
-def holds(tier: RedisTier, indices: range) -> bool:
+def holds(tier: RedisTier, indices: range | list[int]) -> bool:
     """Whether all are hits now; a hit that is not byte-equal fails at once."""
     hits, data = get_all(tier, indices)
     for i, hit, found in zip(indices, hits, data, strict=True):
@@ -59,6 +61,7 @@ class TestCluster:
 
     @pytest.fixture
     def cluster(self, shared_cluster: Cluster) -> Cluster:
+        shared_cluster.wait_whole()
         shared_cluster.flush()
         return shared_cluster
 
@@ -120,6 +123,95 @@ class TestCluster:
             # Without its memory, but with its slots (its node file survives).
             wait_until(lambda: all(put_all(tier, on_lost)), "the master was not taken back")
             assert all(get_all(tier, on_lost)[0])
+
+    def test_a_lost_master_costs_look_ups_its_own_chunks_only(self, cluster: Cluster) -> None:
+        """Whether it is gone or silent; and nobody connects again to the others."""
+        lost = cluster.masters[1]
+        elsewhere = [i for i in range(40) if cluster.owner(slot_of(i)) is not lost]
+        keys = [chunk_key(i) for i in elsewhere]
+        a_lost_one = next(chunk_key(i) for i in range(40) if i not in elsewhere)
+        with open_tier(cluster.url) as tier:
+            put_all(tier, range(40))
+        lookup = RedisLookup(config(cluster.url), [GEOMETRY])
+
+        def ask(keys: list[bytes]) -> int:
+            return lookup.exists_prefix(keys, time.monotonic() + 0.4)
+
+        wait_until(lambda: ask([*keys, a_lost_one]) == len(keys) + 1, "no answer at first")
+        before = [connections(master) for master in cluster.masters if master is not lost]
+        assert lost.process is not None
+        try:
+            lost.process.send_signal(signal.SIGSTOP)
+            for _ in range(5):
+                assert ask([*keys, a_lost_one]) == len(keys)
+            lost.process.send_signal(signal.SIGCONT)
+            lost.kill()
+            for _ in range(5):
+                assert ask([*keys, a_lost_one]) == len(keys)
+        finally:
+            lost.kill()
+            lost.start()
+        after = [connections(master) for master in cluster.masters if master is not lost]
+        assert all(ids <= now for ids, now in zip(before, after, strict=True))
+        lookup.close()
+
+    @pytest.mark.parametrize("trouble", ["unmapped", "migrating"])
+    @pytest.mark.parametrize("whose", ["a chunk's", "the probe's"])
+    def test_a_slot_in_trouble_takes_nothing_else_with_it(
+        self, cluster: Cluster, trouble: str, whose: str
+    ) -> None:
+        slot = slot_of(7) if whose == "a chunk's" else key_slot(probe_key("default"))
+        others = [i for i in range(30) if slot_of(i) != slot]
+        home = cluster.owner(slot)
+        away = next(m for m in cluster.masters if m is not home)
+        with home.client() as owner, away.client() as target:
+            if trouble == "unmapped":
+                owner.execute_command("CLUSTER DELSLOTS", slot)
+            else:
+                ids = [c.cluster("MYID").decode() for c in (owner, target)]
+                target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
+                owner.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
+            try:
+                with open_tier(cluster.url) as tier:
+                    ends = put_all(tier, [*others, 7])
+                    assert ends.count(True) == len(others) + (slot_of(7) != slot)
+                    wait_until(lambda: holds(tier, others), "the others are not readable")
+                    assert get_all(tier, [7])[0] == [slot_of(7) != slot]
+                    assert holds(tier, others)
+                    states = {state for _, state in tier.stats().servers}
+                    assert states == {CircuitState.CLOSED}
+                lookup = RedisLookup(config(cluster.url), [GEOMETRY])
+                keys = [chunk_key(i) for i in [*others, 7]]
+                until = time.monotonic() + 5.0
+                assert lookup.exists_prefix(keys, until) == len(others) + (slot_of(7) != slot)
+                lookup.close()
+            finally:
+                if trouble == "unmapped":
+                    owner.execute_command("CLUSTER ADDSLOTS", slot)
+                else:
+                    owner.execute_command("CLUSTER SETSLOT", slot, "STABLE")
+                    target.execute_command("CLUSTER SETSLOT", slot, "STABLE")
+
+    def test_a_full_master_pauses_its_own_writes_only(self, cluster: Cluster) -> None:
+        full = cluster.masters[0]
+        there = [i for i in range(40) if cluster.owner(slot_of(i)) is full]
+        elsewhere = [i for i in range(40) if i not in there]
+        slow = {"backoff_min_seconds": 600.0, "backoff_max_seconds": 600.0}
+        with full.client() as client, open_tier(cluster.url, **slow) as tier:  # type: ignore[arg-type]
+            client.config_set("maxmemory", 1, "maxmemory-policy", "noeviction")
+            try:
+                assert put_all(tier, there) == [False] * len(there)
+                assert tier.stats().writes_paused
+                assert put_all(tier, elsewhere) == [True] * len(elsewhere)
+                assert put_all(tier, there[:1]) == [False]
+            finally:
+                client.config_set("maxmemory", 0)
+
+
+def connections(server: Server) -> set[str]:
+    """The ids of the connections of clients, without the one that asks."""
+    with server.client() as client:
+        return {c["id"] for c in client.client_list() if "exists" in c["cmd"]}
 
 
 class TestSentinel:
@@ -193,27 +285,10 @@ class TestTls:
 
 
 class TestAcl:
-    # docs/security.md lists the same.
-    MINIMAL = ("+get", "+getex", "+set", "+strlen", "+exists")
-
     @pytest.fixture(scope="class")
     def server(self, binary: str) -> Iterator[Server]:
         with running_server(binary) as server:
             yield server
-
-    def test_the_minimal_command_set_is_enough(self, server: Server) -> None:
-        with server.client() as client:
-            client.execute_command(
-                "ACL", "SETUSER", "kv", "on", ">pass", "resetkeys", "~lmc:*", "-@all", *self.MINIMAL
-            )
-            url = f"redis://kv:pass@127.0.0.1:{server.port}"
-            with open_tier(url, ttl_seconds=600.0, refresh_ttl=True) as tier:
-                assert put_all(tier, range(5)) == [True] * 5
-                assert holds(tier, range(5))
-            lookup = RedisLookup(config(url), [GEOMETRY])
-            keys = [chunk_key(i) for i in range(5)]
-            assert lookup.exists_prefix(keys, time.monotonic() + 5.0) == 5
-            lookup.close()
 
     def test_a_wrong_password_costs_misses_only(self, server: Server) -> None:
         with server.client() as client:

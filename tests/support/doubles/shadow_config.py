@@ -48,6 +48,7 @@ class Shape:
     admission: str = "all"
     beside: int | None = None
     zeroes: bool = False
+    audit_share: float = 0.0
 
 
 def build_scheduler(model: Path, shape: Shape) -> Scheduler:
@@ -104,6 +105,7 @@ def _transfer(shape: Shape) -> KVTransferConfig:
             "chunk_size": shape.chunk_size,
             "compute_or_load": "always",
             "redis_admission": shape.admission,
+            "audit_share": shape.audit_share,
         },
     }
     if shape.beside is None:

@@ -30,11 +30,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
-from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
-from lmcache_connector.plans import LoadJob, StepPlan, StoreJob
+from lmcache_connector.plans import AuditJob, LoadJob, StepPlan, StoreJob
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
 from tests.support.doubles.shadow_config import Shape, build_scheduler
+from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
 from tests.support.doubles.shadow_memory import BLOCK_SIZE, Cells, ForeignWork
 from tests.support.doubles.shadow_worker import (
     VOCABULARY,
@@ -72,6 +72,7 @@ class ShadowEngine:
         self.chance = random.Random(seed)
         self.version = 0
         self.book = KeyBook()
+        self._sources: dict[str, Source] = {}
         self.adapters = {"lora-a": 0, "lora-b": 0}
         self.scheduler = build_scheduler(model, shape)
         connectors = [self.scheduler.connector]
@@ -80,7 +81,10 @@ class ShadowEngine:
         (ours,) = [c for c in connectors if isinstance(c, LMCacheTieredConnector)]
         self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
         self.adapter: SchedulerAdapter = ours._scheduler_side
-        self.adapter._identify = self._identify
+        vars(self.adapter).update(
+            _identifier=ShadowIdentifier(self._sources.__getitem__),
+            _encoders=ShadowEncoders(),
+        )
         self.ranks = [
             ShadowRank(
                 rank=rank,
@@ -102,7 +106,6 @@ class ShadowEngine:
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._queue: deque[tuple[SchedulerOutput, Step]] = deque()
         self._streams: dict[str, list[int]] = {}
-        self._sources: dict[str, Source] = {}
         self._aborted: set[str] = set()
         self.requests: dict[str, Request] = {}
         self.plans: list[StepPlan] = []
@@ -168,15 +171,6 @@ class ShadowEngine:
         self._aborted.add(request_id)
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def _identify(self, request: Request, epoch: str) -> RequestIdentity | None:
-        """As keys/ should: by what its KV is computed from."""
-        source = self._sources[request.request_id]
-        if source.adapter_version < 0:
-            return None
-        lora = f"{source.adapter}/{source.adapter_version}" if source.adapter else None
-        spans = tuple(MultimodalSpan(i.content, i.start, i.end) for i in source.images)
-        return RequestIdentity(source.salt, lora, epoch, spans)
-
     @property
     def live(self) -> list[str]:
         return [r for r, request in self.requests.items() if not request.is_finished()]
@@ -191,8 +185,8 @@ class ShadowEngine:
         for mine, theirs in zip(self.ranks, other.ranks, strict=True):
             mine.remote = theirs.remote
 
-    def reset(self, preempt: bool = False) -> bool:
-        """New weights, if vLLM says that no old KV is left."""
+    def reset(self, preempt: bool = False, new_weights: bool = True) -> bool:
+        """New weights, if wanted, and if vLLM says that no old KV is left."""
         try:
             clean = self.scheduler.reset_prefix_cache(
                 reset_running_requests=preempt, reset_connector=True
@@ -201,7 +195,7 @@ class ShadowEngine:
             assert preempt
             return False
         if clean:
-            self.version += 1
+            self.version += new_weights
             self.num_resets += 1
         return bool(clean)
 
@@ -307,6 +301,8 @@ class ShadowEngine:
         size = self.shape.chunk_size
         jobs: tuple[StoreJob | LoadJob, ...] = (*plan.stores, *plan.loads)
         for job in jobs:
+            if isinstance(job, AuditJob):
+                continue  # it may name what other weights have computed
             if isinstance(job, LoadJob):
                 start = tables[job.request_id].index(job.block_ids[0][0]) * BLOCK_SIZE
                 first = start // size

@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_connector.plans import (
+    AuditJob,
     CacheEvent,
     JobResult,
+    LayerDifference,
     LoadJob,
     Outcome,
     RankReport,
@@ -54,6 +56,11 @@ class Source:
     adapter: str | None = None  # its name
     adapter_version: int = 0
     images: tuple[Image, ...] = ()
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether nobody but the request knows it."""
+        return self.adapter_version < 0
 
 
 def cells_of(tokens: Sequence[int], source: Source = Source(), weights: int = 0) -> Cells:
@@ -159,6 +166,7 @@ class ShadowRank:
         self.load_outcomes: list[Outcome] = []
         self.num_loaded_chunks = 0
         self.num_stored_chunks = 0
+        self.num_audited_chunks = 0
 
     # -- an engine step, in the order the real worker adapter takes -------------------------------
 
@@ -261,6 +269,8 @@ class ShadowRank:
     def _keep(self, job: StoreJob, read: Cells) -> JobResult:
         if job.job_id in self._cancelled:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+        if isinstance(job, AuditJob):
+            return self._audit(job, read)
         for i, key in enumerate(job.keys):
             if read[i * self.chunk_size : (i + 1) * self.chunk_size] != self.book.cells[key]:
                 raise WrongKV(f"{job.request_id} stores other KV than chunk {i}'s key names")
@@ -271,6 +281,18 @@ class ShadowRank:
                 self.remote[key] = self.book.cells[key]
             self.num_stored_chunks += 1
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+
+    def _audit(self, job: AuditJob, computed: Cells) -> JobResult:
+        (key,) = job.keys
+        stored = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
+        if stored is None:
+            return JobResult(job.job_id, Outcome.MISSING, 0, 0, 0, 0.0)
+        self.num_audited_chunks += 1
+        wrong = sum(one != other for one, other in zip(computed, stored, strict=True))
+        size = float(len(stored))
+        found = LayerDifference(0, 0, float(wrong), size, size)
+        from_redis = 0 if key in self.tier else 1
+        return JobResult(job.job_id, Outcome.DONE, 1, 0, from_redis, 0.0, differences=(found,))
 
     def _load(self, job: LoadJob) -> JobResult:
         if job.job_id in self._cancelled:
@@ -322,18 +344,12 @@ class ShadowRank:
     def _report(self) -> StepReport:
         done, self._done = self._done, []
         events, self._events = self._events, []
-        per_chunk = self.chunk_size // BLOCK_SIZE
-        invalid: set[int] = set()
-        for job, result in done:
-            if isinstance(job, LoadJob) and result.num_chunks < len(job.keys):
-                first = max(0, result.num_chunks * per_chunk - job.skip_blocks)
-                invalid.update(job.block_ids[0][first:])
         results = tuple(result for _, result in done)
         sent, received, lost = self.foreign.take_finished()
         own = {job.request_id for job, _ in done if isinstance(job, LoadJob)}
         return StepReport(
             sent,
             received | own,
-            lost | invalid,
+            lost,
             RankReport(self.rank, tuple(events), results) if done or events else None,
         )

@@ -20,7 +20,8 @@ _MAX_STEPS = 100_000
 @dataclass(frozen=True)
 class Ask:
     """One request. ``lora``: name, id and folder. ``embeds``: seed of embeddings that take the
-    place of the tokens. ``image``: seed of a picture. ``sampling``: of ``SamplingParams``."""
+    place of the tokens. ``image``: seed of a picture, which ``uuid`` names. ``sampling``: of
+    ``SamplingParams``."""
 
     tokens: Sequence[int]
     max_tokens: int = 2
@@ -28,6 +29,7 @@ class Ask:
     lora: tuple[str, int, str] | None = None
     embeds: int | None = None
     image: int | None = None
+    uuid: str | None = None
     priority: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
 
@@ -106,6 +108,8 @@ def _prompt(probe: EngineProbe, ask: Ask) -> Any:
         prompt["prompt_embeds"] = _embeddings(probe, ask.embeds, len(ask.tokens))
     if ask.image is not None:
         prompt["multi_modal_data"] = {"image": picture(ask.image)}
+        if ask.uuid is not None:
+            prompt["multi_modal_uuids"] = {"image": ask.uuid}
     if ask.salt is not None:
         prompt["cache_salt"] = ask.salt
     return prompt

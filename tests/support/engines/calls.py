@@ -6,12 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.support.engines.probe import EngineProbe
+from tests.support.engines.probe import EngineProbe, parts_of
+
+
+def tiered_of(connector: Any) -> Any:
+    """The tiered connector: this one, or the one among those that ``MultiConnector`` runs."""
+    from lmcache_connector.connector import LMCacheTieredConnector
+
+    (tiered,) = (c for c in parts_of(connector) if isinstance(c, LMCacheTieredConnector))
+    return tiered
 
 
 def check_integrity(probe: EngineProbe) -> None:
     """Raises unless every block is free again and the scheduler side's state agrees with itself."""
-    probe.connector._scheduler.check_integrity()
+    tiered_of(probe.connector)._scheduler.check_integrity()
     pool = probe.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # the null block
 
@@ -53,17 +61,17 @@ def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
     """Keys of a prompt's full chunks."""
     from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 
-    adapter = probe.connector._scheduler
-    keys = RequestKeys(adapter._hasher, RequestIdentity(weight_epoch=adapter._epoch))
+    adapter = tiered_of(probe.connector)._scheduler
+    keys = RequestKeys(adapter._hasher, RequestIdentity(weight_epoch=adapter._epochs.shared_epoch))
     keys.extend(prompt)
     return list(keys.keys)
 
 
 def worker_of(probe: EngineProbe) -> Any:
-    """The worker side of the connector in this process."""
+    """The worker side of the tiered connector in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group()._worker
+    return tiered_of(get_kv_transfer_group())._worker
 
 
 def forget_unseen(probe: EngineProbe) -> None:

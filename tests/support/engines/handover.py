@@ -43,6 +43,15 @@ def ask_all(probe: EngineProbe, requests: Sequence[Ask]) -> list[Answer]:
     return [answer_of(finished) for finished in probe.finish(lengths, started)]
 
 
+def prefill(probe: EngineProbe, request: Ask) -> Answer:
+    """Serve it, and leave its blocks to whoever fetches them."""
+    started = time.perf_counter()
+    add(probe, request)
+    lengths = {request.request_id: len(request.prompt)}
+    (finished,) = probe.finish(lengths, started, drain=False)
+    return answer_of(finished)
+
+
 def answer_of(finished: Finished) -> Answer:
     output = finished.output
     reason = str(output.outputs[0].finish_reason)

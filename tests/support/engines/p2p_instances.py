@@ -87,7 +87,6 @@ class FakeInstance:
     address: PeerAddress
     ranks: list[FakeRank]
     results: dict[str, list[HandoverResult]] = field(default_factory=dict)
-    invalid: set[int] = field(default_factory=set)
     sent: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     unsent: list[tuple[str, Reason]] = field(default_factory=list)
@@ -113,7 +112,6 @@ class FakeInstance:
         return outputs
 
     def _note(self, output: StepOutput[HandoverReport]) -> None:
-        self.invalid |= output.invalid_block_ids
         self.sent += output.finished_sending
         if output.report is not None:
             for result in output.report.loads:
@@ -256,6 +254,9 @@ def running_instance(
                 name: torch.zeros(NUM_BLOCKS, heads, block_size, WIDTH, dtype=torch.uint8)
                 for name in LAYERS
             }
+            geometry = ChunkGeometry(
+                block_size, 0, (WIDTH,) * NUM_LAYERS, topology.read_shards, num_heads, "uint8"
+            )
             worker_settings = P2PWorkerSettings(
                 config=settings,
                 card=Card(
@@ -272,11 +273,10 @@ def running_instance(
                     transports={},
                 ),
                 own=topology,
-                block_geometry=ChunkGeometry(
-                    block_size, 0, (WIDTH,) * NUM_LAYERS, topology.read_shards, num_heads, "uint8"
-                ),
+                block_geometry=geometry,
                 layer_widths=dict.fromkeys(LAYERS, WIDTH),
                 num_kv_heads=heads,
+                max_block_bytes=geometry.chunk_bytes,
                 max_blocks=NUM_BLOCKS,
                 produces=produces,
                 consumes=consumes,

@@ -110,8 +110,11 @@ class EngineProbe:
         num_tokens = {self.add(prompt, max_tokens, **sampling): len(prompt) for prompt in prompts}
         return [finished.served for finished in self.finish(num_tokens, started)]
 
-    def finish(self, num_tokens: Mapping[str, int], started: float) -> list[Finished]:
-        """Step until requests have ended and the connector has let go of their blocks.
+    def finish(
+        self, num_tokens: Mapping[str, int], started: float, *, drain: bool = True
+    ) -> list[Finished]:
+        """Step until requests have ended and, with ``drain``, connectors have let go of their
+        blocks.
 
         ``num_tokens``: length of the prompt by request id, in the order of the result.
         ``started``: when they arrived, by ``time.perf_counter``.
@@ -131,7 +134,8 @@ class EngineProbe:
                 break
         else:
             raise RuntimeError("requests did not finish")
-        self.drain()
+        if drain:
+            self.drain()
         external = self.external_hit_tokens() - before
         return [
             _finished(outputs[name], external, *first_tokens.get(name, _NO_TOKEN))
@@ -191,9 +195,12 @@ class EngineProbe:
         self.engine.engine_core.shutdown()
 
     def _scheduler_counts(self) -> Samples:
+        from lmcache_connector.connector_base import ConnectorBase
+
         counts = Samples()
-        for connector in _parts_of(self.connector):
-            counts.merge(connector._scheduler.tally.totals)
+        for connector in parts_of(self.connector):
+            if isinstance(connector, ConnectorBase):
+                counts.merge(connector._scheduler_side.tally.totals)
         return counts
 
     def _digest(self, request_id: str, num_tokens: int) -> _Digests:
@@ -229,13 +236,13 @@ def counts_on_rank(worker: Any) -> Samples:
     from lmcache_connector.connector import LMCacheTieredConnector
 
     counts = Samples()
-    for connector in _parts_of(get_kv_transfer_group()):
+    for connector in parts_of(get_kv_transfer_group()):
         if isinstance(connector, LMCacheTieredConnector):
             counts.merge(connector._worker_side._metrics.tally.totals)
     return counts
 
 
-def _parts_of(connector: Any) -> Sequence[Any]:
+def parts_of(connector: Any) -> Sequence[Any]:
     """The connector, or those that vLLM's ``MultiConnector`` puts together."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 

@@ -18,6 +18,21 @@ def tiered_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
 
 
 def kv_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    """The connector of the engine tests, which loads every hit, whatever that costs."""
-    settings = {"cpu_gib": 0.25, "chunk_size": CHUNK_SIZE, "compute_or_load": "always"}
+    """The connector of the engine tests, which loads every hit, whatever that costs, and all of it:
+    audits have tests of their own."""
+    settings = {
+        "cpu_gib": 0.25,
+        "chunk_size": CHUNK_SIZE,
+        "compute_or_load": "always",
+        "audit_share": 0.0,
+    }
     return tiered_transfer(role, **settings | extra)
+
+
+def together(*transfers: dict[str, Any]) -> dict[str, Any]:
+    """Connectors that vLLM's ``MultiConnector`` runs, in the order in which it asks them."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(transfers)},
+    }

@@ -52,6 +52,14 @@ class Cluster:
             with master.client() as client:
                 client.flushall()
 
+    def wait_whole(self) -> None:
+        """Wait until all masters serve: one that came back keeps the others waiting a while."""
+        for master in self.masters:
+            with master.client() as client:
+                wait_until(
+                    partial(_is_whole, client, len(self.masters)), "the cluster is not whole"
+                )
+
     def owner(self, slot: int) -> Server:
         """The master that a slot belonged to at first."""
         return self.masters[min(slot * len(self.masters) // NUM_SLOTS, len(self.masters) - 1)]
@@ -103,9 +111,7 @@ def _join(masters: list[Server]) -> None:
             if master is not first:
                 bus = first.settings["cluster-port"]
                 client.execute_command("CLUSTER MEET", "127.0.0.1", first.port, bus)
-    for master in masters:
-        with master.client() as client:
-            wait_until(partial(_is_whole, client, len(masters)), "the cluster did not form")
+    cluster.wait_whole()
 
 
 def _is_whole(client: redis.Redis, size: int) -> bool:

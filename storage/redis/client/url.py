@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 
@@ -30,13 +29,14 @@ class TopologyKind(Enum):
     CLUSTER = "cluster"
 
 
-# URL options, named as redis-py names them. Any other option is refused.
+# URL options, named as in other clients. Any other option is refused.
 _TLS_OPTIONS = frozenset(
     {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_password"}
     | {"ssl_cert_reqs", "ssl_check_hostname"}
 )
 _SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 _SECRETS = ("sentinel_username", "sentinel_password", "ssl_password")
+_CERT_REQS = ("required", "optional", "none")
 _DEFAULT_PORTS = {TopologyKind.SENTINEL: 26379}
 _SCHEMES = {
     "redis": (TopologyKind.SINGLE, False),
@@ -63,19 +63,14 @@ class RedisAddress:
     password: str | None = field(default=None, repr=False)
     options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
-    def connection_options(self) -> dict[str, Any]:
-        """Keyword arguments of a redis-py connection to a data server."""
-        options: dict[str, Any] = {k: v for k, v in self.options if k in _TLS_OPTIONS}
-        if "ssl_check_hostname" in options:
-            value = options["ssl_check_hostname"].lower()
-            options["ssl_check_hostname"] = value not in {"0", "false", "no"}
-        return options | {"db": self.db, "username": self.username, "password": self.password}
+    def tls_options(self) -> dict[str, str]:
+        """The options about certificates, as given."""
+        return {name: value for name, value in self.options if name in _TLS_OPTIONS}
 
-    def sentinel_options(self) -> dict[str, Any]:
-        """Keyword arguments of a redis-py connection to a sentinel: its own credentials, and the
-        TLS options of the data servers."""
-        own = {k.removeprefix("sentinel_"): v for k, v in self.options if k in _SENTINEL_OPTIONS}
-        return self.connection_options() | {"db": 0, "username": None, "password": None} | own
+    def sentinel_login(self) -> tuple[str | None, str | None]:
+        """User and password of the sentinels."""
+        options = dict(self.options)
+        return options.get("sentinel_username"), options.get("sentinel_password")
 
     def redact(self, text: str) -> str:
         """``text`` without credentials, which the message of a server or a library may repeat."""
@@ -181,6 +176,8 @@ def _check_options(kind: TopologyKind, tls: bool, options: Mapping[str, str]) ->
             known = ", ".join(sorted(allowed | {"db"}))
             shown = repr(name) if name.isidentifier() else ""
             raise ValueError(f"redis_url: unknown option {shown}; here only {known} make sense")
+    if options.get("ssl_cert_reqs", "required") not in _CERT_REQS:
+        raise ValueError(f"redis_url: ssl_cert_reqs is one of {', '.join(_CERT_REQS)}")
     for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
         if name in options and not Path(options[name]).is_file():
             raise ValueError(f"redis_url: {name} names no file")

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-from lmcache_connector.storage.redis.circuit_breaker import Backoff, CircuitBreaker, CircuitState
+from lmcache_connector.storage.redis.client.circuit_breaker import (
+    Backoff,
+    CircuitBreaker,
+    CircuitState,
+)
 
 
 class Clock:

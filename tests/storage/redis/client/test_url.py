@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.storage.redis.url import TopologyKind, parse_redis_url
+from lmcache_connector.storage.redis.client.url import TopologyKind, parse_redis_url
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,7 @@ def test_url_forms(
 
 def test_credentials_are_decoded_and_never_shown() -> None:
     address = parse_redis_url("redis://us%40er:p%3A%2Fss@h:1")
-    options = address.connection_options()
-    assert (options["username"], options["password"]) == ("us@er", "p:/ss")
+    assert (address.username, address.password) == ("us@er", "p:/ss")
     assert parse_redis_url("redis://:only@h").password == "only"
     for shown in (repr(address), str(address)):
         assert "p:/ss" not in shown
@@ -57,15 +56,13 @@ def test_tls_options_reach_the_connection(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
     url = f"rediss://h?ssl_ca_certs={ca}&ssl_check_hostname=false"
-    options = parse_redis_url(url).connection_options()
-    assert options["ssl_ca_certs"] == str(ca)
-    assert options["ssl_check_hostname"] is False
+    options = parse_redis_url(url).tls_options()
+    assert options == {"ssl_ca_certs": str(ca), "ssl_check_hostname": "false"}
 
 
 def test_sentinels_have_credentials_of_their_own() -> None:
     url = "redis+sentinel://u:p@h/m?sentinel_password=other"
-    options = parse_redis_url(url).sentinel_options()
-    assert (options["username"], options["password"]) == (None, "other")
+    assert parse_redis_url(url).sentinel_login() == (None, "other")
 
 
 @pytest.mark.parametrize(

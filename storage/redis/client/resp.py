@@ -15,6 +15,7 @@ class ReplyFault(Enum):
     MISSING = "missing"
     ERROR_REPLY = "error_reply"
     WRONG_LENGTH = "wrong_length"
+    WRONG_TYPE = "wrong_type"
 
 
 def command(*parts: bytes) -> bytes:
@@ -40,6 +41,8 @@ def classify_mismatch(head: bytes) -> ReplyFault | WireFault:
     """What a reply is that does not begin with the bulk line of the value asked for."""
     if head.startswith(b"$-1\r"):
         return ReplyFault.MISSING
+    if head.startswith(b"-WRONGTYPE"):
+        return ReplyFault.WRONG_TYPE
     if head.startswith(b"-"):
         return ReplyFault.ERROR_REPLY
     if head.startswith(b"$") and head[1:2].isdigit():

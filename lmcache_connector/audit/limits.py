@@ -1,0 +1,164 @@
+"""What a difference between computed and stored KV means: noise of arithmetic, or something wrong.
+
+Two measures are taken of a chunk's layers: the *median* and the *largest* relative error. Wrong
+settings, weights or inputs change most layers by about their own size. Arithmetic in another order
+(another batch, another number of ranks, another kernel) changes each a little, now and then a
+single layer a little more: one whose values are small. So the median has the strict limit and the
+largest a wide one, and a chunk that is beyond either is wrong.
+
+The limit comes from *noise*, which this instance measures as it runs: chunks that it computed
+itself, and computes again. For those a few times the largest noise is the limit. What others
+computed, perhaps on other hardware or with other ranks, may differ by more than that, so there the
+limit has a floor. Until anything is measured, a prior holds that wrong settings exceed many times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import median
+
+from lmcache_connector.plans import LayerDifference
+
+KEPT_SAMPLES = 32
+"""Noise samples that count: the latest ones."""
+_FACTOR = 4.0
+_LARGEST_TO_MEDIAN = 4.0
+_OWN_STEPS, _FOREIGN_STEPS = 2, 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """``step``: relative rounding step of an element, or of what it was computed with."""
+
+    prior: float
+    step: float
+
+
+_WIDE = _Format(prior=0.1, step=2.0**-8)  # computed in bfloat16, mostly
+_FORMATS = {
+    "float32": _WIDE,
+    "float16": _WIDE,
+    "bfloat16": _WIDE,
+    "float8_e4m3fn": _Format(prior=0.25, step=2.0**-4),
+    "float8_e5m2": _Format(prior=0.25, step=2.0**-3),
+    "int8": _Format(prior=0.25, step=2.0**-5),
+}
+_OPAQUE = _Format(prior=0.7, step=0.06)  # half of the bytes differ; of a few in a thousand
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkError:
+    """Relative L2 errors of one chunk over all ranks.
+
+    ``layers``: number and error of each layer, the larger one of its halves.
+    """
+
+    layers: tuple[tuple[int, float], ...]
+
+    @property
+    def largest(self) -> float:
+        return max(error for _, error in self.layers)
+
+    @property
+    def median(self) -> float:
+        return median(error for _, error in self.layers)
+
+    def __str__(self) -> str:
+        worst = max(self.layers, key=lambda layer: layer[1])
+        return (
+            f"relative error {self.median:.2g} (median of {len(self.layers)} layers), "
+            f"at most {worst[1]:.2g} (layer {worst[0]})"
+        )
+
+
+def combine(differences: Iterable[LayerDifference]) -> ChunkError:
+    """Of all ranks' differences. Relative to the larger of both chunks, so that zeros in one of
+    them are an error of 1. Raises ``ValueError`` without any."""
+    sums: dict[tuple[int, int], list[float]] = {}
+    for found in differences:
+        total = sums.setdefault((found.layer, found.half), [0.0, 0.0, 0.0])
+        total[0] += found.difference
+        total[1] += found.computed
+        total[2] += found.stored
+    if not sums:
+        raise ValueError("nothing was compared")
+    layers: dict[int, float] = {}
+    for (layer, _), (difference, computed, stored) in sums.items():
+        error = _relative(difference, max(computed, stored))
+        layers[layer] = max(error, layers.get(layer, 0.0))
+    return ChunkError(tuple(sorted(layers.items())))
+
+
+def _relative(difference: float, whole: float) -> float:
+    if difference == 0:
+        return 0.0
+    if not (math.isfinite(difference) and math.isfinite(whole)) or whole == 0:
+        return math.inf
+    return math.sqrt(difference / whole)
+
+
+class Verdict(Enum):
+    """What an audit found. The values are labels of the metric."""
+
+    MATCH = "match"
+    MISMATCH = "mismatch"
+    INCONCLUSIVE = "inconclusive"
+
+
+class NoiseGauge:
+    """The noise of this model's arithmetic on this machine, and the limits that follow.
+
+    ``formats``: how the elements of each layer are stored; the coarsest one decides.
+    """
+
+    def __init__(self, formats: Sequence[str]) -> None:
+        found = [_FORMATS.get(name, _OPAQUE) for name in formats]
+        self._prior = max(each.prior for each in found)
+        self._step = max(each.step for each in found)
+        self._samples: deque[ChunkError] = deque(maxlen=KEPT_SAMPLES)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._samples)
+
+    def judge(self, error: ChunkError, *, is_own: bool) -> Verdict:
+        """``is_own``: this instance computed the stored chunk too. Such a chunk is a sample of
+        noise, unless it is beyond the limit."""
+        limit = self.limit(is_own=is_own)
+        if error.median > limit or error.largest > _LARGEST_TO_MEDIAN * limit:
+            return Verdict.MISMATCH
+        if is_own:
+            self._samples.append(error)
+        return Verdict.MATCH
+
+    def judge_strictly(self, error: ChunkError) -> Verdict:
+        """Whether the weights are the same still, and not only near: no worse than what was
+        measured when they were; without any measurement, bit for bit.
+
+        An error between that and the limit decides nothing until some noise has been measured.
+        """
+        median_noise, largest_noise = self._noise()
+        if error.median <= median_noise and error.largest <= largest_noise:
+            return Verdict.MATCH
+        limit = self.limit(is_own=True)
+        if error.median > limit or error.largest > _LARGEST_TO_MEDIAN * limit or self._samples:
+            return Verdict.MISMATCH
+        return Verdict.INCONCLUSIVE
+
+    def limit(self, *, is_own: bool) -> float:
+        """Of the median layer's error; the largest may be four times that."""
+        if not self._samples:
+            return self._prior
+        floor = (_OWN_STEPS if is_own else _FOREIGN_STEPS) * self._step
+        median_noise, largest_noise = self._noise()
+        noise = max(median_noise, largest_noise / _LARGEST_TO_MEDIAN)
+        return min(self._prior, max(floor, _FACTOR * noise))
+
+    def _noise(self) -> tuple[float, float]:
+        """The largest median and the largest error measured; zeros without any."""
+        medians = max((sample.median for sample in self._samples), default=0.0)
+        return medians, max((sample.largest for sample in self._samples), default=0.0)

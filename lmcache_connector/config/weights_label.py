@@ -1,0 +1,31 @@
+"""The user's name for weights that were updated in a running engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lmcache_connector.errors import ConfigError
+
+_MAX_BYTES = 4096
+
+
+def read_weights_label(setting: str | None) -> str:
+    """The label now: ``setting`` itself, or what the file of ``file:PATH`` holds; "" without one.
+
+    White space around it does not count. Raises :class:`ConfigError` for a file that cannot be
+    read, is empty or holds more than 4,096 bytes.
+    """
+    kind, separator, name = (setting or "").partition(":")
+    if kind != "file" or not separator:
+        return (setting or "").strip()
+    try:
+        with Path(name).open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        text = content.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the label of the weights cannot be read from {name}") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{name} holds more than {_MAX_BYTES} bytes, too many for a label")
+    if not text:
+        raise ConfigError(f"{name} holds no label")
+    return text

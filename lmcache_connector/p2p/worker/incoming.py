@@ -1,0 +1,214 @@
+"""One prompt's KV at its consumer, as it arrives, and the requests that wait for it.
+
+It lies in memory as at its producer, see :mod:`lmcache_connector.p2p.worker.outgoing`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_connector.p2p.control.messages import Offer
+from lmcache_connector.p2p.control.peers import Overlap
+from lmcache_connector.p2p.data.frame import Frame
+from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.plans import HandoverLoad
+from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.worker.outgoing import RingMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The digest that the producer sent for blocks of one layer and head."""
+
+    layer: int
+    head: int
+    first_block: int
+    last_block: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    number: int
+    part: Overlap
+
+
+@dataclass(eq=False)
+class Incoming:
+    """Memory, and a map of what has arrived in it. Guarded by the receive buffer's lock.
+
+    ``claimed``, ``received``: bool ``[heads, layers, blocks]``, for bytes under way and bytes that
+    are there. ``num_loaded``: segments that the request has, or does not need; frames of those and
+    of segments without a place yet are not taken. ``tickets``: by session. ``checks``: by segment.
+    Times are on the buffer's clock. ``pins`` keep the memory while it is written or read.
+    """
+
+    offer: Offer
+    memory: RingMemory
+    expires_at: float
+    claimed: npt.NDArray[np.bool_] = field(init=False)
+    received: npt.NDArray[np.bool_] = field(init=False)
+    num_loaded: int = 0
+    tickets: dict[bytes, Ticket] = field(default_factory=dict)
+    checks: defaultdict[int, list[Check]] = field(default_factory=lambda: defaultdict(list))
+    first_byte_at: float | None = None
+    last_byte_at: float = 0.0
+    num_bytes: int = 0
+    pins: int = 0
+    dropped: bool = False
+    freed: bool = False
+
+    def __post_init__(self) -> None:
+        geometry = self.memory.geometry
+        shape = len(geometry.shards), len(geometry.layer_widths), self.memory.ring.num_blocks
+        self.claimed, self.received = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.memory.ring.num_blocks
+
+    @property
+    def num_granted(self) -> int:
+        """Blocks before this one may be sent."""
+        ring = self.memory.ring
+        return min(ring.num_blocks, (self.num_loaded + ring.num_slots) * ring.segment_blocks)
+
+    @property
+    def wire_seconds(self) -> float:
+        """From the first to the last byte received."""
+        first = self.last_byte_at if self.first_byte_at is None else self.first_byte_at
+        return max(0.0, self.last_byte_at - first)
+
+    def skip(self, first_block: int) -> None:
+        """The request needs nothing before this block."""
+        if not self.memory.ring.is_whole:
+            self.num_loaded = max(self.num_loaded, self.memory.ring.segment_of(first_block))
+
+    def usable_end(self, first_block: int) -> int:
+        """The block up to which all layers and heads are there, from ``first_block`` on."""
+        there = np.asarray(self.received[:, :, first_block:].all(axis=(0, 1)))
+        return first_block + (len(there) if there.all() else int(there.argmin()))
+
+    def has_segment(self, first_block: int) -> bool:
+        """Whether the segment that is to be loaded next has arrived, from ``first_block`` on."""
+        ring = self.memory.ring
+        if ring.is_whole or self.num_loaded >= ring.num_segments:
+            return False
+        start, end = self.num_loaded * ring.segment_blocks, ring.end_of(self.num_loaded)
+        return bool(self.received[:, :, max(start, first_block) : end].all())
+
+    def part_of(
+        self, part: Overlap, of: npt.NDArray[np.bool_] | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """The view of ``received``, or ``of`` another map, that one producer rank fills."""
+        first = self.memory.geometry.shards.index(part.heads[0])
+        start = self.memory.geometry.layer_start
+        layers = slice(part.first_layer - start, part.last_layer - start)
+        return (self.received if of is None else of)[first : first + len(part.heads), layers]
+
+    def claim(self, frame: Frame) -> list[slice] | None:
+        """Where a frame's payload goes, head by head; ``None`` if it is not needed any more.
+
+        Raises ``PeerError`` if it does not fit, or was sent before.
+        """
+        try:
+            runs = [
+                self.memory.run(frame.layer, head, frame.first_block, frame.last_block)
+                for head in frame.heads
+            ]
+        except ValueError as error:
+            raise _bad_frame(f"a frame of something else: {error}") from error
+        if any(run.stop - run.start != frame.head_bytes for run in runs):
+            raise _bad_frame("a frame whose size is not that of its blocks")
+        if frame.last_block > self.num_granted:
+            raise _bad_frame("a frame for which there is no room yet")
+        if self.memory.ring.segment_of(frame.first_block) < self.num_loaded:
+            return None
+        place = self._place(frame)
+        if self.claimed[place].any():
+            raise _bad_frame("a frame that was sent before")
+        self.claimed[place] = True
+        return runs
+
+    def unclaim(self, frame: Frame) -> None:
+        """The frame did not arrive."""
+        self.claimed[self._place(frame)] = False
+
+    def mark(self, frame: Frame, now: float) -> None:
+        """The frame's payload is in its place."""
+        self.received[self._place(frame)] = True
+        checks = self.checks[self.memory.ring.segment_of(frame.first_block)]
+        for head, digest in zip(frame.heads, frame.digests, strict=False):
+            checks.append(Check(frame.layer, head, frame.first_block, frame.last_block, digest))
+        self.num_bytes += frame.num_bytes
+        self.last_byte_at = now
+
+    def begin_anew(self, part: Overlap) -> None:
+        """What one producer rank has sent does not count any more."""
+        self.part_of(part)[:] = False
+        self.part_of(part, self.claimed)[:] = False
+        for segment, checks in self.checks.items():
+            self.checks[segment] = [
+                c for c in checks if c.layer not in part.layers() or c.head not in part.heads
+            ]
+
+    def _place(self, frame: Frame) -> tuple[slice, int, slice]:
+        head = self.memory.geometry.shards.index(frame.first_head)
+        layer = frame.layer - self.memory.geometry.layer_start
+        blocks = slice(frame.first_block, frame.last_block)
+        return slice(head, head + frame.num_heads), layer, blocks
+
+
+def _bad_frame(text: str) -> PeerError:
+    return PeerError(text, Reason.PROTOCOL)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request whose blocks are allocated. ``since``: on the buffer's clock.
+
+    ``num_blocks``: of its blocks are in the cache, from the first on. ``cause``: what ended the
+    wait early. ``unusable``: what has arrived must not be used for it. ``taken``: the loader has
+    it.
+    """
+
+    load: HandoverLoad
+    since: float
+    num_blocks: int = 0
+    cause: Cause | None = None
+    unusable: bool = False
+    taken: bool = False
+
+    @property
+    def deadline(self) -> float:
+        return self.since + self.load.deadline_seconds
+
+    @property
+    def is_open(self) -> bool:
+        return self.cause is None and not self.taken
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Blocks of one segment that can go into the cache, with the digests they must have."""
+
+    segment: int
+    first_block: int
+    last_block: int
+    checks: Sequence[Check]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What the loader is to do for a request. ``incoming`` is pinned if there is one. ``is_last``:
+    nothing more will come."""
+
+    waiting: Waiting
+    incoming: Incoming | None
+    stretches: tuple[Stretch, ...]
+    is_last: bool

@@ -1,0 +1,153 @@
+"""Digests of what a model reads beside token ids: multimodal items and prompt embeddings.
+
+vLLM names an item by a hash, by a counter or by a word of the client's; we name it by its content,
+the tensors that the model is given. What has no content here (``None``, a handle to another
+process's memory, a tensor on a device) has no digest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from blake3 import blake3
+
+from lmcache_connector.keys.prefix_hash import canonical_bytes
+from lmcache_connector.requests.excuses import known_fields
+
+_ELEM_FIELDS = known_fields("MultiModalFieldElem")
+
+
+class NoContentError(Exception):
+    """There is nothing here that could be read."""
+
+
+class ItemDigests:
+    """Hexadecimal digests of multimodal items, each read once as long as it lives.
+
+    vLLM's own cache hands the same object to every request with the same item. Remembered by
+    object: whatever names clients choose, another object is read again. One thread calls it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+    def digest(self, item: Any) -> str:
+        """Of a ``MultiModalKwargsItem``. Raises :class:`NoContentError`."""
+        known = self._known.get(id(item))
+        if known is not None and known[0]() is item:
+            return known[1]
+        digest = item_digest(item)
+        self._known[id(item)] = weakref.ref(item, self._forgetter(id(item))), digest
+        return digest
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _forgetter(self, key: int) -> Callable[[weakref.ref[Any]], None]:
+        def forget(reference: weakref.ref[Any]) -> None:
+            known = self._known.get(key)
+            if known is not None and known[0] is reference:
+                del self._known[key]
+
+        return forget
+
+
+def item_digest(item: Any) -> str:
+    """Hexadecimal digest of one item's keyword arguments for the model: names, types, values.
+
+    Raises :class:`NoContentError` for an item that is not here: one without any tensor names
+    something in another process, or nothing.
+    """
+    if not isinstance(item, Mapping) or "address" in item:
+        raise NoContentError("the item is in another process")
+    hasher = blake3()
+    num_tensor_bytes = 0
+    for name in sorted(item):
+        elem = item[name]
+        if vars(elem).keys() != _ELEM_FIELDS:
+            raise NoContentError("a value has fields that this release does not know")
+        _feed_plain(hasher, [name, type(elem.field).__name__])
+        num_tensor_bytes += _feed(hasher, elem.data)
+    if num_tensor_bytes == 0:
+        raise NoContentError("the item holds no tensor")
+    return hasher.hexdigest()
+
+
+class EmbedsDigest:
+    """Names the prompt embeddings of token ranges.
+
+    ``embeds``: [tokens, hidden size], on the host. ``is_token``: where the prompt has a token id
+    instead; ``None``: nowhere. Ranges begin with a chunk of ``chunk_size`` tokens, and shorter ones
+    have its name. Each is read once.
+    """
+
+    def __init__(self, embeds: Any, is_token: Sequence[bool] | None, chunk_size: int) -> None:
+        if embeds.device.type != "cpu":
+            raise NoContentError("the embeddings are on a device")
+        self._embeds = embeds
+        self._is_token = is_token
+        self._chunk_size = chunk_size
+        self._known: dict[tuple[int, int], str] = {}
+
+    def read(self) -> None:
+        """Read all chunks ahead of :meth:`__call__`."""
+        for start in range(0, len(self._embeds), self._chunk_size):
+            self(start, start)
+
+    def __call__(self, start: int, end: int) -> str:
+        """Hexadecimal digest of the rows ``[start, end)`` as far as they exist."""
+        end = max(end, start + self._chunk_size)
+        known = self._known.get((start, end))
+        if known is None:
+            hasher = blake3()
+            mask = None if self._is_token is None else list(map(bool, self._is_token[start:end]))
+            _feed_plain(hasher, mask)
+            _feed(hasher, self._embeds[start:end])
+            known = self._known[(start, end)] = hasher.hexdigest()
+        return known
+
+
+def mask_digest(mask: Any) -> str | None:
+    """Of a placeholder's mask of embeddings; ``None`` for none."""
+    if mask is None:
+        return None
+    hasher = blake3()
+    _feed(hasher, mask)
+    return str(hasher.hexdigest())
+
+
+def _feed(hasher: blake3, value: Any) -> int:
+    """Hash a value with its type and shape. Returns how many bytes of it are tensors."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return _feed_tensor(hasher, value)
+    if isinstance(value, list | tuple):
+        _feed_plain(hasher, ["sequence", len(value)])
+        return sum(_feed(hasher, each) for each in value)
+    if value is None:
+        raise NoContentError("a value is not here")
+    if not isinstance(value, bool | int | float | str):
+        raise NoContentError(f"a {type(value).__name__} cannot be read")
+    _feed_plain(hasher, [type(value).__name__, repr(value)])
+    return 0
+
+
+def _feed_tensor(hasher: blake3, tensor: Any) -> int:
+    import torch
+
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise NoContentError("a tensor is not in plain memory of this process")
+    _feed_plain(hasher, ["tensor", str(tensor.dtype), list(tensor.shape)])
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # One long call: it lets go of the interpreter lock.
+    hasher.update(memoryview(values.view(torch.uint8).numpy()))
+    return int(values.nbytes)
+
+
+def _feed_plain(hasher: blake3, value: object) -> None:
+    data = canonical_bytes(value)
+    hasher.update(len(data).to_bytes(8, "little"))
+    hasher.update(data)

@@ -1,0 +1,322 @@
+"""What makes the KV of a vLLM request unique, read off the request.
+
+A plain request is identified at once. Images, prompt embeddings and LoRA adapters are read in the
+background, and whoever asks meanwhile is told to ask again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
+from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.background_read import BackgroundReads, Reading
+from lmcache_connector.requests.content_digest import (
+    EmbedsDigest,
+    ItemDigests,
+    NoContentError,
+    mask_digest,
+)
+from lmcache_connector.requests.unknown_fields import UnknownFields
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_READ_SECONDS = 10.0
+"""What takes longer is not worth waiting for: the request bypasses the tiers."""
+
+_STALE_SECONDS = 1.0
+"""While a request queues, its adapter's files may change, and vLLM may read them again."""
+
+
+class Bypass(Enum):
+    """Why a request passes the tiers by. The values are labels of a metric."""
+
+    NO_SALT = "no_salt"
+    POOLING = "pooling"
+    SESSION = "session"
+    UNKNOWN_FIELD = "unknown_field"
+    ADAPTER = "adapter"
+    MULTIMODAL = "multimodal"
+    EMBEDDINGS = "embeddings"
+
+
+class NotYet(Enum):
+    """Its content is still being read."""
+
+    UNREAD = "unread"
+
+
+UNREAD: Final = NotYet.UNREAD
+Identified = RequestIdentity | Bypass
+Spans = tuple[MultimodalSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a request has beside token ids, by its content."""
+
+    spans: Spans
+    embeds: EmbedsDigest | None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is not plain, until it ends."""
+
+    request: Request
+    inputs: Reading[_Inputs] | None = None
+    adapter: Reading[str] | None = None
+    question: int = 0
+    give_up_at: float = 0.0
+    found: Identified | None = None
+
+    def cancel(self) -> None:
+        for reading in (self.inputs, self.adapter):
+            if reading is not None:
+                reading.cancel()
+
+
+class RequestIdentifier:
+    """Turns requests into identities. Runs on the scheduler's thread.
+
+    ``chunk_size`` in tokens: embeddings are read by chunks. ``count`` is told of each request that
+    bypasses.
+    """
+
+    def __init__(
+        self,
+        require_cache_salt: bool,
+        adapters: AdapterReader,
+        chunk_size: int = 128,
+        count: Callable[[Bypass], None] = lambda reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._require_cache_salt = require_cache_salt
+        self.adapters = adapters
+        self._chunk_size = chunk_size
+        self._count = count
+        self._clock = clock
+        self._unknown = UnknownFields()
+        self._items = ItemDigests()
+        self._reads = BackgroundReads("lmc-inputs")
+        self._open: dict[str, _Open] = {}
+
+    def identify(self, request: Request, wait_seconds: float = 0.0) -> Identified | NotYet:
+        """Waits up to ``wait_seconds`` for what is being read. ``UNREAD``: ask again; that ends
+        within ten seconds.
+
+        Call it first when the request arrives, and :meth:`forget` when it has ended.
+        """
+        opened = self._open.get(request.request_id)
+        if opened is None or opened.request is not request:
+            opened = self._begin(request)
+            if opened is None:
+                return RequestIdentity(request.cache_salt)
+        if opened.found is None:
+            found = self._settle(opened, wait_seconds)
+            if found is None:
+                return UNREAD
+            self._set(opened, found)
+        assert opened.found is not None
+        return opened.found
+
+    def identify_now(self, request: Request, weight_epoch: str) -> RequestIdentity | None:
+        """Read all of the request here and now; ``None``: it bypasses. Takes what lies on the disk
+        for the adapter that vLLM has loaded."""
+        if self._refuse(request) is not None:
+            return None
+        try:
+            inputs = self._read_inputs(request)
+        except NoContentError:
+            return None
+        lora = self.adapters.read_now(request.lora_request)
+        if request.lora_request is not None and lora is None:
+            return None
+        return replace(_identity(request, inputs, lora), weight_epoch=weight_epoch)
+
+    def multimodal(self, request_id: str) -> tuple[Request, Spans | None] | None:
+        """A request with items, and where they stand; ``None`` unless their content is known.
+        ``None`` for one that never arrived here."""
+        opened = self._open.get(request_id)
+        if opened is None:
+            return None
+        found = opened.found
+        return opened.request, found.multimodal if isinstance(found, RequestIdentity) else None
+
+    def give_up(self, request_id: str) -> None:
+        """The request runs before its content is known: it bypasses."""
+        opened = self._open.get(request_id)
+        if opened is not None and opened.found is None:
+            opened.cancel()
+            self._set(opened, _kind(opened.request))
+
+    def is_current(self, request: Request, wait_seconds: float = 0.0) -> bool | NotYet:
+        """Whether vLLM, as far as it is known now, would still compute what has been identified.
+
+        While a request queues, the files of its adapter may change, and vLLM may read them again:
+        they are looked at again after a second. ``UNREAD``: ask again.
+        """
+        opened = self._open.get(request.request_id)
+        if (
+            opened is None
+            or opened.adapter is None
+            or not isinstance(opened.found, RequestIdentity)
+        ):
+            return True
+        read_at = opened.give_up_at - _READ_SECONDS
+        if self._clock() - read_at >= _STALE_SECONDS and opened.adapter.is_done:
+            opened.adapter = self.adapters.read(request.lora_request)
+            opened.give_up_at = self._clock() + _READ_SECONDS
+        if not opened.adapter.wait(wait_seconds):
+            return UNREAD if self._clock() < opened.give_up_at else False
+        name = opened.found.lora
+        return opened.adapter.value == name and self.adapters.may_compute(request, name)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        opened = self._open.get(request.request_id)
+        if opened is not None and opened.request is request:
+            opened.cancel()
+            del self._open[request.request_id]
+
+    def close(self) -> None:
+        """Stop the threads, within two seconds."""
+        self._reads.close()
+        self.adapters.close()
+
+    # -- details -------------------------------------------------------------------------------
+
+    def _begin(self, request: Request) -> _Open | None:
+        """``None`` for a plain request, of which nothing is kept."""
+        refused = self._refuse(request)
+        has_inputs = bool(request.mm_features) or request.prompt_embeds is not None
+        if refused is None and not has_inputs and request.lora_request is None:
+            return None
+        opened = self._open[request.request_id] = _Open(request)
+        if refused is not None:
+            self._set(opened, refused)
+            return opened
+        opened.give_up_at = self._clock() + _READ_SECONDS
+        if has_inputs:
+            opened.inputs = self._reads.submit(lambda: self._try_to_read(request))
+        if request.lora_request is not None:
+            opened.adapter = self.adapters.read(request.lora_request)
+            opened.question = self.adapters.ask(request.lora_request)
+        return opened
+
+    def _refuse(self, request: Request) -> Bypass | None:
+        """What a look at the request decides.
+
+        A pooling request's model may attend both ways, and a session's prompt still changes.
+        """
+        if self._require_cache_salt and not request.cache_salt:
+            return Bypass.NO_SALT
+        if request.pooling_params is not None:
+            return Bypass.POOLING
+        if request.resumable:
+            return Bypass.SESSION
+        return Bypass.UNKNOWN_FIELD if self._unknown.are_used_in(request) else None
+
+    def _settle(self, opened: _Open, wait_seconds: float) -> Identified | None:
+        """``None`` as long as something is being read, or a rank has not answered."""
+        readings = [each for each in (opened.inputs, opened.adapter) if each is not None]
+        is_read = all(reading.wait(wait_seconds) for reading in readings)
+        if not is_read or not self._knows_the_ranks(opened):
+            if self._clock() < opened.give_up_at:
+                return None
+            opened.cancel()
+            return _kind(opened.request)
+        inputs, lora = _NOTHING, None
+        if opened.inputs is not None:
+            if opened.inputs.value is None:
+                return _kind(opened.request)
+            inputs = opened.inputs.value
+        if opened.adapter is not None:
+            lora = opened.adapter.value
+            if lora is None or not self.adapters.will_compute(opened.request, lora):
+                return Bypass.ADAPTER
+        return _identity(opened.request, inputs, lora)
+
+    def _knows_the_ranks(self, opened: _Open) -> bool:
+        """Asks them where what they have told is not enough."""
+        adapter, reading = opened.request.lora_request, opened.adapter
+        if reading is None or reading.value is None:
+            return True
+        if self.adapters.is_known(adapter, reading.value, opened.question):
+            return True
+        if not opened.question and self.adapters.loaded is not None:
+            opened.question = self.adapters.loaded.ask()
+        return False
+
+    def _set(self, opened: _Open, found: Identified) -> None:
+        opened.found = found
+        if isinstance(found, Bypass):
+            self._count(found)
+
+    # -- reading, on a thread of its own -------------------------------------------------------
+
+    def _try_to_read(self, request: Request) -> _Inputs | None:
+        try:
+            return self._read_inputs(request)
+        except NoContentError as error:
+            logger.debug("Request %s bypasses the tiers: %s", request.request_id, error)
+            return None
+
+    def _read_inputs(self, request: Request) -> _Inputs:
+        """Raises :class:`NoContentError`."""
+        embeds = None
+        if request.prompt_embeds is not None:
+            embeds = EmbedsDigest(
+                request.prompt_embeds, request.prompt_is_token_ids, self._chunk_size
+            )
+            embeds.read()
+        return _Inputs(tuple(map(self._span, request.mm_features)), embeds)
+
+    def _span(self, feature: Any) -> MultimodalSpan:
+        position, item = feature.mm_position, self._items.digest(feature.data)
+        mask = mask_digest(position.is_embed)
+        return MultimodalSpan(
+            content_hash=f"{feature.modality}:{item}:{position.length}:{mask}",
+            start=position.offset,
+            end=position.offset + position.length,
+            encoder_input=f"{feature.modality}:{item}",
+        )
+
+
+_NOTHING = _Inputs((), None)
+
+
+def _kind(request: Request) -> Bypass:
+    """The reason of a request whose content could not be read."""
+    if request.mm_features:
+        return Bypass.MULTIMODAL
+    return Bypass.EMBEDDINGS if request.prompt_embeds is not None else Bypass.ADAPTER
+
+
+def _identity(request: Request, inputs: _Inputs, lora: str | None) -> RequestIdentity:
+    adapter = request.lora_request
+    return RequestIdentity(
+        cache_salt=request.cache_salt,
+        lora=lora,
+        lora_number=adapter.lora_int_id if adapter is not None else 0,
+        multimodal=_encoded_with(request, inputs.spans, lora),
+        embeds_digest=inputs.embeds,
+    )
+
+
+def _encoded_with(request: Request, spans: Spans, lora: str | None) -> Spans:
+    """vLLM puts the adapter's name before an item's where the encoder is adapted too."""
+    return tuple(
+        span
+        if feature.identifier == feature.mm_hash
+        else replace(span, encoder_input=f"{span.encoder_input}:{lora}")
+        for span, feature in zip(spans, request.mm_features, strict=True)
+    )

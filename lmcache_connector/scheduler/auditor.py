@@ -1,0 +1,321 @@
+"""Audits: a chunk of a hit is computed all the same, and compared with what is stored.
+
+Of a hit that is audited, the last chunk is not loaded; of one with images the last chunk an image
+touches, since what follows is computed from it::
+
+    |-- vLLM has these --|---- loaded ----| audited |-- computed --|
+    0            num_computed          chunk      hit end      num_tokens
+
+Its blocks are read by an :class:`AuditJob` after the forward passes that fill them, under the same
+rules as a store's. The chunk is not stored meanwhile: the tier's copy must not be this one.
+
+On *probation*, after a reset, a request has keys of its own, and is looked up a second time under
+those from before. What it finds there it computes, and compares.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from lmcache_connector.audit.limits import ChunkError, NoiseGauge, Verdict, combine
+from lmcache_connector.audit.sampler import AuditSampler
+from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.plans import AuditJob, BlockIds, JobResult, LoadJob, StoreJob
+from lmcache_connector.scheduler.background_lookup import PENDING, Pending
+from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.scheduler.hit_finder import HitFinder
+from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
+
+logger = logging.getLogger(__name__)
+
+_DEADLINE_SECONDS = 5.0
+_MAX_OWN_CHUNKS = 1 << 16
+"""About 10 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenAudit:
+    """``kind``: of the request, in words. ``round``: of resets, as it was planned."""
+
+    job: AuditJob
+    subject: AuditSubject
+    kind: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What an audit says of a root. ``strict``: one on probation."""
+
+    root: bytes
+    verdict: Verdict
+    strict: bool
+
+
+class OwnChunks:
+    """The chunks that this instance computed and stored, the latest ``capacity`` of them."""
+
+    def __init__(self, capacity: int = _MAX_OWN_CHUNKS) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self._capacity:
+            self._keys.popitem(last=False)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._keys.pop(key, None)
+
+
+class Auditor:
+    """Chooses what is audited, plans the jobs, and judges what they found.
+
+    Owns the audit part of every request's state. ``model`` names the model in log lines.
+    ``after_reset``: whether audits shall find out what a reset leaves open.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        index: ChunkIndex,
+        sampler: AuditSampler,
+        noise: NoiseGauge,
+        tally: Tally,
+        *,
+        model: str,
+        after_reset: bool,
+    ) -> None:
+        self._settings = settings
+        self._index = index
+        self._sampler = sampler
+        self._noise = noise
+        self._tally = tally
+        self._model = model
+        self.after_reset = after_reset
+        self._own = OwnChunks()
+        self._open: dict[int, _OpenAudit] = {}
+        self._on_trial: set[bytes] = set()  # roots on probation with an audit under way
+        self._round = 0
+        self._largest_error = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Audits under way."""
+        return len(self._open)
+
+    # -- choosing ------------------------------------------------------------------------------
+
+    def cut(self, state: RequestState, num_computed_tokens: int, hit: range) -> range:
+        """The part of the hit that may be loaded. Decided once per request."""
+        audit = state.audit
+        if hit and not audit.is_decided:
+            audit.is_decided = True
+            self._choose(state, num_computed_tokens, hit)
+        if audit.chunk is None or audit.chunk >= hit.stop:
+            return hit
+        return range(hit.start, max(hit.start, audit.chunk))
+
+    def put_on_probation(self, state: RequestState, keys: RequestKeys) -> None:
+        """``keys``: of the request if its root were shared."""
+        keys.extend(state.request.all_token_ids)
+        shared = RequestState(state.request, keys)
+        shared.lookup.is_counted = True
+        state.audit.shared = shared
+
+    def ask(self, state: RequestState, hits: HitFinder) -> None:
+        """Ask slow tiers for what :meth:`find_shared` will want."""
+        if state.audit.shared is not None:
+            hits.ask(state.audit.shared, first=0)
+
+    def find_shared(
+        self, state: RequestState, hits: HitFinder, num_computed_tokens: int, *, is_idle: bool
+    ) -> Pending | None:
+        """On probation, choose a chunk that was stored before the reset. ``PENDING``: call again in
+        the next step."""
+        audit, root = state.audit, state.keys.identity.kv_root
+        if audit.shared is None or audit.is_decided or root in self._on_trial:
+            return None
+        audit.shared.keys.extend(state.request.all_token_ids)
+        hit = hits.find(audit.shared, num_computed_tokens, is_idle=is_idle)
+        if hit is PENDING:
+            return PENDING
+        if hit:
+            chunk = self._telling_chunk(state, hit)
+            if chunk * self._settings.chunk_size >= num_computed_tokens:
+                audit.is_decided = True
+                key = audit.shared.keys.keys[chunk]
+                self._set(state, chunk, key, AuditSubject(root, (), key in self._own, strict=True))
+        return None
+
+    def _choose(self, state: RequestState, num_computed_tokens: int, hit: range) -> None:
+        chunk = self._telling_chunk(state, hit)
+        if chunk * self._settings.chunk_size < num_computed_tokens:
+            return  # vLLM has a part of it: it would not be computed whole
+        key = state.keys.keys[chunk]
+        is_own = key in self._own and key in self._index
+        identity = state.keys.identity
+        kinds = bool(identity.multimodal), identity.embeds_digest is not None
+        subject = AuditSubject(identity.kv_root, kinds, is_own)
+        if self._sampler.wants(subject):
+            self._set(state, chunk, key, subject)
+
+    def _set(self, state: RequestState, chunk: int, key: bytes, subject: AuditSubject) -> None:
+        audit = state.audit
+        audit.chunk, audit.key, audit.subject = chunk, key, subject
+        audit.needs_redis = key not in self._index
+        if subject.strict:
+            self._on_trial.add(subject.root)
+        else:
+            self._sampler.begin(subject)
+
+    def _telling_chunk(self, state: RequestState, hit: range) -> int:
+        size = self._settings.chunk_size
+        touched = (
+            min((span.end - 1) // size, hit.stop - 1)
+            for span in state.keys.identity.multimodal
+            if span.start < hit.stop * size and span.end > hit.start * size
+        )
+        return max(touched, default=hit.stop - 1)
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def learn(self, job: LoadJob | StoreJob) -> None:
+        """Whose chunks the CPU tier holds: a job was planned that brings these."""
+        if isinstance(job, StoreJob):
+            self._own.add(job.keys)
+        elif job.needs_redis:
+            are_in_cpu = self._index.has_each(job.keys)
+            self._own.discard(k for k, known in zip(job.keys, are_in_cpu, strict=True) if not known)
+
+    def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
+        """Whether the step being planned completes the audited chunk. ``num_witnessed_tokens``: in
+        its blocks by the end of the step, seen to be computed or loaded."""
+        audit, size = state.audit, self._settings.chunk_size
+        if audit.chunk is None:
+            return False
+        if not audit.is_computing:
+            audit.is_computing = True
+            if state.request.num_computed_tokens > audit.chunk * size:
+                self.drop(state)  # somebody else has brought it meanwhile
+                return False
+        return num_witnessed_tokens >= (audit.chunk + 1) * size
+
+    def plan(
+        self,
+        state: RequestState,
+        job_id: int,
+        resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+    ) -> AuditJob:
+        """The comparison of the chunk, which is computed by the end of this step."""
+        audit = state.audit
+        assert audit.chunk is not None
+        assert audit.subject is not None
+        job = AuditJob(
+            job_id=job_id,
+            request_id=state.request.request_id,
+            keys=(audit.key,),
+            chunk_indices=(audit.chunk,),
+            block_ids=self._blocks_of(resolve_block_ids(), audit.chunk),
+            redis_keys=frozenset(),
+            needs_redis=audit.needs_redis,
+            deadline_seconds=_DEADLINE_SECONDS,
+        )
+        kind = state.keys.identity.kind
+        self._open[job_id] = _OpenAudit(job, audit.subject, kind, self._round)
+        state.store.job_ids.add(job_id)
+        audit.drop()
+        return job
+
+    def drop(self, state: RequestState) -> None:
+        """The request will not compute the chunk: it ended, or was preempted."""
+        audit = state.audit
+        if audit.chunk is not None and audit.subject is not None:
+            self._end(audit.subject, is_answered=False)
+        audit.drop()
+
+    def forget(self) -> None:
+        """A reset: what is under way says nothing, and nothing is known of any root."""
+        self._round += 1
+        self._on_trial.clear()
+        self._sampler.forget()
+
+    def _blocks_of(self, block_ids: Sequence[Sequence[int]], chunk: int) -> BlockIds:
+        groups = []
+        for ids, size in zip(block_ids, self._settings.block_sizes, strict=True):
+            per_chunk = self._settings.chunk_size // size
+            groups.append(tuple(ids[chunk * per_chunk : (chunk + 1) * per_chunk]))
+        return tuple(groups)
+
+    # -- results -------------------------------------------------------------------------------
+
+    def ended(self, state: RequestState, job: AuditJob, results: Collection[JobResult]) -> Finding:
+        """All ranks have reported, or none was asked. Counts and logs what they found."""
+        state.store.job_ids.discard(job.job_id)
+        audit = self._open.pop(job.job_id)
+        subject, is_own = audit.subject, self._is_own(job, results)
+        verdict, error = self._judge(audit, results, is_own)
+        if audit.round == self._round:
+            is_answered = verdict is not Verdict.INCONCLUSIVE and is_own == subject.is_own
+            self._end(subject, is_answered=is_answered)
+        self._tally.count("audits", verdict.value)
+        if error is not None:
+            self._largest_error = max(self._largest_error, error.largest)
+            self._tally.set("audit_error", "last", value=error.largest)
+            self._tally.set("audit_error", "largest", value=self._largest_error)
+            self._log(audit, verdict, error, is_own)
+        return Finding(subject.root, verdict, subject.strict)
+
+    def _is_own(self, job: AuditJob, results: Collection[JobResult]) -> bool:
+        return job.keys[0] in self._own and not any(result.redis_bytes for result in results)
+
+    def _judge(
+        self, audit: _OpenAudit, results: Collection[JobResult], is_own: bool
+    ) -> tuple[Verdict, ChunkError | None]:
+        found = [result.differences for result in results]
+        if audit.round != self._round or not found or not all(found):
+            return Verdict.INCONCLUSIVE, None
+        error = combine(chain.from_iterable(found))
+        if audit.subject.strict:
+            return self._noise.judge_strictly(error), error
+        return self._noise.judge(error, is_own=is_own), error
+
+    def _end(self, subject: AuditSubject, *, is_answered: bool) -> None:
+        if subject.strict:
+            self._on_trial.discard(subject.root)
+        else:
+            self._sampler.end(subject, is_answered=is_answered)
+
+    def _log(self, audit: _OpenAudit, verdict: Verdict, error: ChunkError, is_own: bool) -> None:
+        num_samples = self._noise.num_samples
+        if verdict is not Verdict.MISMATCH:
+            logger.info(
+                "Audit of a %s request: %s, %s; noise samples: %d",
+                audit.kind, verdict.value, error, num_samples,
+            )  # fmt: skip
+        elif audit.subject.strict:
+            logger.warning(
+                "Audit after the reset: the weights of %s are not those from before it (%s request,"
+                " %s; noise samples: %d). This instance keeps keys of its own and shares KV with no"
+                " other; name the weights with weights_label to share them again.",
+                self._model, audit.kind, error, num_samples,
+            )  # fmt: skip
+        else:
+            logger.error(
+                "Audit: the KV stored for a %s request of %s is not what this instance computes: "
+                "%s; the limit is %.2g of the median, from %d noise samples. This instance shares "
+                "no KV under that root any more. Earlier hits may have been wrong: see "
+                "'An audit found a mismatch' in the troubleshooting guide.",
+                audit.kind, self._model, error, self._noise.limit(is_own=is_own), num_samples,
+            )  # fmt: skip

@@ -1,0 +1,47 @@
+"""Chunks that requests want and memory holds: Redis should hold them too.
+
+A chunk found in memory is not asked for in Redis, so nobody would notice that it is missing there.
+The workers are told of it now and then, and see to it; see `worker.reconciler`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from lmcache_connector.scheduler.chunk_index import ChunkIndex
+
+INTERVAL_SECONDS = 15.0
+"""A chunk is told of once in that time, however many requests want it."""
+_MAX_PER_STEP = 256
+_MAX_TRACKED = 1 << 16
+
+
+class WantedChunks:
+    """Remembers the chunks told of last. O(1) per chunk. ``clock`` returns seconds."""
+
+    def __init__(self, index: ChunkIndex, clock: Callable[[], float]) -> None:
+        self._index = index
+        self._clock = clock
+        self._told_at: OrderedDict[bytes, float] = OrderedDict()
+        self._news: list[bytes] = []
+
+    def sight(self, keys: Sequence[bytes]) -> None:
+        """A request has this prompt."""
+        now = self._clock()
+        for key, is_held in zip(keys, self._index.has_each(keys), strict=True):
+            if len(self._news) >= _MAX_PER_STEP:
+                return
+            if is_held and now - self._told_at.get(key, float("-inf")) >= INTERVAL_SECONDS:
+                self._told_at[key] = now
+                self._told_at.move_to_end(key)
+                self._news.append(key)
+        while len(self._told_at) > _MAX_TRACKED:
+            self._told_at.popitem(last=False)
+
+    def take(self) -> tuple[bytes, ...]:
+        """What there is to tell the workers, at most 256 chunks."""
+        if not self._news:
+            return ()
+        news, self._news = tuple(self._news), []
+        return news

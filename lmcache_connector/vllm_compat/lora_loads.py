@@ -1,0 +1,187 @@
+"""Sees what LoRA adapters vLLM loads: the one place that touches vLLM's loader.
+
+vLLM has no call that tells a connector of it, and its workers read an adapter's files at times of
+their own: when it is added, when a request first needs it, and again after they dropped it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.lora.utils import get_adapter_absolute_path
+
+from lmcache_connector.plans import LoadedAdapterList
+from lmcache_connector.requests.adapter_files import (
+    AdapterDigests,
+    AdapterStamp,
+    adapter_name,
+    adapter_stamp,
+)
+from lmcache_connector.requests.background_read import BackgroundReads, Reading
+
+if TYPE_CHECKING:
+    from vllm.config import LoRAConfig
+    from vllm.lora.request import LoRARequest
+
+logger = logging.getLogger(__name__)
+
+_LOAD = "_load_adapter"
+
+
+def adapter_folder(lora_path: str) -> Path | None:
+    """The folder vLLM reads for this path, without the network; ``None`` if there is none yet."""
+    if lora_path.startswith("~") or Path(lora_path).is_absolute() or Path(lora_path).exists():
+        return Path(get_adapter_absolute_path(lora_path))
+    if envs.VLLM_USE_MODELSCOPE:
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(lora_path, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """``stamp``: of the files before vLLM read them, if they were there."""
+
+    stamp: AdapterStamp | None
+    name: Reading[str]
+
+
+class LoraLoads:
+    """The LoRA adapters that one rank has in memory, known by the files they were read from.
+
+    Watches the loader of the engine with this ``lora_config`` until it is closed. An adapter whose
+    files changed while vLLM read them has no name. Runs on the engine's step thread; what was
+    loaded is digested on another.
+    """
+
+    def __init__(self, lora_config: LoRAConfig) -> None:
+        self._lora_config = lora_config
+        self._digests = AdapterDigests()
+        self._reads = BackgroundReads("lmc-loaded-adapters")
+        self._loaded: dict[int, _Loaded] = {}
+        self._manager: Any = None
+        self._question = 0
+        self._has_changed = False
+        self._stop = _watch(self._load)
+        self._is_watching = self._stop is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell that can be told."""
+        return self._has_changed and all(each.name.is_done for each in self._loaded.values())
+
+    def ask(self, question: int) -> None:
+        """Tell what is loaded, as the answer to that question."""
+        self._question = question
+        self._has_changed = True
+
+    def take(self) -> LoadedAdapterList | None:
+        """What is loaded, if that is news."""
+        if not self.has_news:
+            return None
+        self._has_changed = False
+        # What vLLM has dropped it will read again.
+        kept = self._manager.list_adapters() if self._manager is not None else ()
+        self._loaded = {number: each for number, each in self._loaded.items() if number in kept}
+        digests = tuple((number, each.name.value) for number, each in self._loaded.items())
+        return LoadedAdapterList(self._question, digests, self._is_watching)
+
+    def name_of(self, number: int) -> Reading[str] | None:
+        """The name, to be, of the adapter in memory under that number."""
+        loaded = self._loaded.get(number)
+        return loaded.name if loaded is not None else None
+
+    def close(self) -> None:
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+        self._reads.close()
+        self._manager = None
+
+    def _load(self, manager: Any, request: LoRARequest, load: Callable[[], Any]) -> Any:
+        """In place of the loader's own method."""
+        if manager.lora_config is not self._lora_config:
+            return load()
+        folder = Path(get_adapter_absolute_path(request.lora_path))
+        before = _stamp_or_none(folder)
+        adapter = load()
+        self._manager = manager
+        known = self._loaded.get(request.lora_int_id)
+        if known is None or before is None or not known.stamp == before == _stamp_or_none(folder):
+            name = self._reads.submit(lambda: self._read(folder, before, request.is_3d_lora_weight))
+            self._loaded[request.lora_int_id] = _Loaded(before, name)
+            self._has_changed = True
+        return adapter
+
+    def _read(self, folder: Path, stamp: AdapterStamp | None, is_3d: bool) -> str | None:
+        try:
+            return adapter_name(self._digests.digest(folder, stamp), is_3d) if stamp else None
+        except OSError as error:
+            logger.warning("What vLLM loaded from %s is not known: %s", folder, error)
+            return None
+
+
+def _stamp_or_none(folder: Path) -> AdapterStamp | None:
+    try:
+        return adapter_stamp(folder)
+    except OSError:  # vLLM says what is wrong with it
+        return None
+
+
+def _watch(
+    on_load: Callable[[Any, LoRARequest, Callable[[], Any]], Any],
+) -> Callable[[], None] | None:
+    """Call ``on_load(manager, request, load)`` wherever vLLM loads an adapter.
+
+    Returns what ends that; ``None`` if this vLLM has no such place.
+    """
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    original = vars(WorkerLoRAManager).get(_LOAD)
+    if original is None:
+        return None
+    is_over = False
+
+    @wraps(original)
+    def watched(manager: Any, request: LoRARequest) -> Any:
+        if is_over:
+            return original(manager, request)
+        return on_load(manager, request, lambda: original(manager, request))
+
+    def stop() -> None:
+        nonlocal is_over
+        is_over = True
+        if vars(WorkerLoRAManager).get(_LOAD) is watched:
+            setattr(WorkerLoRAManager, _LOAD, original)
+
+    setattr(WorkerLoRAManager, _LOAD, watched)
+    return stop
+
+
+class NoLoraLoads:
+    """For an engine without adapters."""
+
+    has_news = False
+
+    def ask(self, question: int) -> None:
+        """Nobody has a question."""
+
+    def take(self) -> None:
+        """There is nothing to tell."""
+
+    def name_of(self, number: int) -> None:
+        """Nothing is loaded."""
+
+    def close(self) -> None:
+        """Nothing is watched."""

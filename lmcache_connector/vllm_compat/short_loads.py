@@ -1,0 +1,37 @@
+"""Loads that brought less than vLLM was promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ShortLoad:
+    """Of the request's tokens, the KV of the first ``num_tokens`` is there, a multiple of the block
+    size."""
+
+    request: Request
+    num_tokens: int
+
+
+def compute_the_rest(load: ShortLoad, manager: KVCacheManager) -> None:
+    """Let vLLM compute what has not arrived. To be called before vLLM learns that the load is over.
+
+    This is what vLLM itself does with a failed load if ``kv_load_failure_policy`` is ``recompute``.
+    A chunk that is late or gone is no failure but a miss, and must not end a request under another
+    policy: that choice is the user's, for connectors whose KV nobody can recompute, and under
+    ``MultiConnector`` a connector has no say in it.
+    """
+    request = load.request
+    if request.is_finished():  # aborted; vLLM frees its blocks
+        return
+    request.num_computed_tokens = load.num_tokens
+    if load.num_tokens:
+        manager.record_blocks_for_zeroing(request.request_id, load.num_tokens)
+    else:
+        manager.free(request)

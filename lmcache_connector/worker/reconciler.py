@@ -1,0 +1,148 @@
+"""Offers chunks to Redis again that memory holds and Redis lacks.
+
+A write can fail, or never be tried: another writer claimed the chunk and died, the server was away
+or full, the queue had no room. What was written can go: the server restarted, somebody purged it,
+it expired. As long as memory holds a chunk, no request would write it again. So what requests want
+(`want`) is offered once in a while, and what was not written (`ended`) again later. An offer is a
+write like any other: where the value exists, it costs a question, and renews its lifetime if that
+is configured.
+
+The rate is bounded, fresh writes go first, and one thread does it, off the engine's steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+_MAX_TRACKED = 1 << 16
+_TICK_SECONDS = 0.1
+_OFFERS_PER_TICK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds: how long what was found or written is taken for granted, and how long after a failed
+    write the next one is tried, doubled each time up to a limit."""
+
+    granted_seconds: float = 30.0
+    retry_seconds: float = 6.0
+    max_retry_seconds: float = 60.0
+
+
+class Offers:
+    """When which chunk is to be offered (pure). Not thread-safe; times are readings of one clock.
+
+    Chunks wanted or failed last are remembered, 65,536 of them.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        # When each chunk may be offered next, and how often it has failed in a row.
+        self._states: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        self._due: list[tuple[float, bytes]] = []
+
+    def want(self, key: bytes, now: float) -> None:
+        """A request wants the chunk."""
+        next_at, failures = self._states.get(key, (now, 0))
+        if next_at > now or failures:
+            return  # settled a moment ago, under way, or to be tried again anyway
+        self._put(key, now, 0, is_due=True)
+
+    def ended(self, key: bytes, stored: bool, now: float) -> None:
+        """A write of the chunk has ended, whoever asked for it."""
+        if stored:
+            self._put(key, now + self._pace.granted_seconds, 0, is_due=False)
+            return
+        failures = self._states.get(key, (now, 0))[1] + 1
+        seconds = min(self._pace.max_retry_seconds, self._pace.retry_seconds * 2 ** (failures - 1))
+        self._put(key, now + seconds, min(failures, 16), is_due=True)
+
+    def forget(self, key: bytes) -> None:
+        """Memory does not hold it any more."""
+        self._states.pop(key, None)
+
+    def take(self, now: float, limit: int) -> list[bytes]:
+        """The chunks to be offered now, at most so many. Each ends with `ended` or `forget`."""
+        taken: list[bytes] = []
+        while self._due and len(taken) < limit and self._due[0][0] <= now:
+            at, key = heapq.heappop(self._due)
+            state = self._states.get(key)
+            if state is not None and state[0] == at:  # else it was settled meanwhile, or forgotten
+                self._states[key] = (now + self._pace.max_retry_seconds, state[1])
+                taken.append(key)
+        return taken
+
+    def _put(self, key: bytes, at: float, failures: int, *, is_due: bool) -> None:
+        self._states[key] = (at, failures)
+        self._states.move_to_end(key)
+        if len(self._states) > _MAX_TRACKED:
+            self._states.popitem(last=False)
+        if is_due:
+            heapq.heappush(self._due, (at, key))
+            if len(self._due) > 2 * _MAX_TRACKED:
+                self._due = [d for d in self._due if self._states.get(d[1], (None,))[0] == d[0]]
+                heapq.heapify(self._due)
+
+
+class Reconciler:
+    """``offer(key)`` begins to write a chunk from memory; False if memory does not hold it. Its end
+    is told to `ended`. ``may_offer()``: whether there is room beside the fresh writes."""
+
+    def __init__(
+        self,
+        offer: Callable[[bytes], bool],
+        may_offer: Callable[[], bool],
+        pace: Pace,
+        clock: Callable[[], float],
+    ) -> None:
+        self._offer = offer
+        self._may_offer = may_offer
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._offers = Offers(pace)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lmc-reconcile", daemon=True)
+        self._thread.start()
+
+    def want(self, keys: Iterable[bytes]) -> None:
+        """Requests want these chunks, and memory holds them."""
+        now = self._clock()
+        with self._lock:
+            for key in keys:
+                self._offers.want(key, now)
+
+    def ended(self, key: bytes, stored: bool) -> None:
+        """A write of the chunk has ended. Thread-safe."""
+        with self._lock:
+            self._offers.ended(key, stored, self._clock())
+
+    def tick(self) -> None:
+        """Offer what is due, as much as may be at once."""
+        for _ in range(_OFFERS_PER_TICK):
+            if not self._may_offer():
+                return
+            with self._lock:
+                due = self._offers.take(self._clock(), 1)
+            if not due:
+                return
+            if not self._offer(due[0]):
+                with self._lock:
+                    self._offers.forget(due[0])
+
+    def close(self, seconds: float) -> None:
+        self._closed.set()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while not self._closed.wait(_TICK_SECONDS):
+            try:
+                self.tick()
+            except Exception:  # the next tick may fare better
+                logger.exception("offering chunks to redis again failed")

@@ -1,0 +1,1 @@
+"""One bounded conversation with a Redis server: address, protocol, connecting."""

@@ -1,0 +1,186 @@
+"""Each ACL line of docs/security.md, against each form of URL."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from tests.support import ROOT
+from tests.support.command_line import Cli
+from tests.support.redis.chunks import (
+    GEOMETRY,
+    chunk_data,
+    chunk_key,
+    config,
+    get_all,
+    open_tier,
+    put_all,
+)
+from tests.support.redis.server_groups import (
+    certificates,
+    running_cluster,
+    running_sentinels,
+    wait_until,
+)
+from tests.support.redis.servers import Server, redis_binary, running_server, valkey_binary
+
+VALUES_PER_CHUNK = 4
+PASSWORD = "pass-word"
+MEMORY = {"maxmemory": "512mb", "maxmemory-policy": "allkeys-lru"}
+VALKEY = valkey_binary() or "valkey-server"
+
+
+def documented(user: str) -> list[list[str]]:
+    """The rules of each line about ``user``."""
+    text = (ROOT / "docs" / "security.md").read_text()
+    lines = re.findall(rf"^ACL SETUSER {user} (.*)$", text, re.MULTILINE)
+    assert lines
+    return [line.replace("PASSWORD", PASSWORD).split() for line in lines]
+
+
+@dataclass
+class Guarded:
+    """Servers whose users have the documented rights. ``url`` has ``USER`` where the user goes."""
+
+    servers: list[Server]
+    url: str
+
+    def url_of(self, user: str) -> str:
+        return self.url.replace("USER", f"{user}:{PASSWORD}")
+
+    def allow(self, *, in_cluster: bool = False) -> None:
+        for server in self.servers:
+            with server.client() as client:
+                is_old = client.info("server")["redis_version"] < "7.2"
+                left_out = {"+client|no-touch"} if is_old else set()
+                left_out |= set() if in_cluster else {"+cluster|slots"}
+                for user in ("engine", "operator"):
+                    for rules in documented(user):
+                        if left_out.isdisjoint(rules):
+                            client.execute_command("ACL", "SETUSER", user, *rules)
+
+
+@contextmanager
+def one(form: Callable[[Server], str]) -> Iterator[Guarded]:
+    with running_server(VALKEY, MEMORY) as server:
+        guarded = Guarded([server], form(server))
+        guarded.allow()
+        yield guarded
+
+
+@contextmanager
+def tls() -> Iterator[Guarded]:
+    binary = redis_binary()
+    if binary is None:
+        pytest.skip("needs redis-server; .ci/run installs Debian's redis-server package")
+    with certificates() as pem:
+        files = {"cert": pem.certificate, "key": pem.key, "ca-cert": pem.ca}
+        settings = {f"tls-{name}-file": str(path) for name, path in files.items()}
+        settings |= {"port": "0", "tls-auth-clients": "no", **MEMORY}
+        with running_server(binary, settings, tls=pem) as server:
+            url = f"rediss://USER@127.0.0.1:{server.port}/1?ssl_ca_certs={pem.ca}"
+            guarded = Guarded([server], url)
+            guarded.allow()
+            yield guarded
+
+
+@contextmanager
+def cluster() -> Iterator[Guarded]:
+    with running_cluster(VALKEY) as group:
+        guarded = Guarded(group.masters, group.url.replace("//", "//USER@"))
+        guarded.allow(in_cluster=True)
+        for master in group.masters:
+            with master.client() as client:
+                client.config_set("maxmemory", "512mb", "maxmemory-policy", "allkeys-lru")
+        yield guarded
+
+
+@contextmanager
+def sentinels() -> Iterator[Guarded]:
+    with running_sentinels(VALKEY) as watched:
+        (finder,) = documented("finder")
+        for sentinel in watched.sentinels:
+            with sentinel.client() as client:
+                client.execute_command("ACL", "SETUSER", "finder", *finder)
+        login = f"?sentinel_username=finder&sentinel_password={PASSWORD}"
+        url = watched.url.replace("//", "//USER@") + "/2" + login
+        guarded = Guarded([watched.master], url)
+        with watched.master.client() as client:
+            client.config_set("maxmemory", "512mb", "maxmemory-policy", "allkeys-lru")
+        guarded.allow()
+        yield guarded
+
+
+FORMS = {
+    "redis": lambda: one(lambda s: f"redis://USER@127.0.0.1:{s.port}"),
+    "redis with db": lambda: one(lambda s: f"redis://USER@127.0.0.1:{s.port}/5"),
+    "unix": lambda: one(lambda s: f"unix://USER@{s.socket_path}"),
+    "unix with db": lambda: one(lambda s: f"unix://USER@{s.socket_path}?db=7"),
+    "rediss with db": tls,
+    "cluster": cluster,
+    "sentinel with db": sentinels,
+}
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=str)
+def guarded(request: pytest.FixtureRequest) -> Iterator[Guarded]:
+    with ExitStack() as stack:
+        yield stack.enter_context(FORMS[request.param]())
+
+
+def test_an_engines_rights_are_enough(guarded: Guarded) -> None:
+    """To write, look up, read, renew lifetimes, and remove what is damaged."""
+    url = guarded.url_of("engine")
+    lifetime = {"ttl_seconds": 600.0, "refresh_ttl": True, "claim_seconds": 0.001}
+    with open_tier(url, **lifetime) as tier:  # type: ignore[arg-type]
+        wait_until(lambda: put_all(tier, range(3)) == [True] * 3, "not writable")
+        assert put_all(tier, range(3)) == [True] * 3
+        assert get_all(tier, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)])
+        spoil(guarded, 1)
+        assert get_all(tier, range(3))[0][:2] == [True, False]
+        wait_until(lambda: found(url) == 1, "the damaged value was not removed")
+        assert put_all(tier, range(3)) == [True] * 3
+        assert found(url) == 3
+
+
+def test_an_operators_rights_are_enough(cli: Cli, guarded: Guarded) -> None:
+    url = guarded.url_of("operator")
+    with open_tier(guarded.url_of("engine"), claim_seconds=0.001) as tier:
+        wait_until(lambda: all(put_all(tier, range(3))), "not writable")
+    document = {
+        "kv_connector": "LMCacheTieredConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_gib": 0.1, "redis_url": url},
+    }
+    assert cli("check", json.dumps(document)).code == 0
+    (group,) = cli("ls", "--redis-url", url, "--json").document["groups"]
+    assert group["values"] == 3 * VALUES_PER_CHUNK
+    assert group["idle_seconds"][0] is not None
+    assert cli("verify", "--redis-url", url, "--json").document["ok"]
+    assert cli("inspect", chunk_key(1).hex(), "--redis-url", url).code == 0
+    purged = cli("purge", "--redis-url", url, "--all", "--yes", "--json").document
+    assert purged["removed_values"] == 3 * VALUES_PER_CHUNK
+
+
+def found(url: str) -> int:
+    lookup = RedisLookup(config(url), [GEOMETRY])
+    try:
+        return lookup.exists_prefix([chunk_key(i) for i in range(3)], time.monotonic() + 5.0)
+    finally:
+        lookup.close()
+
+
+def spoil(guarded: Guarded, index: int) -> None:
+    """Change one byte of a chunk."""
+    db = re.search(r"(?:/|db=)(\d)(?:\?|$)", guarded.url)
+    for server in guarded.servers:
+        with server.client(db=int(db[1]) if db else 0) as client:
+            for name in client.keys(f"lmc:*{chunk_key(index).hex()}*-*")[:1]:
+                client.setrange(name, 1000, b"\xff\x00\xff\x00")

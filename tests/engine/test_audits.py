@@ -1,0 +1,287 @@
+"""Audits and resets on real engines: what is right passes, what is wrong is found.
+
+Each case of wrong identity is made by taking the identity away: two models under one given name,
+images under a counter, adapters under their path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.asks import Ask, ask_all
+from tests.support.engines.audits import (
+    ROWS,
+    audits,
+    build_long_rope_model,
+    build_retrained_model,
+    name_adapters_alike,
+    name_images_by_counter,
+    retrain_rows,
+)
+from tests.support.engines.calls import check_integrity, reset_everything
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+
+NUM_TOKENS = 3 * CHUNK_SIZE + 40
+STRENGTH = 1.0
+
+
+@pytest.fixture(scope="module")
+def label(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "label"
+    path.write_text("as loaded")
+    return path
+
+
+@pytest.fixture(scope="module")
+def transfer(valkey: Server, label: Path) -> dict[str, Any]:
+    return kv_transfer(
+        audit_share=1.0,
+        redis_url=valkey.url,
+        lookup_deadline_seconds=10.0,
+        model_digest="one name for all",
+        weights_label=f"file:{label}",
+    )
+
+
+@pytest.fixture(scope="module")
+def one(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
+    with start(transfer, enable_lora=True, max_lora_rank=8, max_cpu_loras=4) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+@pytest.fixture(scope="module")
+def retrained(
+    start: StartInstance, transfer: dict[str, Any], tiny_model: Path, tmp_path_factory: Any
+) -> Iterator[VllmInstance]:
+    """The same name, other rows in the embedding."""
+    folder = tmp_path_factory.mktemp("models") / "retrained"
+    build_retrained_model(folder, tiny_model, STRENGTH)
+    with start(transfer, folder, enable_lora=True, max_lora_rank=8, max_cpu_loras=4) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> list[int]:
+    """With some of the retrained rows in every chunk."""
+    seed = sum(map(ord, request.node.name))
+    tokens = random_prompt(seed, NUM_TOKENS)
+    for at in range(0, NUM_TOKENS, 8):
+        tokens[at] = ROWS.start + (at // 8) % 64
+    return tokens
+
+
+def fresh(label: Path, *instances: VllmInstance) -> None:
+    """New keys for all: what other tests have stored and learnt is gone."""
+    label.write_text(f"{label.read_text()}'")
+    for instance in instances:
+        instance.call(reset_everything)
+
+
+def test_a_hit_is_computed_again_and_found_right(
+    one: VllmInstance, label: Path, prompt: list[int]
+) -> None:
+    fresh(label, one)
+    before = one.call(audits)
+    cold = one.serve(prompt)
+    one.reset_prefix_cache()
+    hit = one.serve(prompt)
+    assert hit.external_hit_tokens == 2 * CHUNK_SIZE  # of three chunks, the last is computed
+    assert hit.block_digests == cold.block_digests
+    assert changes(one, before) == {"match": 1}
+
+
+def changes(instance: VllmInstance, before: dict[str, float]) -> dict[str, float]:
+    after = instance.call(audits)
+    return {k: n - before.get(k, 0) for k, n in after.items() if n != before.get(k, 0)}
+
+
+def errors(instance: VllmInstance) -> list[str]:
+    return [line for line in instance.log.splitlines() if "Audit: the KV stored for" in line]
+
+
+def assert_found(instance: VllmInstance, before: dict[str, float], kind: str) -> None:
+    """One mismatch, and one line about it that says what kind of request it was."""
+    assert changes(instance, before).get("mismatch") == 1
+    assert f"for a {kind} request of" in errors(instance)[-1]
+
+
+def test_retrained_embedding_rows_under_one_name_are_found(
+    one: VllmInstance, retrained: VllmInstance, label: Path, prompt: list[int]
+) -> None:
+    fresh(label, one, retrained)
+    before = retrained.call(audits)
+    cold = one.serve(prompt)
+    one.call(wait_for_writes)
+    wrong = retrained.serve(prompt)
+    assert wrong.external_hit_tokens == 2 * CHUNK_SIZE  # the other model's KV
+    assert wrong.block_digests[0] == cold.block_digests[0]
+    assert_found(retrained, before, "plain")
+    # Sharing is over, for requests to come and both ways.
+    retrained.reset_prefix_cache()
+    right = retrained.serve(prompt)
+    assert right.external_hit_tokens == 0
+    assert right.block_digests[0] != cold.block_digests[0]
+    retrained.reset_prefix_cache()
+    again = retrained.serve(prompt)
+    assert again.external_hit_tokens > 0
+    assert again.block_digests == right.block_digests
+    assert retrained.call(audits)["mismatch"] == 1
+
+
+def test_an_adapter_retrained_under_its_path_is_found(
+    one: VllmInstance, label: Path, prompt: list[int], tmp_path: Path
+) -> None:
+    fresh(label, one)
+    one.call(name_adapters_alike)
+    before = one.call(audits)
+    asks = [
+        Ask(prompt, lora=(f"adapter {n}", 100 + n, str(build_adapter(tmp_path / str(n), n))))
+        for n in range(2)
+    ]
+    one.call(ask_all, asks[:1])
+    one.reset_prefix_cache()
+    assert one.call(ask_all, asks[1:]).loaded_tokens == 2 * CHUNK_SIZE
+    assert_found(one, before, "LoRA")
+    one.reset_prefix_cache()
+    assert one.call(ask_all, asks[1:]).loaded_tokens == 0
+    # The model without an adapter is another root.
+    one.call(ask_all, [Ask(prompt)])
+    one.reset_prefix_cache()
+    assert one.call(ask_all, [Ask(prompt)]).loaded_tokens > 0
+
+
+def test_an_image_under_a_counter_is_found(start: StartInstance, tmp_path: Path) -> None:
+    """The text after the image fits what was stored: only the image's own chunks tell."""
+    folder = build_seeing_model(tmp_path / "model")
+    with start(kv_transfer(audit_share=1.0), folder, max_model_len=2048) as seeing:
+        words = [max(3, token) for token in random_prompt(5, NUM_TOKENS)]
+        seeing.call(name_images_by_counter)
+        seeing.call(ask_all, [Ask(words, image=1)])
+        seeing.reset_prefix_cache()
+        before = seeing.call(audits)
+        same = seeing.call(ask_all, [Ask(words, image=1)])
+        assert same.loaded_tokens == CHUNK_SIZE  # 320 tokens of image end in the second chunk
+        assert changes(seeing, before) == {"match": 1}
+        seeing.reset_prefix_cache()
+        before = seeing.call(audits)
+        assert seeing.call(ask_all, [Ask(words, image=2)]).loaded_tokens == CHUNK_SIZE
+        assert_found(seeing, before, "image")
+        seeing.reset_prefix_cache()
+        assert seeing.call(ask_all, [Ask(words, image=2)]).loaded_tokens == 0
+
+
+@pytest.mark.soak
+def test_long_rope_factors_of_another_max_model_len_are_found(
+    start: StartInstance, transfer: dict[str, Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = build_long_rope_model(tmp_path / "model", tiny_model)
+    transfer = {
+        **transfer,
+        "kv_connector_extra_config": {
+            **transfer["kv_connector_extra_config"],
+            "namespace": "long-rope",
+            "weights_label": "x",
+        },
+    }
+    prompt = random_prompt(77, NUM_TOKENS)
+    with start(transfer, folder, max_model_len=1024) as short:
+        short.serve(prompt)
+        short.call(wait_for_writes)
+    with start(transfer, folder, max_model_len=4096) as long:
+        long.serve(prompt)
+        assert_found(long, {}, "plain")
+
+
+def wait_for_writes(probe: EngineProbe) -> None:
+    """Until Redis has everything."""
+    (seconds,) = probe.on_ranks(_drain_writes)
+    assert seconds is None
+
+
+def _drain_writes(worker: Any) -> None:
+    import time
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    tier = get_kv_transfer_group()._worker._tier
+    for _ in range(1000):
+        if not tier.stats().queued_bytes:
+            return
+        time.sleep(0.01)
+    raise RuntimeError("writes do not end")
+
+
+# -- resets ------------------------------------------------------------------------------------
+
+
+def test_after_a_reset_with_the_same_weights_one_audit_shares_again(
+    one: VllmInstance, label: Path, prompt: list[int]
+) -> None:
+    fresh(label, one)
+    cold = one.serve(prompt)
+    one.call(wait_for_writes)
+    before = one.call(audits)
+    one.call(reset_everything)
+    first = one.serve(prompt)
+    assert first.external_hit_tokens == 0
+    assert changes(one, before) == {"match": 1}
+    one.reset_prefix_cache()
+    second = one.serve(prompt)
+    assert second.external_hit_tokens == 2 * CHUNK_SIZE  # stored before the reset
+    assert second.block_digests == cold.block_digests
+
+
+@pytest.mark.parametrize("strength", [0.01, 1.0])
+def test_after_a_reset_with_other_weights_nothing_is_shared_again(
+    one: VllmInstance, label: Path, prompt: list[int], strength: float
+) -> None:
+    fresh(label, one)
+    cold = one.serve(prompt)
+    one.reset_prefix_cache()
+    one.serve(prompt)  # an audit of its own KV: noise
+    before = one.call(audits)
+    one.call(retrain_rows, strength)
+    try:
+        one.call(reset_everything)
+        other = one.serve(prompt)
+        assert other.external_hit_tokens == 0
+        assert other.block_digests[0] != cold.block_digests[0]
+        assert changes(one, before) == {"mismatch": 1}
+        one.reset_prefix_cache()
+        again = one.serve(prompt)  # by keys of its own
+        assert again.external_hit_tokens > 0
+        assert again.block_digests == other.block_digests
+    finally:
+        one.call(retrain_rows, 0.0)
+
+
+def test_instances_updated_alike_share_at_once_by_a_label(
+    one: VllmInstance, retrained: VllmInstance, label: Path, prompt: list[int]
+) -> None:
+    fresh(label, one, retrained)
+    old = one.serve(prompt)
+    one.call(retrain_rows, STRENGTH)  # as the other was saved
+    try:
+        fresh(label, one, retrained)
+        cold = one.serve(prompt)
+        assert cold.external_hit_tokens == 0
+        assert cold.block_digests[0] != old.block_digests[0]
+        one.call(wait_for_writes)
+        before = retrained.call(audits)
+        hit = retrained.serve(prompt)
+        assert hit.external_hit_tokens == 2 * CHUNK_SIZE
+        assert hit.block_digests == cold.block_digests
+        assert changes(retrained, before) == {"match": 1}
+    finally:
+        one.call(retrain_rows, 0.0)

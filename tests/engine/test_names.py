@@ -1,0 +1,204 @@
+"""Names that say nothing of what they name, on real engines: counters, clients' words, numbers.
+
+vLLM itself answers wrongly where a client gives two pictures one name, and where an adapter is
+trained again under its path. That is between the client and that instance. What must not happen is
+that such KV gets the name of what it is not, and is served to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.asks import Ask, Round, ask_all
+from tests.support.engines.calls import check_integrity
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import kv_transfer
+from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+
+FULL = 512
+
+
+@pytest.fixture(scope="module")
+def transfer(valkey: Server) -> dict[str, Any]:
+    return kv_transfer(redis_url=valkey.url, lookup_deadline_seconds=10.0)
+
+
+@pytest.fixture(scope="module")
+def seeing(
+    start: StartInstance, transfer: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[VllmInstance, VllmInstance]]:
+    """Two processes that call their pictures by a counter."""
+    settings = {
+        "folder": build_seeing_model(tmp_path_factory.mktemp("seeing")),
+        "max_model_len": 2048,
+        "mm_processor_cache_gb": 0,
+        "enable_prefix_caching": False,
+    }
+    with start(transfer, **settings) as one, start(transfer, **settings) as other:
+        yield one, other
+        one.call(check_integrity)
+        other.call(check_integrity)
+
+
+def words(seed: int) -> list[int]:
+    """300 tokens, none of which stands for a picture."""
+    return [max(3, token) for token in random_prompt(seed, 300)]
+
+
+def flush(probe: EngineProbe) -> None:
+    """Wait until everything stored is in Redis."""
+    assert probe.connector._config.redis_url is not None
+    for rank in probe.on_ranks(_writes_left):
+        assert rank == 0
+
+
+def _writes_left(worker: Any) -> int:
+    import time
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    tier = get_kv_transfer_group()._worker._tier
+    for _ in range(500):
+        if not (left := tier.stats().queued_bytes):
+            return 0
+        time.sleep(0.02)
+    return int(left)
+
+
+def served(instance: VllmInstance, ask: Ask) -> Round:
+    answer: Round = instance.call(ask_all, [ask])
+    instance.call(flush)
+    return answer
+
+
+def blocks(answer: Round) -> tuple[str, ...]:
+    return answer.answers[0].blocks
+
+
+def test_pictures_that_are_only_counted(seeing: tuple[VllmInstance, VllmInstance]) -> None:
+    """Each process calls its first picture by the same name."""
+    one, other = seeing
+    ask = Ask(words(1), image=1)
+    cold = served(one, ask)
+    assert cold.loaded_tokens == 0
+    different = served(other, replace(ask, image=2))
+    assert different.loaded_tokens == 0
+    assert blocks(different)[0] != blocks(cold)[0]
+    same = served(other, ask)
+    assert same.loaded_tokens == FULL
+    assert blocks(same)[:4] == blocks(cold)[:4]
+
+
+def test_pictures_that_clients_give_one_name(seeing: tuple[VllmInstance, VllmInstance]) -> None:
+    one, other = seeing
+    ask = Ask(words(2), image=3, uuid="mine")
+    first = served(one, ask)
+    second = served(one, replace(ask, image=4))
+    assert second.loaded_tokens == 0, "it was never stored"
+    assert blocks(second) == blocks(first), "vLLM takes the one picture for the other"
+    # Not stored as the second picture's, neither here nor for others.
+    for uuid in ("mine", "yours", None):
+        right = served(other, replace(ask, image=4, uuid=uuid))
+        assert right.loaded_tokens == (0 if uuid == "mine" else FULL)
+        assert blocks(right)[0] != blocks(first)[0]
+    hit = served(other, replace(ask, uuid="mine"))
+    assert hit.loaded_tokens == FULL
+    assert blocks(hit)[:4] == blocks(first)[:4]
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapted(
+    start: StartInstance, transfer: dict[str, Any]
+) -> Iterator[tuple[VllmInstance, VllmInstance]]:
+    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 1}
+    with start(transfer, **settings) as one, start(transfer, **settings) as other:
+        yield one, other
+        one.call(check_integrity)
+        other.call(check_integrity)
+
+
+def adapter_ask(seed: int, path: Path, number: int, name: str = "mine") -> Ask:
+    return Ask(random_prompt(seed, 700), lora=(name, number, str(path)))
+
+
+def add_lora(probe: EngineProbe, name: str, number: int, path: str) -> None:
+    from vllm.lora.request import LoRARequest
+
+    assert probe.engine.add_lora(LoRARequest(name, number, path))
+
+
+def bypassed(instance: VllmInstance) -> int:
+    return int(instance.counts().total("bypassed_requests", "adapter"))
+
+
+def test_another_process_hits_an_adapter_with_its_first_request(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
+) -> None:
+    one, other = adapted
+    path = build_adapter(tmp_path / "a", 1)
+    cold = served(one, adapter_ask(1, path, 1))
+    assert cold.loaded_tokens == 0
+    hit = served(other, adapter_ask(1, path, 7, "another name"))
+    assert hit.loaded_tokens == FULL
+    assert blocks(hit)[:4] == blocks(cold)[:4]
+
+
+def test_an_adapter_overwritten_between_its_loading_and_its_first_request(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
+) -> None:
+    one, other = adapted
+    path = build_adapter(tmp_path / "a", 2)
+    one.call(add_lora, "mine", 20, str(path))
+    build_adapter(path, 3)
+    before = bypassed(one)
+    old = served(one, adapter_ask(2, path, 20))
+    assert old.loaded_tokens == 0
+    assert bypassed(one) == before + 1
+    new = served(other, adapter_ask(2, path, 21))
+    assert new.loaded_tokens == 0
+    assert blocks(new)[0] != blocks(old)[0]
+
+
+def test_an_adapter_trained_again_under_its_path(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
+) -> None:
+    """vLLM's own prefix cache knows adapters by name and path, whatever their number."""
+    one, other = adapted
+    path = build_adapter(tmp_path / "a", 4)
+    old = served(one, adapter_ask(3, path, 30))
+    build_adapter(path, 5)
+    mixed = served(one, adapter_ask(3, path, 31))
+    assert blocks(mixed)[0] == blocks(old)[0], "vLLM hits what the old weights computed"
+    new = served(other, adapter_ask(3, path, 32))
+    assert new.loaded_tokens == 0
+    assert blocks(new)[0] != blocks(old)[0]
+
+
+def test_an_adapter_that_vllm_reads_again_after_it_has_changed(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path
+) -> None:
+    """There is room for one: another one evicts it, and its next request reads the new files."""
+    one, other = adapted
+    path, crowd = build_adapter(tmp_path / "a", 6), build_adapter(tmp_path / "b", 7)
+    old = served(one, adapter_ask(4, path, 40))
+    served(one, adapter_ask(5, crowd, 41))
+    build_adapter(path, 8)
+    one.reset_prefix_cache()
+    served(one, adapter_ask(4, path, 40))  # bypasses, or finds it gone: in any case it is read
+    one.reset_prefix_cache()
+    new = served(one, adapter_ask(4, path, 40))
+    assert blocks(new)[0] != blocks(old)[0]
+    elsewhere = served(other, adapter_ask(4, path, 42))
+    assert elsewhere.loaded_tokens == FULL
+    assert blocks(elsewhere)[:4] == blocks(new)[:4]

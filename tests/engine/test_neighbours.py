@@ -1,0 +1,158 @@
+"""Beside vLLM: engines that nobody steps after ``generate()``, pauses, other connectors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.api_server import running_api
+from tests.support.engines.calls import check_integrity, chunk_keys, forget_unseen, worker_of
+from tests.support.engines.handover import Ask, ask
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.pauses import check_pauses
+from tests.support.engines.probe import EngineProbe, Served
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, together
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+from tests.support.redis.slow_proxy import SlowLink, SlowProxy
+from tests.support.redis.values import wait_for_chunks
+
+NUM_TOKENS = 1300
+FULL = NUM_TOKENS // CHUNK_SIZE * CHUNK_SIZE
+NUM_HEADS = 4
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def link() -> SlowLink:
+    return SlowLink()
+
+
+@pytest.fixture(scope="module")
+def slow_redis(valkey: Server, link: SlowLink) -> Iterator[SlowProxy]:
+    proxy = SlowProxy(valkey.port, link)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture(scope="module", params=["alone", "in MultiConnector"])
+def instance(
+    start: StartInstance, slow_redis: SlowProxy, request: pytest.FixtureRequest
+) -> Iterator[VllmInstance]:
+    """Scheduler and worker in one process. vLLM's policy for failed loads is its default."""
+    tiered = kv_transfer(redis_url=slow_redis.url, load_deadline_seconds=1.0)
+    transfer = tiered if request.param == "alone" else together(tiered)
+    with start(transfer) as instance:
+        instance.serve(random_prompt(0, 300))
+        yield instance
+        instance.call(at_rest)
+
+
+def at_rest(probe: EngineProbe) -> None:
+    probe.drain()
+    check_integrity(probe)
+
+
+@contextmanager
+def endless_stores(probe: EngineProbe) -> Iterator[threading.Event]:
+    """Every store runs until it is cancelled. The event: one has begun."""
+    engine, begun, over = worker_of(probe)._engine, threading.Event(), threading.Event()
+    store = engine.store
+
+    def endless(job: Any, fence: Any, cancelled: threading.Event, *more: Any) -> Any:
+        begun.set()
+        while not cancelled.wait(0.01) and not over.is_set():
+            pass
+        return store(job, fence, cancelled, *more)
+
+    engine.store = endless
+    try:
+        yield begun
+    finally:
+        over.set()
+        engine.store = store
+
+
+def generate(probe: EngineProbe, prompt: list[int]) -> tuple[int, ...]:
+    """As a user of the library does: no step follows."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    (output,) = probe._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
+    return tuple(output.outputs[0].token_ids)
+
+
+def reset_after_generate(probe: EngineProbe, prompt: list[int]) -> bool:
+    with endless_stores(probe) as begun:
+        generate(probe, prompt)
+        assert begun.wait(PATIENCE_SECONDS)
+        return bool(probe._llm.reset_prefix_cache())
+
+
+def sleep_after_generate(probe: EngineProbe, prompt: list[int]) -> int:
+    """Jobs that still run when vLLM takes the memory away."""
+    with endless_stores(probe) as begun:
+        generate(probe, prompt)
+        assert begun.wait(PATIENCE_SECONDS)
+        probe._llm.sleep(level=1)
+        left = int(worker_of(probe)._jobs.num_open)
+    probe._llm.wake_up()
+    return left
+
+
+def test_the_prefix_cache_is_reset_right_after_generate(instance: VllmInstance) -> None:
+    assert instance.call(reset_after_generate, random_prompt(1, NUM_TOKENS))
+    instance.call(at_rest)
+
+
+def test_the_engine_sleeps_right_after_generate(instance: VllmInstance) -> None:
+    """And no copy runs any more when it does."""
+    prompt = random_prompt(2, NUM_TOKENS)
+    assert instance.call(sleep_after_generate, prompt) == 0
+    again = instance.serve(prompt)
+    assert again.external_hit_tokens == 0
+    instance.reset_prefix_cache()
+    assert instance.serve(prompt).external_hit_tokens == FULL
+    instance.call(at_rest)
+
+
+def serve_from_redis_alone(probe: EngineProbe, prompt: list[int]) -> tuple[Served, str]:
+    forget_unseen(probe)
+    probe.serve([1] * 10)  # any step brings the news
+    answer = ask(probe, Ask("late", prompt))
+    return answer.served, answer.finish_reason
+
+
+def test_a_missed_deadline_fails_no_request(
+    instance: VllmInstance, link: SlowLink, valkey: Server
+) -> None:
+    """Whatever ``kv_load_failure_policy`` says: a late chunk is a miss, not a failed load."""
+    prompt = random_prompt(3, NUM_TOKENS)
+    cold = instance.serve(prompt)
+    wait_for_chunks(valkey, instance.call(chunk_keys, prompt), NUM_HEADS)
+    before = instance.counts()
+    link.set(bytes_per_second=100e3)
+    try:
+        served, finish_reason = instance.call(serve_from_redis_alone, prompt)
+    finally:
+        link.set()
+    after = instance.counts()
+    assert after.total("load_jobs") > before.total("load_jobs")
+    assert after.total("recomputed_tokens") > before.total("recomputed_tokens")
+    assert finish_reason == "length"
+    assert served.block_digests == cold.block_digests
+
+
+@pytest.mark.soak  # two ranks
+def test_two_ranks_pause_and_sleep_while_they_store(
+    tiny_model: Path, valkey: Server, tmp_path: Path
+) -> None:
+    transfer = kv_transfer(redis_url=valkey.url)
+    ranks = ("--tensor-parallel-size", "2")
+    with running_api(tiny_model, transfer, tmp_path / "log", *ranks) as api:
+        check_pauses(api)

@@ -1,0 +1,238 @@
+"""vLLM's own ``NixlConnector`` beside the tiered one, as disaggregated deployments run them.
+
+The prefill instance lists the tiered connector first. One decode instance lists it second, and has
+tiers of its own; the other lists it first, and shares Redis with the prefill instance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines.calls import check_integrity, chunk_keys, tiered_of
+from tests.support.engines.handover import Answer, Ask, add, ask, prefill
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.nixl_engines import needs_nixl, nixl_transfer, running_nixl
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, together
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+from tests.support.redis.values import wait_for_chunks
+
+pytestmark = needs_nixl
+NUM_TOKENS = 1300
+FULL = NUM_TOKENS // CHUNK_SIZE * CHUNK_SIZE
+NUM_HEADS = 4
+STEP_TOKENS = 512  # long prompts are computed in several steps
+PATIENCE_SECONDS = 20.0  # less than NIXL's lease of 30: what is let go was told to be
+_FOR_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+_seeds = count(1000)
+
+
+@dataclass(frozen=True)
+class Engines:
+    prefill: VllmInstance
+    decode: VllmInstance
+
+    def compute(self, prompt: list[int]) -> Answer:
+        """On the prefill instance, which keeps its blocks for the decode instance."""
+        answer: Answer = self.prefill.call(prefill, Ask(_name(), prompt, 1, dict(_FOR_DECODE)))
+        assert answer.params is not None
+        return answer
+
+    def fetch(self, prompt: list[int], cold: Answer) -> Answer:
+        """On the decode instance."""
+        answer: Answer = self.decode.call(ask, Ask(_name(), prompt, params=cold.params))
+        return answer
+
+    def rest(self) -> None:
+        """The decode instance tells the other what it needs no more."""
+        for instance in (self.decode, self.prefill):
+            instance.call(at_rest)
+
+
+@pytest.fixture(scope="module")
+def engines(
+    tiny_model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    transfers = [
+        together(kv_transfer(redis_url=valkey.url), nixl_transfer("kv_producer")),
+        together(nixl_transfer("kv_consumer"), kv_transfer()),
+    ]
+    folder = tmp_path_factory.mktemp("nixl")
+    with running_nixl(
+        tiny_model, folder, transfers, max_num_batched_tokens=STEP_TOKENS
+    ) as instances:
+        yield Engines(*instances)
+
+
+@pytest.fixture(scope="module")
+def tiers_first(
+    engines: Engines, tiny_model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    transfer = together(kv_transfer(redis_url=valkey.url), nixl_transfer("kv_consumer"))
+    folder = tmp_path_factory.mktemp("tiers-first")
+    with running_nixl(tiny_model, folder, [transfer], max_num_batched_tokens=STEP_TOKENS) as (
+        decode,
+    ):
+        yield Engines(engines.prefill, decode)
+
+
+def _name() -> str:
+    return f"request-{next(_seeds)}"
+
+
+def unseen_prompt(num_tokens: int = NUM_TOKENS) -> list[int]:
+    return random_prompt(next(_seeds), num_tokens)
+
+
+def at_rest(probe: EngineProbe) -> None:
+    """Nothing is held, after ``PATIENCE_SECONDS`` at most."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while probe.scheduler.has_requests():
+        assert time.monotonic() < until, f"held: {list(probe.scheduler.requests)}"
+        probe.engine.step()
+    check_integrity(probe)
+
+
+def forget(probe: EngineProbe) -> None:
+    """vLLM's own prefix cache."""
+    at_rest(probe)
+    probe.reset_prefix_cache()
+
+
+def set_lease(probe: EngineProbe, seconds: int) -> None:
+    """How long this prefill instance keeps KV that nobody fetches."""
+    nixl = probe.connector.sub_connectors[1]
+    nixl.connector_scheduler._kv_lease_duration = seconds
+
+
+def nixl_bytes(probe: EngineProbe) -> float:
+    """Fetched by this instance so far."""
+    from prometheus_client import REGISTRY
+
+    probe.serve([1] * 10)  # vLLM counts with the next step
+    return sum(
+        float(sample.value)
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "vllm:nixl_bytes_transferred_sum"
+    )
+
+
+def stored_tokens(probe: EngineProbe, prompt: list[int]) -> int:
+    """Of this prompt, in the CPU tier of this instance."""
+    index = tiered_of(probe.connector)._scheduler.index
+    return int(sum(index.has_each(chunk_keys(probe, prompt)))) * CHUNK_SIZE
+
+
+def abort_after(probe: EngineProbe, request: Ask, steps: int) -> str:
+    """Returns the request's status when it was aborted."""
+    add(probe, request)
+    for _ in range(steps):
+        probe.engine.step()
+    live = probe.scheduler.requests.items()
+    (found,) = (one for name, one in live if name.startswith(request.request_id))
+    status = str(found.status.name)
+    probe.engine.abort_request([request.request_id])
+    return status
+
+
+def check_aborts(engines: Engines) -> None:
+    """At the decode instance, at several points. vLLM counts a whole prompt as computed as soon as
+    it waits for its KV: what is stored then must be right all the same."""
+    seen = set()
+    for steps in (0, 1, 1, 2, 4):
+        prompt = unseen_prompt()
+        cold = engines.compute(prompt)
+        request = Ask(_name(), prompt, 8, cold.params)
+        seen.add(engines.decode.call(abort_after, request, steps))
+        engines.rest()
+        engines.decode.call(forget)
+        again = engines.decode.call(ask, Ask(_name(), prompt))
+        assert () != again.served.block_digests == cold.served.block_digests
+    assert seen == {"WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING"}
+
+
+def test_a_prompt_is_handed_over_by_nixl(engines: Engines) -> None:
+    """And not stored where it was not computed: nobody there has seen that it is what it says."""
+    prompt = unseen_prompt()
+    cold = engines.compute(prompt)
+    before = engines.decode.call(nixl_bytes)
+    served = engines.fetch(prompt, cold)
+    assert engines.decode.call(nixl_bytes) - before >= len(prompt) * 1024
+    assert () != served.served.block_digests == cold.served.block_digests
+    assert engines.decode.call(stored_tokens, prompt) == 0
+    engines.rest()
+
+
+def test_the_prefill_instance_hands_over_what_its_tiers_spare_it(engines: Engines) -> None:
+    prompt = unseen_prompt()
+    cold = engines.compute(prompt)
+    engines.fetch(prompt, cold)
+    for instance in (engines.decode, engines.prefill):
+        instance.call(forget)
+    again = engines.compute(prompt)
+    assert again.served.external_hit_tokens == FULL
+    before = engines.decode.call(nixl_bytes)
+    served = engines.fetch(prompt, again)
+    assert engines.decode.call(nixl_bytes) > before
+    assert () != served.served.block_digests == cold.served.block_digests
+    engines.rest()
+
+
+def test_aborts_at_the_decode_instance_leave_nothing_wrong(engines: Engines) -> None:
+    check_aborts(engines)
+
+
+def test_aborts_at_the_prefill_instance_leave_nothing_wrong(engines: Engines) -> None:
+    """Waiting, computed in part, and computed but not fetched: until its lease ends."""
+    for steps in (0, 1, 2, 3):
+        prompt = unseen_prompt()
+        engines.prefill.call(set_lease, 1)
+        request = Ask(_name(), prompt, 1, dict(_FOR_DECODE))
+        status = engines.prefill.call(abort_after, request, steps)
+        assert status == ("WAITING", "RUNNING", "RUNNING", "FINISHED_LENGTH_CAPPED")[steps]
+        engines.prefill.call(forget)
+        engines.prefill.call(set_lease, 30)
+        cold = engines.compute(prompt)
+        served = engines.fetch(prompt, cold)
+        assert served.served.block_digests == cold.served.block_digests
+        assert len(cold.served.block_digests) == NUM_TOKENS // BLOCK_SIZE
+        engines.rest()
+
+
+@pytest.mark.soak  # one more engine
+def test_tiers_first_spare_the_hand_over(tiers_first: Engines, valkey: Server) -> None:
+    """And the prefill instance is told that nobody will fetch it."""
+    prompt = unseen_prompt()
+    cold = tiers_first.compute(prompt)
+    wait_for_chunks(valkey, tiers_first.prefill.call(chunk_keys, prompt), NUM_HEADS)
+    before = tiers_first.decode.call(nixl_bytes)
+    served = tiers_first.fetch(prompt, cold)
+    assert served.served.external_hit_tokens == FULL
+    assert tiers_first.decode.call(nixl_bytes) == before
+    assert () != served.served.block_digests == cold.served.block_digests
+    tiers_first.rest()
+
+
+@pytest.mark.soak  # one more engine
+def test_tiers_first_what_is_in_none_comes_by_nixl(tiers_first: Engines) -> None:
+    prompt = unseen_prompt(CHUNK_SIZE - 1)
+    cold = tiers_first.compute(prompt)
+    before = tiers_first.decode.call(nixl_bytes)
+    served = tiers_first.fetch(prompt, cold)
+    assert served.served.external_hit_tokens == 0
+    assert tiers_first.decode.call(nixl_bytes) > before
+    assert () != served.served.block_digests == cold.served.block_digests
+    tiers_first.rest()
+
+
+@pytest.mark.soak  # one more engine
+def test_tiers_first_aborts_leave_nothing_wrong(tiers_first: Engines) -> None:
+    check_aborts(tiers_first)

@@ -1,0 +1,90 @@
+"""Every field of a vLLM request is in the key, makes it bypass, or is excused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+
+from lmcache_connector.requests.excuses import EXCUSED, KEYED, known_fields
+from lmcache_connector.requests.unknown_fields import UnknownFields, fixed_fields
+
+FIXED = [
+    LoRARequest,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    MultiModalFieldElem,
+    SamplingParams,
+    PoolingParams,
+]
+
+
+def request() -> Request:
+    return Request("r", [1, 2, 3], SamplingParams(max_tokens=1), None)
+
+
+@pytest.mark.parametrize("kind", FIXED, ids=lambda kind: kind.__name__)
+def test_every_field_of_a_part_is_known(kind: type) -> None:
+    """A new one: does it change the KV of given tokens? Key it or excuse it, with the reason."""
+    assert set(fixed_fields(kind)) == known_fields(kind.__name__)
+
+
+def test_every_field_of_a_request_is_known() -> None:
+    assert set(vars(request())) == known_fields("Request")
+
+
+def test_nothing_else_comes_with_a_request() -> None:
+    """What a client's side sends beyond the request's own fields."""
+    gone = {"external_req_id", "data_parallel_rank", "current_wave", "reasoning_ended"}
+    gone |= {"reasoning_parser_kwargs"}  # both become part of structured_output_request
+    sent = set(EngineCoreRequest.__struct_fields__)
+    assert sent - gone <= known_fields("Request")
+
+
+def test_no_field_is_both_and_every_reason_is_one() -> None:
+    assert KEYED.keys() == EXCUSED.keys()
+    for name, excuses in EXCUSED.items():
+        assert not KEYED[name] & excuses.keys()
+        assert all(len(reason) > 10 for reason in excuses.values())
+
+
+def test_a_field_of_a_newer_vllm_makes_its_users_stay_out(caplog: pytest.LogCaptureFixture) -> None:
+    unknown, plain, user = UnknownFields(), request(), request()
+    nothing: tuple[Any, ...] = (None, False, 0, "", [], {})
+    for unset in nothing:
+        plain.attention_sinks = unset
+        assert not unknown.are_used_in(plain)
+    user.attention_sinks = 4
+    assert unknown.are_used_in(user)
+    assert unknown.are_used_in(user)
+    assert caplog.text.count("Request.attention_sinks") == 1
+
+
+def test_a_field_of_a_newer_part_makes_its_users_stay_out() -> None:
+    class NewLoRARequest(LoRARequest):
+        scale: float = 0.0
+
+    @dataclasses.dataclass
+    class NewFeature(MultiModalFeatureSpec):
+        crop: int | None = None
+
+    assert isinstance(NewLoRARequest, msgspec.StructMeta)
+    unknown, user = UnknownFields(), request()
+    user.lora_request = NewLoRARequest("a", 1, "/a")
+    assert not unknown.are_used_in(user)
+    user.lora_request = NewLoRARequest("a", 1, "/a", scale=2.0)
+    assert unknown.are_used_in(user)
+    user = request()
+    feature = NewFeature(None, "image", "i", PlaceholderRange(0, 1))
+    user.mm_features = [feature]
+    assert not unknown.are_used_in(user)
+    feature.crop = 3
+    assert unknown.are_used_in(user)

@@ -1,0 +1,287 @@
+"""Who shares KV with whom, and who stays out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from lmcache_connector.keys.request_keys import RequestIdentity
+from lmcache_connector.plans import LoadedAdapterList
+from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.identifier import UNREAD, Bypass, RequestIdentifier
+from lmcache_connector.requests.loaded_adapters import LoadedAdapters
+
+
+def request(pooling: bool = False, request_id: str = "r", **more: Any) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=None if "prompt_embeds" in more else [1, 2, 3],
+        sampling_params=None if pooling else SamplingParams(max_tokens=1),
+        pooling_params=PoolingParams() if pooling else None,
+        **more,
+    )
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Identified:
+    """An identifier whose requests come one after the other."""
+
+    def __init__(self, require_cache_salt: bool = False, ranks: int = 1) -> None:
+        self.loaded = LoadedAdapters(ranks)
+        self.counts: Counter[str] = Counter()
+        self.clock = Clock()
+        self.identifier = RequestIdentifier(
+            require_cache_salt,
+            AdapterReader(loaded=self.loaded),
+            8,
+            lambda reason: self.counts.update([reason.value]),
+            self.clock,
+        )
+        self.on_ranks: list[dict[int, str | None]] = [{} for _ in range(ranks)]
+
+    def of(self, wanted: Request) -> RequestIdentity | Bypass:
+        found = self.identifier.identify(wanted)
+        for _ in range(2):
+            if found is UNREAD:
+                self.answer()
+                found = self.identifier.identify(wanted, 5.0)
+        assert found is not UNREAD
+        assert self.identifier.identify(wanted) == found
+        self.identifier.forget(wanted)
+        return found
+
+    def answer(self) -> None:
+        """All ranks list what they have."""
+        question = self.loaded.take_question()
+        for rank, adapters in enumerate(self.on_ranks):
+            self.loaded.update(rank, LoadedAdapterList(question, tuple(adapters.items())))
+
+    def lora(self, path: Path, name: str = "a", number: int = 1, **more: Any) -> str | None:
+        found = self.of(request(lora_request=LoRARequest(name, number, str(path), **more)))
+        return found.lora if isinstance(found, RequestIdentity) else None
+
+
+def adapter(folder: Path, seed: int = 0, rank: int = 4) -> Path:
+    folder.mkdir(exist_ok=True)
+    values = np.random.default_rng(seed).random((8, rank), dtype=np.float32)
+    save_file({"lora_A": values}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    return folder
+
+
+def picture(item: Any, name: str = "one", **position: Any) -> MultiModalFeatureSpec:
+    place = {"offset": 0, "length": 3} | position
+    return MultiModalFeatureSpec(item, "image", name, PlaceholderRange(**place), mm_hash=name)
+
+
+def test_a_plain_request_has_a_plain_identity() -> None:
+    found = Identified().of(request(cache_salt="s"))
+    assert isinstance(found, RequestIdentity)
+    assert found.root() == {"salt": "s", "lora": None, "epoch": ""}
+    assert not found.has_extras
+
+
+@pytest.mark.parametrize("salt", [None, ""])
+def test_where_salts_are_required_unsalted_requests_stay_out(salt: str | None) -> None:
+    identified = Identified(require_cache_salt=True)
+    assert identified.of(request(cache_salt=salt)) is Bypass.NO_SALT
+    assert isinstance(identified.of(request(cache_salt="s")), RequestIdentity)
+
+
+def test_pooling_requests_and_open_sessions_stay_out() -> None:
+    identified = Identified()
+    assert identified.of(request(pooling=True)) is Bypass.POOLING
+    assert identified.of(request(resumable=True)) is Bypass.SESSION
+    assert identified.counts == {"pooling": 1, "session": 1}, "each once, however often asked"
+
+
+# -- images and embeddings -------------------------------------------------------------------------
+
+
+def test_an_image_is_its_content_whatever_it_is_called() -> None:
+    identified = Identified()
+    one, two = MultiModalKwargsItem.dummy(8), MultiModalKwargsItem.dummy(8)
+    one["dummy"].data.fill_(1)
+    two["dummy"].data.fill_(2)
+
+    def extras(feature: MultiModalFeatureSpec) -> bytes:
+        found = identified.of(request(mm_features=[feature]))
+        assert isinstance(found, RequestIdentity)
+        return found.extras(0, 3)
+
+    same = MultiModalKwargsItem.dummy(8)
+    same["dummy"].data.fill_(1)
+    assert extras(picture(one)) == extras(picture(same, "another name"))
+    different = [
+        picture(one),
+        picture(two),
+        picture(one, length=2),
+        picture(one, offset=1),
+        picture(one, is_embed=torch.tensor([True, False, True])),
+        picture(one, is_embed=torch.tensor([True, True, False])),
+    ]
+    assert len(set(map(extras, different))) == len(different)
+
+
+def test_an_image_that_is_not_here_stays_out() -> None:
+    identified = Identified()
+    assert identified.of(request(mm_features=[picture(None)])) is Bypass.MULTIMODAL
+    assert identified.counts == {"multimodal": 1}
+
+
+def test_what_takes_too_long_stays_out(tmp_path: Path) -> None:
+    identified = Identified()
+    wanted = request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a"))))
+    assert identified.identifier.identify(wanted) is UNREAD
+    identified.clock.now = 9.9
+    assert identified.identifier.identify(wanted, 5.0) is UNREAD, "no rank has answered"
+    identified.clock.now = 10.0
+    assert identified.identifier.identify(wanted) is Bypass.ADAPTER
+
+
+def test_a_request_that_runs_before_it_is_known_stays_out() -> None:
+    identified = Identified()
+    wanted = request(mm_features=[picture(MultiModalKwargsItem.dummy(8))])
+    identified.identifier.identify(wanted)
+    identified.identifier.give_up("r")
+    assert identified.identifier.identify(wanted, 5.0) is Bypass.MULTIMODAL
+    identified.identifier.give_up("unheard of")
+
+
+def test_embeddings_count_by_chunk_and_so_does_where_they_stand() -> None:
+    embeds = torch.arange(64, dtype=torch.bfloat16).reshape(16, 4)
+    changed = embeds.clone()
+    changed[9] += 64
+    mask = [True] * 8 + [False] * 8
+
+    def extras(rows: torch.Tensor, is_token: list[bool] | None = None) -> list[bytes]:
+        found = Identified().of(request(prompt_embeds=rows, prompt_is_token_ids=is_token))
+        assert isinstance(found, RequestIdentity)
+        return [found.extras(0, 8), found.extras(8, 16)]
+
+    plain, other, masked = extras(embeds), extras(changed), extras(embeds, mask)
+    assert plain[0] == other[0]
+    assert plain[1] != other[1]
+    assert len({plain[0], masked[0], plain[1], masked[1]}) == 4
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_its_content_not_its_name(tmp_path: Path) -> None:
+    identified = Identified()
+    path = adapter(tmp_path / "a")
+    copy = tmp_path / "b"
+    shutil.copytree(path, copy)
+    assert identified.lora(path) == identified.lora(copy, name="other", number=7) is not None
+    assert identified.lora(path) != identified.lora(path, is_3d_lora_weight=True)
+
+
+def test_another_adapter_or_another_scaling_is_another_identity(tmp_path: Path) -> None:
+    identified = Identified()
+    path = adapter(tmp_path / "a")
+    scaled = tmp_path / "b"
+    shutil.copytree(path, scaled)
+    (scaled / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 64}))
+    other = adapter(tmp_path / "c", seed=1)
+    assert len(set(map(identified.lora, (path, scaled, other)))) == 3
+
+
+@pytest.mark.parametrize("lacks", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_that_cannot_be_read_stays_out(
+    tmp_path: Path, lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    identified = Identified()
+    path = adapter(tmp_path / "a")
+    (path / lacks).unlink()
+    assert identified.lora(path, name="mine") is None
+    assert "mine" in caplog.text
+    assert identified.lora(tmp_path / "nowhere") is None
+    assert identified.counts == {"adapter": 2}
+
+
+def test_an_adapter_stays_out_while_a_rank_has_loaded_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    identified = Identified(ranks=2)
+    path = adapter(tmp_path / "a")
+    name = identified.lora(path)
+    assert name is not None, "no rank has loaded it yet: it will read these files"
+    identified.on_ranks[0] = {1: name}
+    assert identified.lora(path) == name
+    for loaded in ("what was there before", None):
+        identified.on_ranks[1] = {1: loaded}
+        assert identified.lora(path) is None
+        assert identified.lora(path, number=2) == name
+        assert identified.lora(path, load_inplace=True) == name, "it is read again"
+    assert caplog.text.count("are not those vLLM has loaded") == 1
+    identified.on_ranks[1] = {1: name}
+    assert identified.lora(path) == name
+
+
+def test_an_adapter_is_looked_at_again_after_its_request_has_queued(tmp_path: Path) -> None:
+    identified = Identified()
+    path = adapter(tmp_path / "a")
+    waiting = request(lora_request=LoRARequest("a", 1, str(path)))
+    identifier = identified.identifier
+    assert identifier.identify(waiting) is UNREAD
+    identified.answer()
+    found = identifier.identify(waiting, 5.0)
+    assert isinstance(found, RequestIdentity)
+    shutil.rmtree(path)
+    adapter(path, seed=5)
+    assert identifier.is_current(waiting), "not yet"
+    identified.clock.now = 1.0
+    assert identifier.is_current(waiting, 5.0) is False
+    identified.clock.now = 2.0
+    assert identifier.is_current(waiting, 5.0) is False, "and so it stays"
+    shutil.rmtree(path)
+    adapter(path)
+    identified.clock.now = 3.0
+    assert identifier.is_current(waiting, 5.0) is True
+    identified.on_ranks[0] = {1: "another"}
+    identified.answer()
+    assert identifier.is_current(waiting, 5.0) is False
+
+
+def test_ranks_are_not_asked_again_about_an_adapter_they_have(tmp_path: Path) -> None:
+    identified = Identified()
+    path = adapter(tmp_path / "a")
+    identified.on_ranks[0] = {1: identified.lora(path)}
+    assert identified.lora(path) is not None
+    identified.loaded.take_question()
+    found = identified.identifier.identify(
+        request(lora_request=LoRARequest("a", 1, str(path))), 5.0
+    )
+    assert isinstance(found, RequestIdentity)
+    assert identified.loaded.take_question() == 0
+
+
+def test_where_loading_cannot_be_watched_adapters_stay_out(tmp_path: Path) -> None:
+    identified = Identified()
+    path = adapter(tmp_path / "a")
+    wanted = request(lora_request=LoRARequest("a", 1, str(path)))
+    assert identified.identifier.identify(wanted) is UNREAD
+    question = identified.loaded.take_question()
+    identified.loaded.update(0, LoadedAdapterList(question, is_watched=False))
+    assert identified.identifier.identify(wanted, 5.0) is Bypass.ADAPTER

@@ -1,0 +1,243 @@
+"""Audits under vLLM's real scheduler: what is chosen, computed, compared, and what follows.
+
+:mod:`tests.support.doubles.shadow_worker` checks every block access on the way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_connector.keys.request_keys import RequestIdentity
+from lmcache_connector.plans import AuditJob
+from tests.scheduler.test_adapter import Life, filled_engine, prompt
+from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_worker import BLOCK_SIZE, Faults
+
+CHUNK = 2 * BLOCK_SIZE
+ALL = Shape(audit_share=1.0, num_blocks=40)
+FIRST = Shape(audit_share=1e-9, num_blocks=40)
+
+
+def engine_of(model: Path, shape: Shape) -> ShadowEngine:
+    return ShadowEngine(model, shape, 0, Faults(slow=0.0))
+
+
+def serve(engine: ShadowEngine, tokens: list[int], salt: str | None = None) -> None:
+    """One request after vLLM has forgotten its own prefix cache."""
+    assert engine.scheduler.reset_prefix_cache()
+    request_id = engine.add(tokens, 1, salt)
+    engine.run_until_idle()
+    engine.check_answer(request_id)
+    engine.check_whole()
+
+
+def audits(engine: ShadowEngine) -> Mapping[str, float]:
+    return engine.adapter.tally.totals.by_label("audits")
+
+
+def loaded(engine: ShadowEngine) -> int:
+    return engine.ranks[0].num_loaded_chunks
+
+
+def audit_jobs(engine: ShadowEngine) -> list[AuditJob]:
+    return [job for plan in engine.plans for job in plan.stores if isinstance(job, AuditJob)]
+
+
+def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(model: Path) -> None:
+    engine, tokens = engine_of(model, FIRST), prompt(1, 3 * CHUNK + 5)
+    serve(engine, tokens)
+    serve(engine, tokens)
+    assert loaded(engine) == 2
+    (job,) = audit_jobs(engine)
+    assert job.chunk_indices == (2,)
+    assert audits(engine) == {"match": 1}
+    serve(engine, tokens)
+    assert loaded(engine) == 5  # the second hit is loaded whole
+
+
+def test_a_hit_of_one_chunk_becomes_none(model: Path) -> None:
+    engine, tokens = engine_of(model, FIRST), prompt(1, CHUNK + 5)
+    serve(engine, tokens)
+    serve(engine, tokens)
+    assert loaded(engine) == 0
+    assert audits(engine) == {"match": 1}
+
+
+def test_what_others_have_stored_is_audited_by_itself(model: Path) -> None:
+    """A chunk of its own says nothing about others', and is not compared with itself."""
+    shape = Shape(audit_share=1e-9, redis=True, num_blocks=40)
+    other, engine = engine_of(model, shape), engine_of(model, shape)
+    theirs, own = prompt(1, 3 * CHUNK + 5), prompt(2, 3 * CHUNK + 5)
+    serve(other, theirs)
+    engine.share_redis_of(other)
+    serve(engine, own)
+    serve(engine, own)
+    assert audits(engine) == {"match": 1}
+    before = engine.ranks[0].num_stored_chunks
+    serve(engine, theirs)
+    assert audits(engine) == {"match": 2}
+    job = audit_jobs(engine)[-1]
+    assert job.needs_redis
+    assert engine.ranks[0].num_stored_chunks == before, "the audited chunk is not stored"
+
+
+def test_salts_share_one_first_audit(model: Path) -> None:
+    engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
+    for salt in ("one", "two"):
+        serve(engine, tokens, salt)
+        serve(engine, tokens, salt)
+    assert audits(engine) == {"match": 1}
+
+
+def test_a_chunk_that_somebody_else_brings_meanwhile_is_not_audited(model: Path) -> None:
+    """vLLM's prefix cache has it by then: it would be compared with itself."""
+    engine, tokens = engine_of(model, FIRST), prompt(1, 3 * CHUNK + 5)
+    serve(engine, tokens)
+    assert engine.scheduler.reset_prefix_cache()
+    for _ in range(3):
+        engine.add(tokens, 1)
+    engine.run_until_idle()
+    engine.check_whole()
+    assert len(audit_jobs(engine)) <= 1
+    assert audits(engine).keys() <= {"match"}
+
+
+def test_a_mismatch_ends_sharing_for_that_root_alone(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
+    identify = engine.adapter._identify
+
+    def with_adapter(request: Any, epoch: str) -> RequestIdentity | None:
+        """A salt stands for an adapter."""
+        identity = identify(request, epoch)
+        return identity and replace(identity, cache_salt=None, lora=identity.cache_salt)
+
+    engine.adapter._identify = with_adapter
+    for salt in (None, "adapter"):
+        serve(engine, tokens, salt)
+    (_, last), _ = [job.keys for plan in engine.plans for job in plan.stores]
+    tier = engine.ranks[0].tier
+    tier[last] = tuple(cell + 1 for cell in tier[last])
+    serve(engine, tokens)
+    assert audits(engine) == {"mismatch": 1}
+    assert "stored for a plain request" in caplog.text
+    before = loaded(engine)
+    serve(engine, tokens)
+    assert loaded(engine) == before, "nothing was stored under its own keys yet"
+    serve(engine, tokens)
+    assert loaded(engine) == before + 2
+    serve(engine, tokens, "adapter")
+    assert loaded(engine) == before + 3, "another root goes on"
+    assert audits(engine) == {"mismatch": 1, "match": 1}
+
+
+def test_what_the_tier_has_lost_is_no_answer(model: Path) -> None:
+    engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
+    serve(engine, tokens)
+    engine.ranks[0].tier.popitem()  # without an event: the last chunk
+    serve(engine, tokens)
+    assert audits(engine) == {"inconclusive": 1}
+
+
+def test_no_share_is_no_audit(model: Path) -> None:
+    engine, tokens = engine_of(model, Shape(num_blocks=40)), prompt(1, 2 * CHUNK + 5)
+    serve(engine, tokens)
+    serve(engine, tokens)
+    assert loaded(engine) == 2
+    assert not audit_jobs(engine)
+
+
+# -- resets ------------------------------------------------------------------------------------
+
+
+def test_unchanged_weights_share_again_after_one_audit(model: Path) -> None:
+    engine, tokens = engine_of(model, FIRST), prompt(1, 3 * CHUNK + 5)
+    serve(engine, tokens)
+    assert engine.reset(new_weights=False)
+    serve(engine, tokens)
+    assert loaded(engine) == 0
+    assert audits(engine) == {"match": 1}
+    serve(engine, tokens)  # the first hit since is audited again
+    assert loaded(engine) == 2
+
+
+def test_changed_weights_never_share_again(model: Path) -> None:
+    engine, tokens = engine_of(model, FIRST), prompt(1, 3 * CHUNK + 5)
+    serve(engine, tokens)
+    assert engine.reset()
+    serve(engine, tokens)
+    assert audits(engine) == {"mismatch": 1}
+    before = loaded(engine)
+    serve(engine, tokens)
+    assert loaded(engine) > before, "its own KV, by keys of its own"
+    assert audits(engine)["mismatch"] == 1
+
+
+def test_a_producer_finds_out_although_it_never_loads(model: Path) -> None:
+    shape = Shape(audit_share=1e-9, role="kv_producer", num_blocks=40)
+    engine, tokens = engine_of(model, shape), prompt(1, 2 * CHUNK + 5)
+    serve(engine, tokens)
+    as_loaded = next(job.keys for plan in engine.plans for job in plan.stores)
+    assert engine.reset(new_weights=False)
+    serve(engine, tokens)
+    assert audits(engine) == {"match": 1}
+    engine.ranks[0].evict(99)
+    serve(engine, prompt(2, CHUNK))  # the eviction is reported on the way
+    serve(engine, tokens)
+    assert [job.keys for plan in engine.plans for job in plan.stores][-1] == as_loaded
+
+
+def test_an_audit_under_way_during_a_reset_says_nothing(model: Path) -> None:
+    faults = Faults(slow=0.0)
+    engine = ShadowEngine(model, FIRST, 0, faults)
+    tokens = prompt(1, CHUNK + 5)
+    serve(engine, tokens)
+    assert engine.scheduler.reset_prefix_cache()
+    faults.stuck = True
+    engine.add(tokens, 1)
+    engine.step()
+    assert engine.adapter._auditor.num_open == 1
+    assert engine.reset(new_weights=False)
+    faults.stuck = False
+    engine.run_until_idle()
+    assert audits(engine) == {"inconclusive": 1}
+    engine.check_whole()
+
+
+SHAPES = {
+    "plain": ALL,
+    "async, redis": Shape(audit_share=0.5, depth=3, redis=True),
+    "two ranks, async": Shape(audit_share=0.5, world_size=2, depth=2),
+    "no prefix caching": Shape(audit_share=0.5, prefix_caching=False, redis=True),
+    "consumer": Shape(audit_share=0.5, role="kv_consumer", redis=True),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SHAPES)
+def test_random_lives_with_audits(model: Path, name: str, seed: int) -> None:
+    """No right KV is called wrong; the weights change with about half of the resets."""
+    faults = Faults(failed_load=0.2 * (seed % 2), slow=[0.0, 0.5, 0.9][seed])
+    engine = ShadowEngine(model, SHAPES[name], seed, faults)
+    if engine.shape.role == "kv_consumer":
+        engine.share_redis_of(filled_engine(model, seed))
+    life, chance = Life(engine, random.Random(seed)), random.Random(seed + 1)
+    new_weights = 0
+    for _ in range(250):
+        if chance.random() < 0.02 and engine.shape.role != "kv_consumer":
+            changes = chance.random() < 0.5
+            new_weights += changes
+            engine.reset(preempt=chance.random() < 0.5, new_weights=changes)
+        else:
+            life.act()
+    life.end()
+    found = audits(engine)
+    assert sum(found.values()) > 0
+    assert found.get("mismatch", 0) <= engine.num_resets + new_weights

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from lmcache_connector.plans import CacheEvent
+from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.scheduler.wanted_chunks import INTERVAL_SECONDS, WantedChunks
+
+KEYS = [i.to_bytes(32, "big") for i in range(600)]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def index_of(keys: list[bytes]) -> ChunkIndex:
+    index = ChunkIndex(1)
+    index.apply(0, [CacheEvent(key, admitted=True) for key in keys])
+    return index
+
+
+def test_chunks_in_memory_are_told_of_once_in_a_while() -> None:
+    clock = Clock()
+    wanted = WantedChunks(index_of(KEYS[:3]), clock)
+    wanted.sight(KEYS[:5])
+    assert wanted.take() == tuple(KEYS[:3])
+    wanted.sight(KEYS[:5])
+    assert wanted.take() == ()
+    clock.now += INTERVAL_SECONDS
+    wanted.sight(KEYS[1:5])
+    assert wanted.take() == tuple(KEYS[1:3])
+
+
+def test_a_plan_tells_of_a_bounded_number() -> None:
+    wanted = WantedChunks(index_of(KEYS), Clock())
+    wanted.sight(KEYS)
+    first = wanted.take()
+    assert first == tuple(KEYS[:256])
+    wanted.sight(KEYS)
+    assert wanted.take() == tuple(KEYS[256:512]), "the next request goes on where it ended"

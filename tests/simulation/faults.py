@@ -1,0 +1,313 @@
+"""What can go wrong, as small public classes: each begins, lasts, and ends.
+
+A fault is aimed at one server of a :class:`Deployment` and changes what the model of that server,
+or the path to it, does. ``end`` puts back what can be put back; what was lost or damaged stays so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from tests.simulation.kernel import Kernel
+from tests.simulation.network import Network
+from tests.simulation.redis_model import Cluster, Entry, RedisModel
+
+
+@dataclass(eq=False)
+class Deployment:
+    """The servers of one world. ``url`` is what instances are configured with. ``damaged`` holds
+    values that a fault has put there, by name."""
+
+    kernel: Kernel
+    network: Network
+    servers: list[RedisModel]
+    url: str
+    cluster: Cluster | None = None
+    damaged: dict[bytes, bytes] = field(default_factory=dict)
+
+    @property
+    def chance(self) -> random.Random:
+        return self.kernel.chance
+
+
+class Fault(Protocol):
+    """``server`` is the one it is aimed at."""
+
+    def begin(self, world: Deployment, server: RedisModel) -> None: ...
+
+    def end(self, world: Deployment, server: RedisModel) -> None: ...
+
+
+class _PathFault:
+    """Changes the path to a server, and puts it back."""
+
+    changes: dict[str, float | bool]
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        path = world.network.paths[server.address]
+        world.network.paths[server.address] = replace(path, **self.changes)  # type: ignore[arg-type]
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        path = world.network.paths[server.address]
+        usual = type(path)()
+        before = {name: getattr(usual, name) for name in self.changes}
+        world.network.paths[server.address] = replace(path, **before)
+
+
+class SlowPath(_PathFault):
+    """Far away, and narrow."""
+
+    def __init__(self, latency_seconds: float = 0.15, bytes_per_second: float = 2e5) -> None:
+        self.changes = {"latency_seconds": latency_seconds, "bytes_per_second": bytes_per_second}
+
+
+class Trickle(_PathFault):
+    """Bytes come a few at a time."""
+
+    def __init__(self) -> None:
+        self.changes = {"segment_bytes": 7, "bytes_per_second": 2e3}
+
+
+class ReorderingPath(_PathFault):
+    """What is sent on one connection passes what was sent earlier on another."""
+
+    def __init__(self, jitter_seconds: float = 0.05) -> None:
+        self.changes = {"jitter_seconds": jitter_seconds}
+
+
+class LossyPath(_PathFault):
+    """Connections break, now and then, in the middle of a message."""
+
+    def __init__(self, reset_chance: float = 0.1) -> None:
+        self.changes = {"reset_chance": reset_chance}
+
+
+class CutPath(_PathFault):
+    """Nothing arrives, and nobody is told."""
+
+    def __init__(self) -> None:
+        self.changes = {"is_cut": True}
+
+
+class RefusingPort(_PathFault):
+    """Nobody new can connect; what is connected goes on."""
+
+    def __init__(self) -> None:
+        self.changes = {"refuses": True}
+
+
+class SlowServer:
+    """Each command takes long."""
+
+    def __init__(self, seconds_per_command: float = 0.03) -> None:
+        self._seconds = seconds_per_command
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        server.seconds_per_command = self._seconds
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        server.seconds_per_command = 5e-6
+
+
+class FrozenServer:
+    """It accepts and reads, and does not answer until it thaws."""
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        server.is_frozen = True
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        server.thaw()
+
+
+class DyingServer:
+    """It ends, and starts again later, with its data or without."""
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        server.stop(keep_data=world.chance.random() < 0.5)
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        server.start()
+
+
+class LoadingServer:
+    """It answers that it is not ready yet."""
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        server.is_loading = True
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        server.is_loading = False
+
+
+class RefusingServer:
+    """It answers every write with an error."""
+
+    errors = (
+        b"-OOM command not allowed when used memory > 'maxmemory'.\r\n",
+        b"-READONLY You can't write against a read only replica.\r\n",
+        b"-NOPERM this user has no permissions to run the command\r\n",
+        b"-MISCONF Redis is configured to save RDB snapshots, but cannot.\r\n",
+        b"-ERR something odd\r\n",
+    )
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        server.refusal = world.chance.choice(self.errors)
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        server.refusal = None
+
+
+class ForgetfulServer:
+    """It loses some values, or all."""
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        share = world.chance.choice([0.2, 0.5, 1.0])
+        for name in server.names():
+            if world.chance.random() < share:
+                del server.entries[name]
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        """Nothing comes back."""
+
+
+class DamagedValues:
+    """Values change at rest: a byte flips, the end is missing, another type, another's value."""
+
+    def __init__(self, share: float = 0.3) -> None:
+        self._share = share
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        names = [n for n in server.names() if b":claim:" not in n and b"-" in n]
+        for name in names:
+            if world.chance.random() < self._share:
+                self._damage(world, server, name, names)
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        """Nobody repairs them but the product."""
+
+    def _damage(
+        self, world: Deployment, server: RedisModel, name: bytes, names: Sequence[bytes]
+    ) -> None:
+        chance, entry = world.chance, server.entries[name]
+        value = bytearray(entry.value)
+        kind = b"string"
+        match chance.randrange(5):
+            case 0 if value:
+                value[chance.randrange(len(value))] ^= 1 << chance.randrange(8)
+            case 1 if value:
+                del value[chance.randrange(len(value)) :]
+            case 2:
+                value += b"more"
+            case 3:
+                kind = b"list"
+            case _:
+                value = bytearray(server.entries[chance.choice(names)].value)
+        world.damaged[name] = bytes(value)
+        server.entries[name] = Entry(bytes(value), kind, entry.expires_at)
+
+
+class LyingServer:
+    """Now and then it answers with something else."""
+
+    def __init__(self, lie_chance: float = 0.05) -> None:
+        self._lie_chance = lie_chance
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        chance = world.chance
+
+        def tamper(command: Sequence[bytes], reply: bytes) -> bytes:
+            if chance.random() >= self._lie_chance:
+                return reply
+            match chance.randrange(8):
+                case 0:
+                    return b"-ERR lies\r\n"
+                case 1:
+                    return b":%d\r\n" % chance.choice([-1, 0, 1, 7, 10**30])
+                case 2:
+                    return b"$%d\r\n" % 10**12
+                case 3:
+                    return b"$-1\r\n"
+                case 4:
+                    return reply + reply
+                case 5:
+                    return b""
+                case 6:
+                    return chance.randbytes(chance.randrange(1, 60))
+                case _:
+                    at = chance.randrange(len(reply))
+                    return reply[:at] + bytes([reply[at] ^ 1]) + reply[at + 1 :]
+
+        server.tamper = tamper
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        server.tamper = None
+        # Its connections may be out of step for good, and nobody could tell from outside.
+
+
+class MovingSlots:
+    """Slots go to other nodes of the cluster, some while they are in use, some to nobody."""
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        cluster = world.cluster
+        if cluster is None:
+            return
+        chance = world.chance
+        for slot in chance.sample(range(16384), 6000):
+            target = chance.choice(cluster.servers)
+            if cluster.owners.get(slot) is target or slot not in cluster.owners:
+                continue
+            if chance.random() < 0.5:
+                cluster.migrating[slot] = target
+            else:
+                cluster.assign(slot, target)
+        cluster.move_keys()
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        cluster = world.cluster
+        if cluster is not None:
+            for slot, target in list(cluster.migrating.items()):
+                cluster.assign(slot, target)
+            cluster.migrating.clear()
+            cluster.move_keys()
+
+
+class OrphanedSlots:
+    """Nobody serves the slots of a node for a while, as in a cluster that has lost it."""
+
+    def __init__(self) -> None:
+        self._slots: list[int] = []
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        if world.cluster is not None:
+            owners = world.cluster.owners
+            self._slots = [slot for slot, owner in owners.items() if owner is server]
+            for slot in self._slots:
+                world.cluster.assign(slot, None)
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        for slot in self._slots:
+            assert world.cluster is not None
+            world.cluster.assign(slot, server)
+
+
+ALL: tuple[type[Fault], ...] = (
+    SlowPath,
+    Trickle,
+    ReorderingPath,
+    LossyPath,
+    CutPath,
+    RefusingPort,
+    SlowServer,
+    FrozenServer,
+    DyingServer,
+    LoadingServer,
+    RefusingServer,
+    ForgetfulServer,
+    DamagedValues,
+    LyingServer,
+    MovingSlots,
+    OrphanedSlots,
+)

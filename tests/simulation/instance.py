@@ -1,0 +1,542 @@
+"""One vLLM instance without a model: vLLM's real scheduler, our real connector on both sides.
+
+The forward pass is a wait and a write to checked memory (`kv_memory`). Everything else that a step
+does is what vLLM does: its scheduler plans, each rank's worker side gets the plan, and what they
+report goes back into the scheduler.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from lmcache_connector.connector import LMCacheTieredConnector
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
+from tests.simulation import stdlib
+from tests.simulation.kernel import Kernel, Process, SimulationFailure
+from tests.simulation.kv_memory import KVMemory, next_cell
+
+BLOCK_SIZE, CHUNK_SIZE = 16, 32
+NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 2, 32
+WIDTH = 2 * HEAD_SIZE * 2  # bytes of K and V, one token and head, bfloat16
+VOCABULARY = 61
+STOP_TOKEN = 7
+MAX_MODEL_LEN = 512
+# What a call of the connector may take of an engine step.
+_MAX_CALL_SECONDS = 0.1
+# From a load's deadline to the report: steps under way, and a look every 5 ms.
+_REPORT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one instance. ``depth``: steps scheduled ahead. Sizes in blocks and chunks, times in
+    seconds. ``settings``: ``kv_connector_extra_config``."""
+
+    world_size: int = 1
+    depth: int = 1
+    num_blocks: int = 40
+    cpu_chunks: int = 24
+    max_batched_tokens: int = 64
+    token_seconds: float = 0.0005
+    step_seconds: float = 0.004
+    copy_seconds: float = 0.0005
+    role: str = "kv_both"
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def cpu_gib(self) -> float:
+        chunk = CHUNK_SIZE * NUM_LAYERS * (NUM_HEADS // self.world_size) * WIDTH
+        return self.cpu_chunks * chunk / 2**30
+
+
+@dataclass
+class Asked:
+    """A request, as its client sees it. ``tokens`` grows by what was answered."""
+
+    request: Request
+    asked_at: float
+    ended: stdlib.Event
+    wants_abort: bool = False
+
+
+@dataclass
+class _Loading:
+    job: LoadJob
+    planned_at: float
+    results: list[JobResult] = field(default_factory=list)
+
+
+class Instance:
+    """Runs in ``process``. ``names(key, cells)`` is told what each chunk key must hold."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        process: Process,
+        model: Path,
+        shape: Shape,
+        redis_url: str,
+        names: Callable[[bytes, tuple[int, ...]], None],
+    ) -> None:
+        self.kernel = kernel
+        self.process = process
+        self.shape = shape
+        self.is_up = False
+        self.is_down = False
+        self.num_redis_hits = 0
+        self.num_cpu_hits = 0
+        self.num_failed_loads = 0
+        self._model, self._redis_url, self._names = model, redis_url, names
+        self._inbox: deque[Asked] = deque()
+        self._asked: dict[str, Asked] = {}
+        self._changed = stdlib.Event()
+        self._stopping = False
+        self._wants_eviction = False
+        self._queue: deque[tuple[SchedulerOutput, _Step]] = deque()
+        self._streams: dict[str, list[int]] = {}
+        self._cells: dict[str, list[int]] = {}
+        self._loading: dict[int, _Loading] = {}
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        kernel.spawn(process, self._run, "engine")
+
+    # -- for clients, on any process -------------------------------------------------------------
+
+    def ask(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> Asked:
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN], ignore_eos=True
+            ),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        asked = Asked(request, self.kernel.now, stdlib.Event())
+        self._inbox.append(asked)
+        self._changed.set()
+        return asked
+
+    def abort(self, asked: Asked) -> None:
+        asked.wants_abort = True
+        self._changed.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._changed.set()
+
+    def evict_all(self) -> None:
+        """Soon: forget what memory holds, in vLLM and in the CPU tier."""
+        self._wants_eviction = True
+        self._changed.set()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_up and not self._asked and not self._inbox
+
+    # -- the engine's loop -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._start()
+        self.is_up = True
+        while not self._stopping:
+            self._changed.clear()
+            self._take_requests()
+            self._take_aborts()
+            if self._wants_eviction:
+                self._evict()
+            if self._scheduler.has_requests() or self._queue:
+                self._step()
+            else:
+                self._changed.wait()
+        self._shut_down()
+        self.is_down = True
+
+    def _start(self) -> None:
+        shape = self.shape
+        config = _vllm_config(self._model, shape.world_size, shape.depth, shape.max_batched_tokens)
+        self._scheduler = _scheduler(config, self._transfer(), shape)
+        self._ranks = [
+            _Rank(self.kernel, config, self._transfer(), shape, rank)
+            for rank in range(shape.world_size)
+        ]
+        metadata = {
+            (0, rank.rank): found
+            for rank in self._ranks
+            if (found := rank.connector.get_handshake_metadata()) is not None
+        }
+        if metadata:
+            self._scheduler.connector.set_xfer_handshake_metadata_pp_aware(metadata)
+        self._aggregator = KVOutputAggregator(shape.world_size)
+
+    def _transfer(self) -> KVTransferConfig:
+        return KVTransferConfig(
+            kv_connector="LMCacheTieredConnector",
+            kv_connector_module_path="lmcache_connector",
+            kv_role=self.shape.role,
+            kv_connector_extra_config={
+                "chunk_size": CHUNK_SIZE,
+                "redis_url": self._redis_url,
+                "cpu_gib": self.shape.cpu_gib,
+                "self_test": False,
+                "model_digest": "simulated",
+                "shutdown_seconds": 1.0,
+                **self.shape.settings,
+            },
+        )
+
+    def _shut_down(self) -> None:
+        for rank in self._ranks:
+            rank.connector.shutdown()
+        self._scheduler.connector.shutdown()
+        for rank in self._ranks:
+            rank.check_memory()
+
+    def _take_requests(self) -> None:
+        while self._inbox:
+            asked = self._inbox.popleft()
+            request = asked.request
+            self._asked[request.request_id] = asked
+            self._streams[request.request_id] = list(request.prompt_token_ids or ())
+            self._cells[request.request_id] = []
+            self._scheduler.add_request(request)
+
+    def _take_aborts(self) -> None:
+        for request_id, asked in list(self._asked.items()):
+            if asked.wants_abort and not asked.request.is_finished():
+                self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+                self._end(request_id)
+
+    def _evict(self) -> None:
+        if not self._asked and self._scheduler.reset_prefix_cache(reset_connector=False):
+            self._wants_eviction = False
+            for rank in self._ranks:
+                rank.evict()
+
+    def _end(self, request_id: str) -> None:
+        self._asked.pop(request_id).ended.set()
+
+    def _step(self) -> None:
+        """Schedule a step, if there is anything to do; execute the oldest once ``depth`` are under
+        way."""
+        if self._scheduler.has_requests():
+            started = self.kernel.now
+            output = self._scheduler.schedule()
+            self._check_call("schedule", started)
+            self._queue.append((output, self._describe(output)))
+            if len(self._queue) < self.shape.depth and self._scheduler.has_requests():
+                return
+        self._execute(*self._queue.popleft())
+
+    def _check_call(self, name: str, started: float) -> None:
+        took = self.kernel.now - started
+        if took > _MAX_CALL_SECONDS:
+            raise SimulationFailure(f"{self.process.name}: {name} held the engine for {took:.3f} s")
+
+    # -- a step, as the ranks see it ---------------------------------------------------------------
+
+    def _describe(self, output: SchedulerOutput) -> _Step:
+        plan: StepPlan = output.kv_connector_metadata.plan
+        manager = self._scheduler.kv_cache_manager
+        tables = {r: list(manager.get_block_ids(r)[0]) for r in self._scheduler.requests}
+        self._check_plan(plan, tables)
+        passes = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self._scheduler.requests[request_id]
+            end = request.num_computed_tokens
+            passes.append(_Pass(request_id, end - count, end, self._cells_of(request_id, end)))
+        if self.kernel.is_traced:
+            self._trace_step(plan, passes, tables)
+        return _Step(passes, tables)
+
+    def _trace_step(
+        self, plan: StepPlan, passes: list[_Pass], tables: dict[str, list[int]]
+    ) -> None:
+        if passes or plan.loads or plan.stores:
+            shown = [f"{p.request_id}[{p.start}:{p.end}]{tables[p.request_id]}" for p in passes]
+            self.kernel.trace(f"step: {' '.join(shown)}")
+        for job in (*plan.loads, *plan.stores):
+            kind = type(job).__name__
+            keys = [key.hex()[:6] for key in job.keys]
+            self.kernel.trace(f"{kind} {job.job_id} of {job.request_id}: {keys} {job.block_ids[0]}")
+
+    def _check_plan(self, plan: StepPlan, tables: dict[str, list[int]]) -> None:
+        for load in plan.loads:
+            self._loading[load.job_id] = _Loading(load, self.kernel.now)
+            first = tables[load.request_id].index(load.block_ids[0][0]) * BLOCK_SIZE // CHUNK_SIZE
+            self._name_keys(load.request_id, load.keys, range(first, first + len(load.keys)))
+        for store in plan.stores:
+            if store.request_id in self._streams:
+                self._name_keys(store.request_id, store.keys, store.chunk_indices)
+
+    def _name_keys(self, request_id: str, keys: Sequence[bytes], indices: Sequence[int]) -> None:
+        for key, index in zip(keys, indices, strict=True):
+            cells = self._cells_of(request_id, (index + 1) * CHUNK_SIZE)
+            self._names(key, tuple(cells[index * CHUNK_SIZE :]))
+
+    def _cells_of(self, request_id: str, end: int) -> list[int]:
+        """Tokens that are not sampled yet are known here: a sample is made from its cell."""
+        stream, cells = self._streams[request_id], self._cells[request_id]
+        while len(cells) < end:
+            if len(cells) == len(stream):
+                stream.append(cells[-1] % VOCABULARY)
+            cells.append(next_cell(cells[-1] if cells else 0, stream[len(cells)]))
+        return cells[:end]
+
+    def _execute(self, output: SchedulerOutput, step: _Step) -> None:
+        metadata = output.kv_connector_metadata
+        results = []
+        for rank in self._ranks:
+            result = self._sample(step)
+            result.kv_connector_output = rank.run(metadata, step, self._check_call)
+            results.append(result)
+            self._check_reports(result.kv_connector_output)
+        merged = results[0] if len(results) == 1 else self._aggregator.aggregate(results)
+        if merged.kv_connector_output is not None and merged.kv_connector_output.is_empty():
+            merged.kv_connector_output = None
+        self._take_aborts()
+        started = self.kernel.now
+        self._scheduler.update_from_output(output, merged)
+        self._check_call("update_from_output", started)
+        for request_id, asked in list(self._asked.items()):
+            if asked.request.is_finished():
+                self._check_answer(asked.request)
+                self._end(request_id)
+        for loading in self._loading.values():
+            late = self.kernel.now - loading.planned_at - loading.job.deadline_seconds
+            if late > _REPORT_SECONDS:
+                raise SimulationFailure(
+                    f"{self.process.name}: load {loading.job.job_id} is {late:.3f} s past its "
+                    f"deadline of {loading.job.deadline_seconds:.3f} s"
+                )
+
+    def _sample(self, step: _Step) -> ModelRunnerOutput:
+        ids = [one.request_id for one in step.passes]
+        tokens = []
+        for one in step.passes:
+            request = self._scheduler.requests.get(one.request_id)
+            is_last = request is not None and one.end >= request.num_tokens
+            tokens.append([one.cells[-1] % VOCABULARY] if is_last else [])
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=tokens,
+        )
+
+    def _check_reports(self, output: KVConnectorOutput) -> None:
+        meta = output.kv_connector_worker_meta
+        for report in meta.reports if meta is not None else ():
+            for result in report.results:
+                self.kernel.trace(f"{result}")
+                loading = self._loading.get(result.job_id)
+                if loading is None:
+                    continue
+                loading.results.append(result)
+                if len(loading.results) == self.shape.world_size:
+                    del self._loading[result.job_id]
+                    self._count(loading)
+
+    def _count(self, loading: _Loading) -> None:
+        if any(result.outcome is not Outcome.DONE for result in loading.results):
+            self.num_failed_loads += 1
+        elif any(result.redis_bytes for result in loading.results):
+            self.num_redis_hits += 1
+        else:
+            self.num_cpu_hits += 1
+
+    def _check_answer(self, request: Request) -> None:
+        if request.status not in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        ):
+            raise SimulationFailure(f"{request.request_id} ended as {request.status.name}")
+        self._cells_of(request.request_id, request.num_tokens)
+        if list(request.all_token_ids) != self._streams[request.request_id][: request.num_tokens]:
+            raise SimulationFailure(f"WRONG BYTES: {request.request_id} has another answer")
+
+    def is_settled(self) -> bool:
+        """Whether the engine has come to rest: a finished request's stores take some steps more."""
+        return self.is_idle and not self._scheduler.has_requests() and not self._queue
+
+    def check_whole(self) -> None:
+        """Nothing is left of any request: once idle."""
+        self._scheduler.connector._scheduler_side.check_integrity()
+        pool = self._scheduler.kv_cache_manager.block_pool
+        if pool.get_num_free_blocks() != self.shape.num_blocks - 1:
+            raise SimulationFailure(f"{self.process.name}: blocks leaked")
+        if self._loading:
+            raise SimulationFailure(f"{self.process.name}: loads were never reported")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One request in one forward pass: compute positions ``[start, end)``."""
+
+    request_id: str
+    start: int
+    end: int
+    cells: list[int]  # of all positions up to ``end``
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """``tables``: whose blocks are whose, from here on."""
+
+    passes: list[_Pass]
+    tables: dict[str, list[int]]
+
+
+class _Rank:
+    """One worker process; it shares its instance's :class:`Process`, and dies with it."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        config: VllmConfig,
+        transfer: KVTransferConfig,
+        shape: Shape,
+        rank: int,
+    ) -> None:
+        self.rank = rank
+        self._kernel = kernel
+        self._shape = shape
+        config = copy.copy(config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        config.kv_transfer_config = transfer
+        share = NUM_HEADS // shape.world_size
+        heads = range(rank * share, (rank + 1) * share)
+        self.memory = KVMemory(NUM_LAYERS, shape.num_blocks, BLOCK_SIZE, heads, WIDTH)
+        self.connector = LMCacheTieredConnector(
+            config, KVConnectorRole.WORKER, _kv_cache_config(shape)
+        )
+        self.connector.register_kv_caches(self.memory.caches(torch.bfloat16))
+        self._engine = self.connector._worker._engine
+
+    def run(
+        self, metadata: Any, step: _Step, check_call: Callable[[str, float], None]
+    ) -> KVConnectorOutput:
+        kernel, connector = self._kernel, self.connector
+        started = kernel.now
+        connector.handle_preemptions(metadata)
+        check_call("handle_preemptions", started)
+        connector.bind_connector_metadata(metadata)
+        self._forward(step)
+        started = kernel.now
+        connector.start_load_kv(None)
+        connector.wait_for_save()
+        output = KVConnectorOutput()
+        results = connector.get_transfer_results(set())
+        output.finished_sending = results.finished_sending
+        output.finished_recving = results.finished_recving
+        output.failed_recving = results.failed_recving
+        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        check_call("the end of a step", started)
+        return output
+
+    def evict(self) -> None:
+        self._engine.forget_all()
+
+    def check_memory(self) -> None:
+        """After the end: every chunk was given back, and none was written since."""
+        pool = self._engine._cpu.pool
+        if pool.num_free != pool.num_chunks:
+            raise SimulationFailure(f"{pool.num_chunks - pool.num_free} chunks of memory leaked")
+        pool.check()
+
+    def _forward(self, step: _Step) -> None:
+        tokens = sum(one.end - one.start for one in step.passes)
+        seconds = 0.0002 + tokens * self._shape.token_seconds
+        seconds += self._shape.step_seconds if step.passes else 0.0
+        # vLLM's kernels read and write somewhere in the middle of the pass.
+        self._kernel.sleep(seconds / 2)
+        for (
+            one
+        ) in step.passes:  # in this order: a prefix may be computed by one and used by another
+            blocks = step.tables[one.request_id]
+            self.memory.check(blocks, 0, one.cells[: one.start], one.request_id)
+            self.memory.write(blocks, one.start, one.cells[one.start :])
+        self._kernel.sleep(seconds / 2)
+
+
+# -- configuration -------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def _vllm_config(model: Path, world_size: int, depth: int, max_batched_tokens: int) -> VllmConfig:
+    init_none_hash(sha256)
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=6,
+            max_num_batched_tokens=max_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+            scheduler_reserve_full_isl=False,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=world_size,
+            distributed_executor_backend="mp" if world_size > 1 else None,
+        ),
+    )
+    # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
+    config.scheduler_config.async_scheduling = depth > 1
+    return config
+
+
+def _scheduler(config: VllmConfig, transfer: KVTransferConfig, shape: Shape) -> Scheduler:
+    config = copy.copy(config)
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.num_gpu_blocks = shape.num_blocks
+    config.kv_transfer_config = transfer
+    kind = AsyncScheduler if shape.depth > 1 else Scheduler
+    structured = StructuredOutputManager(config)
+    return kind(config, _kv_cache_config(shape), structured, block_size=BLOCK_SIZE)
+
+
+def _kv_cache_config(shape: Shape) -> KVCacheConfig:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE,
+        num_kv_heads=NUM_HEADS // shape.world_size,
+        head_size=HEAD_SIZE,
+        dtype=torch.bfloat16,
+    )
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(NUM_LAYERS)]
+    return KVCacheConfig(
+        num_blocks=shape.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+    )

@@ -1,0 +1,258 @@
+"""One seeded clock, and the tasks that live by it.
+
+Every simulated thread is a *task*: a greenlet that runs until it waits. The kernel then runs the
+task whose wait ends next, and moves the clock there. One operating-system thread runs everything,
+so a seed decides the whole course of events: how long a wake-up takes, who gets a lock first, and
+where a task is interrupted although it need not wait.
+
+A *process* groups the tasks of one simulated machine. Killed, it stops in the middle of whatever it
+does, as a machine does that loses power.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+
+_MAX_READINGS = 200_000
+"""Of the clock, in a row, without a wait: a task that spins stops the world."""
+
+
+class SimulationFailure(BaseException):
+    """A promise was broken. The seed that led here leads here again.
+
+    No ``Exception``: the product survives those of its jobs, and must not survive this.
+    """
+
+
+class TaskKilled(BaseException):
+    """Thrown into tasks that are left when the world ends."""
+
+
+@dataclass(eq=False)
+class Process:
+    """A machine, or one process on it. Its clock counts from a moment of its own."""
+
+    name: str
+    clock_offset: float = 0.0
+    num_cores: int = 4
+    alive: bool = True
+    tasks: list[Task] = field(default_factory=list)
+    on_kill: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Task:
+    """A simulated thread. ``ticket`` grows whenever it goes on: a wake-up with an old one is void.
+    ``local`` holds its thread-local values."""
+
+    def __init__(self, kernel: Kernel, process: Process, run: Callable[[], None], name: str):
+        self.process = process
+        self.name = name
+        self.ticket = 0
+        self.is_done = False
+        self.local: dict[int, dict[str, Any]] = {}
+        self.joiners: list[Waiter] = []
+        self.ident = kernel.new_id()
+        self.greenlet = greenlet(self._main, kernel.hub)
+        self._kernel = kernel
+        self._run = run
+
+    def __repr__(self) -> str:
+        return f"{self.process.name}/{self.name}"
+
+    def _main(self, _: object) -> None:
+        try:
+            self._run()
+        except TaskKilled:
+            pass
+        except SimulationFailure as failure:
+            self._kernel.fail(str(failure))
+        except BaseException:  # noqa: BLE001 - whatever ends a thread is a broken promise
+            self._kernel.fail(f"{self} died:\n{traceback.format_exc()}")
+        finally:
+            self.is_done = True
+            for joiner in self.joiners:
+                self._kernel.wake(joiner)
+
+
+Waiter = tuple[Task, int]
+"""A task, and its ticket when it began to wait."""
+_Event = tuple[float, float, int, Callable[[], None] | None, Task | None, int, bool]
+
+
+class Kernel:
+    """The clock and the tasks of one world. ``seed`` decides everything."""
+
+    def __init__(self, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
+        self.now = 0.0
+        self.chance = random.Random(seed)
+        self.hub = getcurrent()
+        self.current: Task | None = None
+        self.failures: list[str] = []
+        self.processes: list[Process] = []
+        self.closing = False
+        self.preempt_chance = self.chance.choice([0.0, 0.01, 0.05])
+        self.num_switches = 0
+        self._trace = trace
+        self._events: list[_Event] = []
+        self._sequence = 0
+        self._last_id = 0
+        self._readings = 0
+
+    # -- what happens, and when ----------------------------------------------------------------
+
+    def new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def new_process(self, name: str) -> Process:
+        process = Process(name, clock_offset=self.chance.uniform(0, 1e6))
+        self.processes.append(process)
+        return process
+
+    def trace(self, message: str) -> None:
+        if self._trace is not None:
+            self._trace(f"{self.now:10.6f} {self.current or 'world'}: {message}")
+
+    @property
+    def is_traced(self) -> bool:
+        return self._trace is not None
+
+    def fail(self, message: str) -> None:
+        self.trace(f"FAILURE {message}")
+        self.failures.append(f"at {self.now:.6f} s: {message}")
+
+    def at(self, when: float, callback: Callable[[], None]) -> None:
+        self._push(when, callback, None, 0, False)
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> None:
+        self.at(self.now + seconds, callback)
+
+    def spawn(self, process: Process, run: Callable[[], None], name: str) -> Task:
+        task = Task(self, process, run, name)
+        process.tasks.append(task)
+        if process.alive and not self.closing:
+            self._push(self.now + self._delay(), None, task, 0, True)
+        return task
+
+    def kill(self, process: Process) -> None:
+        """Its tasks never go on, not even to clean up."""
+        process.alive = False
+        for callback in process.on_kill:
+            callback()
+        process.on_kill.clear()
+
+    def describe_tasks(self) -> str:
+        """Tasks that have not ended, of processes that live."""
+        return ", ".join(
+            str(t) for p in self.processes if p.alive for t in p.tasks if not t.is_done
+        )
+
+    # -- for tasks -----------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """A reading of the clock of the current task's process, in seconds."""
+        self._readings += 1
+        if self._readings > _MAX_READINGS:
+            self._readings = 0
+            raise SimulationFailure(f"{self.current} spins: it looks at the clock and never waits")
+        task = self.current
+        return self.now + task.process.clock_offset if task is not None else self.now
+
+    def park(self, seconds: float | None = None) -> bool:
+        """Wait to be woken, ``seconds`` at most. Whether that was a wake-up."""
+        if self.closing:
+            raise TaskKilled
+        task = self.current
+        if task is None:
+            raise SimulationFailure("only a task can wait")
+        if seconds is not None:
+            self._push(self.now + max(0.0, seconds), None, task, task.ticket, False)
+        woken: bool = self.hub.switch()
+        if self.closing:
+            raise TaskKilled
+        return woken
+
+    def waiter(self) -> Waiter:
+        """The current task, which is about to park."""
+        assert self.current is not None, "only a task can wait"
+        return self.current, self.current.ticket
+
+    def wake(self, waiter: Waiter) -> None:
+        """Unless its wait has ended meanwhile."""
+        self._push(self.now + self._delay(), None, *waiter, True)
+
+    def sleep(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.park(until - self.now)
+
+    def maybe_preempt(self) -> None:
+        """Another thread may run here."""
+        if self.preempt_chance and self.current is not None and not self.closing:
+            if self.chance.random() < self.preempt_chance:
+                self.sleep(self._delay())
+
+    # -- for whoever runs the world --------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool], max_seconds: float) -> bool:
+        """Let things happen until ``until()``, or a failure. False after ``max_seconds``."""
+        end = self.now + max_seconds
+        while not self.failures and not until():
+            if not self._events or self._events[0][0] > end:
+                return False
+            self._next()
+        return True
+
+    def close(self) -> None:
+        """End all tasks where they stand."""
+        self.closing = True
+        for process in self.processes:
+            for task in process.tasks:
+                if not task.is_done:
+                    self.current = task
+                    task.greenlet.throw(TaskKilled)
+        self.current = None
+        self._events.clear()
+
+    def _next(self) -> None:
+        when, _, _, callback, task, ticket, woken = heapq.heappop(self._events)
+        if task is None:
+            self.now = when
+            assert callback is not None
+            callback()
+            return
+        if task.ticket != ticket or task.is_done or not task.process.alive:
+            return
+        self.now = when
+        self._readings = 0
+        self.num_switches += 1
+        task.ticket += 1
+        self.current = task
+        task.greenlet.switch(woken)
+        self.current = None
+
+    def _push(
+        self,
+        when: float,
+        callback: Callable[[], None] | None,
+        task: Task | None,
+        ticket: int,
+        woken: bool,
+    ) -> None:
+        self._sequence += 1
+        heapq.heappush(
+            self._events,
+            (when, self.chance.random(), self._sequence, callback, task, ticket, woken),
+        )
+
+    def _delay(self) -> float:
+        """Seconds from a wake-up to the first instruction: mostly microseconds."""
+        draw = self.chance.random()
+        return 1e-5 * draw if draw < 0.97 else 1e-3 * self.chance.random()

@@ -1,0 +1,230 @@
+"""A model of LMCache's engine: its CPU tier, and the order in which it calls what we plug in.
+
+LMCache itself starts event loops and allocates gigabytes. What our worker side relies on is small:
+``store`` and ``retrieve``, reference counts, and least recently used chunks leaving first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from lmcache.v1.cache_controller.message import OpType
+
+from tests.simulation import stdlib
+from tests.simulation.kernel import SimulationFailure
+
+_POISON = 0xA5
+
+
+class Chunk:
+    """A memory object: one chunk's bytes, and who refers to them."""
+
+    def __init__(self, pool: Pool, data: npt.NDArray[np.uint8]) -> None:
+        self.data = data
+        self.num_references = 1
+        self._pool = pool
+
+    @property
+    def data_ptr(self) -> int:
+        return int(self.data.ctypes.data)
+
+    @property
+    def byte_array(self) -> npt.NDArray[np.uint8]:
+        return self.data
+
+    def ref_count_up(self) -> None:
+        if self.num_references <= 0:
+            raise SimulationFailure("a reference to a chunk that was given back")
+        self.num_references += 1
+
+    def ref_count_down(self) -> None:
+        self.num_references -= 1
+        if self.num_references < 0:
+            raise SimulationFailure("a chunk was given back twice")
+        if self.num_references == 0:
+            self._pool.take_back(self)
+
+
+class Pool:
+    """Memory of ``num_chunks`` chunks. What was given back must not be written any more."""
+
+    def __init__(self, num_chunks: int, chunk_bytes: int) -> None:
+        memory = np.full((num_chunks, chunk_bytes), _POISON, np.uint8)
+        self._free = list(memory)
+        self.num_chunks = num_chunks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> Chunk | None:
+        if not self._free:
+            return None
+        data = self._free.pop()
+        self._check(data)
+        return Chunk(self, data)
+
+    def take_back(self, chunk: Chunk) -> None:
+        chunk.data[:] = _POISON
+        self._free.append(chunk.data)
+
+    def check(self) -> None:
+        for data in self._free:
+            self._check(data)
+
+    def _check(self, data: npt.NDArray[np.uint8]) -> None:
+        if not (data == _POISON).all():
+            raise SimulationFailure("memory was written after it had been given back")
+
+
+class CpuTier:
+    """The calls of LMCache's ``LocalCPUBackend`` that our worker side makes."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.hot_cache: OrderedDict[Any, Chunk] = OrderedDict()
+        self.cpu_lock = stdlib.Lock()
+        self.batched_msg_sender: Any = None
+        self.cache_policy = SimpleNamespace(chunk_hash_to_init_timestamp={})
+
+    def contains(self, key: Any, pin: bool = False) -> bool:
+        with self.cpu_lock:
+            return key in self.hot_cache
+
+    def get_blocking(self, key: Any) -> Chunk | None:
+        with self.cpu_lock:
+            chunk = self.hot_cache.get(key)
+            if chunk is not None:
+                chunk.ref_count_up()
+            return chunk
+
+    def submit_put_task(
+        self, key: Any, chunk: Chunk, on_complete_callback: Callable[[Any], None] | None = None
+    ) -> None:
+        with self.cpu_lock:
+            if key in self.hot_cache:
+                return
+            chunk.ref_count_up()
+            self.hot_cache[key] = chunk
+            self._tell(OpType.ADMIT, key)
+
+    def batched_submit_put_task(
+        self, keys: Sequence[Any], chunks: Sequence[Chunk], transfer_spec: Any = None
+    ) -> None:
+        for key, chunk in zip(keys, chunks, strict=True):
+            self.submit_put_task(key, chunk)
+
+    def allocate(self, *_: Any, busy_loop: bool = True, **__: Any) -> Chunk | None:
+        while (chunk := self.pool.allocate()) is None:
+            with self.cpu_lock:
+                victims = (k for k, c in self.hot_cache.items() if c.num_references == 1)
+                key = next(victims, None)
+                if key is None:
+                    return None
+                self._drop(key)
+        return chunk
+
+    def remove(self, key: Any, force: bool = True) -> bool:
+        with self.cpu_lock:
+            if key not in self.hot_cache:
+                return False
+            self._drop(key)
+            return True
+
+    def get_allocator_backend(self) -> CpuTier:
+        return self
+
+    def _drop(self, key: Any) -> None:
+        self.hot_cache.pop(key).ref_count_down()
+        self._tell(OpType.EVICT, key)
+
+    def _tell(self, operation: OpType, key: Any) -> None:
+        if self.batched_msg_sender is not None:
+            self.batched_msg_sender.add_kv_op(op_type=operation, key=key.chunk_hash)
+
+
+class EngineModel:
+    """The calls of LMCache's ``LMCacheEngine`` that our worker side makes."""
+
+    def __init__(self, database: Any, connector: Any, cpu: CpuTier, plugin: Any) -> None:
+        self._database = database
+        self._connector = connector
+        self.cpu = cpu
+        self._plugin = plugin
+        backends = {"LocalCPUBackend": cpu} | ({"redis": plugin} if plugin is not None else {})
+        self.storage_manager = SimpleNamespace(storage_backends=backends)
+        self.stats_monitor = SimpleNamespace(get_stats_and_clear=lambda: None)
+
+    def store(self, tokens: Any, **kwargs: Any) -> None:
+        keys, starts, ends, chunks = [], [], [], list[Chunk]()
+        for start, end, key in self._database.process_tokens(tokens):
+            chunk = self.cpu.allocate(busy_loop=False)
+            if chunk is None:
+                break
+            keys.append(key)
+            starts.append(start)
+            ends.append(end)
+            chunks.append(chunk)
+        if not chunks:
+            return
+        self._connector.batched_from_gpu(chunks, starts, ends, **kwargs)
+        self.cpu.batched_submit_put_task(keys, chunks)
+        if self._plugin is not None:
+            self._plugin.batched_submit_put_task(keys, chunks)
+        for chunk in chunks:
+            chunk.ref_count_down()
+
+    def retrieve(self, tokens: Any, **kwargs: Any) -> None:
+        spans = list(self._database.process_tokens(tokens))
+        chunks = self._find([key for _, _, key in spans])
+        if chunks:
+            starts, ends = [s for s, _, _ in spans], [e for _, e, _ in spans]
+            num = len(chunks)
+            self._connector.batched_to_gpu(chunks, starts[:num], ends[:num], **kwargs)
+        for chunk in chunks:
+            chunk.ref_count_down()
+
+    def _find(self, keys: list[Any]) -> list[Chunk]:
+        """Leading chunks, those in memory from there, the others from the plugin."""
+        num_cpu = 0
+        while num_cpu < len(keys) and self.cpu.contains(keys[num_cpu]):
+            num_cpu += 1
+        chunks: list[Chunk] = []
+        for key in keys[:num_cpu]:
+            chunk = self.cpu.get_blocking(key)
+            if chunk is None:
+                return chunks
+            chunks.append(chunk)
+        rest = keys[num_cpu:]
+        if rest and self._plugin is not None:
+            count = self._plugin.batched_contains(rest)
+            found = self._plugin.batched_get_blocking(rest[:count]) if count else []
+            for chunk in found:
+                if chunk is None:
+                    break
+                chunks.append(chunk)
+        return chunks
+
+    def close(self) -> None:
+        for key in list(self.cpu.hot_cache):
+            self.cpu.remove(key)
+
+
+def start_engine(
+    settings: Any, metadata: Any, database: Any, connector: Any, redis_tier: Any
+) -> EngineModel:
+    """Stands in the place of `lmcache_start.start_engine`."""
+    from lmcache_connector.worker import lmcache_redis
+
+    chunk_bytes = metadata.kv_shape[2] * metadata.kv_shape[4]
+    cpu = CpuTier(Pool(max(1, round(settings.cpu_gib * 2**30 / chunk_bytes)), chunk_bytes))
+    plugin = None
+    if redis_tier is not None:
+        config = SimpleNamespace(extra_config={lmcache_redis.TIER: redis_tier})
+        plugin = lmcache_redis.RedisStoragePlugin("cpu", config, metadata, cpu, None)
+    return EngineModel(database, connector, cpu, plugin)

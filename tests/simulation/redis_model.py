@@ -1,0 +1,411 @@
+"""A small model of Redis servers: the commands the tier uses, expiry, eviction, clusters, restarts.
+
+`test_redis_model` compares its answers with those of a real server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from redis.crc import key_slot
+
+from tests.simulation.kernel import Kernel
+from tests.simulation.network import Address, Link, Network
+
+_NUM_SLOTS = 16384
+_SECONDS_PER_COMMAND = 5e-6
+_SECONDS_PER_BYTE = 2e-10
+_WRONG_TYPE = b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
+_OOM = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
+_SYNTAX = b"-ERR syntax error\r\n"
+
+
+@dataclass(slots=True)
+class Entry:
+    """``kind`` is what ``TYPE`` says. ``expires_at`` is on the kernel's clock."""
+
+    value: bytes
+    kind: bytes = b"string"
+    expires_at: float | None = None
+
+
+@dataclass(eq=False)
+class Cluster:
+    """Which server owns each slot. ``migrating``: where the keys of a slot are on their way to."""
+
+    servers: list[RedisModel] = field(default_factory=list)
+    owners: dict[int, RedisModel] = field(default_factory=dict)
+    migrating: dict[int, RedisModel] = field(default_factory=dict)
+
+    _ranges: list[tuple[int, int, RedisModel]] | None = None
+
+    def spread(self) -> None:
+        """All slots, in equal runs."""
+        share = -(-_NUM_SLOTS // len(self.servers))
+        self.owners = {slot: self.servers[slot // share] for slot in range(_NUM_SLOTS)}
+        self._ranges = None
+
+    def assign(self, slot: int, server: RedisModel | None) -> None:
+        """``None``: nobody serves it."""
+        self._ranges = None
+        if server is None:
+            self.owners.pop(slot, None)
+        else:
+            self.owners[slot] = server
+
+    def move_keys(self) -> None:
+        """To those who own their slots."""
+        for server in self.servers:
+            for name in list(server.entries):
+                owner = self.owners.get(key_slot(name), server)
+                if owner is not server:
+                    owner.entries[name] = server.entries.pop(name)
+
+    def ranges(self) -> list[tuple[int, int, RedisModel]]:
+        """Runs of slots: the first, the last, and who owns them."""
+        if self._ranges is None:
+            found: list[tuple[int, int, RedisModel]] = []
+            for slot in sorted(self.owners):
+                owner = self.owners[slot]
+                if found and found[-1][1] == slot - 1 and found[-1][2] is owner:
+                    found[-1] = (found[-1][0], slot, owner)
+                else:
+                    found.append((slot, slot, owner))
+            self._ranges = found
+        return self._ranges
+
+
+@dataclass(eq=False)
+class RedisModel:
+    """One server. Faults set its public fields.
+
+    ``is_frozen``: it accepts and never answers. ``refusal``: its answer to every write.
+    ``is_loading``: it answers everything with ``-LOADING``. ``tamper(command, reply)`` may change
+    what goes out. ``seconds_per_command``: how slow it is.
+    """
+
+    kernel: Kernel
+    network: Network
+    address: Address
+    max_bytes: int = 1 << 40
+    evicts: bool = True
+    cluster: Cluster | None = None
+    is_frozen: bool = False
+    is_loading: bool = False
+    refusal: bytes | None = None
+    tamper: Callable[[Sequence[bytes], bytes], bytes] | None = None
+    seconds_per_command: float = _SECONDS_PER_COMMAND
+
+    def __post_init__(self) -> None:
+        self.entries: dict[bytes, Entry] = {}
+        self.num_commands = 0
+        self._busy_until = 0.0
+        self._frozen: list[tuple[Link, bytes]] = []
+        self.start()
+
+    # -- what an operator, or bad luck, does -----------------------------------------------------
+
+    def start(self) -> None:
+        self.network.listen(self.address, self)
+
+    def stop(self, *, keep_data: bool) -> None:
+        """The process ends: connections break, nobody listens."""
+        for link in self.network.open_links(self.address):
+            link.reset()
+        self.network.services.pop(self.address, None)
+        self._frozen.clear()
+        if not keep_data:
+            self.entries.clear()
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        frozen, self._frozen = self._frozen, []
+        for link, data in frozen:
+            self.receive(link, data)
+
+    def names(self) -> list[bytes]:
+        """Of what has not expired."""
+        self._expire()
+        return list(self.entries)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(len(name) + len(e.value) + 64 for name, e in self.entries.items())
+
+    # -- Service -------------------------------------------------------------------------------
+
+    def accept(self, link: Link) -> None:
+        link.state = _Session()
+
+    def closed(self, link: Link) -> None:
+        """Nothing is kept of it."""
+
+    def receive(self, link: Link, data: bytes) -> None:
+        if self.is_frozen:
+            self._frozen.append((link, data))
+            return
+        session: _Session = link.state
+        session.buffer += data
+        while (parts := _parse(session.buffer)) is not None:
+            cost = self.seconds_per_command + _SECONDS_PER_BYTE * sum(map(len, parts))
+            self._busy_until = max(self._busy_until, self.kernel.now) + cost
+            self.kernel.at(self._busy_until, partial(self._answer, link, parts))
+
+    def _answer(self, link: Link, parts: Sequence[bytes]) -> None:
+        if link.is_closed or self.network.services.get(self.address) is not self:
+            return
+        self.num_commands += 1
+        reply = self.execute(link.state, parts)
+        if self.tamper is not None:
+            reply = self.tamper(parts, reply)
+        if self.kernel.is_traced:
+            shown = b" ".join(p if len(p) < 100 else b"<%d bytes>" % len(p) for p in parts)
+            self.kernel.trace(f"{self.address[0]}: {shown!r} -> {reply[:60]!r}")
+        link.to_client(reply)
+
+    # -- commands ------------------------------------------------------------------------------
+
+    def execute(self, session: _Session, parts: Sequence[bytes]) -> bytes:
+        """The reply to one command."""
+        verb, args = parts[0].upper(), parts[1:]
+        handler = _COMMANDS.get(verb)
+        if handler is None:
+            return b"-ERR unknown command '%b'\r\n" % verb
+        if self.is_loading and verb not in (b"HELLO", b"AUTH", b"CLIENT"):
+            return b"-LOADING Redis is loading the dataset in memory\r\n"
+        self._expire()
+        asking, session.asking = session.asking, False
+        if verb in _KEYED:
+            redirection = self._redirection(_KEYED[verb](args), asking)
+            if redirection:
+                return redirection
+        if verb in _WRITES and self.refusal is not None:
+            return self.refusal
+        return handler(self, session, args)
+
+    def _redirection(self, names: Sequence[bytes], asking: bool) -> bytes | None:
+        if self.cluster is None or not names:
+            return None
+        slots = {key_slot(name) for name in names}
+        if len(slots) > 1:
+            return b"-CROSSSLOT Keys in request don't hash to the same slot\r\n"
+        slot = slots.pop()
+        owner = self.cluster.owners.get(slot)
+        target = self.cluster.migrating.get(slot)
+        if owner is None:
+            return b"-CLUSTERDOWN Hash slot not served\r\n"
+        if owner is not self:
+            if target is self and asking:
+                return None
+            return b"-MOVED %d %b:%d\r\n" % (slot, owner.address[0].encode(), owner.address[1])
+        if target is not None:
+            there = [name in self.entries for name in names]
+            if not all(there):
+                if any(there):
+                    return b"-TRYAGAIN Multiple keys request during rehashing of slot\r\n"
+                return b"-ASK %d %b:%d\r\n" % (slot, target.address[0].encode(), target.address[1])
+        return None
+
+    def _expire(self) -> None:
+        now = self.kernel.now
+        for name in [
+            n for n, e in self.entries.items() if e.expires_at is not None and now >= e.expires_at
+        ]:
+            del self.entries[name]
+
+    def _make_room(self, num_bytes: int) -> bool:
+        while self.entries and self.used_bytes + num_bytes > self.max_bytes:
+            if not self.evicts:
+                return False
+            del self.entries[self.kernel.chance.choice(list(self.entries))]
+        return self.used_bytes + num_bytes <= self.max_bytes
+
+    def _get(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        entry = self.entries.get(args[0])
+        if entry is None:
+            return b"$-1\r\n"
+        return _bulk(entry.value) if entry.kind == b"string" else _WRONG_TYPE
+
+    def _getex(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        reply = self._get(session, args)
+        entry = self.entries.get(args[0])
+        if entry is not None and len(args) == 3 and args[1].upper() == b"PX":
+            entry.expires_at = self.kernel.now + int(args[2]) / 1000
+        return reply
+
+    def _getrange(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        entry = self.entries.get(args[0])
+        if entry is None:
+            return b"$0\r\n\r\n"
+        if entry.kind != b"string":
+            return _WRONG_TYPE
+        start, end = (int(n) + (len(entry.value) if int(n) < 0 else 0) for n in args[1:])
+        return _bulk(entry.value[max(0, start) : end + 1])
+
+    def _set(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        name, value, *options = args
+        only_absent, only_present, seconds, wants_old = False, False, None, False
+        while options:
+            option = options.pop(0).upper()
+            if option in (b"PX", b"EX") and options:
+                seconds = int(options.pop(0)) / (1000 if option == b"PX" else 1)
+            elif option == b"NX":
+                only_absent = True
+            elif option == b"XX":
+                only_present = True
+            elif option == b"GET":
+                wants_old = True
+            else:
+                return _SYNTAX
+        old = self._get(session, [name]) if wants_old else b"$-1\r\n"
+        if wants_old and old == _WRONG_TYPE:
+            return old
+        if (only_absent and name in self.entries) or (only_present and name not in self.entries):
+            return old
+        if not self._make_room(len(name) + len(value) + 64):
+            return _OOM
+        expires_at = None if seconds is None else self.kernel.now + seconds
+        self.entries[name] = Entry(value, expires_at=expires_at)
+        return old if wants_old else b"+OK\r\n"
+
+    def _strlen(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        entry = self.entries.get(args[0])
+        if entry is None:
+            return b":0\r\n"
+        return b":%d\r\n" % len(entry.value) if entry.kind == b"string" else _WRONG_TYPE
+
+    def _exists(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        return b":%d\r\n" % sum(name in self.entries for name in args)
+
+    def _type(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        entry = self.entries.get(args[0])
+        return b"+%b\r\n" % (entry.kind if entry is not None else b"none")
+
+    def _del(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        return b":%d\r\n" % sum(self.entries.pop(name, None) is not None for name in args)
+
+    def _pexpire(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        entry = self.entries.get(args[0])
+        if entry is None:
+            return b":0\r\n"
+        entry.expires_at = self.kernel.now + int(args[1]) / 1000
+        return b":1\r\n"
+
+    def _pttl(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        entry = self.entries.get(args[0])
+        if entry is None:
+            return b":-2\r\n"
+        if entry.expires_at is None:
+            return b":-1\r\n"
+        return b":%d\r\n" % round((entry.expires_at - self.kernel.now) * 1000)
+
+    def _info(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        policy = b"allkeys-lru" if self.evicts else b"noeviction"
+        limit = 0 if self.max_bytes >= 1 << 40 else self.max_bytes
+        text = b"# Memory\r\nused_memory:%d\r\nmaxmemory:%d\r\nmaxmemory_policy:%b\r\n"
+        return _bulk(text % (self.used_bytes, limit, policy))
+
+    def _hello(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        fields = {b"server": b"redis", b"version": b"7.4.0", b"mode": b"standalone"}
+        parts = [_bulk(part) for pair in fields.items() for part in pair]
+        return b"*%d\r\n" % (2 * len(fields)) + b"".join(parts)
+
+    def _ok(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        return b"+OK\r\n"
+
+    def _pong(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        return b"+PONG\r\n"
+
+    def _asking(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        session.asking = True
+        return b"+OK\r\n"
+
+    def _cluster(self, session: _Session, args: Sequence[bytes]) -> bytes:
+        if self.cluster is None:
+            return b"-ERR This instance has cluster support disabled\r\n"
+        if args[0].upper() != b"SLOTS":
+            return _SYNTAX
+        ranges = self.cluster.ranges()
+        reply = b"*%d\r\n" % len(ranges)
+        for first, last, owner in ranges:
+            host, port = owner.address
+            name = b"%040d" % port
+            reply += b"*3\r\n:%d\r\n:%d\r\n*3\r\n" % (first, last)
+            reply += _bulk(host.encode()) + b":%d\r\n" % port + _bulk(name)
+        return reply
+
+
+@dataclass(slots=True)
+class _Session:
+    """One client. ``asking``: its next command may use a slot that is being imported."""
+
+    buffer: bytearray = field(default_factory=bytearray)
+    asking: bool = False
+
+
+_Handler = Callable[[RedisModel, _Session, Sequence[bytes]], bytes]
+_COMMANDS: dict[bytes, _Handler] = {
+    b"GET": RedisModel._get,
+    b"GETEX": RedisModel._getex,
+    b"GETRANGE": RedisModel._getrange,
+    b"SET": RedisModel._set,
+    b"STRLEN": RedisModel._strlen,
+    b"EXISTS": RedisModel._exists,
+    b"TYPE": RedisModel._type,
+    b"DEL": RedisModel._del,
+    b"UNLINK": RedisModel._del,
+    b"PEXPIRE": RedisModel._pexpire,
+    b"PTTL": RedisModel._pttl,
+    b"INFO": RedisModel._info,
+    b"HELLO": RedisModel._hello,
+    b"AUTH": RedisModel._ok,
+    b"SELECT": RedisModel._ok,
+    b"CLIENT": RedisModel._ok,
+    b"PING": RedisModel._pong,
+    b"ASKING": RedisModel._asking,
+    b"CLUSTER": RedisModel._cluster,
+}
+
+
+def _first(args: Sequence[bytes]) -> Sequence[bytes]:
+    return args[:1]
+
+
+def _all(args: Sequence[bytes]) -> Sequence[bytes]:
+    return args
+
+
+_KEYED: dict[bytes, Callable[[Sequence[bytes]], Sequence[bytes]]] = {
+    **dict.fromkeys(
+        (b"GET", b"GETEX", b"GETRANGE", b"SET", b"STRLEN", b"TYPE", b"PEXPIRE", b"PTTL"), _first
+    ),
+    **dict.fromkeys((b"EXISTS", b"DEL", b"UNLINK"), _all),
+}
+_WRITES = {b"SET", b"DEL", b"UNLINK", b"PEXPIRE", b"GETEX"}
+
+
+def _bulk(value: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def _parse(buffer: bytearray) -> list[bytes] | None:
+    """Take one command, an array of bulk strings, out of ``buffer``; ``None``: not all of it is
+    there."""
+    end = buffer.find(b"\r\n")
+    if end < 0:
+        return None
+    assert buffer[:1] == b"*", f"no command: {bytes(buffer[:40])!r}"
+    count, at, parts = int(buffer[1:end]), end + 2, list[bytes]()
+    for _ in range(count):
+        end = buffer.find(b"\r\n", at)
+        if end < 0:
+            return None
+        size = int(buffer[at + 1 : end])
+        at = end + 2 + size + 2
+        if len(buffer) < at:
+            return None
+        parts.append(bytes(buffer[at - 2 - size : at - 2]))
+    del buffer[:at]
+    return parts

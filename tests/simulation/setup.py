@@ -1,0 +1,92 @@
+"""Puts models in the place of what the product cannot bring along: LMCache's engine, the copy's
+duration, the CPU's attention."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.kernel import SimulationFailure
+from tests.simulation.stdlib import RUNTIME
+
+_READ_GRACE_SECONDS = 0.1
+
+
+def prepare(folder: Path) -> Path:
+    """The folder of the model that instances claim to serve. Takes seconds."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    import torch
+
+    import lmcache_connector.connector_base as connector_base
+    import lmcache_connector.vllm_compat.model as compat
+    import lmcache_connector.worker.adapter as adapter
+    import lmcache_connector.worker.lmcache_engine as engine
+    from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
+    from tests.simulation import lmcache_model
+    from tests.support.engines.tiny_model import TINY, build_tiny_model
+
+    torch.set_num_threads(1)
+    connector_base.check_versions()
+    connector_base.check_versions = lambda: None  # once is enough: it reads files
+    copier = _SlowCopier(CpuCopier())
+    adapter.make_copier = lambda device: copier  # type: ignore[assignment]
+    adapter.ask_for_amx = lambda: None
+    engine.start_engine = lmcache_model.start_engine  # type: ignore[assignment]
+    plain = compat.Packing("simulated", ())
+    compat.find_packing = lambda *_: plain
+    _watch_reads()
+    return build_tiny_model(folder, TINY)
+
+
+class _SlowCopier:
+    """The real copy, block after block, while other threads run and forward passes write."""
+
+    def __init__(self, copier: Any) -> None:
+        self._copier = copier
+
+    def fence(self) -> None:
+        return self._copier.fence()  # type: ignore[no-any-return]
+
+    def copy(
+        self,
+        src: Any,
+        dst: Any,
+        src_block_ids: Sequence[int],
+        dst_block_ids: Sequence[int],
+        direction: Any,
+        after: Any = None,
+    ) -> int:
+        kernel = RUNTIME.kernel
+        half = len(src_block_ids) // 2
+        moved = 0
+        for part in (slice(None, half), slice(half, None)):
+            kernel.sleep(0.0002 + 0.002 * kernel.chance.random() ** 4)
+            moved += self._copier.copy(
+                src, dst, list(src_block_ids[part]), list(dst_block_ids[part]), direction, after
+            )
+        kernel.sleep(0.0002)
+        return moved
+
+    def close(self) -> None:
+        """The real one is shared."""
+
+
+def _watch_reads() -> None:
+    """No read of the tier may outlast its deadline."""
+    from lmcache_connector.storage.redis.tier import RedisTier
+
+    read = RedisTier.read
+
+    def watched(self: Any, keys: Any, buffers: Any, deadline: float, *more: Any) -> Any:
+        result = read(self, keys, buffers, deadline, *more)
+        late = RUNTIME.kernel.clock() - deadline
+        if late > _READ_GRACE_SECONDS:
+            raise SimulationFailure(f"a read ended {late:.3f} s after its deadline")
+        return result
+
+    RedisTier.read = watched  # type: ignore[method-assign]

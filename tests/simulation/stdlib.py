@@ -1,0 +1,385 @@
+"""The parts of the standard library that wait, or differ from run to run, over a :class:`Kernel`.
+
+The product's modules are loaded with these in the place of `threading`, `time`, `queue`, `select`,
+`os`, `random`, `uuid` and `socket` (see `loading`), so that its own code runs unchanged: its threads
+are tasks, its clock is the kernel's, and its sockets end at simulated servers.
+"""
+
+from __future__ import annotations
+
+import os as real_os
+import queue as real_queue
+import random as real_random
+import threading as real_threading
+import time as real_time
+import uuid as real_uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from tests.simulation.kernel import Kernel, Process, Task, Waiter
+
+
+class Runtime:
+    """Of the world that runs now: the product's modules are loaded only once."""
+
+    kernel: Kernel
+    network: Any  # a Network; see `network`
+
+    @property
+    def task(self) -> Task:
+        assert self.kernel.current is not None, "outside of any task"
+        return self.kernel.current
+
+    @property
+    def process(self) -> Process:
+        return self.task.process
+
+
+RUNTIME = Runtime()
+
+
+class Stand(ModuleType):
+    """Stands for a module of the standard library; what it has not is that module's."""
+
+    def __init__(self, real: ModuleType, names: Mapping[str, Any]) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(names)
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+# -- threading -----------------------------------------------------------------------------------
+
+
+class Lock:
+    def __init__(self) -> None:
+        self._owner: Task | None = None
+        self._waiters: deque[Waiter] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        kernel = RUNTIME.kernel
+        if kernel.current is None or kernel.closing:
+            return True
+        kernel.maybe_preempt()
+        end = kernel.now + timeout if timeout >= 0 else None
+        while self._owner is not None:
+            if not blocking or (end is not None and kernel.now >= end):
+                return False
+            self._waiters.append(kernel.waiter())
+            kernel.park(None if end is None else end - kernel.now)
+        self._owner = kernel.current
+        return True
+
+    def release(self) -> None:
+        kernel = RUNTIME.kernel
+        if kernel.current is None or kernel.closing:
+            return
+        if self._owner is None:
+            raise RuntimeError("release unlocked lock")
+        self._owner = None
+        while self._waiters:
+            task, ticket = waiter = self._waiters.popleft()
+            if task.ticket == ticket:  # else it has given up
+                kernel.wake(waiter)
+                return
+
+    def locked(self) -> bool:
+        return self._owner is not None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class RLock(Lock):
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._owner is None or self._owner is not RUNTIME.kernel.current:
+            if not super().acquire(blocking, timeout):
+                return False
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            self._depth = 0
+            super().release()
+
+
+class Condition:
+    def __init__(self, lock: Lock | None = None) -> None:
+        self._lock = lock if lock is not None else RLock()
+        self._waiters: deque[Waiter] = deque()
+        self.acquire = self._lock.acquire
+        self.release = self._lock.release
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        kernel = RUNTIME.kernel
+        entry = kernel.waiter()
+        self._waiters.append(entry)
+        self._lock.release()
+        try:
+            woken = kernel.park(timeout)
+        finally:
+            if entry in self._waiters:
+                self._waiters.remove(entry)
+            self._lock.acquire()
+        return woken
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        kernel = RUNTIME.kernel
+        end = None if timeout is None else kernel.now + timeout
+        while not (result := predicate()):
+            left = None if end is None else end - kernel.now
+            if left is not None and left <= 0:
+                break
+            self.wait(left)
+        return result
+
+    def notify(self, n: int = 1) -> None:
+        for _ in range(min(n, len(self._waiters))):
+            RUNTIME.kernel.wake(self._waiters.popleft())
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiters))
+
+
+class Event:
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: list[Waiter] = []
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            RUNTIME.kernel.wake(waiter)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        kernel = RUNTIME.kernel
+        end = None if timeout is None else kernel.now + timeout
+        while not self._is_set and (end is None or kernel.now < end):
+            self._waiters.append(kernel.waiter())
+            kernel.park(None if end is None else end - kernel.now)
+        return self._is_set
+
+
+class Semaphore:
+    def __init__(self, value: int = 1) -> None:
+        self._value = value
+        self._waiters: deque[Waiter] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        kernel = RUNTIME.kernel
+        end = None if timeout is None else kernel.now + timeout
+        while self._value <= 0:
+            if not blocking or (end is not None and kernel.now >= end):
+                return False
+            self._waiters.append(kernel.waiter())
+            kernel.park(None if end is None else end - kernel.now)
+        self._value -= 1
+        return True
+
+    def release(self, n: int = 1) -> None:
+        self._value += n
+        for _ in range(min(n, len(self._waiters))):
+            RUNTIME.kernel.wake(self._waiters.popleft())
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Thread:
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: Iterable[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        self._target, self._args, self._kwargs = target, tuple(args), dict(kwargs or {})
+        self.name = name or f"thread-{RUNTIME.kernel.new_id()}"
+        self.daemon = bool(daemon)
+        self._task: Task | None = None
+
+    def start(self) -> None:
+        kernel = RUNTIME.kernel
+        self._task = kernel.spawn(RUNTIME.process, self.run, self.name)
+
+    def run(self) -> None:
+        if self._target is not None:
+            self._target(*self._args, **self._kwargs)
+
+    def join(self, timeout: float | None = None) -> None:
+        kernel = RUNTIME.kernel
+        assert self._task is not None, "cannot join a thread before it is started"
+        end = None if timeout is None else kernel.now + timeout
+        while not self._task.is_done and (end is None or kernel.now < end):
+            self._task.joiners.append(kernel.waiter())
+            kernel.park(None if end is None else end - kernel.now)
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.is_done
+
+    @property
+    def ident(self) -> int | None:
+        return self._task.ident if self._task is not None else None
+
+    native_id = ident
+
+
+class Local:
+    """``threading.local``: instance attributes are per task."""
+
+    def __getattribute__(self, name: str) -> Any:
+        task = RUNTIME.kernel.current
+        own = task.local.get(id(self), {}) if task is not None else {}
+        return own[name] if name in own else object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        RUNTIME.task.local.setdefault(id(self), {})[name] = value
+
+
+def _ident() -> int:
+    task = RUNTIME.kernel.current
+    return task.ident if task is not None else 0
+
+
+threading = Stand(
+    real_threading,
+    {
+        "Lock": Lock,
+        "RLock": RLock,
+        "Condition": Condition,
+        "Event": Event,
+        "Semaphore": Semaphore,
+        "BoundedSemaphore": Semaphore,
+        "Thread": Thread,
+        "local": Local,
+        "get_ident": _ident,
+        "get_native_id": _ident,
+    },
+)
+
+# -- time, queue, os, random, uuid -----------------------------------------------------------------
+
+
+def _monotonic() -> float:
+    return RUNTIME.kernel.clock()
+
+
+def _sleep(seconds: float) -> None:
+    RUNTIME.kernel.sleep(seconds)
+
+
+time = Stand(
+    real_time,
+    {
+        "monotonic": _monotonic,
+        "perf_counter": _monotonic,
+        "time": lambda: 1.8e9 + RUNTIME.kernel.now,
+        "monotonic_ns": lambda: int(_monotonic() * 1e9),
+        "perf_counter_ns": lambda: int(_monotonic() * 1e9),
+        "time_ns": lambda: int((1.8e9 + RUNTIME.kernel.now) * 1e9),
+        "sleep": _sleep,
+    },
+)
+
+
+class Queue:
+    """``queue.Queue`` and ``queue.SimpleQueue``."""
+
+    def __init__(self, maxsize: int = 0) -> None:
+        self._maxsize = maxsize
+        self._items: deque[Any] = deque()
+        self._changed = Condition()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        with self._changed:
+            if self._maxsize > 0:
+                wait = timeout if block else 0.0
+                if not self._changed.wait_for(lambda: len(self._items) < self._maxsize, wait):
+                    raise real_queue.Full
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._items, timeout if block else 0.0):
+                raise real_queue.Empty
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def put_nowait(self, item: Any) -> None:
+        self.put(item, block=False)
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+    def empty(self) -> bool:
+        return not self._items
+
+
+queue = Stand(real_queue, {"Queue": Queue, "SimpleQueue": Queue})
+
+
+def _ignore(*_: object) -> None:
+    """Priorities of simulated threads mean nothing."""
+
+
+os = Stand(
+    real_os,
+    {
+        "urandom": lambda size: RUNTIME.kernel.chance.randbytes(size),
+        "cpu_count": lambda: RUNTIME.process.num_cores,
+        "getpriority": lambda *_: 0,
+        "setpriority": _ignore,
+        "sched_getaffinity": lambda *_: set(range(RUNTIME.process.num_cores)),
+    },
+)
+random = Stand(
+    real_random,
+    {
+        "random": lambda: RUNTIME.kernel.chance.random(),
+        "uniform": lambda a, b: RUNTIME.kernel.chance.uniform(a, b),
+        "choice": lambda items: RUNTIME.kernel.chance.choice(items),
+        "randrange": lambda *args: RUNTIME.kernel.chance.randrange(*args),
+        "shuffle": lambda items: RUNTIME.kernel.chance.shuffle(items),
+    },
+)
+uuid = Stand(
+    real_uuid,
+    {"uuid4": lambda: real_uuid.UUID(int=RUNTIME.kernel.chance.getrandbits(128), version=4)},
+)

@@ -1,0 +1,101 @@
+"""What tests of audits have done inside an engine's process, by :meth:`VllmInstance.call`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.engines.probe import EngineProbe
+
+ROWS = slice(1000, 1064)
+"""Rows of the embedding that are retrained."""
+
+
+def audits(probe: EngineProbe) -> dict[str, float]:
+    """Ended audits by result, once none is under way."""
+    for _ in range(2000):
+        if not probe.connector._scheduler._auditor.num_open:
+            break
+        probe.core.step()
+    return probe.counts().by_label("audits")
+
+
+def retrain_rows(probe: EngineProbe, strength: float) -> None:
+    """Change some rows of the embedding in every rank's memory; 0 is as they were loaded."""
+    probe.on_ranks(_retrain, strength)
+
+
+def _retrain(worker: Any, strength: float) -> None:
+    import torch
+
+    weights = dict(worker.model_runner.get_model().named_parameters())
+    (name,) = (name for name in weights if "embed_tokens" in name)
+    rows = weights[name][ROWS]
+    as_loaded = worker.__dict__.setdefault("rows_as_loaded", rows.clone())
+    with torch.no_grad():
+        rows.copy_(retrained(as_loaded, strength))
+
+
+def retrained(rows: Any, strength: float) -> Any:
+    """Other directions, of about the same length: a norm makes up for lengths."""
+    return rows.float() + strength * rows.float().roll(1, dims=-1)
+
+
+def name_images_by_counter(probe: EngineProbe) -> None:
+    """As vLLM does without its processor cache: the first image of a process is number 0."""
+    adapter = probe.connector._scheduler
+    identify = adapter._identify
+
+    def forged(*args: Any) -> Any:
+        identity = identify(*args)
+        spans = tuple(replace(span, content_hash="image-0") for span in identity.multimodal)
+        return replace(identity, multimodal=spans)
+
+    adapter._identify = forged
+
+
+def name_adapters_alike(probe: EngineProbe) -> None:
+    """As if an adapter were known by its path, whatever its files hold."""
+    adapter = probe.connector._scheduler
+    identify = adapter._identify
+
+    def forged(*args: Any) -> Any:
+        identity = identify(*args)
+        return identity if identity.lora is None else replace(identity, lora="path of the adapter")
+
+    adapter._identify = forged
+
+
+def build_long_rope_model(folder: Path, tiny: Path) -> Path:
+    """The tiny model with other rotary factors beyond 1,024 tokens of ``max_model_len``."""
+    shutil.copytree(tiny, folder)
+    config = json.loads((folder / "config.json").read_text())
+    half = config["head_dim"] // 2
+    config.pop("rope_scaling", None)
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * half,
+        "long_factor": [1.0 + i for i in range(half)],
+        "original_max_position_embeddings": 1024,
+    }
+    config["original_max_position_embeddings"] = 1024
+    config["max_position_embeddings"] = 4096
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def build_retrained_model(folder: Path, tiny: Path, strength: float) -> Path:
+    """The tiny model with other values in ``ROWS`` of its embedding."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny, folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    rows = weights["model.embed_tokens.weight"]
+    rows[ROWS] = retrained(rows[ROWS], strength).to(rows.dtype)
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder

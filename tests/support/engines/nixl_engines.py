@@ -1,0 +1,53 @@
+"""Engines that hand KV over by vLLM's own ``NixlConnector``, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.p2p_instances import free_ports
+
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None or importlib.util.find_spec("nixl_cu13") is None,
+    reason="runs where the wheels nixl and nixl-cu13 are installed: there are some for Linux",
+)
+
+
+def nixl_transfer(role: str) -> dict[str, Any]:
+    """Part of the JSON of ``--kv-transfer-config``."""
+    return {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+
+
+@contextmanager
+def running_nixl(
+    model: Path, folder: Path, transfers: Sequence[dict[str, Any]], **args: Any
+) -> Iterator[list[VllmInstance]]:
+    """Engines that start at the same time, each on a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    instances = []
+    for index, transfer in enumerate(transfers):
+        environment = {
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)),
+            "VLLM_CPU_OMP_THREADS_BIND": str(cores[index % len(cores)]),
+        }
+        settings: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 8192}
+        prepare = partial(_set_environment, environment)
+        log = folder / f"nixl-{index}.log"
+        instances.append(VllmInstance(model, transfer, log, prepare, **settings | args))
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(instances)) as pool:
+            list(pool.map(stack.enter_context, instances))
+        yield instances
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)

@@ -1,0 +1,177 @@
+"""What vLLM has loaded, seen at its own loader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+
+from lmcache_connector.plans import LoadedAdapterList
+from lmcache_connector.requests.adapter_files import AdapterDigests
+from lmcache_connector.vllm_compat.lora_loads import LoraLoads, adapter_folder
+
+CONFIG: Any = SimpleNamespace()
+
+
+class Manager(LRUCacheWorkerLoRAManager):
+    """vLLM's own, but for what it does with the files: ``while_loading`` happens to them."""
+
+    def __init__(self, lora_config: Any = CONFIG) -> None:
+        self.lora_config = lora_config
+        self.while_loading: Callable[[], None] = lambda: None
+        self.loaded: set[int] = set()
+
+    def list_adapters(self) -> set[int]:
+        return set(self.loaded)
+
+    def add(self, number: int, path: Path, **more: Any) -> None:
+        """As ``add_adapter`` loads one."""
+        self._load_adapter(LoRARequest("a", number, str(path), **more))
+        self.loaded.add(number)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoraLoads]:
+    def load(manager: Manager, request: LoRARequest) -> Any:
+        manager.while_loading()
+        return request.lora_int_id
+
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+    loads = LoraLoads(CONFIG)
+    yield loads
+    loads.close()
+    assert WorkerLoRAManager._load_adapter is load, "vLLM is left as it was"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "a", "one")
+
+
+def write(folder: Path, content: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    new = folder / "new"
+    new.write_text(content)
+    new.replace(folder / "adapter_model.safetensors")
+    return folder
+
+
+def settled(loads: LoraLoads, number: int) -> str | None:
+    name = loads.name_of(number)
+    assert name is not None
+    assert name.wait(10.0)
+    return name.value
+
+
+def test_what_was_loaded_is_told_once_and_when_asked(loads: LoraLoads, folder: Path) -> None:
+    assert loads.take() is None
+    manager = Manager()
+    manager.add(1, folder)
+    name = settled(loads, 1)
+    assert name == AdapterDigests().digest(folder)
+    assert loads.take() == LoadedAdapterList(0, ((1, name),))
+    assert loads.take() is None
+    loads.ask(7)
+    assert loads.take() == LoadedAdapterList(7, ((1, name),))
+    manager.add(2, folder, is_3d_lora_weight=True)
+    assert settled(loads, 2) != name
+
+
+def test_it_is_known_by_the_files_at_the_time_of_loading(loads: LoraLoads, folder: Path) -> None:
+    manager = Manager()
+    manager.add(1, folder)
+    old = settled(loads, 1)
+    write(folder, "two")
+    assert settled(loads, 1) == old
+    manager.add(1, folder)
+    assert settled(loads, 1) == AdapterDigests().digest(folder) != old
+
+
+def test_files_that_change_while_they_are_read_have_no_name(loads: LoraLoads, folder: Path) -> None:
+    manager = Manager()
+    manager.while_loading = lambda: void(write(folder, "two"))
+    manager.add(1, folder)
+    assert settled(loads, 1) is None
+    assert loads.take() == LoadedAdapterList(0, ((1, None),))
+
+
+def void(result: object) -> None:
+    """Drops it."""
+
+
+def test_reading_the_same_files_again_is_no_news(loads: LoraLoads, folder: Path) -> None:
+    """A request with ``load_inplace`` has them read in every step."""
+    manager = Manager()
+    manager.add(1, folder)
+    name = loads.name_of(1)
+    settled(loads, 1)
+    assert loads.take() is not None
+    manager.add(1, folder, load_inplace=True)
+    assert loads.name_of(1) is name
+    assert not loads.has_news
+
+
+def test_what_vllm_has_dropped_is_not_loaded(loads: LoraLoads, folder: Path) -> None:
+    manager = Manager()
+    for number in (1, 2):
+        manager.add(number, folder)
+        settled(loads, number)
+    manager.loaded.discard(1)
+    listed = loads.take()
+    assert listed is not None
+    assert [number for number, _ in listed.digests] == [2]
+    assert loads.name_of(1) is None
+
+
+def test_another_engine_in_this_process_is_not_ours(loads: LoraLoads, folder: Path) -> None:
+    other = LoraLoads(theirs := SimpleNamespace())
+    Manager(theirs).add(1, folder)
+    assert loads.name_of(1) is None
+    assert other.name_of(1) is not None
+    other.close()
+    Manager().add(1, folder)
+    assert loads.name_of(1) is not None
+
+
+def test_an_adapter_that_vllm_cannot_load_is_not_loaded(loads: LoraLoads, tmp_path: Path) -> None:
+    manager = Manager()
+
+    def fail() -> None:
+        raise ValueError("no adapter")
+
+    manager.while_loading = fail
+    with pytest.raises(ValueError, match="no adapter"):
+        manager.add(1, tmp_path)
+    assert loads.name_of(1) is None
+
+
+def test_a_loader_of_another_name_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(WorkerLoRAManager, "_load_adapter")
+    loads = LoraLoads(CONFIG)
+    loads.ask(1)
+    assert loads.take() == LoadedAdapterList(1, is_watched=False)
+    loads.close()
+
+
+def test_vllm_still_loads_adapters_where_we_look() -> None:
+    """``add_adapter`` is what workers call, for requests and for ``add_lora`` alike."""
+    for manager in (WorkerLoRAManager, LRUCacheWorkerLoRAManager):
+        assert "_load_adapter" in manager.add_adapter.__code__.co_names
+    assert "_load_adapter" not in vars(LRUCacheWorkerLoRAManager)
+
+
+def test_paths_are_those_vllm_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    assert adapter_folder("a") == tmp_path / "a"
+    assert adapter_folder("/no/where") == Path("/no/where")
+    assert adapter_folder("~/a") == Path(os.path.expanduser("~/a"))  # noqa: PTH111 - as vLLM does
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert adapter_folder("nobody/has-this-adapter") is None, "and nothing is downloaded"

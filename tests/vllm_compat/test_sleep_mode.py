@@ -1,0 +1,22 @@
+"""Where vLLM may take the paged cache's memory away without another step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
+from tests.support.vllm_configs import vllm_config
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("own_process", [True, False])
+def test_workers_of_an_engine_that_its_user_steps(
+    model: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool, num_ranks: int, own_process: bool
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(own_process)))
+    config = vllm_config(model, tensor_parallel_size=num_ranks)
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", sleeps)
+    assert may_sleep_unseen(config) == (sleeps and num_ranks == 2 and not own_process)

@@ -1,0 +1,130 @@
+"""A rank stores for a LoRA adapter what it has computed with that very adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lmcache_connector.plans import (
+    AdapterRef,
+    LoadedAdapterList,
+    Outcome,
+    RankReport,
+    StepPlan,
+    StoreJob,
+)
+from lmcache_connector.requests.background_read import Reading
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.vllm_compat.lora_loads import NoLoraLoads
+from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.lmcache_start import EngineSettings
+
+GEOMETRY = ChunkGeometry(32, 0, (128,), (0, 1), 2, "bfloat16")
+MINE = AdapterRef(1, "mine")
+
+
+class Loads(NoLoraLoads):
+    """What has been loaded is said by the test. ``has_news``: it was asked for."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, Reading[str]] = {}
+        self.question = 0
+
+    @property
+    def has_news(self) -> bool:  # type: ignore[override]
+        return bool(self.question)
+
+    def ask(self, question: int) -> None:
+        self.question = question
+
+    def take(self) -> LoadedAdapterList | None:  # type: ignore[override]
+        question, self.question = self.question, 0
+        return LoadedAdapterList(question) if question else None
+
+    def name_of(self, number: int) -> Reading[str] | None:  # type: ignore[override]
+        return self.names.get(number)
+
+    def load(self, number: int) -> Reading[str]:
+        self.names[number] = Reading()
+        return self.names[number]
+
+
+@pytest.fixture
+def loads() -> Loads:
+    return Loads()
+
+
+@pytest.fixture
+def worker(loads: Loads) -> Iterator[WorkerAdapter]:
+    cache = {"layers.0": torch.randn(16, 2, 16, 64).bfloat16()}
+    settings = WorkerSettings(
+        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.01, block_size=16),
+        geometry=GEOMETRY,
+        num_kv_heads=2,
+        layer_widths={"layers.0": 128},
+        self_test=False,
+        shutdown_seconds=2.0,
+    )
+    worker = WorkerAdapter(settings, cache, None, lora_loads=loads)
+    yield worker
+    worker.shutdown()
+
+
+def run(worker: WorkerAdapter, plan: StepPlan) -> RankReport | None:
+    worker.handle_preemptions(plan)
+    worker.start_forward(plan)
+    worker.start_loads(plan)
+    worker.end_forward(plan)
+    return worker.finish_step().report
+
+
+def store(job_id: int, adapter: AdapterRef | None = MINE) -> StepPlan:
+    key = bytes([job_id]) * 32
+    return StepPlan(stores=(StoreJob(job_id, "r", (key,), (0,), ((0, 1),), adapter=adapter),))
+
+
+def outcome(worker: WorkerAdapter, report: RankReport | None) -> Outcome:
+    for _ in range(2000):
+        if report is not None and report.results:
+            return report.results[0].outcome
+        report = run(worker, StepPlan(idle=True))
+    raise AssertionError("the store does not end")
+
+
+def test_a_store_waits_for_the_name_of_what_was_loaded(worker: WorkerAdapter, loads: Loads) -> None:
+    name = loads.load(1)
+    report = run(worker, store(1))
+    assert report is None or not report.results
+    name.settle("mine")
+    assert outcome(worker, report) is Outcome.DONE
+
+
+@pytest.mark.parametrize("loaded", ["another", None], ids=["another", "unknown"])
+def test_what_another_adapter_computed_is_not_stored(
+    worker: WorkerAdapter, loads: Loads, loaded: str | None
+) -> None:
+    loads.load(1).settle(loaded)
+    assert outcome(worker, run(worker, store(1))) is Outcome.CANCELLED
+    assert outcome(worker, run(worker, store(2, None))) is Outcome.DONE
+
+
+def test_it_counts_what_was_loaded_when_the_store_came(worker: WorkerAdapter, loads: Loads) -> None:
+    before = loads.load(1)
+    report = run(worker, store(1))
+    loads.load(1).settle("mine")
+    before.settle("another")
+    assert outcome(worker, report) is Outcome.CANCELLED
+
+
+def test_without_the_adapter_nothing_is_stored(worker: WorkerAdapter) -> None:
+    report = run(worker, store(1))
+    assert report is not None, "at once: there may be no next step"
+    assert report.results[0].outcome is Outcome.CANCELLED
+
+
+def test_a_question_is_answered_with_the_step(worker: WorkerAdapter) -> None:
+    report = run(worker, StepPlan(idle=True, adapter_question=3))
+    assert report is not None
+    assert report.adapters == LoadedAdapterList(3)

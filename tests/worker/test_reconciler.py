@@ -1,0 +1,208 @@
+"""What memory holds and Redis lacks comes back: over the real worker side, LMCache and Valkey."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lmcache_connector.plans import StepPlan, StoreJob
+from lmcache_connector.worker.reconciler import Offers, Pace, Reconciler
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.values import value_names
+from tests.worker.test_adapter import KEYS, Instance, make_instance
+
+KEY, OTHER = (random.Random(i).randbytes(32) for i in range(2))
+PACE = Pace(granted_seconds=30.0, retry_seconds=6.0, max_retry_seconds=60.0)
+QUICK = Pace(granted_seconds=0.2, retry_seconds=0.2, max_retry_seconds=0.5)
+NUM_CHUNKS = 8
+NUM_VALUES = NUM_CHUNKS * 2  # one per KV head
+
+
+class TestOffers:
+    def test_a_wanted_chunk_is_offered_once_in_a_while(self) -> None:
+        offers = Offers(PACE)
+        for _ in range(3):
+            offers.want(KEY, 100.0)
+        assert offers.take(100.0, 9) == [KEY]
+        offers.want(KEY, 100.5)
+        assert offers.take(100.5, 9) == [], "its write is under way"
+        offers.ended(KEY, True, 101.0)
+        offers.want(KEY, 130.9)
+        assert offers.take(130.9, 9) == []
+        offers.want(KEY, 131.1)
+        assert offers.take(131.1, 9) == [KEY]
+
+    def test_a_failed_write_is_tried_again_less_and_less_often(self) -> None:
+        offers, now, waits = Offers(PACE), 0.0, []
+        for _ in range(6):
+            offers.ended(KEY, False, now)
+            begun = now
+            while not offers.take(now, 1):
+                now += 0.5
+                assert now < 1000.0
+            waits.append(now - begun)
+        assert waits == [6.0, 12.0, 24.0, 48.0, 60.0, 60.0]
+
+    def test_what_was_written_by_others_is_not_offered(self) -> None:
+        offers = Offers(PACE)
+        offers.ended(KEY, False, 0.0)
+        offers.ended(KEY, True, 1.0)
+        assert offers.take(1000.0, 9) == []
+        offers.ended(KEY, False, 0.0)
+        offers.forget(KEY)
+        assert offers.take(1000.0, 9) == []
+
+    def test_it_forgets_the_oldest(self) -> None:
+        offers = Offers(PACE)
+        for i in range(200_000):
+            offers.ended(i.to_bytes(32, "big"), False, float(i))
+        taken = offers.take(1e9, 1_000_000)
+        assert len(taken) == 1 << 16
+        assert taken[-1] == (199_999).to_bytes(32, "big")
+
+
+def test_offers_leave_room_for_fresh_writes() -> None:
+    offered: list[bytes] = []
+
+    def offer(key: bytes) -> bool:
+        offered.append(key)
+        return True
+
+    reconciler = Reconciler(offer, lambda: len(offered) < 3, PACE, lambda: 0.0)
+    reconciler.close(5.0)
+    reconciler.want(i.to_bytes(32, "big") for i in range(50))
+    for _ in range(5):
+        reconciler.tick()
+    assert len(offered) == 3
+    offered.clear()
+    reconciler.tick()
+    assert len(offered) == 3
+
+
+@pytest.fixture
+def own_server() -> Iterator[Server]:
+    with running_server(valkey_binary() or "valkey-server") as server:
+        yield server
+
+
+@pytest.fixture
+def instance(own_server: Server) -> Iterator[Instance]:
+    made = make_instance(own_server.port, pace=QUICK)
+    yield made
+    made.worker.shutdown()
+
+
+def store(instance: Instance) -> None:
+    block_ids = tuple(range(2 * NUM_CHUNKS))
+    keys = KEYS[:NUM_CHUNKS]
+    job = StoreJob(1, "r", keys, tuple(range(NUM_CHUNKS)), (block_ids,))
+    instance.run(StepPlan(stores=(job,)))
+    instance.wait_for(1)
+
+
+def wait_for_all(server: Server, instance: Instance, wanted: bool) -> None:
+    """Until all values are there; with ``wanted``, while requests want them."""
+
+    def are_there() -> bool:
+        if wanted:
+            instance.run(StepPlan(idle=True, wanted=KEYS[:NUM_CHUNKS]))
+        return len(value_names(server)) == NUM_VALUES
+
+    wait_until(are_there, "the values did not come back")
+
+
+def test_a_purge_or_a_restart_is_made_good(own_server: Server, instance: Instance) -> None:
+    store(instance)
+    wait_for_all(own_server, instance, wanted=False)
+    with own_server.client() as client:
+        client.flushall()
+    wait_for_all(own_server, instance, wanted=True)
+    own_server.kill()
+    own_server.start()
+    assert value_names(own_server) == []
+    wait_for_all(own_server, instance, wanted=True)
+
+
+def test_what_nobody_wants_is_left_alone(own_server: Server, instance: Instance) -> None:
+    store(instance)
+    wait_for_all(own_server, instance, wanted=False)
+    with own_server.client() as client:
+        client.flushall()
+        client.config_resetstat()
+
+        def came_back() -> bool:
+            instance.run(StepPlan(idle=True, wanted=(KEYS[0],)))
+            return len(value_names(own_server)) == 2
+
+        wait_until(came_back, "the wanted one did not come back")
+        assert client.info("commandstats")["cmdstat_strlen"]["calls"] <= 3 * NUM_VALUES
+
+
+def test_an_outage_while_it_was_stored_is_made_good(own_server: Server, instance: Instance) -> None:
+    own_server.kill()
+    store(instance)
+    own_server.start()
+    wait_for_all(own_server, instance, wanted=False)
+
+
+def test_a_full_server_is_written_to_once_it_has_room(
+    own_server: Server, instance: Instance
+) -> None:
+    with own_server.client() as client:
+        client.config_set("maxmemory", 1, "maxmemory-policy", "noeviction")
+        store(instance)
+        wait_until(lambda: "errorstat_OOM" in client.info("errorstats"), "nothing was refused")
+        assert value_names(own_server) == []
+        client.config_set("maxmemory", 0)
+    wait_for_all(own_server, instance, wanted=False)
+
+
+def test_a_chunk_whose_claimant_died_is_written(own_server: Server, instance: Instance) -> None:
+    store(instance)
+    wait_for_all(own_server, instance, wanted=False)
+    with own_server.client() as client:
+        claims = client.keys("lmc:*claim*")
+        assert claims
+        client.flushall()
+        for claim in claims:
+            client.set(claim, b"1", px=600)  # left by a writer that is gone
+    wait_for_all(own_server, instance, wanted=True)
+
+
+def test_a_full_queue_is_made_good(own_server: Server) -> None:
+    instance = make_instance(own_server.port, pace=QUICK, write_queue_bytes=1)
+    try:
+        store(instance)
+        assert value_names(own_server) == []
+    finally:
+        instance.worker.shutdown()
+    room = make_instance(own_server.port, pace=QUICK, write_queue_bytes=3 * (32 << 10))
+    try:
+        store(room)
+        wait_for_all(own_server, room, wanted=False)
+    finally:
+        room.worker.shutdown()
+
+
+def test_hits_from_memory_renew_the_lifetime(own_server: Server) -> None:
+    lifetime: dict[str, Any] = {"ttl_seconds": 100.0, "refresh_ttl": True}
+    instance = make_instance(own_server.port, pace=QUICK, **lifetime)
+    try:
+        store(instance)
+        wait_for_all(own_server, instance, wanted=False)
+        with own_server.client() as client:
+            names = value_names(own_server)
+            for name in names:
+                client.pexpire(name, 50_000)
+
+            def all_renewed() -> bool:
+                instance.run(StepPlan(idle=True, wanted=KEYS[:NUM_CHUNKS]))
+                return all(client.pttl(name) > 90_000 for name in names)
+
+            wait_until(all_renewed, "the lifetimes were not renewed")
+    finally:
+        instance.worker.shutdown()
