@@ -13,13 +13,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.connector_base import ConnectorBase
+from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.metrics.prometheus import TieredStats
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Calibration
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
-from lmcache_connector.scheduler.vllm_kv_events import to_vllm
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
 

@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
     ("kv_layout", "config"),
-    ("audit", "cost_model", "storage/redis", "requests"),
+    ("audit", "cost_model", "kv_events", "storage/redis", "requests"),
     ("storage", "storage/redis/client"),
     ("keys", "plans", "metrics", "net"),
     ("errors",),
@@ -47,6 +47,7 @@ ONLY = {
     "storage/redis": {"storage/redis/client", "storage", "keys", "net"},
     "storage/redis/client": {"net"},
     "audit": {"plans", "storage"},
+    "kv_events": {"plans"},
     "cost_model": {"plans"},
 }
 MAX_FILES = 16
@@ -60,7 +61,7 @@ ALLOWED = {
         f"{OWN}/connector_base.py",
         f"{OWN}/metrics/prometheus.py",  # in vLLM's front end
         f"{OWN}/p2p/connector.py",
-        f"{OWN}/scheduler/vllm_kv_events.py",
+        f"{OWN}/kv_events/vllm_events.py",
         f"{OWN}/vllm_compat/*.py",
     ),
     "lmcache": (f"{OWN}/worker/lmcache_*.py",),

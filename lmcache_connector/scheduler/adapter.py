@@ -26,6 +26,8 @@ from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
+from lmcache_connector.kv_events.log import KvEventSink
+from lmcache_connector.kv_events.vllm_events import describe_chunk
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import (
@@ -47,13 +49,11 @@ from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.hit_finder import HitFinder
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
-from lmcache_connector.scheduler.kv_events import KvEventSink
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
-from lmcache_connector.scheduler.vllm_kv_events import describe_chunk
 from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 

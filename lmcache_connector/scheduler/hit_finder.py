@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.kv_events.log import KvEventSink
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import Tier
 from lmcache_connector.scheduler.background_lookup import (
@@ -19,7 +20,6 @@ from lmcache_connector.scheduler.background_lookup import (
     Pending,
 )
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
-from lmcache_connector.scheduler.kv_events import KvEventSink
 from lmcache_connector.scheduler.request_state import (
     LookupState,
     RequestState,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored, KvEventLog
 from lmcache_connector.metrics.samples import split_key
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Outcome
-from lmcache_connector.scheduler.kv_events import BlocksRemoved, BlocksStored, KvEventLog
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import VOCABULARY, Faults

@@ -13,6 +13,7 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
+from lmcache_connector.kv_events.log import KvEventSink
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.scheduler.background_lookup import (
     PENDING,
@@ -24,7 +25,6 @@ from lmcache_connector.scheduler.background_lookup import (
 )
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.hit_finder import RedisHitFinder
-from lmcache_connector.scheduler.kv_events import KvEventSink
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 CHUNK = 256

@@ -14,8 +14,8 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
+from lmcache_connector.kv_events.log import BlockRun, BlocksStored, KvEvent
 from lmcache_connector.plans import Tier
-from lmcache_connector.scheduler.kv_events import BlockRun, BlocksStored, KvEvent
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

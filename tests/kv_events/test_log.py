@@ -7,13 +7,13 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.plans import CacheEvent, RankReport, Tier
-from lmcache_connector.scheduler.kv_events import (
+from lmcache_connector.kv_events.log import (
     BlockRun,
     BlocksRemoved,
     BlocksStored,
     KvEventLog,
 )
+from lmcache_connector.plans import CacheEvent, RankReport, Tier
 
 
 def blocks(name: bytes) -> BlockRun:

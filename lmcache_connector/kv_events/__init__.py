@@ -1,0 +1,1 @@
+"""What the tiers took in and let go, as vLLM publishes it."""
