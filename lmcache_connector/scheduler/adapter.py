@@ -377,7 +377,8 @@ class SchedulerAdapter:
             if self._settings.stores and self._stores.is_due(state, num_tokens):
                 self._plan_store(state, num_tokens, block_ids)
             if self._auditor.is_due(state, num_tokens):
-                self._jobs.add(state, self._auditor.plan(state, self._jobs.new_id(), block_ids))
+                audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
+                self._start(state, audit, audit.chunk_indices)
 
     def _plan_store(
         self,

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -264,6 +265,7 @@ class WorkerAdapter:
             queued.deadline,
             self._gate,
             self._settings.formats,
+            partial(self._jobs.has_read, queued),
         )
         return JobResult(
             job_id=job.job_id,

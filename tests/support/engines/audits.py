@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lmcache_connector.keys.request_keys import RequestIdentity
+from tests.support.engines.calls import tiered_of
 from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import CHUNK_SIZE
 
 ROWS = slice(1000, 1064)
 """Rows of the embedding that are retrained."""
@@ -19,7 +21,7 @@ ROWS = slice(1000, 1064)
 def audits(probe: EngineProbe) -> dict[str, float]:
     """Ended audits by result, once none is under way."""
     for _ in range(2000):
-        if not probe.connector._scheduler._auditor.num_open:
+        if not tiered_of(probe.connector)._scheduler._auditor.num_open:
             break
         probe.core.step()
     return probe.counts().by_label("audits")
@@ -46,35 +48,31 @@ def retrained(rows: Any, strength: float) -> Any:
     return rows.float() + strength * rows.float().roll(1, dims=-1)
 
 
-class KnownByPath(RequestIdentity):
-    """An adapter is its path, whatever its files hold."""
-
-    def root(self) -> dict[str, object]:
-        return super().root() | {"lora": "path of the adapter" if self.lora else None}
-
-
 def name_images_by_counter(probe: EngineProbe) -> None:
     """As vLLM does without its processor cache: the first image of a process is number 0."""
 
-    def counted(identity: RequestIdentity) -> RequestIdentity:
+    def forge(identity: RequestIdentity) -> RequestIdentity:
         spans = tuple(replace(span, content_hash="image-0") for span in identity.multimodal)
         return replace(identity, multimodal=spans)
 
-    _forge(probe, counted)
+    _forge_identities(probe, forge)
 
 
 def name_adapters_alike(probe: EngineProbe) -> None:
     """As if an adapter were known by its path, whatever its files hold."""
 
-    def by_path(identity: RequestIdentity) -> RequestIdentity:
-        parts = {each.name: getattr(identity, each.name) for each in fields(identity)}
-        return KnownByPath(**parts)
+    def forge(identity: RequestIdentity) -> RequestIdentity:
+        return replace(identity, lora="path of the adapter") if identity.lora else identity
 
-    _forge(probe, by_path)
+    _forge_identities(probe, forge)
+    adapters = tiered_of(probe.connector)._scheduler._identifier.adapters
+    adapters.may_store = lambda number, name: True
 
 
-def _forge(probe: EngineProbe, forge: Callable[[RequestIdentity], RequestIdentity]) -> None:
-    identifier = probe.connector._scheduler._identifier
+def _forge_identities(
+    probe: EngineProbe, forge: Callable[[RequestIdentity], RequestIdentity]
+) -> None:
+    identifier = tiered_of(probe.connector)._scheduler._identifier
     identify = identifier.identify
 
     def forged(*args: Any) -> Any:
@@ -82,6 +80,14 @@ def _forge(probe: EngineProbe, forge: Callable[[RequestIdentity], RequestIdentit
         return forge(found) if isinstance(found, RequestIdentity) else found
 
     identifier.identify = forged
+
+
+def forget_model_lengths(probe: EngineProbe) -> None:
+    """One root for all ``max_model_len``."""
+    from lmcache_connector.keys.prefix_hash import PrefixHasher
+
+    adapter = tiered_of(probe.connector)._scheduler
+    adapter._hasher = PrefixHasher({"model": "whatever its length"}, CHUNK_SIZE)
 
 
 def build_long_rope_model(folder: Path, tiny: Path) -> Path:
