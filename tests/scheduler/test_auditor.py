@@ -17,7 +17,8 @@ from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.plans import AuditJob
 from tests.scheduler.test_adapter import Life, filled_engine, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_worker import BLOCK_SIZE, Faults
+from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_worker import Faults
 
 CHUNK = 2 * BLOCK_SIZE
 ALL = Shape(audit_share=1.0, num_blocks=40)
