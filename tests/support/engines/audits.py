@@ -87,8 +87,11 @@ def forget_model_lengths(probe: EngineProbe) -> None:
     """One root for all ``max_model_len``."""
     from lmcache_connector.keys.prefix_hash import PrefixHasher
 
-    adapter = tiered_of(probe.connector)._scheduler
-    adapter._hasher = PrefixHasher({"model": "whatever its length"}, CHUNK_SIZE)
+    start = tiered_of(probe.connector)._scheduler._engine_start
+    hasher = PrefixHasher({"model": "whatever its length"}, CHUNK_SIZE)
+    start._make_hasher = lambda configuration: hasher
+    if start.hasher is not None:
+        start.hasher = hasher
 
 
 def build_long_rope_model(folder: Path, tiny: Path) -> Path:
