@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.plans import AuditJob
 from tests.scheduler.test_adapter import Life, filled_engine, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_worker import BLOCK_SIZE, Faults
+from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_worker import Faults
 
 CHUNK = 2 * BLOCK_SIZE
 ALL = Shape(audit_share=1.0, num_blocks=40)
@@ -28,10 +26,12 @@ def engine_of(model: Path, shape: Shape) -> ShadowEngine:
     return ShadowEngine(model, shape, 0, Faults(slow=0.0))
 
 
-def serve(engine: ShadowEngine, tokens: list[int], salt: str | None = None) -> None:
+def serve(
+    engine: ShadowEngine, tokens: list[int], salt: str | None = None, adapter: str | None = None
+) -> None:
     """One request after vLLM has forgotten its own prefix cache."""
     assert engine.scheduler.reset_prefix_cache()
-    request_id = engine.add(tokens, 1, salt)
+    request_id = engine.add(tokens, 1, salt, adapter=adapter)
     engine.run_until_idle()
     engine.check_answer(request_id)
     engine.check_whole()
@@ -112,16 +112,8 @@ def test_a_mismatch_ends_sharing_for_that_root_alone(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
-    identify = engine.adapter._identify
-
-    def with_adapter(request: Any, epoch: str) -> RequestIdentity | None:
-        """A salt stands for an adapter."""
-        identity = identify(request, epoch)
-        return identity and replace(identity, cache_salt=None, lora=identity.cache_salt)
-
-    engine.adapter._identify = with_adapter
-    for salt in (None, "adapter"):
-        serve(engine, tokens, salt)
+    for adapter in (None, "lora-a"):
+        serve(engine, tokens, adapter=adapter)
     (_, last), _ = [job.keys for plan in engine.plans for job in plan.stores]
     tier = engine.ranks[0].tier
     tier[last] = tuple(cell + 1 for cell in tier[last])
@@ -133,7 +125,7 @@ def test_a_mismatch_ends_sharing_for_that_root_alone(
     assert loaded(engine) == before, "nothing was stored under its own keys yet"
     serve(engine, tokens)
     assert loaded(engine) == before + 2
-    serve(engine, tokens, "adapter")
+    serve(engine, tokens, adapter="lora-a")
     assert loaded(engine) == before + 3, "another root goes on"
     assert audits(engine) == {"mismatch": 1, "match": 1}
 
