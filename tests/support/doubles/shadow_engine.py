@@ -30,7 +30,15 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
-from lmcache_connector.plans import AuditJob, LoadJob, StepPlan, StoreJob
+from lmcache_connector.plans import (
+    AuditJob,
+    Calibration,
+    LoadJob,
+    RankReport,
+    RankStart,
+    StepPlan,
+    StoreJob,
+)
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
 from tests.support.doubles.shadow_config import Shape, build_scheduler
@@ -65,9 +73,18 @@ class TextRequest(Request):
 
 
 class ShadowEngine:
-    """``adapters``: the content that vLLM has, by name."""
+    """``adapters``: the content that vLLM has, by name. ``started``: all ranks have reported their
+    start, as they do with the first step."""
 
-    def __init__(self, model: Path, shape: Shape, seed: int, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        shape: Shape,
+        seed: int,
+        faults: Faults | None = None,
+        *,
+        started: bool = True,
+    ) -> None:
         self.shape = shape
         self.chance = random.Random(seed)
         self.version = 0
@@ -111,6 +128,13 @@ class ShadowEngine:
         self.plans: list[StepPlan] = []
         self.num_preemptions = 0
         self.num_resets = 0
+        if started:
+            for rank in range(shape.world_size):
+                self.report_start(rank)
+
+    def report_start(self, rank: int, configuration: tuple[tuple[str, str], ...] = ()) -> None:
+        start = RankStart(configuration, Calibration())
+        self.adapter.update_from_reports([RankReport(rank, (), (), start=start)])
 
     # -- what a client does ----------------------------------------------------------------------
 
