@@ -26,6 +26,7 @@ STANDS: dict[str, ModuleType] = {
     "uuid": stdlib.uuid,
     "socket": network.socket,
     "select": network.select,
+    "fcntl": network.fcntl,
 }
 _PACKAGES = ("lmcache_connector", "redis")
 

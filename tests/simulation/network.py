@@ -7,6 +7,7 @@ the :class:`Path`'s business. A *service* listens at an address and is called wi
 from __future__ import annotations
 
 import errno
+import fcntl as real_fcntl
 import select as real_select
 import socket as real_socket
 import struct
@@ -444,7 +445,7 @@ def _resolve(
     family: int = 0,
     type: int = 0,
     proto: int = 0,
-    flags: int = 0,  # noqa: A002
+    flags: int = 0,
 ) -> list[tuple[Any, ...]]:
     RUNTIME.kernel.sleep(0.0002)
     if not any(name == host for name, _ in RUNTIME.network.paths):
@@ -474,4 +475,5 @@ socket = Stand(
         "gethostname": lambda: RUNTIME.process.name,
     },
 )
+fcntl = Stand(real_fcntl, {"ioctl": lambda sock, request, argument: bytes(len(argument))})
 select = Stand(real_select, {"poll": _Poll, "select": _select})
