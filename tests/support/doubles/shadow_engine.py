@@ -46,6 +46,7 @@ from lmcache_connector.scheduler.background_lookup import (
     LookupAnswer,
 )
 from lmcache_connector.scheduler.hit_finder import RedisHitFinder
+from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 from tests.support.doubles.shadow_worker import (
     BLOCK_SIZE,
     VOCABULARY,
@@ -149,6 +150,8 @@ class ShadowEngine:
             self.adapter.hits = _finding_in_redis(
                 self.adapter, SteppedLookup(self.ranks, self.chance)
             )
+        if shape.redis and shape.role != "kv_consumer":
+            self.adapter.wanted = WantedChunks(self.adapter.index, lambda: 0.0)
         self._aggregator = KVOutputAggregator(shape.world_size)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._queue: deque[tuple[SchedulerOutput, Step]] = deque()
