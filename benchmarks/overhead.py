@@ -12,7 +12,8 @@ every layer asks for) and put back. ``..._vs_none`` is with the connector over w
 same process; ``..._vs_other_process`` is over the engine that never had one. All engines are
 started ``--launches`` times. Each ratio is the median over all rounds; the quartiles are in
 ``ratios``. ``decode_step_cost_us`` is the loss of throughput as time: it grows with layers and
-stored bytes, not with what a step computes.
+stored bytes, not with what a step computes. ``audit_s`` is by how much an audit delays the hit that
+is audited, ``audits_us_per_hit`` what that is per hit with the default share.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.harness.engine_timings import (
+    audit_seconds,
     decode_step_microseconds,
     decode_tokens_per_second,
     lookup_microseconds,
@@ -42,6 +44,7 @@ from tests.support.engines.settings import tiered_transfer
 from tests.support.prompts import random_prompt
 
 LOOKUP_TOKENS = 32_000
+AUDIT_SHARE = 0.001  # the default
 _NONE, _MISS, _COLD = "none", "kv_consumer", "kv_both"
 _WITHOUT = Way(_NONE)
 _MISSING, _MISSING_OUT = Way(_MISS), Way(_MISS, connected=False)
@@ -92,7 +95,7 @@ class Contest:
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     ttfts, speeds = _contests(args)
-    steps, lookups, store_jobs = [], [], 0
+    steps, lookups, audits, store_jobs = [], [], [], 0
     for launch in range(args.launches):
         with _engines(args) as engines:
             for engine in engines.values():  # compilation, first touches
@@ -104,6 +107,9 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             prompts = [random_prompt(50_000 + i, 64) for i in range(args.decode_requests)]
             steps.append(both.call(decode_step_microseconds, prompts, args.decode_tokens))
             lookups.append(both.call(lookup_microseconds, LOOKUP_TOKENS, 40))
+            audited = random_prompt(90_000, args.tokens)
+            both.call(ttft_seconds, audited)
+            audits += both.call(audit_seconds, audited, 2 * args.rounds)
             store_jobs += int(both.counts().total("store_jobs"))
     ratios = _ratios(ttfts, speeds)
     return {
@@ -116,6 +122,8 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "decode_step_cost_us": round(_step_cost_us(speeds, args.decode_requests)),
         "decode_step_scheduler_us_per_request": median(steps, 2),
         "lookup_32k_tokens_us": median(lookups, 1),
+        "audit_s": median(audits, 4),
+        "audits_us_per_hit": round(1e6 * AUDIT_SHARE * statistics.median(audits)),
         "ttft_none_s": median(ttfts.measured[_WITHOUT]),
         "decode_none_tokens_per_s": median(speeds.measured[_WITHOUT], 1),
         "store_jobs": store_jobs,

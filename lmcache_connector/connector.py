@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.connector_base import ConnectorBase
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.metrics.prometheus import TieredStats
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
-from lmcache_connector.plans import Calibration
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
+from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
 
@@ -34,11 +32,7 @@ if TYPE_CHECKING:
     from lmcache_connector.worker.adapter import WorkerAdapter  # noqa: F401 - named in a string
 
 
-@dataclass
-class CalibrationMetadata(KVConnectorHandshakeMetadata):
-    """What one rank measured at start, on its way to the scheduler side."""
-
-    calibration: Calibration
+logger = logging.getLogger(__name__)
 
 
 class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
@@ -53,16 +47,14 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
         if role is KVConnectorRole.SCHEDULER:
-            model = describe_model(
-                vllm_config,
-                kv_cache_config,
-                chunk_size=self._config.chunk_size,
-                namespace=self._config.namespace,
-                model_digest=self._config.model_digest,
-            )
+            config = self._config
+            model = describe_model(vllm_config, kv_cache_config, chunk_size=config.chunk_size)
+            weights = weights_identity(vllm_config, config.model_digest, user_cache_folder())
+            logger.info("LMCacheTieredConnector: weights %s", weights)
             self._scheduler = build_scheduler(
-                self._config,
+                config,
                 model,
+                weights,
                 loads=self._kv_transfer_config.is_kv_consumer,
                 stores=self._kv_transfer_config.is_kv_producer,
                 kv_events=self._wants_kv_events,
@@ -110,13 +102,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         """Steps go on while a store runs: its end is reported with one."""
         return self._scheduler_side.has_open_stores
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        self._scheduler_side.policy.calibrate(
-            meta.calibration for meta in metadata.values() if isinstance(meta, CalibrationMetadata)
-        )
-
     def take_events(self) -> list[KVCacheEvent]:
         return [to_vllm(event) for event in self._scheduler_side.kv_events.take()]
 
@@ -134,12 +119,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             kv_caches,
             kv_events=self._wants_kv_events,
         )
-
-    def get_handshake_metadata(self) -> CalibrationMetadata | None:
-        """vLLM asks once, after the caches were registered and before the first request."""
-        if self._worker is None:
-            return None
-        return CalibrationMetadata(self._worker.calibration())
 
     def has_connector_metadata(self) -> bool:
         """``False`` spares every layer of every forward pass two calls that would do nothing."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -178,6 +179,12 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         whose ranks are in this process, has made its last step, so copies are stopped here."""
         self._scheduler_side.reset_cache()
         return all(worker.let_go() for worker in self._workers_here())
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Under ``MultiConnector`` another connector's. vLLM's own would refuse it beyond the first
+        pipeline stage."""
 
     # -- worker side ---------------------------------------------------------------------------
 

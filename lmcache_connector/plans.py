@@ -232,12 +232,25 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStart:
+    """What one rank found out when it started.
+
+    ``configuration``: digests of the model's configuration, part by part and sorted by name, as
+    this rank sees it once its model is built.
+    """
+
+    configuration: tuple[tuple[str, str], ...]
+    calibration: Calibration
+
+
+@dataclass(frozen=True, slots=True)
 class RankReport:
     """What one rank did since its last report.
 
-    ``events`` are in the order they happened. ``redis`` is what a probe measured. ``written`` lists
-    chunks whose values this rank has put into Redis, or found there; it is filled only if KV cache
-    events are wanted. ``adapters``: since the last report some were loaded, or asked for.
+    ``start`` comes once, with the first report or soon after. ``events`` are in the order they
+    happened. ``redis`` is what a probe measured. ``written`` lists chunks whose values this rank
+    has put into Redis, or found there; it is filled only if KV cache events are wanted.
+    ``adapters``: since the last report some were loaded, or asked for.
     """
 
     rank: int
@@ -247,6 +260,7 @@ class RankReport:
     redis: TransferTime | None = None
     written: tuple[bytes, ...] = ()
     adapters: LoadedAdapterList | None = None
+    start: RankStart | None = None
 
 
 ReportT_co = TypeVar("ReportT_co", covariant=True)

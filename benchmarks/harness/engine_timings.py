@@ -102,6 +102,22 @@ def empty_cpu_tier(probe: EngineProbe) -> None:
     ttft_seconds(probe, _SHORT_PROMPT)
 
 
+def audit_seconds(probe: EngineProbe, prompt: Sequence[int], rounds: int) -> list[float]:
+    """By how much an audit delays the first token of a hit, round by round: one hit with it, one
+    without, in turn. The prompt must have been stored."""
+    sampler = probe.connector._scheduler._auditor._sampler
+    before, delays = sampler.share, []
+    for number in range(rounds):
+        taken = {}
+        for share in (1.0, 0.0) if number % 2 else (0.0, 1.0):
+            sampler.share = share
+            probe.reset_prefix_cache()
+            taken[share] = ttft_seconds(probe, prompt)
+        delays.append(taken[1.0] - taken[0.0])
+    sampler.share = before
+    return delays
+
+
 def probe_link(probe: EngineProbe) -> None:
     """Have Redis measured now, which otherwise happens within a minute of traffic."""
     policy = probe.connector._scheduler.policy

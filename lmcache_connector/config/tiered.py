@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from lmcache_connector.config.model_digest import ModelDigest
 from lmcache_connector.config.strict import Secret, StrictSettings, parse
 from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.errors import ConfigError
@@ -64,8 +65,8 @@ class ConnectorConfig(StrictSettings):
     """Name of the weights after an update, or ``file:PATH``; read at start and at each reset."""
     share_after_reset: Literal["audited", "never"] = "audited"
     """Once an audit finds the weights unchanged, or only with a new ``weights_label``."""
-    model_digest: Annotated[str, Field(min_length=1, max_length=256)] = "sampled"
-    """Identity of the weights: ``sampled``, ``full``, or a name of your own."""
+    model_digest: ModelDigest = "full"
+    """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
     shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
     """Longest time shutdown waits for writes in progress."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
@@ -15,6 +16,7 @@ from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
@@ -29,10 +31,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Instance:
     """What hand-overs need to know of one rank of an engine. ``card`` names no transports yet.
+    ``weights`` is the part of the model's identity that all processes see from the start.
     ``max_blocks``, ``first_rank``, ``machine_host``: see :class:`P2PWorkerSettings`.
     ``engine_header``: see :func:`engine_header`."""
 
     model: ModelDescription
+    weights: dict[str, object]
     transfer: KVTransferConfig
     card: Card
     max_blocks: int
@@ -57,13 +61,11 @@ def describe(
     """Raises ``UnsupportedError`` with one sentence for a model or set-up that is not served."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
-    model = describe_model(
-        vllm_config,
-        kv_cache_config,
-        chunk_size=None,
-        namespace=config.namespace,
-        model_digest=config.model_digest,
-    )
+    model = describe_model(vllm_config, kv_cache_config, chunk_size=None)
+    weights: dict[str, object] = {
+        "namespace": config.namespace,
+        "weights": weights_identity(vllm_config, config.model_digest, user_cache_folder()),
+    }
     first_rank = engine_index(parallel) * model.world_size
     tp_size = parallel.tensor_parallel_size
     address = PeerAddress(config.host, transfer.kv_port + first_rank)
@@ -72,7 +74,7 @@ def describe(
         host=address.host,
         port=address.port,
         rank=model.rank,
-        model=model_digests(model.root),
+        model=model_digests(weights | model.configuration),
         block_size=model.block_size,
         tp_size=tp_size,
         layer_counts=tuple(rank.num_layers for rank in model.ranks[::tp_size]),
@@ -83,12 +85,13 @@ def describe(
     max_blocks = -(-vllm_config.model_config.max_model_len // model.block_size)
     return Instance(
         model,
+        weights,
         transfer,
         card,
         max_blocks,
         first_rank,
-        machine_host(parallel),
-        engine_header(parallel),
+        machine_host(parallel, transfer.engine_id),
+        engine_header(parallel, transfer.engine_id),
     )
 
 
@@ -117,7 +120,7 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
     return P2PSchedulerAdapter(
         settings,
         router,
-        model.root,
+        instance.weights,  # the ranks compare their configurations when they meet
         RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()).identify_now,
     )
 

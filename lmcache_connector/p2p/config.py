@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
+from lmcache_connector.config.model_digest import ModelDigest
 from lmcache_connector.config.strict import Secret, StrictSettings, parse
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.errors import AddressError
@@ -76,8 +77,8 @@ class P2PConfig(StrictSettings):
     """Time between two signs of life to the router."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")] = "default"
     """Instances hand over only inside one namespace."""
-    model_digest: Annotated[str, Field(min_length=1, max_length=256)] = "sampled"
-    """Identity of the weights: ``sampled``, ``full``, or a name of your own."""
+    model_digest: ModelDigest = "full"
+    """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
     shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
     """Longest time shutdown waits for transfers in progress."""
 

@@ -47,6 +47,7 @@ from lmcache_connector.scheduler.auditor import Auditor, Finding
 from lmcache_connector.scheduler.background_lookup import PENDING
 from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.hit_finder import HitFinder
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
@@ -86,7 +87,7 @@ class SchedulerAdapter:
     def __init__(
         self,
         settings: SchedulerSettings,
-        hasher: PrefixHasher,
+        start: EngineStart,
         identifier: RequestIdentifier,
         *,
         index: ChunkIndex,
@@ -109,7 +110,7 @@ class SchedulerAdapter:
         self._metrics = metrics
         self.wanted = wanted
         self._settings = settings
-        self._hasher = hasher
+        self._engine_start = start
         self._identifier = identifier
         self._loaded_adapters = identifier.adapters.loaded
         self._encoders = EncoderWitness()
@@ -242,6 +243,8 @@ class SchedulerAdapter:
     def update_from_reports(self, reports: Sequence[RankReport]) -> list[ShortLoad]:
         """``reports``: of all ranks that had something to report in one step. Returns the loads
         that have ended with it and did not bring everything."""
+        if self._engine_start.hasher is None:
+            self.policy.calibrate(self._engine_start.update(reports))
         self.policy.observe_reports(reports)
         for report in reports:
             self.index.apply(report.rank, report.events)
@@ -301,10 +304,16 @@ class SchedulerAdapter:
 
     # -- requests, in detail -------------------------------------------------------------------
 
+    @property
+    def _hasher(self) -> PrefixHasher:
+        return self._engine_start.known_hasher
+
     def _state(
         self, request: Request, wait_seconds: float = 0.0
     ) -> RequestState | Literal[NotYet.UNREAD] | None:
         """The state of a request with all its full chunks hashed; ``None``: it bypasses us."""
+        if self._engine_start.hasher is None:
+            return UNREAD if self._engine_start.is_awaited() else None
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
             identity = self._identifier.identify(request, wait_seconds)
@@ -368,7 +377,8 @@ class SchedulerAdapter:
             if self._settings.stores and self._stores.is_due(state, num_tokens):
                 self._plan_store(state, num_tokens, block_ids)
             if self._auditor.is_due(state, num_tokens):
-                self._jobs.add(state, self._auditor.plan(state, self._jobs.new_id(), block_ids))
+                audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
+                self._start(state, audit, audit.chunk_indices)
 
     def _plan_store(
         self,

@@ -193,6 +193,8 @@ class Auditor:
 
     def learn(self, job: LoadJob | StoreJob) -> None:
         """Whose chunks the CPU tier holds: a job was planned that brings these."""
+        if isinstance(job, AuditJob):
+            return
         if isinstance(job, StoreJob):
             self._own.add(job.keys)
         elif job.needs_redis:

@@ -12,7 +12,8 @@ vouches for the tokens inside the chunk, as it is a SHA-256 of them; lineages na
 is not.
 
 A request is *witnessed* as far as its leading blocks are of its own lineage, and then as far as it
-is computed from there. After a gap nothing is: what follows was computed on top of it.
+is computed from there. After a gap nothing is, until it begins again: what follows was computed on
+top of it, and with asynchronous scheduling vLLM loses a token of a request whose gap is found out.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class BlockWitness:
         is_first = witness.num_tokens is None
         if witness.num_tokens is None:
             witness.num_tokens = self._begin(state, start)
-        if start <= witness.num_tokens:
+        witness.has_gap |= start > witness.num_tokens
+        if not witness.has_gap:
             witness.num_tokens = start + num_tokens
         return self._vouch(state, witness.num_tokens) or is_first
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.background_lookup import BackgroundLookup
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.hit_finder import HitFinder, RedisHitFinder
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_state import SchedulerSettings
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 def build_scheduler(
     config: ConnectorConfig,
     model: ModelDescription,
+    weights: str,
     *,
     loads: bool,
     stores: bool,
@@ -46,9 +48,9 @@ def build_scheduler(
     weak_block_hashes: bool,
     find_adapter: Callable[[str], Path | None] = Path,
 ) -> SchedulerAdapter:
-    """The scheduler side of an engine. ``loads`` and ``stores``: what ``kv_role`` allows.
-    ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter`` turns a LoRA adapter's
-    path into the folder vLLM reads."""
+    """The scheduler side of an engine. ``weights`` names them. ``loads`` and ``stores``: what
+    ``kv_role`` allows. ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter``
+    turns a LoRA adapter's path into the folder vLLM reads."""
     settings = _settings(config, model, loads, stores, weak_block_hashes)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model)
@@ -76,7 +78,7 @@ def build_scheduler(
     )
     return SchedulerAdapter(
         settings,
-        PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes),
+        EngineStart(model.world_size, partial(_make_hasher, config, weights), time.monotonic),
         RequestIdentifier(
             config.require_cache_salt,
             AdapterReader(find_adapter, LoadedAdapters(model.world_size)),
@@ -94,6 +96,13 @@ def build_scheduler(
         auditor=auditor,
         read_label=partial(read_weights_label, config.weights_label),
     )
+
+
+def _make_hasher(
+    config: ConnectorConfig, weights: str, configuration: Mapping[str, str]
+) -> PrefixHasher:
+    root = {"namespace": config.namespace, "weights": weights, "configuration": configuration}
+    return PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
 
 
 def _settings(

@@ -81,14 +81,17 @@ class WitnessState:
 
     ``num_tokens`` may count drafts that will be rejected; ``None``: the request has not been
     scheduled since it began, or began again. The leading ``num_blocks`` blocks are vouched for.
+    ``has_gap``: it went on from tokens that are not witnessed.
     """
 
     num_tokens: int | None = None
     num_blocks: int = 0
+    has_gap: bool = False
 
     def restart(self) -> None:
         self.num_tokens = None
         self.num_blocks = 0
+        self.has_gap = False
 
 
 @dataclass(slots=True)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.keys.prefix_hash import canonical_bytes
-from lmcache_connector.keys.weights_digest import config_digest, directory_digest
 from lmcache_connector.kv_layout.paged_cache import Plane
 from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
 from lmcache_connector.vllm_compat.element_formats import element_formats
+from lmcache_connector.vllm_compat.excused import IN_TOKEN_ORDER
+from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.support import check_setup, layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,8 +32,9 @@ class ModelDescription:
     ``rank``, ``num_kv_heads`` and ``layer_widths`` are those of this process; the latter maps its
     layers' names, in model order, to the bytes of one token and one KV head, and ``formats`` say
     how their elements are stored. ``name`` is the user's. ``block_size`` is in tokens. ``planes``
-    say how a block lies in memory where strides do not. ``root`` holds plain JSON values:
-    everything that makes the model's KV its own, the same on all ranks.
+    say how a block lies in memory where strides do not. ``configuration`` holds digests of all that
+    makes the model's KV its own beside the weights, by name, as this process sees it: see
+    :func:`configuration_digests`.
     """
 
     ranks: tuple[RankTopology, ...]
@@ -50,31 +46,20 @@ class ModelDescription:
     formats: tuple[str, ...]
     name: str
     planes: tuple[Plane, ...]
-    root: dict[str, object]
+    configuration: dict[str, str]
 
     @property
     def world_size(self) -> int:
         return len(self.ranks)
 
-    @property
-    def fingerprint(self) -> str:
-        """Hexadecimal digest of ``root``."""
-        return blake3(canonical_bytes(self.root)).hexdigest()
-
 
 def describe_model(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    *,
-    chunk_size: int | None,
-    namespace: str,
-    model_digest: str,
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, chunk_size: int | None
 ) -> ModelDescription:
     """Describe the model to the process that asks.
 
-    ``chunk_size`` is in tokens; ``None``: a chunk is one block. ``model_digest``: how weights are
-    told apart, ``sampled``, ``full`` or a name of the user's. Raises :class:`UnsupportedError` with
-    one sentence on what cannot be cached.
+    ``chunk_size`` is in tokens; ``None``: a chunk is one block. Raises :class:`UnsupportedError`
+    with one sentence on what cannot be cached.
     """
     check_setup(vllm_config, kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]
@@ -88,7 +73,7 @@ def describe_model(
         )
     ranks = _ranks(vllm_config)
     spec = layer_specs(group)[group.layer_names[0]]
-    packing = _packing(vllm_config, chunk_size, list(layer_specs(group).values()))
+    packing = _packing(vllm_config, chunk_size, layer_specs(group))
     return ModelDescription(
         ranks=ranks,
         geometries=tuple(
@@ -109,12 +94,7 @@ def describe_model(
         formats=element_formats(group, vllm_config.cache_config.cache_dtype),
         name=vllm_config.model_config.model,
         planes=packing.planes,
-        root={
-            "namespace": namespace,
-            "weights": _weights_identity(vllm_config, model_digest),
-            "packing": packing.name,
-            **_architecture(vllm_config, spec),
-        },
+        configuration=configuration_digests(vllm_config, kv_cache_config, packing.name),
     )
 
 
@@ -130,10 +110,14 @@ def _layer_widths(group: KVCacheGroupSpec) -> dict[str, int]:
     }
 
 
-def _packing(vllm_config: VllmConfig, chunk_size: int, specs: list[Any]) -> Packing:
-    if not current_platform.is_cpu():
-        return Packing(None, ())
+def _packing(vllm_config: VllmConfig, chunk_size: int, layers: dict[str, Any]) -> Packing:
+    specs = list(layers.values())
     spec = specs[0]
+    if not current_platform.is_cpu():
+        orders = _own_orders(vllm_config, list(layers))
+        return Packing(
+            f"{', '.join(orders)} in blocks of {spec.block_size}" if orders else None, ()
+        )
     if vllm_config.model_config.use_mla:
         return Packing(f"latents in blocks of {spec.block_size}", ())
     if len({(each.head_size, each.dtype) for each in specs}) > 1:
@@ -148,6 +132,16 @@ def _packing(vllm_config: VllmConfig, chunk_size: int, specs: list[Any]) -> Pack
         storage_dtype=spec.dtype,
     )
     return find_packing(attention, spec.block_size, chunk_size)
+
+
+def _own_orders(vllm_config: VllmConfig, layer_names: list[str]) -> list[str]:
+    """Attention backends of these layers that may order a block's bytes in a way of their own.
+
+    vLLM knows a layer's backend once the model is built, in the process that built it.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = {layers[name].get_attn_backend().__name__ for name in layer_names if name in layers}
+    return sorted(backends - IN_TOKEN_ORDER)
 
 
 def _ranks(vllm_config: VllmConfig) -> tuple[RankTopology, ...]:
@@ -180,65 +174,3 @@ def _widths_of(rank: RankTopology, world_size: int, widths: dict[str, int]) -> t
             "a KV cache of their own, in this model: start without --kv-transfer-config."
         )
     return (next(iter(widths.values())),) * rank.num_layers
-
-
-# -- identity ------------------------------------------------------------------------------------
-
-
-def _architecture(vllm_config: VllmConfig, spec: Any) -> dict[str, object]:
-    """What beside the weights changes KV bytes, and nothing that only says where or how we run."""
-    model = vllm_config.model_config
-    return {
-        "config": config_digest(model.hf_config.to_dict()),
-        "architecture": model.architecture,
-        "code_revision": model.code_revision,
-        "dtype": str(model.dtype),
-        "quantization": [model.quantization, str(model.quantization_config)],
-        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
-        "kv_spec": [
-            type(spec).__name__,
-            str(spec.dtype),
-            spec.head_size,
-            spec.head_size_v,
-            str(spec.kv_quant_mode),
-            spec.state_content_size_bytes,
-            spec.sliding_window,
-        ],
-        "kv_heads": _total_kv_heads(vllm_config),
-        "layers": model.get_total_num_hidden_layers(),
-    }
-
-
-def _weights_identity(vllm_config: VllmConfig, mode: str) -> str:
-    """A digest of the weights if they are on this host's disk, else their name and revision."""
-    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
-    if mode not in ("sampled", "full"):
-        return f"named:{mode}"
-    if "dummy" in load_format:
-        return f"dummy:{model.seed}"
-    path = _local_path(model.model, model.revision, vllm_config.load_config.download_dir)
-    digest = directory_digest(path, mode) if path is not None else None
-    if digest is not None:
-        return f"{mode}:{digest}"
-    logger.warning(
-        "The weights of %s are not on this host's disk: instances recognise each other by its name "
-        "and revision alone. Set model_digest to a name of your own if that is not enough.",
-        model.model,
-    )
-    return f"remote:{model.model}@{model.revision}"
-
-
-def _local_path(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, cache_dir=download_dir, local_files_only=True
-            )
-        )
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError, ValueError):
-        return None

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from lmcache_connector.plans import (
     LoadJob,
     Outcome,
     RankReport,
+    RankStart,
     StepOutput,
     StepPlan,
     StoreJob,
@@ -71,8 +73,8 @@ class WorkerSettings:
     ``layer_widths`` maps the layers of the KV cache group, in model order, to the bytes of one
     token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
     not measured. ``planes`` say how a block lies in memory where strides do not, ``formats`` how
-    the elements of each layer are stored. ``finishes_stores``: no copy out of the paged cache may
-    go on between two steps.
+    the elements of each layer are stored. ``configuration``: see :class:`RankStart`.
+    ``finishes_stores``: no copy out of the paged cache may go on between two steps.
     """
 
     engine: EngineSettings
@@ -83,6 +85,7 @@ class WorkerSettings:
     shutdown_seconds: float
     probe_keys: tuple[bytes, ...] = ()
     planes: tuple[Plane, ...] = ()
+    configuration: tuple[tuple[str, str], ...] = ()
     formats: tuple[str, ...] = ()
     blocks_are_zeroed: bool = False
     finishes_stores: bool = False
@@ -135,13 +138,8 @@ class WorkerAdapter:
         self._refused: list[JobResult] = []
         self._adapter_names: dict[int, Reading[str]] = {}  # of open stores
         self._idle = False
-
-    def calibration(self) -> Calibration:
-        """What was measured at start. Waits for Redis, two seconds at most."""
-        local = None
-        if self.self_test is not None:
-            local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
-        return Calibration(local, self._probe.wait(_FIRST_PROBE_SECONDS))
+        self._is_start_told = False
+        self._probe_until = clock() + _FIRST_PROBE_SECONDS
 
     # -- the engine's step ---------------------------------------------------------------------
 
@@ -267,6 +265,7 @@ class WorkerAdapter:
             queued.deadline,
             self._gate,
             self._settings.formats,
+            partial(self._jobs.has_read, queued),
         )
         return JobResult(
             job_id=job.job_id,
@@ -302,7 +301,8 @@ class WorkerAdapter:
         """Nearly every decode step ends here. It touches as little as it can: a forward pass has
         driven all of it out of the processor's caches."""
         return bool(
-            self._jobs.is_busy
+            not self._is_start_told
+            or self._jobs.is_busy
             or self._engine.has_news
             or self._timer.has_news
             or self._probe.has_news
@@ -312,11 +312,12 @@ class WorkerAdapter:
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
         events, written = self._engine.take_events(), self._engine.take_written()
+        start = self._start()
         forwards, redis = self._timer.take(), self._probe.take()
         self._count(ended, events)
         adapters = self._lora_loads.take()
         refused, self._refused = self._refused, []
-        if not (ended or events or forwards or redis or written or adapters or refused):
+        if not (ended or events or forwards or redis or written or adapters or refused or start):
             return None
         for queued in ended:
             self._adapter_names.pop(queued.job.job_id, None)
@@ -329,7 +330,19 @@ class WorkerAdapter:
             redis=redis,
             written=written,
             adapters=adapters,
+            start=start,
         )
+
+    def _start(self) -> RankStart | None:
+        """What was found out at start: once, when Redis has been measured or was too slow."""
+        if self._is_start_told or (self._probe.is_busy and self._clock() < self._probe_until):
+            return None
+        self._is_start_told = True
+        local = None
+        if self.self_test is not None:
+            local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
+        calibration = Calibration(local, self._probe.first(_FIRST_PROBE_SECONDS))
+        return RankStart(self._settings.configuration, calibration)
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:

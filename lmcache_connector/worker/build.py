@@ -18,6 +18,7 @@ from lmcache_connector.config.warnings import (
 )
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.startup import banner
+from lmcache_connector.vllm_compat.identity import fingerprint
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
@@ -51,13 +52,7 @@ def build_worker(
     have come to Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or
     ``SelfTestError`` for what cannot be served.
     """
-    model = describe_model(
-        vllm_config,
-        kv_cache_config,
-        chunk_size=config.chunk_size,
-        namespace=config.namespace,
-        model_digest=config.model_digest,
-    )
+    model = describe_model(vllm_config, kv_cache_config, chunk_size=config.chunk_size)
     settings = replace(
         _worker_settings(config, model, vllm_config, kv_events),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
@@ -73,7 +68,9 @@ def build_worker(
         lora_loads=LoraLoads(lora_config) if lora_config is not None else None,
     )
     if model.rank == 0:
-        logger.info(banner(config, model.fingerprint, settings.geometry, worker.self_test))
+        logger.info(
+            banner(config, fingerprint(model.configuration), settings.geometry, worker.self_test)
+        )
     return worker
 
 
@@ -99,6 +96,7 @@ def _worker_settings(
         shutdown_seconds=config.shutdown_seconds,
         probe_keys=_probe_keys(config, model) if loads else (),
         planes=model.planes,
+        configuration=tuple(sorted(model.configuration.items())),
         formats=model.formats,
     )
 
@@ -111,10 +109,14 @@ def _pace(config: ConnectorConfig) -> Pace:
 
 
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
-    """Keys of chunks that measure Redis; none if every hit is loaded however slow it is."""
+    """Keys of chunks that measure Redis; none if every hit is loaded however slow it is.
+
+    They hold noise of the right size, so instances with other weights may share them.
+    """
     if config.compute_or_load == "always":
         return ()
-    hasher = PrefixHasher(model.root, config.chunk_size, config.hash_key_bytes)
+    root = {"namespace": config.namespace, **model.configuration}
+    hasher = PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
     return tuple(hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS))
 
 

@@ -55,6 +55,7 @@ class QueuedJob:
     submitted_at: float
     not_before: float
     cancelled: threading.Event = field(default_factory=threading.Event)
+    reads_blocks: bool = True
     result: JobResult | None = None
 
     @property
@@ -188,6 +189,12 @@ class JobQueue:
             lane.join(max(0.0, end - self._clock()))
         return not any(lane.is_alive() for lane in self._lanes)
 
+    def has_read(self, queued: QueuedJob) -> None:
+        """What the job still does needs its blocks no more."""
+        with self._lock:
+            queued.reads_blocks = False
+            self._job_ended.notify_all()
+
     # -- the lanes -----------------------------------------------------------------------------
 
     def _work(self, waiting: list[QueuedJob]) -> None:
@@ -221,7 +228,7 @@ class JobQueue:
         return min(ready, key=_turn, default=None)
 
     def _open_stores(self) -> list[QueuedJob]:
-        return [queued for queued in self._open.values() if isinstance(queued.job, StoreJob)]
+        return [q for q in self._open.values() if isinstance(q.job, StoreJob) and q.reads_blocks]
 
     def _begin_stores(self) -> None:
         """Somebody waits for one of them."""

@@ -160,11 +160,13 @@ class LMCacheEngineAdapter:
         deadline: float,
         gate: StepGate,
         formats: Sequence[str],
+        has_read: Callable[[], None],
     ) -> Comparison:
         """Copy the job's chunk out of the paged cache, and compare it with what a tier holds.
 
         ``differences`` stay empty if no tier has it by the ``deadline``, or the blocks were taken
-        back. Raises what the copy raises.
+        back. ``has_read`` is called once the blocks are needed no more. Raises what the copy
+        raises.
         """
         transfer = Comparison(job.keys, job.block_ids[0], 0, fence, cancelled, gate)
         computed = bytearray(self._geometry.chunk_bytes)
@@ -172,7 +174,9 @@ class LMCacheEngineAdapter:
         transfer.compare = lambda stored: compare_chunks(
             memoryview(computed), stored, self._geometry, formats, planar=self._planar
         )
-        if gate.passes(cancelled):
+        is_sound = gate.passes(cancelled)
+        has_read()
+        if is_sound:
             self._retrieve(transfer, deadline if job.needs_redis else None)
         return transfer
 

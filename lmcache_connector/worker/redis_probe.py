@@ -75,15 +75,12 @@ class RedisProbe:
             result, self._result = self._result, None
             return result
 
-    def wait(self, seconds: float) -> TransferTime | None:
-        """The first measurement; after ``seconds`` without one, that nothing came in that time.
+    def first(self, seconds: float) -> TransferTime | None:
+        """The first measurement; if it is under way still, that nothing came in ``seconds``.
 
         ``None`` if Redis answers, but lets us write nothing to measure with.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._wanted, seconds):
-                return TransferTime(0, seconds)
-        return self.take()
+        return TransferTime(0, seconds) if self.is_busy else self.take()
 
     def close(self, seconds: float) -> None:
         """Bounded: a read ends at its deadline, or when this cancels it."""
@@ -155,12 +152,13 @@ class NoProbe:
     """Stands for a probe where Redis is not measured."""
 
     has_news = False
+    is_busy = False
 
     def request(self) -> None: ...
 
     def take(self) -> None: ...
 
-    def wait(self, seconds: float) -> None: ...
+    def first(self, seconds: float) -> None: ...
 
     def close(self, seconds: float) -> None: ...
 

@@ -18,6 +18,7 @@ from tests.support.engines.audits import (
     audits,
     build_long_rope_model,
     build_retrained_model,
+    forget_model_lengths,
     name_adapters_alike,
     name_images_by_counter,
     retrain_rows,
@@ -181,26 +182,51 @@ def test_an_image_under_a_counter_is_found(start: StartInstance, tmp_path: Path)
         assert seeing.call(ask_all, [Ask(words, image=2)]).loaded_tokens == 0
 
 
+def apart(transfer: dict[str, Any], namespace: str) -> dict[str, Any]:
+    """The same settings in a namespace of its own, without a label."""
+    extra = {**transfer["kv_connector_extra_config"], "namespace": namespace}
+    del extra["weights_label"]
+    return {**transfer, "kv_connector_extra_config": extra}
+
+
 @pytest.mark.soak
 def test_long_rope_factors_of_another_max_model_len_are_found(
     start: StartInstance, transfer: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = build_long_rope_model(tmp_path / "model", tiny_model)
-    transfer = {
-        **transfer,
-        "kv_connector_extra_config": {
-            **transfer["kv_connector_extra_config"],
-            "namespace": "long-rope",
-            "weights_label": "x",
-        },
-    }
-    prompt = random_prompt(77, NUM_TOKENS)
+    transfer, prompt = apart(transfer, "long-rope"), random_prompt(77, NUM_TOKENS)
     with start(transfer, folder, max_model_len=1024) as short:
+        short.call(forget_model_lengths)
         short.serve(prompt)
         short.call(wait_for_writes)
     with start(transfer, folder, max_model_len=4096) as long:
-        long.serve(prompt)
+        long.call(forget_model_lengths)
+        assert long.serve(prompt).external_hit_tokens == 2 * CHUNK_SIZE
         assert_found(long, {}, "plain")
+
+
+@pytest.mark.soak
+def test_arithmetic_in_another_order_is_no_mismatch(
+    start: StartInstance, transfer: dict[str, Any]
+) -> None:
+    """Another process, another number of ranks, another batch."""
+    transfer = apart(transfer, "noise")
+    prompts = [random_prompt(seed, 2048 + 100 * seed) for seed in range(6)]
+    with start(transfer, max_num_batched_tokens=8192) as one:
+        one.call(EngineProbe.serve_many, prompts)
+        one.call(wait_for_writes)
+    errors = {}
+    ways: dict[str, dict[str, Any]] = {
+        "another process, smaller batches": {"max_num_batched_tokens": 512},
+        "two ranks": {"tensor_parallel_size": 2},
+    }
+    for name, args in ways.items():
+        with start(transfer, **args) as other:
+            for prompt in prompts:
+                assert other.serve(prompt).external_hit_tokens > 0
+            assert other.call(audits) == {"match": len(prompts)}
+            errors[name] = [line for line in other.log.splitlines() if "Audit of a" in line]
+    print(errors)
 
 
 def wait_for_writes(probe: EngineProbe) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 from tests.support.engines.api_server import running_api
 from tests.support.engines.calls import check_integrity, chunk_keys, forget_unseen, worker_of
 from tests.support.engines.handover import Ask, ask
-from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
 from tests.support.engines.pauses import check_pauses
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, together
 from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server
+from tests.support.redis.servers import Server, free_port
 from tests.support.redis.slow_proxy import SlowLink, SlowProxy
 from tests.support.redis.values import wait_for_chunks
 
@@ -56,6 +57,33 @@ def instance(
 def at_rest(probe: EngineProbe) -> None:
     probe.drain()
     check_integrity(probe)
+
+
+def serve_from_redis_alone(probe: EngineProbe, prompt: list[int]) -> tuple[Served, str]:
+    forget_unseen(probe)
+    probe.serve([1] * 10)  # any step brings the news
+    answer = ask(probe, Ask("late", prompt))
+    return answer.served, answer.finish_reason
+
+
+def test_a_missed_deadline_fails_no_request(
+    instance: VllmInstance, link: SlowLink, valkey: Server
+) -> None:
+    """Whatever ``kv_load_failure_policy`` says: a late chunk is a miss, not a failed load."""
+    prompt = random_prompt(3, NUM_TOKENS)
+    cold = instance.serve(prompt)
+    wait_for_chunks(valkey, instance.call(chunk_keys, prompt), NUM_HEADS)
+    before = instance.counts()
+    link.set(bytes_per_second=100e3)
+    try:
+        served, finish_reason = instance.call(serve_from_redis_alone, prompt)
+    finally:
+        link.set()
+    after = instance.counts()
+    assert after.total("load_jobs") > before.total("load_jobs")
+    assert after.total("recomputed_tokens") > before.total("recomputed_tokens")
+    assert finish_reason == "length"
+    assert served.block_digests == cold.block_digests
 
 
 @contextmanager
@@ -121,33 +149,6 @@ def test_the_engine_sleeps_right_after_generate(instance: VllmInstance) -> None:
     instance.call(at_rest)
 
 
-def serve_from_redis_alone(probe: EngineProbe, prompt: list[int]) -> tuple[Served, str]:
-    forget_unseen(probe)
-    probe.serve([1] * 10)  # any step brings the news
-    answer = ask(probe, Ask("late", prompt))
-    return answer.served, answer.finish_reason
-
-
-def test_a_missed_deadline_fails_no_request(
-    instance: VllmInstance, link: SlowLink, valkey: Server
-) -> None:
-    """Whatever ``kv_load_failure_policy`` says: a late chunk is a miss, not a failed load."""
-    prompt = random_prompt(3, NUM_TOKENS)
-    cold = instance.serve(prompt)
-    wait_for_chunks(valkey, instance.call(chunk_keys, prompt), NUM_HEADS)
-    before = instance.counts()
-    link.set(bytes_per_second=100e3)
-    try:
-        served, finish_reason = instance.call(serve_from_redis_alone, prompt)
-    finally:
-        link.set()
-    after = instance.counts()
-    assert after.total("load_jobs") > before.total("load_jobs")
-    assert after.total("recomputed_tokens") > before.total("recomputed_tokens")
-    assert finish_reason == "length"
-    assert served.block_digests == cold.block_digests
-
-
 @pytest.mark.soak  # two ranks
 def test_two_ranks_pause_and_sleep_while_they_store(
     tiny_model: Path, valkey: Server, tmp_path: Path
@@ -156,3 +157,25 @@ def test_two_ranks_pause_and_sleep_while_they_store(
     ranks = ("--tensor-parallel-size", "2")
     with running_api(tiny_model, transfer, tmp_path / "log", *ranks) as api:
         check_pauses(api)
+
+
+@pytest.mark.soak  # an engine
+def test_one_rank_under_an_external_launcher(tiny_model: Path, tmp_path: Path) -> None:
+    """As training frameworks start it, one engine per GPU."""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with VllmInstance(
+        tiny_model,
+        kv_transfer(),
+        tmp_path / "log",
+        partial(set_environment, launched),
+        distributed_executor_backend="external_launcher",
+        kv_cache_memory_bytes=256 << 20,
+        max_model_len=8192,
+    ) as instance:
+        prompt = random_prompt(1, NUM_TOKENS)
+        cold = instance.serve(prompt)
+        instance.reset_prefix_cache()
+        hit = instance.serve(prompt)
+        assert hit.external_hit_tokens == FULL
+        assert () != hit.block_digests == cold.block_digests

@@ -17,7 +17,8 @@ from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.plans import AuditJob
 from tests.scheduler.test_adapter import Life, filled_engine, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
-from tests.support.doubles.shadow_worker import BLOCK_SIZE, Faults
+from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_worker import Faults
 
 CHUNK = 2 * BLOCK_SIZE
 ALL = Shape(audit_share=1.0, num_blocks=40)
@@ -109,17 +110,18 @@ def test_a_chunk_that_somebody_else_brings_meanwhile_is_not_audited(model: Path)
 
 
 def test_a_mismatch_ends_sharing_for_that_root_alone(
-    model: Path, caplog: pytest.LogCaptureFixture
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
-    identify = engine.adapter._identify
+    identify = engine.adapter._identifier.identify
 
-    def with_adapter(request: Any, epoch: str) -> RequestIdentity | None:
+    def with_adapter(request: Any, wait_seconds: float = 0.0) -> RequestIdentity:
         """A salt stands for an adapter."""
-        identity = identify(request, epoch)
-        return identity and replace(identity, cache_salt=None, lora=identity.cache_salt)
+        identity = identify(request, wait_seconds)
+        assert isinstance(identity, RequestIdentity)
+        return replace(identity, cache_salt=None, lora=identity.cache_salt)
 
-    engine.adapter._identify = with_adapter
+    monkeypatch.setattr(engine.adapter._identifier, "identify", with_adapter)
     for salt in (None, "adapter"):
         serve(engine, tokens, salt)
     (_, last), _ = [job.keys for plan in engine.plans for job in plan.stores]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import Report
 
 _HASH_SEED = "0"
+_MUTATION_SEEDS = 300
 
 
 def main() -> None:
@@ -24,79 +27,166 @@ def main() -> None:
         # Sets of strings are walked in the order of their hashes.
         os.environ["PYTHONHASHSEED"] = _HASH_SEED
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
-    sys.exit(run(arguments))
+    status = _run(arguments)
+    sys.stdout.flush()
+    os._exit(status)  # what vLLM and torch have loaded takes seconds to unload
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
     parser.add_argument("--seed", type=int, help="run this one alone")
-    parser.add_argument("--trace", action="store_true", help="print all that happens")
+    parser.add_argument("--trace", action="store_true", help="print all that happens in it")
     parser.add_argument("--first", type=int, default=0, help="the first of several seeds")
     parser.add_argument("--seeds", type=int, help="how many, one after the other")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long, without --seeds")
-    parser.add_argument("--mutation", help="put this bug into the product first")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
+    parser.add_argument("--mutation", help="put this bug into the product first")
+    parser.add_argument("--mutations", action="store_true", help="check that each bug is found")
+    parser.add_argument("--replay", action="store_true", help="check that each seed repeats itself")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
+    parser.add_argument("--json", type=Path, help="write what was counted into this file")
     return parser.parse_args(argv)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """The exit status: 1 if a promise was broken."""
     from tests.simulation import loading
 
     loading.install()
-    from tests.simulation import setup
+    from tests.simulation import mutations, setup
 
     with tempfile.TemporaryDirectory() as folder:
         model = setup.prepare(Path(folder))
         if arguments.mutation:
-            from tests.simulation import mutations
-
             mutations.apply(arguments.mutation)
         gc.collect()
         gc.freeze()
-        return _run_seeds(arguments, model)
+        if arguments.mutations:
+            return _find_mutations(arguments, model)
+        if arguments.seed is not None:
+            return _run_one(arguments, model)
+        return _run_many(arguments, model)
 
 
-def _run_seeds(arguments: argparse.Namespace, model: Path) -> int:
+def _run_one(arguments: argparse.Namespace, model: Path) -> int:
     from tests.simulation.world import run_world
 
-    if arguments.seed is not None:
-        report = run_world(arguments.seed, model, print if arguments.trace else None)
-        _print(report)
-        print(f"digest {report.digest}; {dict(report.counts)}")
-        return bool(report.failures)
-    started, counts, num_failed, num_seeds = time.monotonic(), Counter[str](), 0, 0
-    seed, simulated = arguments.first, 0.0
-    while not _is_over(arguments, num_seeds, started):
+    report = run_world(arguments.seed, model, print if arguments.trace else None)
+    _print(report, arguments)
+    print(f"digest {report.digest}")
+    return bool(report.failures)
+
+
+@dataclass
+class _Totals:
+    """Of all worlds that were run, each ``numbers`` by name."""
+
+    numbers: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_good(self) -> bool:
+        return not self.numbers["failed"] and not self.numbers["unlike"]
+
+
+def _run_many(arguments: argparse.Namespace, model: Path) -> int:
+    started, totals = time.monotonic(), _Totals()
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(job)) for job in range(arguments.jobs)]
+        children = [_fork(arguments, model, job, file) for job, file in enumerate(files)]
+        is_good = all([os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) == 0 for c in children])
+        for file in files:
+            totals.numbers.update(json.loads(file.read_text()) if file.exists() else {})
+    _summarize(arguments, totals, time.monotonic() - started)
+    return not (is_good and totals.is_good)
+
+
+def _fork(arguments: argparse.Namespace, model: Path, job: int, file: Path) -> int:
+    """A process that runs each ``arguments.jobs``-th seed and writes into ``file``."""
+    child = os.fork()
+    if child == 0:
+        numbers = _run_share(arguments, model, job)
+        file.write_text(json.dumps(numbers))
+        sys.stdout.flush()
+        os._exit(0)
+    return child
+
+
+def _run_share(arguments: argparse.Namespace, model: Path, job: int) -> Counter[str]:
+    from tests.simulation.world import run_world
+
+    numbers, started, digests = Counter[str](), time.monotonic(), dict[int, str]()
+    seed = arguments.first + job
+    while not _is_over(arguments, seed, started) and (
+        arguments.keep_going or not numbers["failed"]
+    ):
         report = run_world(seed, model)
-        seed, num_seeds = seed + 1, num_seeds + 1
-        simulated += report.seconds
-        counts += report.counts
+        digests[seed] = report.digest
+        seed += arguments.jobs
+        numbers += report.counts
+        numbers.update(seeds=1, failed=bool(report.failures), seconds=round(report.seconds))
         if report.failures:
-            num_failed += 1
-            _print(report, arguments.mutation)
-            if not arguments.keep_going:
-                break
-    seconds = time.monotonic() - started
+            _print(report, arguments)
+    for seed in reversed(digests) if arguments.replay else ():
+        if run_world(seed, model).digest != digests[seed]:
+            numbers["unlike"] += 1
+            print(f"seed {seed} does not repeat itself")
+    return numbers
+
+
+def _summarize(arguments: argparse.Namespace, totals: _Totals, seconds: float) -> None:
+    numbers = totals.numbers
     print(
-        f"{num_seeds} seeds from {arguments.first} on in {seconds:.1f} s "
-        f"({num_seeds / seconds * 60:.0f} a minute), {simulated:.0f} s simulated, "
-        f"{num_failed} failed"
+        f"{numbers['seeds']} seeds from {arguments.first} on, {numbers['failed']} failed: "
+        f"{seconds:.1f} s, {numbers['seeds'] / seconds * 60:.0f} seeds a minute"
     )
-    print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
-    return bool(num_failed)
+    print(", ".join(f"{name}: {count}" for name, count in sorted(numbers.items())), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(numbers))
 
 
-def _is_over(arguments: argparse.Namespace, num_seeds: int, started: float) -> bool:
+def _is_over(arguments: argparse.Namespace, seed: int, started: float) -> bool:
     if arguments.seeds is not None:
-        return num_seeds >= arguments.seeds
-    return time.monotonic() - started >= arguments.seconds
+        return seed >= int(arguments.first + arguments.seeds)
+    return time.monotonic() - started >= float(arguments.seconds)
 
 
-def _print(report: Report, mutation: str | None = None) -> None:
-    more = f" --mutation {mutation}" if mutation else ""
+def _find_mutations(arguments: argparse.Namespace, model: Path) -> int:
+    """Whether one of them was not found. Each gets a process of its own."""
+    from tests.simulation import mutations
+
+    missed = []
+    for name in mutations.ALL:
+        child = os.fork()
+        if child == 0:
+            os._exit(_look_for(name, arguments, model))
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status) != 1:
+            missed.append(name)
+    print(f"not found: {missed}" if missed else "all found", flush=True)
+    return bool(missed)
+
+
+def _look_for(name: str, arguments: argparse.Namespace, model: Path) -> int:
+    """1 if it was found."""
+    from tests.simulation import mutations
+    from tests.simulation.world import run_world
+
+    mutations.apply(name)
+    num_seeds = arguments.seeds or _MUTATION_SEEDS
+    for seed in range(arguments.first, arguments.first + num_seeds):
+        report = run_world(seed, model)
+        if report.failures:
+            print(f"{name}: seed {seed}: {report.failures[0][:100]!r}", flush=True)
+        if any(mutations.ALL[name][1] in failure for failure in report.failures):
+            return 1
+    print(f"{name}: not in {num_seeds} seeds", flush=True)
+    return 0
+
+
+def _print(report: Report, arguments: argparse.Namespace) -> None:
+    more = f" --mutation {arguments.mutation}" if arguments.mutation else ""
     for failure in report.failures:
         print(f"seed {report.seed} FAILED {failure}")
+    print(f"seed {report.seed}: {dict(report.counts)}")
     if report.failures:
-        print(f"  {dict(report.counts)}")
-        print(f"  again: python -m tests.simulation --seed {report.seed}{more} --trace", flush=True)
+        print(f"again: python -m tests.simulation --seed {report.seed}{more} --trace", flush=True)

@@ -255,14 +255,16 @@ class MovingSlots:
         if cluster is None:
             return
         chance = world.chance
-        for slot in chance.sample(range(16384), 6000):
-            target = chance.choice(cluster.servers)
-            if cluster.owners.get(slot) is target or slot not in cluster.owners:
-                continue
-            if chance.random() < 0.5:
-                cluster.migrating[slot] = target
-            else:
-                cluster.assign(slot, target)
+        for _ in range(8):
+            target, is_done = chance.choice(cluster.servers), chance.random() < 0.5
+            first = chance.randrange(15000)
+            for slot in range(first, first + chance.randrange(1384)):
+                if cluster.owners.get(slot) in (None, target):
+                    continue
+                if is_done:
+                    cluster.assign(slot, target)
+                else:
+                    cluster.migrating[slot] = target
         cluster.move_keys()
 
     def end(self, world: Deployment, server: RedisModel) -> None:

@@ -445,7 +445,7 @@ def _resolve(
     family: int = 0,
     type: int = 0,
     proto: int = 0,
-    flags: int = 0,  # noqa: A002
+    flags: int = 0,
 ) -> list[tuple[Any, ...]]:
     RUNTIME.kernel.sleep(0.0002)
     if not any(name == host for name, _ in RUNTIME.network.paths):

@@ -38,8 +38,9 @@ _HEADER_BYTES = 128
 _MAX_SECONDS = 1200.0  # of one world, simulated
 _START_SECONDS = 30.0
 _REQUEST_SECONDS = 90.0
-_RECOVERY_SECONDS = 150.0
+_RECOVERY_SECONDS = 90.0
 _STOP_SECONDS = 20.0
+_COLLECT_EVERY = 20  # seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,7 @@ class Report:
 
 def run_world(seed: int, model: Path, trace: Callable[[str], None] | None = None) -> Report:
     """Run the world of ``seed``. ``trace`` gets one line for each thing that happens."""
-    gc.collect()
-    gc.disable()
+    gc.disable()  # it would run at moments that no seed decides
     kernel = Kernel(seed, trace=trace)
     handler = _ExceptionHandler(kernel)
     logging.getLogger("lmcache_connector").addHandler(handler)
@@ -71,6 +71,8 @@ def run_world(seed: int, model: Path, trace: Callable[[str], None] | None = None
     finally:
         logging.getLogger("lmcache_connector").removeHandler(handler)
         gc.enable()
+        if seed % _COLLECT_EVERY == 0:
+            gc.collect()
     return Report(seed, tuple(kernel.failures), digest, kernel.now, world.counts)
 
 
@@ -129,6 +131,7 @@ class World:
         self._wait(lambda: all(i.is_up for i in self.instances), _START_SECONDS, "START")
         threads = [self._thread(partial(self._be_client, client)) for client in plan.clients]
         threads += [self._thread(self._be_trouble) for _ in range(kernel.chance.randrange(5))]
+        threads.append(self._thread(self._be_short_of_memory))
         if kernel.chance.random() < 0.2:
             threads.append(self._thread(self._be_crash))
         for thread in threads:
@@ -176,6 +179,12 @@ class World:
         fault.end(deployment, server)
         kernel.trace(f"{type(fault).__name__} ends")
 
+    def _be_short_of_memory(self) -> None:
+        """What memory holds is forgotten now and then, so that Redis is asked."""
+        for _ in range(self.kernel.chance.randrange(6)):
+            self.kernel.sleep(self.kernel.chance.uniform(0.0, 1.0))
+            self.kernel.chance.choice(self._alive).evict_all()
+
     def _be_crash(self) -> None:
         kernel = self.kernel
         kernel.sleep(kernel.chance.uniform(0.0, 2.0))
@@ -193,24 +202,31 @@ class World:
     # -- what must hold ------------------------------------------------------------------------------
 
     def _check_liveness(self) -> None:
-        """An instance that has nothing in memory finds in Redis what was asked for before."""
-        kernel = self.kernel
+        """One that lived through the faults, and one that is new, with nothing in memory, find in
+        Redis what was asked for before."""
+        survivor = self.kernel.chance.choice(self._alive)
         newcomer = self._start_instance()
         self._wait(lambda: newcomer.is_up, _START_SECONDS, "START")
-        until = kernel.now + _RECOVERY_SECONDS
-        prompt = (*kernel.chance.choice(self._plan.families), 1, 2, 3)
-        attempts = 0
-        while not newcomer.num_redis_hits:
+        prompt = (*self.kernel.chance.choice(self._plan.families), 1, 2, 3)
+        self._hit_again(survivor, prompt)
+        self._hit_again(newcomer, prompt)
+
+    def _hit_again(self, instance: Instance, prompt: tuple[int, ...]) -> None:
+        kernel, attempts = self.kernel, 0
+        until, before = kernel.now + _RECOVERY_SECONDS, instance.num_redis_hits
+        while instance.num_redis_hits == before:
             if kernel.now > until:
                 raise SimulationFailure(
-                    f"NO HIT came back within {_RECOVERY_SECONDS:g} s, in {attempts} attempts"
+                    f"NO HIT of {instance.process.name} came back within {_RECOVERY_SECONDS:g} s, "
+                    f"in {attempts} attempts"
                 )
-            attempts += 1
-            self._ask(newcomer, _Client(0.0, prompt, 2, None))
-            newcomer.evict_all()
-            kernel.sleep(1.0)
+            if attempts:
+                kernel.sleep(1.0)
+            instance.evict_all()
             # Any step tells the scheduler side what has left.
-            self._ask(newcomer, _Client(0.0, (1, 2, 3), 1, None))
+            self._ask(instance, _Client(0.0, (1, 2, 3), 1, None))
+            self._ask(instance, _Client(0.0, prompt, 2, None))
+            attempts += 1
         self.counts["attempts to hit"] += attempts
 
     def _check_end(self) -> None:
@@ -310,18 +326,19 @@ def _draw_plan(kernel: Kernel) -> _Plan:
         depth=chance.choice([1, 2]),
         num_blocks=chance.choice([24, 40]),
         cpu_chunks=chance.choice([8, 24]),
+        max_batched_tokens=chance.choice([64, 256]),
         token_seconds=chance.choice([0.0002, 0.001]),
         settings=settings,
     )
-    families = [_tokens(kernel, chance.randint(64, 200)) for _ in range(3)]
+    families = [_tokens(kernel, chance.randint(64, 200)) for _ in range(chance.choice([2, 3]))]
     clients = [
         _Client(
             start=chance.uniform(0.0, 2.5),
             prompt=(*chance.choice(families), *_tokens(kernel, chance.randrange(40))),
-            max_tokens=chance.choice([1, 2, 40]),
+            max_tokens=chance.choice([1, 1, 2, 2, 3, 40]),
             abort_after=chance.uniform(0.0, 0.5) if chance.random() < 0.15 else None,
         )
-        for _ in range(chance.randint(8, 16))
+        for _ in range(chance.randint(10, 20))
     ]
     return _Plan(shape, chance.choice([1, 2, 2]), families, clients)
 

@@ -16,9 +16,7 @@ from tests.support.vllm_configs import BLOCK_SIZE, LAYERS, full_attention, kv_ca
 def describe(
     config: VllmConfig, cache: KVCacheConfig, chunk_size: int | None = 128
 ) -> ModelDescription:
-    return describe_model(
-        config, cache, chunk_size=chunk_size, namespace="default", model_digest="sampled"
-    )
+    return describe_model(config, cache, chunk_size=chunk_size)
 
 
 def test_a_tiny_llama_is_described(model: Path) -> None:
@@ -37,7 +35,7 @@ def test_two_ranks_share_the_heads_and_the_identity(model: Path) -> None:
     assert two.world_size == 2
     shards = [tuple(geometry.shards) for geometry in two.geometries]
     assert [shard for rank in shards for shard in rank] == list(one.geometries[0].shards)
-    assert two.root == one.root, "keys do not depend on tensor parallelism"
+    assert two.configuration == one.configuration, "keys do not depend on tensor parallelism"
 
 
 def test_a_chunk_of_broken_blocks_is_refused(model: Path) -> None:

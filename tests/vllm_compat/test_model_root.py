@@ -5,6 +5,7 @@ Every case runs ``EngineArgs(...).create_engine_config()``, as ``vllm serve`` wo
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -13,16 +14,16 @@ from typing import Any
 
 import pytest
 
+from lmcache_connector.vllm_compat import identity
+from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.model import describe_model
 from tests.support.engines.tiny_model import TINY
+from tests.support.vllm_configs import kv_cache, vllm_config
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
-SETTINGS: dict[str, Any] = {"chunk_size": 128, "namespace": "default", "model_digest": "sampled"}
-
-
-def fingerprint(model: Path, settings: dict[str, Any] | None = None, **args: Any) -> str:
+def fingerprint(model: Path, model_digest: str = "full", **args: Any) -> str:
     """Of the model as an engine started with these arguments would describe it."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
@@ -36,22 +37,20 @@ def fingerprint(model: Path, settings: dict[str, Any] | None = None, **args: Any
     if args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1) > 1:
         args["distributed_executor_backend"] = "mp"
     config = EngineArgs(model=str(model), **args).create_engine_config()
-    cache, found = config.cache_config, config.model_config
+    found = config.model_config
     spec = FullAttentionSpec(
-        block_size=cache.block_size,
+        block_size=config.cache_config.block_size,
         num_kv_heads=found.get_num_kv_heads(config.parallel_config),
         head_size=found.get_head_size(),
-        dtype=kv_cache_dtype_str_to_dtype(cache.cache_dtype, found),
-        kv_quant_mode=get_kv_quant_mode(cache.cache_dtype),
+        dtype=kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, found),
+        kv_quant_mode=get_kv_quant_mode(config.cache_config.cache_dtype),
     )
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(TINY.num_layers)]
     groups = [KVCacheGroupSpec(layers, spec)]
-    described = describe_model(
-        config,
-        KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups),
-        **(SETTINGS | (settings or {})),
-    )
-    return described.fingerprint
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    described = describe_model(config, cache, chunk_size=128)
+    weights = weights_identity(config, model_digest, model.parent / "kept")
+    return identity.fingerprint({"weights": weights, **described.configuration})
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +76,16 @@ def plain(model: Path) -> str:
         {"enable_prefix_caching": False},
         {"revision": "main"},  # of a folder it means nothing
         {"generation_config": "vllm"},
+        {"trust_remote_code": True},
+        {"runner": "generate"},
+        {"load_format": "safetensors"},
+        {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32},
+        {"attention_backend": "CPU_ATTN"},
+        {"disable_log_stats": True},
+        {"async_scheduling": True},
+        {"compilation_config": {"mode": 0}},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         {"tokenizer_revision": "old"},
     ],
     ids=lambda args: ",".join(args),
@@ -95,6 +104,12 @@ def test_how_an_instance_runs_is_no_part_of_it(
         {"kv_cache_dtype": "fp8_e4m3"},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3", "kv_cache_dtype_skip_layers": ["0"]},
+        {"kv_cache_dtype_skip_layers": ["0"]},
+        {"enable_lora": True, "lora_target_modules": ["q_proj"]},
+        {"enable_lora": True, "lora_dtype": "float16"},
+        {"additional_config": {"anything": 1}},
+        {"load_format": "tensorizer"},
         {"load_format": "dummy"},
         {"load_format": "dummy", "seed": 1},
         {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
@@ -128,7 +143,6 @@ def edited(model: Path, folder: Path, change: Callable[[dict[str, Any]], None]) 
         {},
         {"_name_or_path": "org/another-name"},
         {"transformers_version": "4.1.0"},
-        {"eos_token_id": 5, "pad_token_id": 3},
         {"use_cache": False},
     ],
     ids=lambda noise: ",".join(noise) or "copy",
@@ -154,6 +168,7 @@ def test_a_copy_that_names_its_dtype_the_old_way_is_the_same_model(
         {"rms_norm_eps": 1e-3},
         {"rope_parameters": {"rope_theta": 2e4, "rope_type": "default"}},
         {"hidden_act": "gelu"},
+        {"a_setting_of_tomorrow": 1},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -172,10 +187,63 @@ def test_changed_weights_are_another_model(model: Path, plain: str, tmp_path: Pa
     assert fingerprint(copy) != plain
 
 
-def test_settings_that_keep_instances_apart(model: Path, plain: str) -> None:
-    others = [
-        fingerprint(model, {"namespace": "mine"}),
-        fingerprint(model, {"model_digest": "mine"}),
-        fingerprint(model, {"model_digest": "full"}),
+def test_skip_lists_keep_instances_apart(model: Path) -> None:
+    lists: tuple[list[str], ...] = (["0"], ["1"], ["0", "1"], [])
+    quantized = [
+        fingerprint(model, kv_cache_dtype="fp8_e4m3", kv_cache_dtype_skip_layers=layers)
+        for layers in lists
     ]
-    assert len({plain, *others}) == 4
+    assert len(set(quantized)) == len(lists)
+
+
+def test_a_name_of_the_users_stands_for_the_weights(
+    model: Path, plain: str, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    next(copy.glob("*.safetensors")).write_bytes(b"")
+    assert fingerprint(copy, "mine") == fingerprint(model, "mine")
+    assert len({plain, fingerprint(model, "mine"), fingerprint(model, "yours")}) == 3
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 256,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize("rope", [LONG_ROPE, DYNAMIC], ids=lambda rope: str(rope["rope_type"]))
+def test_the_length_counts_where_angles_may_depend_on_it(model: Path, rope: dict[str, Any]) -> None:
+    def of(length: int) -> str:
+        overrides = {"rope_parameters": rope, "original_max_position_embeddings": 256}
+        return fingerprint(model, max_model_len=length, hf_overrides=overrides)
+
+    assert of(256) == of(256) != of(512)
+
+
+@pytest.mark.parametrize("rope", [ROPE, {"rope_type": "linear", "factor": 2.0}])
+def test_it_does_not_where_they_follow_from_the_position(model: Path, rope: dict[str, Any]) -> None:
+    overrides = {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    one, two = (
+        fingerprint(model, max_model_len=length, hf_overrides=overrides) for length in (256, 512)
+    )
+    assert one == two
+
+
+def test_it_counts_for_models_nobody_has_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin may register a class of its own under a known name."""
+    from vllm.model_executor.models import ModelRegistry
+
+    config = vllm_config(model)
+    plain = identity.configuration_digests(config, kv_cache(), None)
+    ours = dataclasses.replace(ModelRegistry.models["LlamaForCausalLM"], module_name="a_plugin")
+    monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", ours)
+    one = identity.configuration_digests(config, kv_cache(), None)
+    assert {name for name in one if one[name] != plain[name]} == {"model_class", "model_config"}
+    config.model_config.max_model_len //= 2
+    two = identity.configuration_digests(config, kv_cache(), None)
+    assert {name for name in two if two[name] != one[name]} == {"model_config"}

@@ -23,6 +23,7 @@ from lmcache_connector.plans import (
     LoadJob,
     Outcome,
     PrefillWork,
+    RankStart,
     StepPlan,
     StoreJob,
     TransferTime,
@@ -269,7 +270,7 @@ def test_the_probe_measures_and_notices_silence(
     link.set(latency_seconds=0.04)
     instance = make_instance(port, probe=True)
     try:
-        measured = instance.worker.calibration().redis
+        measured = started(instance).calibration.redis
         assert measured is not None
         assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
         assert measured.seconds >= 0.04
@@ -279,6 +280,17 @@ def test_the_probe_measures_and_notices_silence(
         assert probed(instance).num_bytes > 0
     finally:
         instance.worker.shutdown()
+
+
+def started(instance: Instance) -> RankStart:
+    """The worker tells once what it found out at start."""
+    for _ in range(20_000):
+        report = instance.worker.finish_step().report
+        if report is not None and report.start is not None:
+            assert instance.worker.finish_step().report is None
+            return report.start
+        threading.Event().wait(0.001)
+    raise AssertionError("the start is not told")
 
 
 def probed(instance: Instance) -> TransferTime:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
 
 LONG = 30.0  # seconds nothing here ever takes
@@ -338,6 +338,27 @@ def test_where_copies_must_not_outlast_a_step_stores_are_waited_for(runner: Runn
     jobs.finish_stores(0.05)
     gate.set()
     assert jobs.close(LONG)
+
+
+def test_an_audit_holds_up_neither_stores_nor_a_step_once_it_has_copied(
+    jobs: JobQueue, runner: Runner
+) -> None:
+    """It may wait for Redis then."""
+    gate = runner.gate(1)
+    audit = AuditJob(1, "r1", (b"k",), (0,), ((1,),), needs_redis=True, deadline_seconds=LONG)
+    jobs.submit(audit, None)
+    assert runner.started(1).wait(LONG)
+    jobs.submit(store(2), None)
+    jobs.finish_stores(0.0)  # it still reads: cancelled
+    (open_audit,) = [q for q in jobs._open.values() if q.job is audit]
+    assert open_audit.cancelled.is_set()
+    open_audit.cancelled.clear()
+    jobs.has_read(open_audit)
+    jobs.finish_stores(LONG)
+    assert not open_audit.cancelled.is_set()
+    assert 2 in taken(jobs)
+    gate.set()
+    assert wait_all(jobs)[1].outcome is Outcome.DONE
 
 
 def test_close_is_bounded_when_a_job_hangs(runner: Runner) -> None:

@@ -182,4 +182,6 @@ class ConsumingRequests:
             self._cancelled_loads.append(state.request.request_id)
 
     def _release(self, state: _Consuming) -> None:
+        if any(not other.over for other in self._others(state.part)):
+            return
         self._releases.append(Release(state.part.transfer_id, state.part.source))

@@ -29,7 +29,11 @@ def multi(role: str, port: int, **extra: Any) -> dict[str, Any]:
     tiered = {
         "kv_connector": "LMCacheTieredConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_gib": 0.5, "compute_or_load": "always"},
+        "kv_connector_extra_config": {
+            "cpu_gib": 0.5,
+            "compute_or_load": "always",
+            "audit_share": 0.0,
+        },
     }
     return {
         "kv_connector": "MultiConnector",

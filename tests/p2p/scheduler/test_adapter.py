@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, HandoverResult
+from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, HandoverResult, RankHost
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
@@ -263,6 +263,52 @@ class TestConsumer:
         assert side.request_finished(request, [1], is_served=False) == (False, None)
         assert step(side, {}, {}).cancelled_loads == ("r",)
         side.update_from_reports([HandoverReport((HandoverResult("r", 0, 0.0, cause=LATE),))])
+
+    def test_a_request_that_waits_in_line_is_told_of_at_once(self) -> None:
+        """So that the producer keeps the KV, however long the line is."""
+        side, request = make("consumer"), wants("r", 50)
+        side.on_new_request(request)
+        (arrival,) = step(side, {}, {}).arrivals
+        assert (arrival.transfer_id, arrival.source.port) == ("at the producer r", 77)
+        assert step(side, {}, {}).arrivals == ()
+
+    def test_several_answers_to_one_prompt_need_one_load(self) -> None:
+        """vLLM makes one request for each of ``n``, all with the same parameters."""
+        side, children = make("consumer"), [wants("r", 50) for _ in range(4)]
+        for number, child in enumerate(children):
+            child.request_id = f"{number}_r"
+            side.on_new_request(child)
+        assert len(step(side, {}, {}).arrivals) == 1
+        first, second, third, aborted = children
+        side.request_finished(aborted, [], is_served=False)  # the others still want it
+        assert side.get_num_new_matched_tokens(first, 0) == (50, True)
+        side.update_state_after_alloc(first, lambda: [1, 2, 3, 4], 50)
+        for child in (second, third):
+            assert side.get_num_new_matched_tokens(child, 0) == (None, False)
+        plan = step(side, {}, {})
+        assert (len(plan.loads), plan.releases) == (1, ())
+        for _ in range(2):  # ranks
+            side.update_from_reports([HandoverReport((HandoverResult("0_r", 4, 0.1),))])
+        assert side.get_num_new_matched_tokens(second, 48) == (0, False)
+        side.request_finished(first, [], is_served=True)
+        assert side.get_num_new_matched_tokens(third, 48) == (0, False)
+        for child in (second, third):
+            side.update_state_after_alloc(child, lambda: [1, 2, 3, 5], 0)
+            side.request_finished(child, [], is_served=True)
+        assert step(side, {}, {}).loads == ()
+        side.check_integrity()
+
+    def test_ranks_on_other_machines_are_announced(self) -> None:
+        side = make("producer")
+        for rank, host in ((1, "10.0.0.2"), (0, "10.0.0.1")):
+            assert step(side, {}, {}).rank_hosts == ()
+            side.update_from_reports([HandoverReport(start=RankHost(rank, host))])
+        assert step(side, {}, {}).rank_hosts == ("10.0.0.1", "10.0.0.2")
+        request = asks_for_decode("r", 50)
+        begin(side, request)
+        step(side, {request: 50}, {"r": [1, 2, 3, 4]})
+        _, params = side.request_finished(request, [1, 2, 3, 4], is_served=True)
+        assert (params["remote_host"], params["remote_port"]) == ("10.0.0.1", OWN.port)
 
     def test_a_malformed_request_is_served_alone(self) -> None:
         side = make("consumer")

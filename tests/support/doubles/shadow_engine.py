@@ -7,132 +7,102 @@ does with asynchronous scheduling.
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm.config import (
-    CacheConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
-from lmcache_connector.plans import AuditJob, LoadJob, StepPlan, StoreJob
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
-from lmcache_connector.scheduler.background_lookup import (
-    PENDING,
-    BackgroundLookup,
-    Found,
-    LookupAnswer,
+from lmcache_connector.plans import (
+    AuditJob,
+    Calibration,
+    LoadJob,
+    RankReport,
+    RankStart,
+    StepPlan,
+    StoreJob,
 )
-from lmcache_connector.scheduler.hit_finder import RedisHitFinder
+from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.wanted_chunks import WantedChunks
+from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
+from tests.support.doubles.shadow_config import Shape, build_scheduler
+from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
+from tests.support.doubles.shadow_memory import BLOCK_SIZE, Cells, ForeignWork
 from tests.support.doubles.shadow_worker import (
-    BLOCK_SIZE,
     VOCABULARY,
-    Cells,
     Faults,
+    Image,
     KeyBook,
     Pass,
     ShadowRank,
+    Source,
     Step,
     StepReport,
     WrongKV,
     cells_of,
 )
+from tests.support.doubles.stepped_lookup import SteppedLookup, finding_in_redis
 
-MAX_MODEL_LEN = 512
+__all__ = ["ShadowEngine", "Shape"]
+
 STOP_TOKEN = 7
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Of one shadow engine. ``depth``: steps scheduled ahead of the one being waited for."""
-
-    world_size: int = 1
-    depth: int = 1
-    chunk_size: int = 2 * BLOCK_SIZE
-    num_blocks: int = 24
-    prefix_caching: bool = True
-    max_batched_tokens: int = 64
-    tier_chunks: int = 12
-    redis: bool = False
-    role: str = "kv_both"
-    admission: str = "all"
-    audit_share: float = 0.0
-
-
-class SteppedLookup(BackgroundLookup):
-    """Redis look-ups that are answered after a random number of questions."""
-
-    def __init__(self, ranks: Sequence[ShadowRank], chance: random.Random) -> None:
-        # Not the real one's: it starts a thread.
-        self.last_seconds = 0.0
-        self._ranks = ranks
-        self._chance = chance
-
-    def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        found = 0
-        while found < len(keys) and all(keys[found] in rank.remote for rank in self._ranks):
-            found += 1
-        return found
-
-    def submit(self, keys: Sequence[bytes]) -> SteppedAnswer:  # type: ignore[override]
-        return SteppedAnswer(self.exists_prefix(keys, 0.0), self._chance.choice([0, 0, 1, 3]))
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class SteppedAnswer:
-    """Comes when it was waited for ``delay`` times."""
-
-    def __init__(self, found: int, delay: int) -> None:
-        self._found = Found(found)
-        self._delay = delay
+class TextRequest(Request):
+    """Images count for its identity. vLLM's scheduler shall not encode them."""
 
     @property
-    def answer(self) -> LookupAnswer:
-        return PENDING if self._delay > 0 else self._found
-
-    def wait(self, seconds: float) -> LookupAnswer:
-        self._delay -= 1
-        return PENDING if self._delay >= 0 else self._found
-
-    def cancel(self) -> None:
-        """Nothing runs."""
+    def has_encoder_inputs(self) -> bool:
+        return False
 
 
 class ShadowEngine:
-    def __init__(self, model: Path, shape: Shape, seed: int, faults: Faults | None = None) -> None:
+    """``adapters``: the content that vLLM has, by name. ``started``: all ranks have reported their
+    start, as they do with the first step."""
+
+    def __init__(
+        self,
+        model: Path,
+        shape: Shape,
+        seed: int,
+        faults: Faults | None = None,
+        *,
+        started: bool = True,
+    ) -> None:
         self.shape = shape
         self.chance = random.Random(seed)
         self.version = 0
         self.book = KeyBook()
-        self.scheduler = _build_scheduler(model, shape)
-        connector = self.scheduler.connector
-        assert isinstance(connector, LMCacheTieredConnector)
-        self.adapter: SchedulerAdapter = connector._scheduler_side
+        self._sources: dict[str, Source] = {}
+        self.adapters = {"lora-a": 0, "lora-b": 0}
+        self.scheduler = build_scheduler(model, shape)
+        connectors = [self.scheduler.connector]
+        if isinstance(connectors[0], MultiConnector):
+            connectors = connectors[0].sub_connectors
+        (ours,) = [c for c in connectors if isinstance(c, LMCacheTieredConnector)]
+        self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
+        self.adapter: SchedulerAdapter = ours._scheduler_side
+        vars(self.adapter).update(
+            _identifier=ShadowIdentifier(self._sources.__getitem__),
+            _encoders=ShadowEncoders(),
+        )
         self.ranks = [
             ShadowRank(
                 rank=rank,
@@ -147,7 +117,7 @@ class ShadowEngine:
             for rank in range(shape.world_size)
         ]
         if shape.redis:
-            self.adapter.hits = _finding_in_redis(
+            self.adapter.hits = finding_in_redis(
                 self.adapter, SteppedLookup(self.ranks, self.chance)
             )
         if shape.redis and shape.role != "kv_consumer":
@@ -156,19 +126,46 @@ class ShadowEngine:
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._queue: deque[tuple[SchedulerOutput, Step]] = deque()
         self._streams: dict[str, list[int]] = {}
-        self._salts: dict[str, str | None] = {}
+        self._aborted: set[str] = set()
         self.requests: dict[str, Request] = {}
         self.plans: list[StepPlan] = []
         self.num_preemptions = 0
         self.num_resets = 0
+        if started:
+            for rank in range(shape.world_size):
+                self.report_start(rank)
+
+    def report_start(self, rank: int, configuration: tuple[tuple[str, str], ...] = ()) -> None:
+        start = RankStart(configuration, Calibration())
+        self.adapter.update_from_reports([RankReport(rank, (), (), start=start)])
 
     # -- what a client does ----------------------------------------------------------------------
 
     def add(
-        self, prompt: Sequence[int], max_tokens: int, salt: str | None = None, **more: Any
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        salt: str | None = None,
+        *,
+        adapter: str | None = None,
+        images: Sequence[Image] = (),
+        offer: Offer | None = None,
+        sends: bool = False,
+        bypasses: bool = False,
+        **more: Any,
     ) -> str:
+        """``offer``, ``sends``: what the other connector does with it. ``bypasses``: what its KV is
+        computed from, nobody knows but it."""
         request_id = f"r{len(self.requests)}"
-        request = Request(
+        version = self.adapters[adapter] if adapter else 0
+        if bypasses:
+            version = -1
+        self._sources[request_id] = Source(salt, adapter, version, tuple(images))
+        if self.foreign is not None and offer is not None:
+            self.foreign.offers[request_id] = offer
+        if self.foreign is not None and sends:
+            self.foreign.sends.add(request_id)
+        request = TextRequest(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(
@@ -176,20 +173,37 @@ class ShadowEngine:
             ),
             pooling_params=None,
             cache_salt=salt,
+            lora_request=LoRARequest(adapter, 1 + list(self.adapters).index(adapter), "/adapter")
+            if adapter
+            else None,
+            mm_features=[
+                MultiModalFeatureSpec(
+                    None,
+                    "image",
+                    image.name,
+                    PlaceholderRange(image.start, image.end - image.start),
+                )
+                for image in images
+            ],
             block_hasher=self._hasher if self.shape.prefix_caching else None,
             **more,
         )
         self.requests[request_id] = request
-        self._salts[request_id] = salt
         self.scheduler.add_request(request)
         return request_id
 
     def abort(self, request_id: str) -> None:
+        if self.foreign is not None:
+            self.foreign.sends.discard(request_id)
+        self._aborted.add(request_id)
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     @property
     def live(self) -> list[str]:
         return [r for r, request in self.requests.items() if not request.is_finished()]
+
+    def uses(self, request_id: str, adapter: str) -> bool:
+        return self._sources[request_id].adapter == adapter
 
     def is_loading(self, request_id: str) -> bool:
         return self.requests[request_id].status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -212,6 +226,16 @@ class ShadowEngine:
             self.num_resets += 1
         return bool(clean)
 
+    def sleep(self) -> None:
+        """Abort everything and forget all KV, as vLLM does; the weights may be others after it."""
+        for request_id in self.live:
+            self.abort(request_id)
+        self.run_until_idle()
+        assert self.scheduler.reset_prefix_cache(reset_connector=True)
+        for rank in self.ranks:
+            rank.memory.forget()
+        self.version += 1
+
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -223,13 +247,13 @@ class ShadowEngine:
 
     def run_until_idle(self, max_steps: int = 2000) -> None:
         for _ in range(max_steps):
-            if not self.scheduler.has_requests():
-                break
-            self.step()
-        else:
-            raise AssertionError(f"stuck: {self.live}")
-        while self._queue:
-            self._execute(*self._queue.popleft())
+            if self.scheduler.has_requests():
+                self.step()
+            elif self._queue:
+                self._execute(*self._queue.popleft())
+            else:
+                return
+        raise AssertionError(f"stuck: {self.live}")
 
     def check_whole(self) -> None:
         """Nothing is left of any request."""
@@ -253,9 +277,8 @@ class ShadowEngine:
     # -- the worker's view -------------------------------------------------------------------------
 
     def _describe(self, output: SchedulerOutput) -> Step:
-        metadata = output.kv_connector_metadata
-        assert isinstance(metadata, PlanMetadata)
-        self.plans.append(metadata.plan)
+        plan, foreign = self._plans_of(output)
+        self.plans.append(plan)
         self.num_preemptions += len(output.preempted_req_ids or ())
         restarted = {new.req_id for new in output.scheduled_new_reqs}
         restarted |= set(output.scheduled_cached_reqs.resumed_req_ids)
@@ -263,12 +286,32 @@ class ShadowEngine:
             self._streams[request_id] = list(self.requests[request_id].all_token_ids)
         manager = self.scheduler.kv_cache_manager
         tables = {rid: tuple(manager.get_block_ids(rid)[0]) for rid in self.scheduler.requests}
-        self._name_keys(metadata.plan, tables)
+        self._name_keys(plan, tables)
         passes = []
         for request_id, count in output.num_scheduled_tokens.items():
             end = self.requests[request_id].num_computed_tokens
             passes.append(self._pass(request_id, end - count, end))
-        return Step(metadata.plan, tuple(passes), tables)
+        zeroed = tuple(output.new_block_ids_to_zero or ())
+        return Step(plan, tuple(passes), tables, zeroed, foreign)
+
+    def _plans_of(self, output: SchedulerOutput) -> tuple[StepPlan, ForeignWork]:
+        metadata = output.kv_connector_metadata
+        parts = [metadata]
+        if isinstance(metadata, MultiKVConnectorMetadata):
+            parts = list(metadata.metadata)
+        (ours,) = [part.plan for part in parts if isinstance(part, PlanMetadata)]
+        aborted, self._aborted = frozenset(self._aborted), set()
+        for part in parts:
+            if isinstance(part, ForeignMetadata):
+                cells = tuple(
+                    self._cells(
+                        load.request_id,
+                        list(self.requests[load.request_id].all_token_ids)[: load.offer.num_tokens],
+                    )[load.start :]
+                    for load in part.loads
+                )
+                return ours, ForeignWork(part.loads, cells, part.sends, aborted)
+        return ours, ForeignWork()
 
     def _pass(self, request_id: str, start: int, end: int) -> Pass:
         """Tokens not sampled yet are known here: the shadow model is a function of the prompt."""
@@ -278,7 +321,7 @@ class ShadowEngine:
         return Pass(request_id, start, end, self._cells(request_id, stream[:end]))
 
     def _cells(self, request_id: str, tokens: Sequence[int]) -> Cells:
-        return cells_of(tokens, self._salts[request_id], self.version)
+        return cells_of(tokens, self._sources[request_id], self.version)
 
     def _name_keys(self, plan: StepPlan, tables: dict[str, tuple[int, ...]]) -> None:
         """Say what each key of a plan must hold, from the request's own tokens."""
@@ -307,13 +350,27 @@ class ShadowEngine:
         outputs: list[ModelRunnerOutput | None] = []
         for rank in self.ranks:
             result = self._sample(step)
-            result.kv_connector_output = _connector_output(rank.run(step))
+            result.kv_connector_output = self._connector_output(rank.run(step))
             outputs.append(result)
         merged = outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
         assert merged is not None
         if merged.kv_connector_output is not None and merged.kv_connector_output.is_empty():
             merged.kv_connector_output = None
         self.scheduler.update_from_output(output, merged)
+
+    def _connector_output(self, report: StepReport) -> KVConnectorOutput:
+        meta: KVConnectorWorkerMetadata | None = None
+        if report.report is not None:
+            meta = ReportMetadata((report.report,))
+            if self.shape.beside is not None:
+                parts = (meta, None) if self.shape.beside == 0 else (None, meta)
+                meta = MultiKVConnectorWorkerMetadata(parts)
+        return KVConnectorOutput(
+            finished_sending=set(report.finished_sending) or None,
+            finished_recving=set(report.finished_recving) or None,
+            invalid_block_ids=set(report.invalid_block_ids),
+            kv_connector_worker_meta=meta,
+        )
 
     def _sample(self, step: Step) -> ModelRunnerOutput:
         ids = [one.request_id for one in step.passes]
@@ -331,75 +388,5 @@ class ShadowEngine:
         return [_next_token(self._streams[one.request_id][: one.end])]
 
 
-def _finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
-    return RedisHitFinder(
-        adapter._settings,
-        adapter.index,
-        adapter.tally,
-        lookup,
-        adapter.policy,
-        adapter.kv_events,
-        time.monotonic,
-    )
-
-
 def _next_token(tokens: Sequence[int]) -> int:
-    return cells_of(tokens, None, 0)[-1] % VOCABULARY
-
-
-def _connector_output(report: StepReport) -> KVConnectorOutput:
-    return KVConnectorOutput(
-        finished_recving=set(report.finished_recving) or None,
-        kv_connector_worker_meta=ReportMetadata((report.report,)) if report.report else None,
-    )
-
-
-def _build_scheduler(model: Path, shape: Shape) -> Scheduler:
-    init_none_hash(sha256)
-    cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=shape.prefix_caching)
-    cache.num_gpu_blocks = shape.num_blocks
-    config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
-        ),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=6,
-            max_num_batched_tokens=shape.max_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-            scheduler_reserve_full_isl=False,
-        ),
-        cache_config=cache,
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=shape.world_size,
-            distributed_executor_backend="mp" if shape.world_size > 1 else None,
-        ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="LMCacheTieredConnector",
-            kv_connector_module_path="lmcache_connector",
-            kv_role=shape.role,
-            kv_connector_extra_config={
-                "chunk_size": shape.chunk_size,
-                "compute_or_load": "always",
-                "redis_admission": shape.admission,
-                "audit_share": shape.audit_share,
-            },
-        ),
-    )
-    # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
-    config.scheduler_config.async_scheduling = shape.depth > 1
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE,
-        num_kv_heads=2 // shape.world_size,
-        head_size=32,
-        dtype=torch.bfloat16,
-    )
-    layers = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
-    kv_cache = KVCacheConfig(
-        num_blocks=shape.num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
-    )
-    scheduler = AsyncScheduler if shape.depth > 1 else Scheduler
-    return scheduler(config, kv_cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)
+    return cells_of(tokens)[-1] % VOCABULARY

@@ -1,8 +1,9 @@
 """A worker without a model: memory that knows what it holds, and jobs run in any legal order.
 
-The KV of a position is one integer, the *cell*: a digest of the salt, the weights' version and all
-tokens up to that position, as in a real model any change before it changes it. A forward pass reads
-all cells before the ones it writes, and fails if one is wrong.
+The KV of a position is one integer, the *cell*: a digest of what the request computes with, of all
+tokens up to that position and of the images they stand for, as in a real model any change before it
+changes it. A forward pass reads all cells before the ones it writes. If one is wrong it fails, or,
+where vLLM itself or another connector may be wrong, writes wrong ones.
 """
 
 from __future__ import annotations
@@ -24,25 +25,53 @@ from lmcache_connector.plans import (
     StepPlan,
     StoreJob,
 )
+from tests.support.doubles.shadow_memory import (
+    BLOCK_SIZE,
+    NO_FOREIGN_WORK,
+    Cells,
+    ForeignWork,
+    ForeignWorker,
+    Memory,
+    cell,
+)
 
-BLOCK_SIZE = 16
 VOCABULARY = 61
-Cells = tuple[int, ...]
 
 
-def cell(before: int, token: int) -> int:
-    """The KV of a token after ``before``, the cell of the token before it."""
-    return hash((before, token))
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Stands at positions ``[start, end)``. vLLM knows it as ``name``, whatever it shows."""
+
+    name: str
+    content: str
+    start: int
+    end: int
 
 
-def root_cell(salt: str | None, version: int) -> int:
-    return hash((zlib.crc32((salt or "").encode()), version))
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a request's KV is computed from, beside its tokens."""
+
+    salt: str | None = None
+    adapter: str | None = None  # its name
+    adapter_version: int = 0
+    images: tuple[Image, ...] = ()
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether nobody but the request knows it."""
+        return self.adapter_version < 0
 
 
-def cells_of(tokens: Sequence[int], salt: str | None, version: int) -> Cells:
-    out, last = [], root_cell(salt, version)
-    for token in tokens:
-        last = cell(last, token)
+def cells_of(tokens: Sequence[int], source: Source = Source(), weights: int = 0) -> Cells:
+    """The right ones."""
+    root = f"{source.salt}/{source.adapter}/{source.adapter_version}/{weights}"
+    out, last = [], zlib.crc32(root.encode())
+    shown = {
+        p: zlib.crc32(i.content.encode()) for i in source.images for p in range(i.start, i.end)
+    }
+    for position, token in enumerate(tokens):
+        last = cell(last, shown.get(position, token))
         out.append(last)
     return tuple(out)
 
@@ -63,16 +92,24 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one engine step asks of a rank. ``tables``: whose blocks are whose, from here on."""
+    """What one engine step asks of a rank. ``tables``: whose blocks are whose, from here on.
+
+    ``zeroed``: blocks that are zeroed before the plan is handed over. ``foreign``: what another
+    connector has to do, with the right cells of each of its loads.
+    """
 
     plan: StepPlan
     passes: tuple[Pass, ...]
     tables: Mapping[str, tuple[int, ...]]
+    zeroed: tuple[int, ...] = ()
+    foreign: ForeignWork = NO_FOREIGN_WORK
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
+    finished_sending: frozenset[str]
     finished_recving: frozenset[str]
+    invalid_block_ids: frozenset[int]
     report: RankReport | None
 
 
@@ -84,6 +121,8 @@ class Faults:
     no_memory: float = 0.0
     slow: float = 0.5  # a job is left for later
     stuck: bool = False  # while set, no job runs
+    others_lie: bool = False  # vLLM's own prefix cache or another connector may supply wrong KV
+    has_gate: bool = True
 
 
 @dataclass
@@ -111,7 +150,8 @@ class ShadowRank:
     remote: dict[bytes, Cells]  # this rank's part of every chunk in Redis
 
     def __post_init__(self) -> None:
-        self._memory: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(self.num_blocks)]
+        self.memory = Memory(self.num_blocks)
+        self.foreign = ForeignWorker(self.memory, self.chance)
         self._tables: Mapping[str, tuple[int, ...]] = {}
         self.tier: OrderedDict[bytes, Cells] = OrderedDict()
         self._events: list[CacheEvent] = []
@@ -119,6 +159,8 @@ class ShadowRank:
         self._loads: deque[LoadJob] = deque()
         self._fetch: deque[LoadJob] = deque()
         self._open: set[int] = set()
+        self._gate_is_closed = False
+        self._at_gate: list[tuple[StoreJob, Cells]] = []
         self._cancelled: set[int] = set()
         self._done: list[tuple[LoadJob | StoreJob, JobResult]] = []
         self.load_outcomes: list[Outcome] = []
@@ -129,11 +171,17 @@ class ShadowRank:
     # -- an engine step, in the order the real worker adapter takes -------------------------------
 
     def run(self, step: Step) -> StepReport:
+        self._gate_is_closed = bool(step.zeroed) and self.faults.has_gate
+        self.memory.zero(step.zeroed)
+        self.run_some_jobs()
         self._cancelled.update(self._open.intersection(step.plan.vacated_stores))
+        self._open_gate()
         self._tables = step.tables
+        self.foreign.begin(step.foreign)
         for one in step.passes:
             self._forward(one)
             self.run_some_jobs()
+        self.foreign.go_on()
         for job in step.plan.loads_and_earlier_stores():
             self._submit(job)
         self._cancelled.update(self._open.intersection(step.plan.cancelled_loads))
@@ -160,15 +208,12 @@ class ShadowRank:
     # -- the forward pass --------------------------------------------------------------------------
 
     def _forward(self, one: Pass) -> None:
-        blocks = self._tables[one.request_id]
-        for position in range(one.start):
-            held = self._memory[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE]
-            if held != one.cells[position]:
-                raise WrongKV(f"{one.request_id} computes on wrong KV at position {position}")
-        for position in range(one.start, one.end):
-            self._memory[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE] = one.cells[
-                position
-            ]
+        blocks, cells = self._tables[one.request_id], one.cells
+        if self.memory.read(blocks, one.start) != one.cells[: one.start]:
+            if not self.faults.others_lie:
+                raise WrongKV(f"{one.request_id} computes on wrong KV")
+            cells = tuple(cell(value, -1) for value in cells)
+        self.memory.write(blocks, one.start, cells[one.start : one.end])
 
     # -- jobs ------------------------------------------------------------------------------------
 
@@ -200,22 +245,34 @@ class ShadowRank:
         if isinstance(job, LoadJob):
             result = self._load(job)
             self.load_outcomes.append(result.outcome)
+            self._end(job, result)
         else:
-            result = self._store(job)
-        self._open.discard(job.job_id)
-        self._done.append((job, result))
+            self._copy(job)
         return True
 
-    def _store(self, job: StoreJob) -> JobResult:
+    def _end(self, job: LoadJob | StoreJob, result: JobResult) -> None:
+        self._open.discard(job.job_id)
+        self._done.append((job, result))
+
+    def _copy(self, job: StoreJob) -> None:
+        read = self.memory.read(job.block_ids[0], len(job.block_ids[0]) * BLOCK_SIZE)
+        self._at_gate.append((job, read))
+        if not self._gate_is_closed:
+            self._open_gate()
+
+    def _open_gate(self) -> None:
+        self._gate_is_closed = False
+        for job, read in self._at_gate:
+            self._end(job, self._keep(job, read))
+        self._at_gate.clear()
+
+    def _keep(self, job: StoreJob, read: Cells) -> JobResult:
         if job.job_id in self._cancelled:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
         if isinstance(job, AuditJob):
-            return self._audit(job)
-        per_chunk = self.chunk_size // BLOCK_SIZE
+            return self._audit(job, read)
         for i, key in enumerate(job.keys):
-            blocks = job.block_ids[0][i * per_chunk : (i + 1) * per_chunk]
-            read = tuple(c for block in blocks for c in self._memory[block])
-            if read != self.book.cells[key]:
+            if read[i * self.chunk_size : (i + 1) * self.chunk_size] != self.book.cells[key]:
                 raise WrongKV(f"{job.request_id} stores other KV than chunk {i}'s key names")
             if self.chance.random() < self.faults.no_memory:
                 return JobResult(job.job_id, Outcome.MISSING, i, 0, 0, 0.0)
@@ -225,8 +282,7 @@ class ShadowRank:
             self.num_stored_chunks += 1
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
 
-    def _audit(self, job: AuditJob) -> JobResult:
-        computed = tuple(c for block in job.block_ids[0] for c in self._memory[block])
+    def _audit(self, job: AuditJob, computed: Cells) -> JobResult:
         (key,) = job.keys
         stored = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
         if stored is None:
@@ -259,9 +315,7 @@ class ShadowRank:
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
 
     def _write(self, job: LoadJob, cells: list[int]) -> None:
-        skip = job.skip_blocks * BLOCK_SIZE
-        for at, value in enumerate(cells[skip:]):
-            self._memory[job.block_ids[0][at // BLOCK_SIZE]][at % BLOCK_SIZE] = value
+        self.memory.write(job.block_ids[0], 0, cells[job.skip_blocks * BLOCK_SIZE :])
 
     def _check_owned(self, job: LoadJob) -> None:
         blocks = set(job.block_ids[0])
@@ -291,7 +345,11 @@ class ShadowRank:
         done, self._done = self._done, []
         events, self._events = self._events, []
         results = tuple(result for _, result in done)
+        sent, received, lost = self.foreign.take_finished()
+        own = {job.request_id for job, _ in done if isinstance(job, LoadJob)}
         return StepReport(
-            frozenset(job.request_id for job, _ in done if isinstance(job, LoadJob)),
+            sent,
+            received | own,
+            lost,
             RankReport(self.rank, tuple(events), results) if done or events else None,
         )

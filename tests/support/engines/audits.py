@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lmcache_connector.keys.request_keys import RequestIdentity
+from tests.support.engines.calls import tiered_of
 from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import CHUNK_SIZE
 
 ROWS = slice(1000, 1064)
 """Rows of the embedding that are retrained."""
@@ -17,7 +21,7 @@ ROWS = slice(1000, 1064)
 def audits(probe: EngineProbe) -> dict[str, float]:
     """Ended audits by result, once none is under way."""
     for _ in range(2000):
-        if not probe.connector._scheduler._auditor.num_open:
+        if not tiered_of(probe.connector)._scheduler._auditor.num_open:
             break
         probe.core.step()
     return probe.counts().by_label("audits")
@@ -46,27 +50,44 @@ def retrained(rows: Any, strength: float) -> Any:
 
 def name_images_by_counter(probe: EngineProbe) -> None:
     """As vLLM does without its processor cache: the first image of a process is number 0."""
-    adapter = probe.connector._scheduler
-    identify = adapter._identify
 
-    def forged(*args: Any) -> Any:
-        identity = identify(*args)
+    def forge(identity: RequestIdentity) -> RequestIdentity:
         spans = tuple(replace(span, content_hash="image-0") for span in identity.multimodal)
         return replace(identity, multimodal=spans)
 
-    adapter._identify = forged
+    _forge_identities(probe, forge)
 
 
 def name_adapters_alike(probe: EngineProbe) -> None:
     """As if an adapter were known by its path, whatever its files hold."""
-    adapter = probe.connector._scheduler
-    identify = adapter._identify
+
+    def forge(identity: RequestIdentity) -> RequestIdentity:
+        return replace(identity, lora="path of the adapter") if identity.lora else identity
+
+    _forge_identities(probe, forge)
+    adapters = tiered_of(probe.connector)._scheduler._identifier.adapters
+    adapters.may_store = lambda number, name: True
+
+
+def _forge_identities(
+    probe: EngineProbe, forge: Callable[[RequestIdentity], RequestIdentity]
+) -> None:
+    identifier = tiered_of(probe.connector)._scheduler._identifier
+    identify = identifier.identify
 
     def forged(*args: Any) -> Any:
-        identity = identify(*args)
-        return identity if identity.lora is None else replace(identity, lora="path of the adapter")
+        found = identify(*args)
+        return forge(found) if isinstance(found, RequestIdentity) else found
 
-    adapter._identify = forged
+    identifier.identify = forged
+
+
+def forget_model_lengths(probe: EngineProbe) -> None:
+    """One root for all ``max_model_len``."""
+    from lmcache_connector.keys.prefix_hash import PrefixHasher
+
+    adapter = tiered_of(probe.connector)._scheduler
+    adapter._hasher = PrefixHasher({"model": "whatever its length"}, CHUNK_SIZE)
 
 
 def build_long_rope_model(folder: Path, tiny: Path) -> Path:

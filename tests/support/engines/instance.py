@@ -30,6 +30,11 @@ def forks_from(module: str) -> ForkServerContext:
     return context
 
 
+def set_environment(variables: dict[str, str]) -> None:
+    """For ``prepare``, by :func:`functools.partial`."""
+    os.environ.update(variables)
+
+
 class InstanceError(RuntimeError):
     """The instance ended or did not answer. The message holds the end of its log."""
 

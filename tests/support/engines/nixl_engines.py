@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.instance import VllmInstance
+from tests.support.engines.instance import VllmInstance, set_environment
 from tests.support.engines.p2p_instances import free_ports
 
 needs_nixl = pytest.mark.skipif(
@@ -40,14 +40,10 @@ def running_nixl(
             "VLLM_CPU_OMP_THREADS_BIND": str(cores[index % len(cores)]),
         }
         settings: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 8192}
-        prepare = partial(_set_environment, environment)
+        prepare = partial(set_environment, environment)
         log = folder / f"nixl-{index}.log"
         instances.append(VllmInstance(model, transfer, log, prepare, **settings | args))
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(instances)) as pool:
             list(pool.map(stack.enter_context, instances))
         yield instances
-
-
-def _set_environment(variables: dict[str, str]) -> None:
-    os.environ.update(variables)

@@ -70,7 +70,7 @@ def build_tiny_model(folder: Path, shape: ModelShape = ModelShape()) -> Path:
     if done.is_file() and done.read_text() == repr(shape):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    _save_tokenizer(folder, shape)
+    save_tokenizer(folder, shape)
     _save_model(folder, shape)
     done.write_text(repr(shape))
     return folder
@@ -101,7 +101,7 @@ def _save_model(folder: Path, shape: ModelShape) -> None:
     model.save_pretrained(folder)
 
 
-def _save_tokenizer(folder: Path, shape: ModelShape) -> None:
+def save_tokenizer(folder: Path, shape: ModelShape) -> None:
     """One token per word: ``w17`` is token 17, and so on from ``w2``. Any other word is token 1.
 
     So a prompt has as many tokens as words.

@@ -1,0 +1,135 @@
+"""SHA-256 of files, without reading them where somebody has done so before.
+
+A file in a Hugging Face cache is named by its SHA-256: ``snapshots/.../model.safetensors`` is a
+link to ``blobs/<64 hexadecimal digits>``. That name is taken, unless the blob was written to after
+the link was made. Any other file is read once, and its digest kept (:class:`KeptDigests`). So a
+local copy of the same files has the same digests, whichever way they came.
+
+Files are read in parallel threads: ``hashlib`` lets go of the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from lmcache_connector.keys.kept_digests import KeptDigests, Signature
+
+logger = logging.getLogger(__name__)
+
+_BLOB = re.compile(r"[0-9a-f]{64}")
+_READ_BYTES = 4 << 20
+_MAX_THREADS = 8
+_PROGRESS_SECONDS = 5.0
+_LOCK_SECONDS = 1800.0
+# The clock of a file system ticks in milliseconds. A change so soon after the last one might leave
+# the signature as it is.
+_SETTLED_NS = 2_000_000_000
+
+
+def file_digests(files: Sequence[Path], kept: KeptDigests | None = None) -> list[bytes]:
+    """SHA-256 of each file, 32 bytes. Raises ``OSError`` for one that cannot be read.
+
+    ``kept``: where digests of earlier starts are; ``None``: files are read, whatever their names.
+    """
+    if kept is None:
+        return _read(files, {})
+    digests = {file: name for file in files if (name := _blob_name(file)) is not None}
+    rest = [file for file in files if file not in digests]
+    digests |= _known(rest, kept)
+    rest = [file for file in rest if file not in digests]
+    if rest:
+        subject = os.path.realpath(rest[0].parent)
+        with kept.alone(subject, _LOCK_SECONDS):
+            digests |= _known(rest, kept)  # what another process has read meanwhile
+            rest = [file for file in rest if file not in digests]
+            found: dict[str, str] = {}
+            read = _read(rest, found)
+            kept.add(found)
+        digests |= dict(zip(rest, read, strict=True))
+    return [digests[file] for file in files]
+
+
+def _blob_name(file: Path) -> bytes | None:
+    """The digest a Hugging Face cache names a file by."""
+    if not file.is_symlink():
+        return None
+    blob = file.resolve()
+    if blob.parent.name != "blobs" or not _BLOB.fullmatch(blob.name):
+        return None
+    if blob.stat().st_mtime_ns > file.lstat().st_mtime_ns:
+        return None  # somebody wrote through the link: the name is no longer true
+    return bytes.fromhex(blob.name)
+
+
+def _known(files: Sequence[Path], kept: KeptDigests) -> dict[Path, bytes]:
+    if not files:
+        return {}
+    entries = kept.load()
+    signed = {file: str(Signature.of(file.stat())) for file in files}
+    return {file: bytes.fromhex(entries[key]) for file, key in signed.items() if key in entries}
+
+
+def _read(files: Sequence[Path], found: dict[str, str]) -> list[bytes]:
+    """Reads all files, and says every few seconds how far it is.
+
+    ``found`` takes what may be kept, by signature.
+    """
+    if not files:
+        return []
+    progress = _Progress(sum(file.stat().st_size for file in files), files[0].parent)
+    threads = min(len(files), os.cpu_count() or 1, _MAX_THREADS)
+    with ThreadPoolExecutor(threads, thread_name_prefix="lmc-digest") as pool:
+        jobs = [pool.submit(_sha256, file, progress.advance) for file in files]
+        pending = set(jobs)
+        while pending:
+            _, pending = wait(pending, _PROGRESS_SECONDS, FIRST_COMPLETED)
+            progress.log()
+    results = [job.result() for job in jobs]
+    found |= {str(signature): digest.hex() for digest, signature in results if signature}
+    return [digest for digest, _ in results]
+
+
+def _sha256(file: Path, advance: Callable[[int], None]) -> tuple[bytes, Signature | None]:
+    """The digest, and the signature it may be kept by: none if the file is being written."""
+    started = time.time_ns()
+    hasher = hashlib.sha256()
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with file.open("rb", buffering=0) as handle:
+        before = Signature.of(os.fstat(handle.fileno()))
+        while length := handle.readinto(buffer):
+            hasher.update(buffer[:length])
+            advance(length)
+        after = Signature.of(os.fstat(handle.fileno()))
+    settled = max(before.ctime_ns, before.mtime_ns) < started - _SETTLED_NS
+    return hasher.digest(), before if before == after and settled else None
+
+
+class _Progress:
+    """Bytes read of all. A count that another thread's update makes late is no harm."""
+
+    def __init__(self, num_bytes: int, folder: Path) -> None:
+        self._num_bytes = num_bytes
+        self._folder = folder
+        self._num_read = 0
+        self._logged_at = time.monotonic()
+
+    def advance(self, num_bytes: int) -> None:
+        self._num_read += num_bytes
+
+    def log(self) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= _PROGRESS_SECONDS:
+            self._logged_at = now
+            logger.info(
+                "Hashing the weights in %s: %.1f of %.1f GB",
+                self._folder,
+                self._num_read / 1e9,
+                self._num_bytes / 1e9,
+            )

@@ -1,0 +1,155 @@
+"""Digests of files, kept from one start to the next in the user's cache folder.
+
+One JSON object maps the stat signature of a file (:class:`Signature`) to its SHA-256. Content that
+changes changes the signature, so an entry never has to be taken back. The file is read with
+distrust: it must belong to this user, nobody else may be able to write it, and whatever in it is
+not a signature with a digest is ignored. It is replaced as a whole, never written in place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 4096
+_MAX_BYTES = 1 << 20
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SIGNATURE = re.compile(r"[0-9]{1,20}(:[0-9]{1,20}){4}")
+_LOCKS = 1 << 30
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What of a file's metadata changes whenever its content does. Times in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> Signature:
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def __str__(self) -> str:
+        return f"{self.device}:{self.inode}:{self.size}:{self.mtime_ns}:{self.ctime_ns}"
+
+
+class KeptDigests:
+    """Reads and writes ``digests.json`` in ``folder``. What cannot be kept is logged, no more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = folder / "digests.json"
+
+    def load(self) -> dict[str, str]:
+        """Signatures with their digests, oldest first; nothing of a file that is not sound."""
+        try:
+            descriptor = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return {}
+        with os.fdopen(descriptor, "rb") as handle:
+            if not _is_ours(os.fstat(descriptor)):
+                logger.warning("Ignoring %s: others can write to it", self._file)
+                return {}
+            data = handle.read(_MAX_BYTES + 1)
+        return _parse(data)
+
+    def add(self, digests: Mapping[str, str]) -> None:
+        """Keep these beside what is there, the newest ``MAX_ENTRIES`` in all."""
+        if not digests:
+            return
+        entries = {key: value for key, value in self.load().items() if key not in digests}
+        entries |= digests
+        newest = dict(list(entries.items())[-MAX_ENTRIES:])
+        draft = self._folder / f"digests.{os.getpid()}.tmp"
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft.unlink(missing_ok=True)
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="ascii") as handle:
+                json.dump(newest, handle, indent=0)
+            draft.replace(self._file)
+        except OSError as error:
+            logger.warning("The digests of weights cannot be kept in %s: %s", self._folder, error)
+
+    @contextmanager
+    def alone(
+        self, subject: str, wait_seconds: float, sleep: Callable[[float], None] = time.sleep
+    ) -> Iterator[None]:
+        """Hold off other processes that read the same ``subject``, so that one reads it for all.
+
+        After ``wait_seconds``, or where nothing can be locked, the caller is not alone.
+        """
+        lock = self._lock(subject, wait_seconds, sleep)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                os.close(lock)  # which lets go of the lock
+
+    def _lock(
+        self, subject: str, wait_seconds: float, sleep: Callable[[float], None]
+    ) -> int | None:
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(
+                self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600
+            )
+        except OSError:
+            return None
+        place = _place(subject)
+        polls = int(wait_seconds / _POLL_SECONDS)
+        for poll in range(polls + 1):
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                return descriptor
+            except (BlockingIOError, PermissionError):
+                if poll == 0:
+                    logger.info("Waiting for another process that reads the weights of %s", subject)
+                if poll < polls:
+                    sleep(_POLL_SECONDS)
+            except OSError:
+                break
+        os.close(descriptor)
+        return None
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    writable_by_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not writable_by_others
+
+
+def _parse(data: bytes) -> dict[str, str]:
+    if len(data) > _MAX_BYTES:
+        return {}
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        key: value
+        for key, value in found.items()
+        if _SIGNATURE.fullmatch(key) and isinstance(value, str) and _DIGEST.fullmatch(value)
+    }
+
+
+def _place(subject: str) -> int:
+    """The byte of the lock file that stands for a subject."""
+    return int.from_bytes(hashlib.sha256(subject.encode()).digest()[:8], "little") % _LOCKS

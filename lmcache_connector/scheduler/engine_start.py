@@ -1,0 +1,87 @@
+"""The start of an engine, as the scheduler side sees it: chunk keys need what all ranks report.
+
+A model may change its configuration when it is built, and with several ranks that happens in their
+processes alone. So every rank reports the configuration it sees with its first step, and no request
+is given a key before. Until then requests are asked about again, for a bounded time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.plans import Calibration, RankReport, RankStart
+
+logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 10.0
+
+
+class EngineStart:
+    """Makes the hasher once all ``world_size`` ranks have reported one and the same configuration.
+
+    ``make_hasher`` takes that configuration: digests by name. Should the ranks disagree, or not be
+    heard of for ten seconds while a request waits, requests pass the cache by, and one error line
+    says so.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        make_hasher: Callable[[Mapping[str, str]], PrefixHasher],
+        clock: Callable[[], float],
+    ) -> None:
+        self.hasher: PrefixHasher | None = None
+        self._world_size = world_size
+        self._make_hasher = make_hasher
+        self._clock = clock
+        self._starts: dict[int, RankStart] = {}
+        self._deadline: float | None = None  # set when the first request waits
+        self._is_given_up = False
+
+    @property
+    def known_hasher(self) -> PrefixHasher:
+        assert self.hasher is not None, "no request has a state before the ranks have reported"
+        return self.hasher
+
+    def is_awaited(self) -> bool:
+        """Whether a request shall wait for the hasher. If not, it passes the cache by."""
+        if self._is_given_up:
+            return False
+        if self._deadline is None:
+            self._deadline = self._clock() + _WAIT_SECONDS
+        if self._clock() < self._deadline:
+            return True
+        missing = sorted(set(range(self._world_size)) - self._starts.keys())
+        self._give_up(f"ranks {missing} have not reported within {_WAIT_SECONDS:g} s of a request")
+        return False
+
+    def update(self, reports: Iterable[RankReport]) -> tuple[Calibration, ...]:
+        """What all ranks measured, once all have reported; nothing before."""
+        news = {report.rank: report.start for report in reports if report.start is not None}
+        self._starts |= news
+        if not news or len(self._starts) < self._world_size:
+            return ()
+        starts = [self._starts[rank] for rank in sorted(self._starts)]
+        if differing := _differing(starts):
+            self._give_up(f"ranks see different configurations: they differ in {differing}")
+        else:
+            self.hasher = self._make_hasher(dict(starts[0].configuration))
+        return tuple(start.calibration for start in starts)
+
+    def _give_up(self, why: str) -> None:
+        self._is_given_up = True
+        logger.error("LMCacheTieredConnector: all requests pass the KV cache tiers by: %s", why)
+
+
+def _differing(starts: list[RankStart]) -> str:
+    """Names of the parts that are not the same on all ranks."""
+    first, *others = (dict(start.configuration) for start in starts)
+    names = {
+        name
+        for other in others
+        for name in first.keys() | other.keys()
+        if first.get(name) != other.get(name)
+    }
+    return ", ".join(sorted(names))

@@ -1,0 +1,154 @@
+"""Any configuration as plain JSON values: the same for the same content, in every process.
+
+Objects become their type's name and their fields, sets are sorted, types and functions go by their
+names. What has no form that another process would find again, an open file say, is an error: a
+text with a memory address in it would be in the key, and keep every instance apart in silence.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.keys.prefix_hash import canonical_bytes
+
+_MAX_DEPTH = 32
+# What they hold is not in their fields.
+_HIDDEN_STATE = (torch.Tensor, torch.nn.Module, io.IOBase, ModuleType, MethodType)
+_NO_FIELDS = ("__dict__", "__weakref__", "__pydantic_fields_set__")
+
+IsExcused = Callable[[object, str], bool]
+"""Whether a field of an object is no part of its form, by the field's name."""
+
+
+def canonical(value: object, path: str, is_excused: IsExcused) -> Any:
+    """``value`` as JSON values without what is excused. ``path`` names it in messages.
+
+    Raises :class:`UnsupportedError` for what has no canonical form.
+    """
+    return _Walk(is_excused).form(value, path, ())
+
+
+class _Walk:
+    def __init__(self, is_excused: IsExcused) -> None:
+        self._is_excused = is_excused
+
+    def form(self, value: object, path: str, outer: tuple[int, ...]) -> Any:
+        """``outer``: ids of the objects around this one, to notice a circle."""
+        if value is None or type(value) in (bool, int, str):
+            return value
+        scalar = _scalar(value, path)
+        if scalar is not None:
+            return scalar
+        if id(value) in outer or len(outer) > _MAX_DEPTH:
+            raise _nameless(value, path)
+        outer = (*outer, id(value))
+        if isinstance(value, Mapping):
+            return self._mapping(value, path, outer)
+        if isinstance(value, list | tuple):
+            return [self.form(each, f"{path}[{i}]", outer) for i, each in enumerate(value)]
+        if isinstance(value, set | frozenset):
+            return {"set": _sorted(self.form(each, path, outer) for each in value)}
+        if isinstance(value, functools.partial):
+            parts = (value.func, value.args, value.keywords)
+            return {"partial": [self.form(part, path, outer) for part in parts]}
+        return self._object(value, path, outer)
+
+    def _mapping(self, value: Mapping[Any, Any], path: str, outer: tuple[int, ...]) -> Any:
+        if all(type(key) is str for key in value):
+            return {key: self.form(each, f"{path}.{key}", outer) for key, each in value.items()}
+        pairs = (
+            [self.form(key, path, outer), self.form(each, f"{path}[{key!r}]", outer)]
+            for key, each in value.items()
+        )
+        return {"pairs": _sorted(pairs)}
+
+    def _object(self, value: object, path: str, outer: tuple[int, ...]) -> Any:
+        fields = _fields_of(value, path)
+        return {
+            "is": _type_name(value),
+            **{
+                name: self.form(each, f"{path}.{name}", outer)
+                for name, each in fields.items()
+                if not self._is_excused(value, name)
+            },
+        }
+
+
+def _scalar(value: object, path: str) -> Any:
+    """The form of a value without parts; ``None`` if it may have some."""
+    if isinstance(value, Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, torch.dtype | torch.device | PurePath):
+        return str(value)
+    if isinstance(value, re.Pattern):
+        return {"pattern": str(value.pattern), "flags": value.flags}
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        if "<" in value.__qualname__ or not value.__module__:
+            raise _nameless(value, path)
+        return f"{value.__module__}.{value.__qualname__}"
+    return None
+
+
+def _fields_of(value: object, path: str) -> dict[str, object]:
+    """Fields by name, without what the object derives from them when it is asked."""
+    kind = type(value)
+    slots = [name for each in kind.__mro__ for name in _slots(each)]
+    if isinstance(value, _HIDDEN_STATE) or not (
+        slots or isinstance(getattr(value, "__dict__", None), dict)
+    ):
+        raise _nameless(value, path)
+    fields = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    fields |= getattr(value, "__dict__", {})
+    return {
+        name: each
+        for name, each in fields.items()
+        if not isinstance(getattr(kind, name, None), functools.cached_property)
+    }
+
+
+def _slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in _NO_FIELDS]
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    if isinstance(value, PreTrainedConfig):
+        return f"hf:{value.model_type}"
+    # The module of a model's own code is named after the place where it lies.
+    is_remote = kind.__module__.startswith("transformers_modules")
+    return kind.__qualname__ if is_remote else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _sorted(forms: Iterable[Any]) -> list[Any]:
+    return sorted(forms, key=canonical_bytes)
+
+
+def _nameless(value: object, path: str) -> UnsupportedError:
+    kind = type(value)
+    return UnsupportedError(
+        f"lmcache-connector cannot tell models apart by {path}, which holds a "
+        f"{kind.__module__}.{kind.__qualname__}: give vLLM a value of plain data there, or start "
+        "without --kv-transfer-config."
+    )

@@ -1,0 +1,256 @@
+"""Files are hashed once: digests come from names, from earlier starts, or from bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.keys import file_digests as module
+from lmcache_connector.keys.file_digests import file_digests
+from lmcache_connector.keys.kept_digests import MAX_ENTRIES, KeptDigests, Signature
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files whose bytes were read, in order."""
+    found: list[Path] = []
+    plain = module._sha256
+
+    def spied(file: Path, *args: object) -> object:
+        found.append(file)
+        return plain(file, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_sha256", spied)
+    return found
+
+
+def old_file(path: Path, data: bytes) -> Path:
+    """A file that was written long ago, as far as its own times say."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    os.utime(path, ns=(10**18, 10**18))
+    return path
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to wait until the change of a file is two seconds old."""
+    monkeypatch.setattr(module, "_SETTLED_NS", -(10**12))
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def test_a_file_is_read_once(
+    tmp_path: Path, folder: Path, reads: list[Path], settled: None
+) -> None:
+    files = [old_file(tmp_path / f"{i}.bin", bytes([i]) * 5_000_000) for i in range(3)]
+    digests = [sha256(file.read_bytes()) for file in files]
+    assert file_digests(files, KeptDigests(folder)) == digests
+    assert sorted(reads) == files
+    assert file_digests(files, KeptDigests(folder)) == digests
+    assert sorted(reads) == files
+    assert not list(folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("change", ["content", "same times"])
+def test_a_changed_file_is_read_again(
+    tmp_path: Path, folder: Path, settled: None, change: str
+) -> None:
+    file = old_file(tmp_path / "a.bin", b"one")
+    file_digests([file], KeptDigests(folder))
+    file.write_bytes(b"two")
+    if change == "same times":  # nobody can set back when a file's metadata changed
+        os.utime(file, ns=(10**18, 10**18))
+    assert file_digests([file], KeptDigests(folder)) == [sha256(b"two")]
+
+
+def test_a_file_just_written_is_not_remembered(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
+    file = tmp_path / "a.bin"
+    file.write_bytes(b"one")
+    for _ in range(2):
+        assert file_digests([file], KeptDigests(folder)) == [sha256(b"one")]
+    assert reads == [file, file]
+
+
+def blob(tmp_path: Path, name: str, data: bytes) -> Path:
+    """A link into a Hugging Face cache."""
+    target = old_file(tmp_path / "hub" / "blobs" / name, data)
+    link = tmp_path / "hub" / "snapshots" / "main" / "model.safetensors"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target)
+    return link
+
+
+def test_a_file_of_the_hub_is_named_by_its_digest(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
+    link = blob(tmp_path, sha256(b"data").hex(), b"data")
+    copy = old_file(tmp_path / "copy" / "model.safetensors", b"data")
+    assert file_digests([link], KeptDigests(folder)) == [sha256(b"data")]
+    assert reads == []
+    assert file_digests([copy], KeptDigests(folder)) == [sha256(b"data")]
+
+
+def test_a_blob_written_through_its_link_is_read(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
+    link = blob(tmp_path, sha256(b"data").hex(), b"data")
+    link.write_bytes(b"trained on")
+    later = link.lstat().st_mtime_ns + 10**9
+    os.utime(link.resolve(), ns=(later, later))
+    assert file_digests([link], KeptDigests(folder)) == [sha256(b"trained on")]
+    assert reads == [link]
+
+
+@pytest.mark.parametrize("name", ["a" * 40, "g" * 64, "A" * 64])
+def test_other_names_of_blobs_say_nothing(tmp_path: Path, folder: Path, name: str) -> None:
+    link = blob(tmp_path, name, b"data")
+    assert file_digests([link], KeptDigests(folder)) == [sha256(b"data")]
+
+
+HOSTILE = [
+    b"",
+    b"not json",
+    b"\xff\xfe",
+    b"[" * 200_000,
+    b"[]",
+    b"7",
+    b'{"%s": 7}',
+    b'{"%s": "short"}',
+    b'{"%s": {"a": 1}}',
+    b'{"1:2": "' + b"0" * 64 + b'"}',
+    b'{"pad": "' + b"0" * (1 << 20) + b'"}',
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_broken_cache_file_is_ignored_and_replaced(
+    tmp_path: Path, folder: Path, settled: None, content: bytes
+) -> None:
+    file = old_file(tmp_path / "a.bin", b"one")
+    signature = str(Signature.of(file.stat()))
+    folder.mkdir()
+    (folder / "digests.json").write_bytes(content.replace(b"%s", signature.encode()))
+    assert file_digests([file], KeptDigests(folder)) == [sha256(b"one")]
+    assert KeptDigests(folder).load() == {signature: sha256(b"one").hex()}
+
+
+def lie(file: Path, folder: Path) -> Path:
+    folder.mkdir()
+    lying = folder / "digests.json"
+    lying.write_text(json.dumps({str(Signature.of(file.stat())): "0" * 64}))
+    return lying
+
+
+def test_a_cache_file_that_others_can_write_is_ignored(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
+    file = old_file(tmp_path / "a.bin", b"one")
+    lie(file, folder).chmod(0o666)
+    assert file_digests([file], KeptDigests(folder)) == [sha256(b"one")]
+    assert reads == [file]
+
+
+def test_a_cache_file_elsewhere_is_ignored(tmp_path: Path, folder: Path) -> None:
+    file = old_file(tmp_path / "a.bin", b"one")
+    lying = lie(file, folder)
+    lying.rename(tmp_path / "elsewhere.json")
+    lying.symlink_to(tmp_path / "elsewhere.json")
+    assert file_digests([file], KeptDigests(folder)) == [sha256(b"one")]
+
+
+def test_what_is_kept_is_bounded(folder: Path) -> None:
+    kept = KeptDigests(folder)
+    kept.add({f"1:{i}:3:4:5": "0" * 64 for i in range(MAX_ENTRIES)})
+    kept.add({"1:1:1:1:1": "1" * 64})
+    entries = kept.load()
+    assert len(entries) == MAX_ENTRIES
+    assert list(entries)[-1] == "1:1:1:1:1"
+    assert "1:0:3:4:5" not in entries
+    assert (folder / "digests.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_without_a_cache_folder_files_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settled: None
+) -> None:
+    file = old_file(tmp_path / "a.bin", b"one")
+    kept = KeptDigests(file / "no folder")
+    assert file_digests([file], kept) == [sha256(b"one")]
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_long_read_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_PROGRESS_SECONDS", 0.0)
+    files = [old_file(tmp_path / f"{i}.bin", b"0" * 1000) for i in range(2)]
+    with caplog.at_level(logging.INFO):
+        file_digests(files)
+    assert f"Hashing the weights in {tmp_path}" in caplog.text
+
+
+def _read_in_turn(file: Path, folder: Path, reads: Path, line: object) -> None:
+    plain = module._sha256
+
+    def slow(file: Path, *args: object) -> object:
+        with reads.open("a") as handle:
+            handle.write("read\n")
+        time.sleep(0.3)
+        return plain(file, *args)  # type: ignore[arg-type]
+
+    module._sha256 = slow  # type: ignore[assignment]
+    module._SETTLED_NS = -(10**12)
+    line.wait()  # type: ignore[attr-defined]
+    assert file_digests([file], KeptDigests(folder)) == [sha256(b"one")]
+
+
+def test_of_two_processes_one_reads(tmp_path: Path, folder: Path) -> None:
+    file, reads = old_file(tmp_path / "a.bin", b"one"), tmp_path / "reads"
+    fork = multiprocessing.get_context("fork")
+    line = fork.Barrier(2)
+    readers = [
+        fork.Process(target=_read_in_turn, args=(file, folder, reads, line)) for _ in range(2)
+    ]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(30)
+        assert reader.exitcode == 0
+    assert reads.read_text() == "read\n"
+
+
+def test_a_lock_that_is_never_given_back_is_waited_for_and_no_longer(folder: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    ready, done = fork.Event(), fork.Event()
+
+    def hold() -> None:
+        with KeptDigests(folder).alone("subject", 0.0):
+            ready.set()
+            done.wait(30)
+
+    holder = fork.Process(target=hold)
+    holder.start()
+    assert ready.wait(30)
+    naps: list[float] = []
+    with KeptDigests(folder).alone("subject", 1.0, naps.append):
+        assert sum(naps) == pytest.approx(1.0)
+    with KeptDigests(folder).alone("another", 1.0, naps.append):
+        assert sum(naps) == pytest.approx(1.0)
+    done.set()
+    holder.join(30)

@@ -1,0 +1,120 @@
+"""vLLM's real scheduler for a shadow engine, with our connector alone or beside another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.support.doubles.foreign_connector import FOREIGN
+from tests.support.doubles.shadow_memory import BLOCK_SIZE
+
+MAX_MODEL_LEN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one shadow engine. ``depth``: steps scheduled ahead of the one being waited for.
+
+    ``beside``: where our connector stands, with another one under a ``MultiConnector``. ``zeroes``:
+    reused blocks are zeroed before the step's plan is handed over, as model runner V2 may.
+    """
+
+    world_size: int = 1
+    depth: int = 1
+    chunk_size: int = 2 * BLOCK_SIZE
+    num_blocks: int = 24
+    prefix_caching: bool = True
+    max_batched_tokens: int = 64
+    tier_chunks: int = 12
+    redis: bool = False
+    role: str = "kv_both"
+    admission: str = "all"
+    beside: int | None = None
+    zeroes: bool = False
+    audit_share: float = 0.0
+
+
+def build_scheduler(model: Path, shape: Shape) -> Scheduler:
+    init_none_hash(sha256)
+    cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=shape.prefix_caching)
+    cache.num_gpu_blocks = shape.num_blocks
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=6,
+            max_num_batched_tokens=shape.max_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+            scheduler_reserve_full_isl=False,
+        ),
+        cache_config=cache,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=shape.world_size,
+            distributed_executor_backend="mp" if shape.world_size > 1 else None,
+        ),
+        kv_transfer_config=_transfer(shape),
+    )
+    # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
+    config.scheduler_config.async_scheduling = shape.depth > 1
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE,
+        num_kv_heads=2 // shape.world_size,
+        head_size=32,
+        dtype=torch.bfloat16,
+    )
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
+    kv_cache = KVCacheConfig(
+        num_blocks=shape.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+    )
+    scheduler = AsyncScheduler if shape.depth > 1 else Scheduler
+    built = scheduler(config, kv_cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)
+    built.needs_kv_cache_zeroing = shape.zeroes
+    for manager in built.kv_cache_manager.coordinator.single_type_managers:
+        manager._record_new_block_ids = shape.zeroes
+    return built
+
+
+def _transfer(shape: Shape) -> KVTransferConfig:
+    ours: dict[str, Any] = {
+        "kv_connector": "LMCacheTieredConnector",
+        "kv_connector_module_path": "lmcache_connector",
+        "kv_role": shape.role,
+        "kv_connector_extra_config": {
+            "chunk_size": shape.chunk_size,
+            "compute_or_load": "always",
+            "redis_admission": shape.admission,
+            "audit_share": shape.audit_share,
+        },
+    }
+    if shape.beside is None:
+        return KVTransferConfig(**ours)
+    connectors = [FOREIGN]
+    connectors.insert(shape.beside, ours)
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": connectors},
+    )

@@ -1,0 +1,126 @@
+"""The paged cache of a shadow rank, and another connector that writes to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tests.support.doubles.foreign_connector import Arrival, ForeignLoad
+
+BLOCK_SIZE = 16
+Cells = tuple[int, ...]
+_NOTHING = 0
+
+
+def cell(before: int, token: int) -> int:
+    """The KV of a token after ``before``, the cell of the token before it."""
+    return hash((before, token))
+
+
+class Memory:
+    """One cell per position of every block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._blocks = [[_NOTHING] * BLOCK_SIZE for _ in range(num_blocks)]
+
+    def read(self, blocks: Sequence[int], end: int) -> Cells:
+        """The first ``end`` positions."""
+        cells = [value for block in blocks for value in self._blocks[block]]
+        return tuple(cells[:end])
+
+    def write(self, blocks: Sequence[int], start: int, cells: Iterable[int]) -> None:
+        """From position ``start`` on."""
+        for position, value in enumerate(cells, start):
+            self._blocks[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE] = value
+
+    def zero(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._blocks[block] = [_NOTHING] * BLOCK_SIZE
+
+    def forget(self) -> None:
+        """As in a sleep."""
+        self.zero(range(len(self._blocks)))
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignWork:
+    """What another connector begins in one step. ``aborted``: requests nobody waits for any more.
+
+    ``cells[i]``: what load i should bring.
+    """
+
+    loads: tuple[ForeignLoad, ...] = ()
+    cells: tuple[Cells, ...] = ()
+    sends: tuple[str, ...] = ()
+    aborted: frozenset[str] = frozenset()
+
+
+NO_FOREIGN_WORK = ForeignWork()
+
+
+@dataclass(slots=True)
+class _Arriving:
+    load: ForeignLoad
+    cells: Cells
+    num_written: int = 0
+
+
+class ForeignWorker:
+    """Writes a little at a time; the rest of an aborted load never comes."""
+
+    def __init__(self, memory: Memory, chance: random.Random) -> None:
+        self._memory = memory
+        self._chance = chance
+        self._arriving: list[_Arriving] = []
+        self._sending: list[str] = []
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._lost: set[int] = set()
+
+    def begin(self, work: ForeignWork) -> None:
+        """Before the forward pass: what is loaded for this very step must be there now."""
+        self._sending += work.sends
+        for load, cells in zip(work.loads, work.cells, strict=True):
+            arriving = _Arriving(load, cells)
+            if load.offer.is_async:
+                self._arriving.append(arriving)
+            else:
+                self._end(arriving)
+        for arriving in [a for a in self._arriving if a.load.request_id in work.aborted]:
+            self._arriving.remove(arriving)
+            self._received.add(arriving.load.request_id)
+
+    def go_on(self) -> None:
+        for arriving in list(self._arriving):
+            self._write(arriving, self._chance.randrange(3 * BLOCK_SIZE))
+            if self._chance.random() < 0.3:
+                self._arriving.remove(arriving)
+                self._end(arriving)
+                self._received.add(arriving.load.request_id)
+        for request_id in [r for r in self._sending if self._chance.random() < 0.3]:
+            self._sending.remove(request_id)
+            self._sent.add(request_id)
+
+    def take_finished(self) -> tuple[frozenset[str], frozenset[str], frozenset[int]]:
+        """Requests sent, requests received, and blocks that were not filled."""
+        out = frozenset(self._sent), frozenset(self._received), frozenset(self._lost)
+        self._sent, self._received, self._lost = set(), set(), set()
+        return out
+
+    def _end(self, arriving: _Arriving) -> None:
+        load = arriving.load
+        if load.offer.arrival is not Arrival.FAILED:
+            self._write(arriving, len(arriving.cells))
+            return
+        whole = self._chance.randrange(len(load.block_ids))
+        self._write(arriving, whole * BLOCK_SIZE - arriving.num_written)
+        self._lost.update(load.block_ids[max(whole, arriving.num_written // BLOCK_SIZE) :])
+
+    def _write(self, arriving: _Arriving, count: int) -> None:
+        start = arriving.num_written
+        cells = arriving.cells[start : start + max(0, count)]
+        if arriving.load.offer.arrival is Arrival.WRONG:
+            cells = tuple(cell(value, -2) for value in cells)
+        self._memory.write(arriving.load.block_ids, start, cells)
+        arriving.num_written += len(cells)

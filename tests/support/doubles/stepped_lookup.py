@@ -1,0 +1,70 @@
+"""Redis look-ups of a shadow engine, answered in as many steps as chance says."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.background_lookup import (
+    PENDING,
+    BackgroundLookup,
+    Found,
+    LookupAnswer,
+)
+from lmcache_connector.scheduler.hit_finder import RedisHitFinder
+from tests.support.doubles.shadow_worker import ShadowRank
+
+
+class SteppedLookup(BackgroundLookup):
+    """Redis look-ups that are answered after a random number of questions."""
+
+    def __init__(self, ranks: Sequence[ShadowRank], chance: random.Random) -> None:
+        # Not the real one's: it starts a thread.
+        self.last_seconds = 0.0
+        self._ranks = ranks
+        self._chance = chance
+
+    def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        found = 0
+        while found < len(keys) and all(keys[found] in rank.remote for rank in self._ranks):
+            found += 1
+        return found
+
+    def submit(self, keys: Sequence[bytes]) -> SteppedAnswer:  # type: ignore[override]
+        return SteppedAnswer(self.exists_prefix(keys, 0.0), self._chance.choice([0, 0, 1, 3]))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class SteppedAnswer:
+    """Comes when it was waited for ``delay`` times."""
+
+    def __init__(self, found: int, delay: int) -> None:
+        self._found = Found(found)
+        self._delay = delay
+
+    @property
+    def answer(self) -> LookupAnswer:
+        return PENDING if self._delay > 0 else self._found
+
+    def wait(self, seconds: float) -> LookupAnswer:
+        self._delay -= 1
+        return PENDING if self._delay >= 0 else self._found
+
+    def cancel(self) -> None:
+        """Nothing runs."""
+
+
+def finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
+    return RedisHitFinder(
+        adapter._settings,
+        adapter.index,
+        adapter.tally,
+        lookup,
+        adapter.policy,
+        adapter.kv_events,
+        time.monotonic,
+    )

@@ -1,0 +1,173 @@
+"""Every field of vLLM's configuration is excused with a reason, or part of the key.
+
+Fields are changed one by one on a real configuration, to a value that vLLM itself would not take:
+what counts is whether the change can be told.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm.config
+import vllm.model_executor.models as vllm_models
+from vllm.config import VllmConfig
+from vllm.config.diffusion import DiffusionConfig
+from vllm.config.ec_transfer import ECTransferConfig
+from vllm.config.lora import LoRAConfig
+from vllm.config.multimodal import MultiModalConfig
+from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+from lmcache_connector.vllm_compat.excused import EXCUSED, INDEPENDENT_OF_LENGTH, SOMETIMES
+from lmcache_connector.vllm_compat.identity import configuration_digests
+from tests.support.engines.tiny_model import TINY, build_tiny_model
+from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
+
+# Set on the way, not declared.
+ATTRIBUTES = {
+    "ModelConfig": {"config_updated", "_hf_config_revision", "original_max_model_len"},
+    "PreTrainedConfig": {"_name_or_path", "name_or_path", "_commit_hash"},
+}
+OTHER = "another value"
+# What is excused sometimes, with a value for which it is.
+OTHERS = {"max_model_len": 512, "original_max_model_len": 512, "load_format": "safetensors"}
+
+
+@functools.cache
+def config() -> VllmConfig:
+    """With all of its parts. Built when tests are collected: its fields are their parameters."""
+    folder = build_tiny_model(Path(tempfile.mkdtemp()) / "tiny", TINY)
+    found = vllm_config(folder)
+    found.lora_config = LoRAConfig()
+    found.model_config.multimodal_config = MultiModalConfig()
+    found.ec_transfer_config = ECTransferConfig()
+    found.diffusion_config = DiffusionConfig(canvas_length=8)
+    return found
+
+
+def parts() -> list[tuple[str, ...]]:
+    """Paths of all configurations inside vLLM's, the outermost first, that are not excused."""
+    found: list[tuple[str, ...]] = [()]
+    for path in found:
+        owner = functools.reduce(getattr, path, config())
+        for name, value in vars(owner).items():
+            is_config = dataclasses.is_dataclass(value) and type(value).__module__.startswith(
+                "vllm"
+            )
+            if is_config and name not in EXCUSED.get(type(owner).__name__, {}):
+                found.append((*path, name))
+    return found
+
+
+def fields() -> list[tuple[str, ...]]:
+    """Paths of all fields of these, without what they derive from themselves when asked."""
+    known = parts()
+    return [
+        (*path, name)
+        for path in known
+        for owner in [functools.reduce(getattr, path, config())]
+        for name in sorted(vars(owner))
+        if (*path, name) not in known
+        and not isinstance(getattr(type(owner), name, None), functools.cached_property)
+    ]
+
+
+def changed(path: tuple[str, ...], owner: Any) -> Any:
+    """A copy of ``owner`` with another value at ``path``."""
+    twin = copy.copy(owner)
+    value = (
+        changed(path[1:], getattr(owner, path[0])) if len(path) > 1 else OTHERS.get(path[0], OTHER)
+    )
+    object.__setattr__(twin, path[0], value)
+    return twin
+
+
+def digests(found: Any, cache: KVCacheConfig | None = None) -> dict[str, str]:
+    return configuration_digests(found, cache or kv_cache(), None)
+
+
+@functools.cache
+def unchanged() -> dict[str, str]:
+    return digests(config())
+
+
+@pytest.mark.parametrize("path", fields(), ids=".".join)
+def test_a_field_is_excused_with_a_reason_or_part_of_the_key(path: tuple[str, ...]) -> None:
+    owner = type(functools.reduce(getattr, path[:-1], config())).__name__
+    is_excused = any(path[-1] in table.get(owner, {}) for table in (EXCUSED, SOMETIMES))
+    assert (digests(changed(path, config())) == unchanged()) == is_excused, path
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(FullAttentionSpec), ids=lambda f: f.name)
+def test_so_is_a_field_of_a_kv_cache_spec(field: Any) -> None:
+    spec = full_attention()
+    if field.name in ("block_size", "dtype", "head_size", "num_kv_heads"):
+        other: Any = {"block_size": 32, "head_size": 64, "num_kv_heads": 1}.get(field.name, OTHER)
+    else:
+        other = 7
+    twin = copy.copy(spec)
+    object.__setattr__(twin, field.name, other)
+    is_same = digests(config(), kv_cache(twin)) == digests(config(), kv_cache(spec))
+    assert is_same == (field.name in EXCUSED["KVCacheSpec"])
+
+
+def declared(owner: str) -> set[str]:
+    """Fields of a class of the installed versions."""
+    if owner == "KVCacheSpec":
+        return {
+            f.name
+            for kind in (FullAttentionSpec, MLAAttentionSpec)
+            for f in dataclasses.fields(kind)
+        }
+    if owner == "PreTrainedConfig":
+        return set(vars(config().model_config.hf_config))
+    kinds = vars(vllm.config) | {
+        kind.__name__: kind for kind in (MultiModalConfig, ECTransferConfig)
+    }
+    return {field.name for field in dataclasses.fields(kinds[owner])}
+
+
+@pytest.mark.parametrize("table", [EXCUSED, SOMETIMES])
+def test_no_table_names_a_field_that_is_gone(table: dict[str, dict[str, str]]) -> None:
+    for owner, reasons in table.items():
+        gone = reasons.keys() - declared(owner) - ATTRIBUTES.get(owner, set())
+        if owner in ("ModelConfig", "CacheConfig"):
+            gone -= vars(
+                getattr(
+                    config(), {"ModelConfig": "model_config", "CacheConfig": "cache_config"}[owner]
+                )
+            ).keys()
+        assert not gone, owner
+        assert all(len(reason) > 5 for reason in reasons.values()), owner
+
+
+# -- max_model_len -------------------------------------------------------------------------------
+
+# Read by hand: they size buffers, or bound the tokens of an image in a test prompt.
+READ = {
+    "deepseek_v2.py": "of the indexer's buffers",
+    "gemma3_mm.py": "get_encoder_cudagraph_budget_range",
+    "qwen2_vl.py": "get_encoder_cudagraph_budget_range, get_max_frames_per_video",
+    "qwen2_5_vl.py": "get_encoder_cudagraph_budget_range, get_max_frames_per_video",
+    "qwen3_vl.py": "get_encoder_cudagraph_budget_range, get_max_frames_per_video",
+}
+
+
+@pytest.mark.parametrize("architecture", sorted(INDEPENDENT_OF_LENGTH))
+def test_models_said_not_to_use_their_length_do_not(architecture: str) -> None:
+    module, _ = (_TEXT_GENERATION_MODELS | _MULTIMODAL_MODELS)[architecture]
+    (folder,) = vllm_models.__path__
+    source = Path(folder) / f"{module.split('.')[-1]}.py"
+    assert "max_model_len" not in source.read_text() or source.name in READ
+
+
+def test_rotary_embeddings_that_use_the_length_are_known() -> None:
+    folder = Path(vllm_models.__path__[0]).parent / "layers" / "rotary_embedding"
+    using = [file.name for file in folder.glob("*.py") if "max_model_len" in file.read_text()]
+    assert using == ["phi3_long_rope_scaled_rope.py"]
