@@ -219,6 +219,12 @@ def test_the_dtype_codes_are_those_of_the_codec() -> None:
     assert codes == chunk_codec.DTYPE_CODES
 
 
+def test_each_promise_about_redis_names_its_test() -> None:
+    page = (DOCS / "security.md").read_text()
+    for *_, named in table_after(page, "## What a Redis server can do to an engine"):
+        assert re.search(r"`tests/[a-z_/]+\.py`", named)
+
+
 # -- the tree --------------------------------------------------------------------------------------
 
 
