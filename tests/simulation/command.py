@@ -93,11 +93,11 @@ def _run_many(arguments: argparse.Namespace, model: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(job)) for job in range(arguments.jobs)]
         children = [_fork(arguments, model, job, file) for job, file in enumerate(files)]
-        is_good = all([os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) == 0 for c in children])
+        ends = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
         for file in files:
             totals.numbers.update(json.loads(file.read_text()) if file.exists() else {})
     _summarize(arguments, totals, time.monotonic() - started)
-    return not (is_good and totals.is_good)
+    return not (ends == {0} and totals.is_good)
 
 
 def _fork(arguments: argparse.Namespace, model: Path, job: int, file: Path) -> int:

@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
 from tests.simulation import stdlib
 from tests.simulation.kernel import Kernel, Process, SimulationFailure
 from tests.simulation.kv_memory import KVMemory, next_cell
@@ -282,7 +282,8 @@ class Instance:
         if passes or plan.loads or plan.stores:
             shown = [f"{p.request_id}[{p.start}:{p.end}]{tables[p.request_id]}" for p in passes]
             self.kernel.trace(f"step: {' '.join(shown)}")
-        for job in (*plan.loads, *plan.stores):
+        jobs: tuple[LoadJob | StoreJob, ...] = (*plan.loads, *plan.stores)
+        for job in jobs:
             kind = type(job).__name__
             keys = [key.hex()[:6] for key in job.keys]
             self.kernel.trace(f"{kind} {job.job_id} of {job.request_id}: {keys} {job.block_ids[0]}")
@@ -438,7 +439,8 @@ class _Rank:
             config, KVConnectorRole.WORKER, _kv_cache_config(shape)
         )
         self.connector.register_kv_caches(self.memory.caches(torch.bfloat16))
-        self._engine = self.connector._worker._engine
+        worker: Any = self.connector._worker
+        self._engine = worker._engine
 
     def run(
         self, metadata: Any, step: _Step, check_call: Callable[[str, float], None]
@@ -479,9 +481,7 @@ class _Rank:
         seconds += self._shape.step_seconds if step.passes else 0.0
         # vLLM's kernels read and write somewhere in the middle of the pass.
         self._kernel.sleep(seconds / 2)
-        for (
-            one
-        ) in step.passes:  # in this order: a prefix may be computed by one and used by another
+        for one in step.passes:  # in order: one may use what another computes
             blocks = step.tables[one.request_id]
             self.memory.check(blocks, 0, one.cells[: one.start], one.request_id)
             self.memory.write(blocks, one.start, one.cells[one.start :])

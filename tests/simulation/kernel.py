@@ -195,9 +195,10 @@ class Kernel:
 
     def maybe_preempt(self) -> None:
         """Another thread may run here."""
-        if self.preempt_chance and self.current is not None and not self.closing:
-            if self.chance.random() < self.preempt_chance:
-                self.sleep(self._delay())
+        if self.current is None or self.closing or not self.preempt_chance:
+            return
+        if self.chance.random() < self.preempt_chance:
+            self.sleep(self._delay())
 
     # -- for whoever runs the world --------------------------------------------------------------
 

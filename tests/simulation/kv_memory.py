@@ -23,6 +23,14 @@ def next_cell(before: int, token: int) -> int:
     return hash((before, token)) & _MASK
 
 
+def cells_of(tokens: Sequence[int]) -> list[int]:
+    """Of each position of a request."""
+    cells: list[int] = []
+    for token in tokens:
+        cells.append(next_cell(cells[-1] if cells else 0, token))
+    return cells
+
+
 @lru_cache(maxsize=1024)
 def _salt(layer: int, head: int, width: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng((layer, head)).integers(1, _MASK, width // 8)

@@ -32,7 +32,11 @@ _PACKAGES = ("lmcache_connector", "redis")
 
 
 def _import(
-    name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    name: str,
+    globals: Any = None,  # noqa: A002 - the names are those of `__import__`
+    locals: Any = None,  # noqa: A002
+    fromlist: Any = (),
+    level: int = 0,
 ) -> Any:
     if level == 0 and name in STANDS:
         return STANDS[name]

@@ -1,5 +1,5 @@
-"""Bugs to put into the product, each of a kind that has happened somewhere: the simulation must find
-them. What it does not find in these it would not find in real code either.
+"""Bugs to put into the product, each of a kind that has happened somewhere: the simulation must
+find them. What it does not find in these it would not find in real code either.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def lost_result() -> None:
     JobQueue.take_ended = take_some  # type: ignore[method-assign]
 
 
-def unused_blocks_reported_as_good() -> None:
-    """vLLM is not told which blocks a failed load has left empty."""
-    from lmcache_connector.worker import adapter
+def short_loads_forgotten() -> None:
+    """vLLM is not told that a load has ended early."""
+    from lmcache_connector.vllm_compat.short_loads import compute_the_rest
 
-    adapter._failed_blocks = lambda *_: ()
+    _replace(compute_the_rest, lambda *_: None)
 
 
 def stores_never_cancelled() -> None:
@@ -92,9 +92,10 @@ def leaked_memory() -> None:
 
 def breaker_stays_open() -> None:
     """A server that has failed is never asked again."""
-    from lmcache_connector.storage.redis.circuit_breaker import CircuitBreaker, CircuitState
+    from lmcache_connector.storage.redis.client.circuit_breaker import CircuitBreaker, CircuitState
 
-    CircuitBreaker.may_connect = lambda self: self._state is not CircuitState.OPEN  # type: ignore[method-assign]
+    breaker: Any = CircuitBreaker
+    breaker.may_connect = lambda self: self._state is not CircuitState.OPEN
 
 
 def index_never_forgets() -> None:
@@ -110,7 +111,7 @@ ALL: dict[str, tuple[Callable[[], None], str]] = {
         (no_checksum, "WRONG BYTES"),
         (no_deadline, "deadline"),
         (lost_result, "SETTLED"),
-        (unused_blocks_reported_as_good, "WRONG BYTES"),
+        (short_loads_forgotten, "WRONG BYTES"),
         (stores_never_cancelled, "WRONG BYTES"),
         (buffer_given_back_early, "given back"),
         (leaked_memory, "memory leaked"),

@@ -443,7 +443,7 @@ def _resolve(
     host: str,
     port: int,
     family: int = 0,
-    type: int = 0,
+    type: int = 0,  # noqa: A002
     proto: int = 0,
     flags: int = 0,
 ) -> list[tuple[Any, ...]]:

@@ -3,6 +3,7 @@ duration, the CPU's attention."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections.abc import Sequence
@@ -22,24 +23,22 @@ def prepare(folder: Path) -> Path:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     import torch
 
-    import lmcache_connector.connector_base as connector_base
-    import lmcache_connector.vllm_compat.model as compat
-    import lmcache_connector.worker.adapter as adapter
-    import lmcache_connector.worker.lmcache_engine as engine
     from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
+    from lmcache_connector.storage.redis.tier import RedisTier
     from tests.simulation import lmcache_model
     from tests.support.engines.tiny_model import TINY, build_tiny_model
 
     torch.set_num_threads(1)
-    connector_base.check_versions()
-    connector_base.check_versions = lambda: None  # once is enough: it reads files
     copier = _SlowCopier(CpuCopier())
-    adapter.make_copier = lambda device: copier  # type: ignore[assignment]
-    adapter.ask_for_amx = lambda: None
-    engine.start_engine = lmcache_model.start_engine  # type: ignore[assignment]
+    _module("connector_base").check_versions()
+    _module("connector_base").check_versions = lambda: None  # once is enough: it reads files
+    _module("worker.adapter").make_copier = lambda device: copier
+    _module("worker.adapter").ask_for_amx = lambda: None
+    _module("worker.lmcache_engine").start_engine = lmcache_model.start_engine
+    compat = _module("vllm_compat.model")
     plain = compat.Packing("simulated", ())
     compat.find_packing = lambda *_: plain
-    _watch_reads()
+    _watch_reads(RedisTier)
     return build_tiny_model(folder, TINY)
 
 
@@ -76,11 +75,13 @@ class _SlowCopier:
         """The real one is shared."""
 
 
-def _watch_reads() -> None:
-    """No read of the tier may outlast its deadline."""
-    from lmcache_connector.storage.redis.tier import RedisTier
+def _module(name: str) -> Any:
+    return importlib.import_module(f"lmcache_connector.{name}")
 
-    read = RedisTier.read
+
+def _watch_reads(tier: Any) -> None:
+    """No read of the tier may outlast its deadline."""
+    read = tier.read
 
     def watched(self: Any, keys: Any, buffers: Any, deadline: float, *more: Any) -> Any:
         result = read(self, keys, buffers, deadline, *more)
@@ -89,4 +90,4 @@ def _watch_reads() -> None:
             raise SimulationFailure(f"a read ended {late:.3f} s after its deadline")
         return result
 
-    RedisTier.read = watched  # type: ignore[method-assign]
+    tier.read = watched

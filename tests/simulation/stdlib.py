@@ -1,8 +1,8 @@
 """The parts of the standard library that wait, or differ from run to run, over a :class:`Kernel`.
 
-The product's modules are loaded with these in the place of `threading`, `time`, `queue`, `select`,
-`os`, `random`, `uuid` and `socket` (see `loading`), so that its own code runs unchanged: its threads
-are tasks, its clock is the kernel's, and its sockets end at simulated servers.
+The product's modules are loaded with these in the place of Python's (see `loading`), so that its
+own code runs unchanged: its threads are tasks, its clock is the kernel's, and its sockets end at
+simulated servers.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class RLock(Lock):
         self._depth = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if self._owner is None or self._owner is not RUNTIME.kernel.current:
-            if not super().acquire(blocking, timeout):
-                return False
+        is_own = self._owner is not None and self._owner is RUNTIME.kernel.current
+        if not is_own and not super().acquire(blocking, timeout):
+            return False
         self._depth += 1
         return True
 

@@ -1,7 +1,7 @@
 """One world: servers, instances, clients and faults, all drawn from one seed, and what must hold.
 
-- **No wrong bytes.** Every forward pass reads all KV before its own and knows what it must be; so do
-  the answers, and at the end every value in Redis that no fault has damaged.
+- **No wrong bytes.** Every forward pass checks all KV before its own; answers are checked, and at
+  the end every value in Redis that no fault has damaged.
 - **No request is lost**, whatever Redis does; each ends with the right tokens.
 - **No wait past its deadline**: of a load, of a read, of a call inside an engine step.
 - **Nothing leaks**: blocks, jobs, CPU memory, threads, connections.
@@ -29,7 +29,7 @@ from tests.simulation.instance import (
     Shape,
 )
 from tests.simulation.kernel import Kernel, SimulationFailure
-from tests.simulation.kv_memory import payload
+from tests.simulation.kv_memory import cells_of, payload
 from tests.simulation.network import Network
 from tests.simulation.redis_model import Cluster, RedisModel
 from tests.simulation.stdlib import RUNTIME
@@ -199,7 +199,7 @@ class World:
     def _alive(self) -> list[Instance]:
         return [i for i in self.instances if i.process.alive and i.is_up]
 
-    # -- what must hold ------------------------------------------------------------------------------
+    # -- what must hold -----------------------------------------------------------------------
 
     def _check_liveness(self) -> None:
         """One that lived through the faults, and one that is new, with nothing in memory, find in
@@ -210,6 +210,8 @@ class World:
         prompt = (*self.kernel.chance.choice(self._plan.families), 1, 2, 3)
         self._hit_again(survivor, prompt)
         self._hit_again(newcomer, prompt)
+        if "redis_ttl_seconds" not in self._plan.shape.settings:  # else values end by themselves
+            self._offer_again(survivor, prompt)
 
     def _hit_again(self, instance: Instance, prompt: tuple[int, ...]) -> None:
         kernel, attempts = self.kernel, 0
@@ -229,6 +231,36 @@ class World:
             attempts += 1
         self.counts["attempts to hit"] += attempts
 
+    def _offer_again(self, instance: Instance, prompt: tuple[int, ...]) -> None:
+        """What Redis has lost and one instance holds in memory comes back to Redis, although nobody
+        computes it again."""
+        kernel, wanted = self.kernel, self._keys_of(prompt)
+        self._ask(instance, _Client(0.0, prompt, 1, None))
+        for server in self._deployment.servers:
+            server.entries.clear()
+        until = kernel.now + _RECOVERY_SECONDS
+        while missing := wanted - self._keys_in_redis():
+            if kernel.now > until:
+                raise SimulationFailure(
+                    f"NOT OFFERED AGAIN by {instance.process.name} within {_RECOVERY_SECONDS:g} s: "
+                    f"{len(missing)} of {len(wanted)} chunks"
+                )
+            self._ask(instance, _Client(0.0, prompt, 1, None))
+            kernel.sleep(1.0)
+        self.counts["offered again"] += 1
+
+    def _keys_of(self, prompt: tuple[int, ...]) -> set[bytes]:
+        cells = cells_of(prompt)
+        return {
+            key
+            for key, held in self._cells_of_key.items()
+            if held[-1] in cells and len(held) == CHUNK_SIZE
+        }
+
+    def _keys_in_redis(self) -> set[bytes]:
+        names = [parse_value_name(n) for s in self._deployment.servers for n in s.names()]
+        return {name.key for name in names if name is not None}
+
     def _check_end(self) -> None:
         kernel, alive = self.kernel, self._alive
         self._wait(lambda: all(i.is_idle for i in alive), _STOP_SECONDS, "IDLE")
@@ -245,8 +277,9 @@ class World:
             self.counts["hits from memory"] += instance.num_cpu_hits
             self.counts["failed loads"] += instance.num_failed_loads
         processes = {instance.process for instance in alive}
-        if left := [x for x in RUNTIME.network.open_links() if x.process in processes]:
-            raise SimulationFailure(f"CONNECTIONS LEAKED: {[x.address for x in left]}")
+        links = [link for link in RUNTIME.network.open_links() if link.process in processes]
+        if links:
+            raise SimulationFailure(f"CONNECTIONS LEAKED: {[link.address for link in links]}")
         self._check_values()
 
     def _check_values(self) -> None:
