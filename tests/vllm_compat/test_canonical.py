@@ -100,7 +100,7 @@ class Ring:
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
-        self.parts = {"parser": [self]}
+        self.parts: dict[str, list[Any]] = {"parser": [self]}
 
 
 def test_a_part_may_point_back_to_its_whole() -> None:
