@@ -278,7 +278,7 @@ class Auditor:
             self._largest_error = max(self._largest_error, error.largest)
             self._tally.set("audit_error", "last", value=error.largest)
             self._tally.set("audit_error", "largest", value=self._largest_error)
-            self._log(audit, verdict, error, is_own)
+            self._log(audit, verdict, error)
         return Finding(subject.root, verdict, subject.strict)
 
     def _is_own(self, job: AuditJob, results: Collection[JobResult]) -> bool:
@@ -301,7 +301,7 @@ class Auditor:
         else:
             self._sampler.end(subject, is_answered=is_answered)
 
-    def _log(self, audit: _OpenAudit, verdict: Verdict, error: ChunkError, is_own: bool) -> None:
+    def _log(self, audit: _OpenAudit, verdict: Verdict, error: ChunkError) -> None:
         num_samples = self._noise.num_samples
         if verdict is not Verdict.MISMATCH:
             logger.info(
@@ -321,5 +321,5 @@ class Auditor:
                 "%s; the limit is %.2g of the median, from %d noise samples. This instance shares "
                 "no KV under that root any more. Earlier hits may have been wrong: see "
                 "'An audit found a mismatch' in the troubleshooting guide.",
-                audit.kind, self._model, error, self._noise.limit(is_own=is_own), num_samples,
+                audit.kind, self._model, error, self._noise.limit(), num_samples,
             )  # fmt: skip

@@ -50,19 +50,20 @@ def test_what_arithmetic_does_between_instances_is_no_mismatch(name: str) -> Non
         judge(gauge, uniform(0.0), is_own=True)
 
 
-def test_for_its_own_kv_an_instance_that_repeats_itself_is_strict() -> None:
+def test_an_instance_that_repeated_itself_bit_for_bit_may_compute_in_another_batch() -> None:
+    """Measured on a trained model of 30 layers: 0 alone, 0.016 beside another prompt."""
     gauge = NoiseGauge(["bfloat16"])
-    judge(gauge, uniform(0.0), is_own=True)
-    assert judge(gauge, uniform(0.016), is_own=True) is Verdict.MISMATCH
-    assert judge(gauge, uniform(0.016)) is Verdict.MATCH
+    for _ in range(KEPT_SAMPLES):
+        judge(gauge, uniform(0.0), is_own=True)
+    assert judge(gauge, uniform(0.02), is_own=True) is Verdict.MATCH
 
 
 def test_a_noisy_machine_widens_the_limit_but_never_beyond_the_prior() -> None:
     gauge = NoiseGauge(["bfloat16"])
     judge(gauge, uniform(0.02), is_own=True)
-    assert gauge.limit(is_own=True) == pytest.approx(0.08)
+    assert gauge.limit() == pytest.approx(0.08)
     judge(gauge, uniform(0.09), is_own=True)
-    assert gauge.limit(is_own=True) <= 0.1
+    assert gauge.limit() <= 0.1
 
 
 def test_a_single_layer_of_small_values_may_be_noisier_than_the_others() -> None:
@@ -84,7 +85,7 @@ def test_the_latest_samples_count() -> None:
     for _ in range(KEPT_SAMPLES):
         judge(gauge, uniform(0.0), is_own=True)
     assert gauge.num_samples == KEPT_SAMPLES
-    assert gauge.limit(is_own=True) < 0.02
+    assert gauge.limit() < 0.08
 
 
 def test_strictly_unmeasured_only_equal_bytes_pass() -> None:
