@@ -27,7 +27,9 @@ KEPT_SAMPLES = 32
 """Noise samples that count: the latest ones."""
 _FACTOR = 4.0
 _LARGEST_TO_MEDIAN = 4.0
-_OWN_STEPS, _FOREIGN_STEPS = 2, 8
+# Measured on a model of 4 layers in bfloat16, median layer: 0.002 between processes with other
+# batches, 0.006 between one rank and two. It grows with the number of layers.
+_OWN_STEPS, _FOREIGN_STEPS = 4, 16
 
 
 @dataclass(frozen=True, slots=True)

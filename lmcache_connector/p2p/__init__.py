@@ -9,7 +9,7 @@
     worker/producer                                      worker/consumer
       saver    paged cache -> send_buffer                  loader   receive_buffer -> paged cache
       sender   send_buffer -> peers  ---- data/ (TCP, NCCL) ---->  receive_buffer
-      control/server <-------- want, forget (ZeroMQ, msgpack) ---- poller, over control/client
+      control/server <-------- want, keep, forget (TCP, msgpack) -- poller, over control/client
       sender, over control/client ------- offer, forget ---------> control/server
 
 KV always flows from the producer's send buffer to the consumer's receive buffer, in frames of one

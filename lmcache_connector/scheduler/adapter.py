@@ -108,7 +108,7 @@ class SchedulerAdapter:
         self.tally = tally
         self.witness = BlockWitness(settings)
         self._metrics = metrics
-        self._wanted = wanted
+        self.wanted = wanted
         self._settings = settings
         self._engine_start = start
         self._identifier = identifier
@@ -210,7 +210,7 @@ class SchedulerAdapter:
             idle=not self._scheduled,
             prefill=prefill_work(scheduler_output, self._states),
             probe=self._wants_probe(),
-            wanted=self._wanted.take() if self._wanted is not None else (),
+            wanted=self.wanted.take() if self.wanted is not None else (),
             adapter_question=self._loaded_adapters.take_question() if self._loaded_adapters else 0,
         )
 
@@ -326,8 +326,8 @@ class SchedulerAdapter:
                 shared = replace(keys.identity, weight_epoch=self._epochs.shared_epoch)
                 self._auditor.put_on_probation(state, RequestKeys(self._hasher, shared))
             state.keys.extend(request.all_token_ids)
-            if self._wanted is not None:
-                self._wanted.sight(state.keys.keys)
+            if self.wanted is not None:
+                self.wanted.sight(state.keys.keys)
         state.keys.extend(request.all_token_ids)
         return state
 

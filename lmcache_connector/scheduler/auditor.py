@@ -30,6 +30,7 @@ from lmcache_connector.scheduler.background_lookup import PENDING, Pending
 from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.hit_finder import HitFinder
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
+from lmcache_connector.scheduler.store_planner import adapter_of
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +232,7 @@ class Auditor:
             chunk_indices=(audit.chunk,),
             block_ids=self._blocks_of(resolve_block_ids(), audit.chunk),
             redis_keys=frozenset(),
+            adapter=adapter_of(state),
             needs_redis=audit.needs_redis,
             deadline_seconds=_DEADLINE_SECONDS,
         )

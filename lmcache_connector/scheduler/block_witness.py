@@ -109,6 +109,8 @@ class BlockWitness:
     def scheduled(self, state: RequestState, num_tokens: int) -> bool:
         """The step being planned computes ``num_tokens`` more of the request. True: there may be
         more blocks now that are whole."""
+        if self._manager is None:  # nobody would tell of blocks that are reused
+            return False
         witness, start = state.witness, state.request.num_computed_tokens
         is_first = witness.num_tokens is None
         if witness.num_tokens is None:

@@ -99,7 +99,7 @@ class StorePlanner:
             chunk_indices=chunks,
             block_ids=self._blocks_of(resolve_block_ids(), chunks),
             redis_keys=redis_keys,
-            adapter=_adapter_of(state),
+            adapter=adapter_of(state),
         )
         store.job_ids.add(job.job_id)
         self._index.plan(job.keys, job.job_id)
@@ -140,6 +140,7 @@ class StorePlanner:
         return tuple(groups)
 
 
-def _adapter_of(state: RequestState) -> AdapterRef | None:
+def adapter_of(state: RequestState) -> AdapterRef | None:
+    """The adapter that the request's KV must have been computed with."""
     identity = state.keys.identity
     return AdapterRef(identity.lora_number, identity.lora) if identity.lora is not None else None

@@ -229,11 +229,11 @@ class WorkerAdapter:
     def _run(self, queued: QueuedJob) -> JobResult:
         started = self._clock()
         job = queued.job
+        if isinstance(job, StoreJob) and not self._was_computed_with_its_adapter(job):
+            return _cancelled(job)
         if isinstance(job, AuditJob):
             return self._audit(queued, job)
         if isinstance(job, StoreJob):
-            if not self._was_computed_with_its_adapter(job):
-                return _cancelled(job)
             transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:
             transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)

@@ -6,9 +6,12 @@ The bounds, over any number of conversations: ``MAX_THREADS`` threads more than 
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import random
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,17 @@ SHARED: dict[str, Any] = {"secret": "known to both of them", "stall_seconds": 1.
 MANY = pytest.mark.parametrize("conversations", [300, pytest.param(10_000, marks=pytest.mark.soak)])
 
 
+@pytest.fixture(autouse=True)
+def _no_log_is_kept() -> Iterator[None]:
+    """pytest keeps every record with its traceback, and whatever memory that holds."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 def resident_bytes() -> int:
+    """What is in use: the allocator gives back what many short-lived threads left to it."""
+    ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
@@ -144,7 +157,8 @@ def test_a_relay_that_alters_frames_costs_a_recompute_and_no_wrong_byte(
                 whole += arrived == len(OTHERS)
                 assert decode.content(OTHERS[:arrived]) == prefill.content(SHUFFLED[:arrived])
                 assert threading.active_count() <= threads + MAX_THREADS
-                assert resident_bytes() <= memory + MAX_MEMORY_BYTES
+                if number % 10 == 9:
+                    assert resident_bytes() <= memory + MAX_MEMORY_BYTES
             assert mischief.num_altered > conversations // 50
             assert 0 < whole < conversations // 10
             decode.until(lambda: decode.used_bytes == 0)

@@ -189,6 +189,19 @@ def test_a_load_under_way_during_a_reset_is_cancelled_and_recomputed(model: Path
     engine.check_whole()
 
 
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer", "kv_consumer"])
+def test_workers_are_told_which_chunks_in_memory_redis_should_have(model: Path, role: str) -> None:
+    """Also where vLLM's own prefix cache has them, or nothing may be loaded: no job says so."""
+    engine = ShadowEngine(model, Shape(redis=True, role=role), 0, Faults(slow=0.0))
+    for _ in range(3):
+        engine.add(prompt(1, 3 * CHUNK), max_tokens=1)
+        engine.run_until_idle()
+    told = [key for plan in engine.plans for key in plan.wanted]
+    stored = [key for plan in engine.plans for job in plan.stores for key in job.keys]
+    assert told == stored, "each once in a while, however many requests want it"
+    assert len(told) == (0 if role == "kv_consumer" else 3)
+
+
 def stored_keys(engine: ShadowEngine) -> tuple[bytes, ...]:
     """The chunk keys of a prompt that its instance stores now."""
     engine.add(prompt(1, 2 * CHUNK), max_tokens=1)

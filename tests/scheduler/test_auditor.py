@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.plans import AuditJob
 from tests.scheduler.test_adapter import Life, filled_engine, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
@@ -29,10 +26,12 @@ def engine_of(model: Path, shape: Shape) -> ShadowEngine:
     return ShadowEngine(model, shape, 0, Faults(slow=0.0))
 
 
-def serve(engine: ShadowEngine, tokens: list[int], salt: str | None = None) -> None:
+def serve(
+    engine: ShadowEngine, tokens: list[int], salt: str | None = None, adapter: str | None = None
+) -> None:
     """One request after vLLM has forgotten its own prefix cache."""
     assert engine.scheduler.reset_prefix_cache()
-    request_id = engine.add(tokens, 1, salt)
+    request_id = engine.add(tokens, 1, salt, adapter=adapter)
     engine.run_until_idle()
     engine.check_answer(request_id)
     engine.check_whole()
@@ -110,20 +109,11 @@ def test_a_chunk_that_somebody_else_brings_meanwhile_is_not_audited(model: Path)
 
 
 def test_a_mismatch_ends_sharing_for_that_root_alone(
-    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
-    identify = engine.adapter._identifier.identify
-
-    def with_adapter(request: Any, wait_seconds: float = 0.0) -> RequestIdentity:
-        """A salt stands for an adapter."""
-        identity = identify(request, wait_seconds)
-        assert isinstance(identity, RequestIdentity)
-        return replace(identity, cache_salt=None, lora=identity.cache_salt)
-
-    monkeypatch.setattr(engine.adapter._identifier, "identify", with_adapter)
-    for salt in (None, "adapter"):
-        serve(engine, tokens, salt)
+    for adapter in (None, "lora-a"):
+        serve(engine, tokens, adapter=adapter)
     (_, last), _ = [job.keys for plan in engine.plans for job in plan.stores]
     tier = engine.ranks[0].tier
     tier[last] = tuple(cell + 1 for cell in tier[last])
@@ -135,7 +125,7 @@ def test_a_mismatch_ends_sharing_for_that_root_alone(
     assert loaded(engine) == before, "nothing was stored under its own keys yet"
     serve(engine, tokens)
     assert loaded(engine) == before + 2
-    serve(engine, tokens, "adapter")
+    serve(engine, tokens, adapter="lora-a")
     assert loaded(engine) == before + 3, "another root goes on"
     assert audits(engine) == {"mismatch": 1, "match": 1}
 

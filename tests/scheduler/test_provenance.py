@@ -173,7 +173,7 @@ def test_what_is_stored_is_what_its_key_names(model: Path, name: str, seed: int)
     a_life(model, SHAPES[name], random.Random(seed))
 
 
-@pytest.mark.soak  # 10,000 lives take 20 minutes on 2 cores
+@pytest.mark.soak  # 10,000 lives take 15 to 25 minutes
 @pytest.mark.parametrize("name", SHAPES)
 def test_nor_in_ten_thousand_lives(model: Path, name: str) -> None:
     num_stored = num_loaded = num_dropped = 0.0

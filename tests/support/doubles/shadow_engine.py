@@ -40,6 +40,7 @@ from lmcache_connector.plans import (
     StoreJob,
 )
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
 from tests.support.doubles.shadow_config import Shape, build_scheduler
 from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
@@ -119,6 +120,8 @@ class ShadowEngine:
             self.adapter.hits = finding_in_redis(
                 self.adapter, SteppedLookup(self.ranks, self.chance)
             )
+        if shape.redis and shape.role != "kv_consumer":
+            self.adapter.wanted = WantedChunks(self.adapter.index, lambda: 0.0)
         self._aggregator = KVOutputAggregator(shape.world_size)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._queue: deque[tuple[SchedulerOutput, Step]] = deque()

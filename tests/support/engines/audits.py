@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_connector.keys.request_keys import RequestIdentity
-from tests.support.engines.calls import tiered_of
+from tests.support.engines.calls import tiered_of, worker_of
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import CHUNK_SIZE
 
@@ -66,7 +66,8 @@ def name_adapters_alike(probe: EngineProbe) -> None:
 
     _forge_identities(probe, forge)
     adapters = tiered_of(probe.connector)._scheduler._identifier.adapters
-    adapters.may_store = lambda number, name: True
+    adapters.will_compute = adapters.may_compute = lambda *_: True
+    worker_of(probe)._was_computed_with_its_adapter = lambda job: True
 
 
 def _forge_identities(
@@ -86,8 +87,11 @@ def forget_model_lengths(probe: EngineProbe) -> None:
     """One root for all ``max_model_len``."""
     from lmcache_connector.keys.prefix_hash import PrefixHasher
 
-    adapter = tiered_of(probe.connector)._scheduler
-    adapter._hasher = PrefixHasher({"model": "whatever its length"}, CHUNK_SIZE)
+    start = tiered_of(probe.connector)._scheduler._engine_start
+    hasher = PrefixHasher({"model": "whatever its length"}, CHUNK_SIZE)
+    start._make_hasher = lambda configuration: hasher
+    if start.hasher is not None:
+        start.hasher = hasher
 
 
 def build_long_rope_model(folder: Path, tiny: Path) -> Path:
