@@ -338,13 +338,16 @@ class SchedulerAdapter:
 
     def _follow(self, finding: Finding) -> None:
         """Do what an audit calls for."""
-        root = finding.root
-        if finding.verdict is Verdict.MISMATCH:
-            self._epochs.separate(root, keeps_keys=finding.strict)
-            if not finding.strict:
-                self.witness.disown()
-                self._rekey([s for s in self._states.values() if s.keys.identity.kv_root == root])
-        elif finding.verdict is Verdict.MATCH and finding.strict:
+        root, verdict = finding.root, finding.verdict
+        # Of requests that queued on probation together, another may have ended it meanwhile.
+        state = self._epochs.state(root)
+        if verdict is Verdict.MISMATCH and finding.strict and state is not RootState.SHARED:
+            self._epochs.separate(root, keeps_keys=True)
+        elif verdict is Verdict.MISMATCH:
+            self._epochs.separate(root, keeps_keys=False)
+            self.witness.disown()
+            self._rekey([s for s in self._states.values() if s.keys.identity.kv_root == root])
+        elif verdict is Verdict.MATCH and finding.strict and state is RootState.PROBATION:
             self._epochs.restore(root)
             logger.warning("An audit found the weights unchanged: KV is shared again.")
         self.tally.set("roots_apart", value=self._epochs.num_apart())
