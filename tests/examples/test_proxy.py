@@ -111,6 +111,25 @@ class TestRegistry:
         with pytest.raises(RegistrationError, match="old"):
             registry.register(old, sign(old, SECRET))
 
+    def test_nobody_sends_a_registration_or_a_good_bye_once_more(self) -> None:
+        registry = Registry(2.0, secret=SECRET, wall_clock=lambda: 1010.0)
+        said = [registration(time=1000.0), registration(time=1001.0, leaves=True)]
+        for body in said:
+            registry.register(body, sign(body, SECRET))
+        again = registration(time=1002.0)
+        registry.register(again, sign(again, SECRET))
+        for body in [*said, again]:
+            with pytest.raises(RegistrationError, match="old"):
+                registry.register(body, sign(body, SECRET))
+        assert len(registry.alive()) == 1
+
+    @pytest.mark.parametrize("time", [float("nan"), float("inf"), 1050.0])
+    def test_a_time_that_cannot_be_is_refused(self, time: float) -> None:
+        registry = Registry(2.0, secret=SECRET, wall_clock=lambda: 1010.0)
+        body = registration(time=time)
+        with pytest.raises(RegistrationError, match="old"):
+            registry.register(body, sign(body, SECRET))
+
 
 class FakeApi:
     """Answers as a vLLM instance would, and remembers what it was asked."""
