@@ -172,6 +172,14 @@ def test_purge_asks_first_and_only_takes_what_was_named(cli: Cli, valkey: Server
     assert not {"del", "flushall", "flushdb", "keys"} & commands_seen(valkey).keys()
 
 
+def test_purge_leaves_namespaces_that_only_begin_alike(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 2, namespace="prod")
+    fill(valkey, 3, namespace="prod:v2")
+    assert cli("purge", "--redis-url", valkey.url, "-n", "prod", "--yes").code == 0
+    (group,) = cli("ls", "--redis-url", valkey.url, "--json").document["groups"]
+    assert (group["namespace"], group["chunks"]) == ("prod:v2", 3)
+
+
 def test_purge_of_idle_values_leaves_the_others(cli: Cli, valkey: Server) -> None:
     fill(valkey, 2)
     with valkey.client() as client:
