@@ -225,6 +225,28 @@ class TestProxy:
             assert short["kv_transfer_params"]["do_remote_decode"] is True
             assert full["kv_transfer_params"] == {"remote_host": "h"}
 
+    @pytest.mark.parametrize("by_id", [False, True])
+    @pytest.mark.parametrize(
+        ("prompt", "is_one"),
+        [(["a", "b"], False), ([[1], [2]], False), (["a"], True), ([1, 2], True)],
+    )
+    def test_no_kv_is_left_behind_by_several_prompts(
+        self, by_id: bool, prompt: list[Any], is_one: bool
+    ) -> None:
+        prefill, decode = FakeApi(), FakeApi()
+
+        async def test(
+            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
+        ) -> None:
+            for role, api in (("kv_producer", prefill), ("kv_consumer", decode)):
+                registry.register(registration(role=role, http=await serve_api(stack, api)))
+            async with session.post("/v1/completions", json=BODY | {"prompt": prompt}) as answer:
+                assert b"[DONE]" in await answer.read()
+
+        with_proxy(test, by_id=by_id)
+        assert len(prefill.asked) == (by_id or is_one)
+        assert len(decode.asked) == 1
+
     def test_a_failed_instance_is_not_the_clients_problem(self) -> None:
         good, bad = FakeApi(), FakeApi(status=500)
 
