@@ -198,7 +198,7 @@ class ClusterTopology:
         self._stale = False
         try:
             slots = self._look()
-        except TALK_ERRORS:
+        except BaseException:  # whatever it was, the next look may fare better
             self._stale = True
             raise
         endpoints = {_name(endpoint): endpoint for endpoint in slots.values()}
