@@ -115,7 +115,13 @@ class Proxy:
     async def _prefill(
         self, request: web.Request, body: dict[str, Any], decode: Instance
     ) -> tuple[str, dict[str, Any] | None]:
-        """The request's name, and the parameters the decode instance needs to get the KV."""
+        """The request's name, and the parameters the decode instance needs to get the KV.
+
+        vLLM answers several prompts with the parameters of the first: nobody could fetch the KV of
+        the others, which would fill the prefill instance's buffers for as long as a lease.
+        """
+        if not self._by_id and _has_several_prompts(body):
+            return uuid.uuid4().hex, None
         tried: frozenset[str] = frozenset()
         while (prefill := self._registry.pick(Role.PREFILL, tried)) is not None:
             name = _name(prefill, decode) if self._by_id else uuid.uuid4().hex
@@ -204,6 +210,12 @@ def _counted(instance: Instance) -> Any:
         yield
     finally:
         instance.running -= 1
+
+
+def _has_several_prompts(body: dict[str, Any]) -> bool:
+    """A list of numbers is one prompt, in tokens."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
 
 
 def _name(prefill: Instance, decode: Instance) -> str:

@@ -67,6 +67,7 @@ class Registry:
         self._clock = clock
         self._wall_clock = wall_clock
         self._instances: dict[tuple[str, int], Instance] = {}
+        self._told_at: dict[tuple[str, int], float] = {}  # by the instances' clocks
 
     def register(self, body: bytes, signature: str = "") -> None:
         """One heartbeat, as it was posted. Raises :class:`RegistrationError`."""
@@ -75,9 +76,9 @@ class Registry:
             if not hmac.compare_digest(expected.encode(), signature.encode()):
                 raise RegistrationError("the signature is not that of the shared secret")
         fields = _fields(body)
-        if self._secret and abs(self._wall_clock() - fields["time"]) > _MAX_AGE_SECONDS:
-            raise RegistrationError("the registration is old, or a clock is wrong")
         place = fields["http"], fields["data_parallel_rank"]
+        if self._secret:
+            self._check_time(place, fields["time"])
         if fields["leaves"]:
             self._instances.pop(place, None)
             return
@@ -95,6 +96,15 @@ class Registry:
             fields["data_parallel_rank"],
             self._clock(),
         )
+
+    def _check_time(self, place: tuple[str, int], told_at: float) -> None:
+        """Nobody may send a registration, or a good-bye, once more."""
+        oldest = self._wall_clock() - _MAX_AGE_SECONDS
+        self._told_at = {p: at for p, at in self._told_at.items() if at >= oldest}
+        is_new = told_at > self._told_at.get(place, oldest)
+        if not is_new or told_at > oldest + 2 * _MAX_AGE_SECONDS:
+            raise RegistrationError("the registration is old, or a clock is wrong")
+        self._told_at[place] = told_at
 
     def alive(self, part: Role | None = None) -> list[Instance]:
         """Those heard of lately that play this part; without one, all of them."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 FOUND_WRONG = 1
 BAD_INPUT = 2
@@ -54,13 +55,19 @@ class Report:
 
     def say(self, text: str) -> None:
         """A line for people."""
-        self.out.print(text, highlight=False)
+        self.out.print(harmless(text), highlight=False, markup=False)
 
     def complain(self, error: CliError) -> None:
         """An error for people, and what to do about it."""
-        self.err.print(f"Error: {error}", style="red", highlight=False, markup=False)
+        text = harmless(f"Error: {error}")
+        self.err.print(text, style="red", highlight=False, markup=False)
         if error.hint:
-            self.err.print(f"Try: {error.hint}", highlight=False, markup=False)
+            self.err.print(harmless(f"Try: {error.hint}"), highlight=False, markup=False)
+
+
+def harmless(text: str) -> str:
+    """``text`` as a terminal may show it: what servers and their keys say could command one."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -69,7 +76,7 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for column in columns:
         table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(harmless(cell)) for cell in row))
     return table
 
 

@@ -152,7 +152,8 @@ class RedisAdmin:
                 cursor, found = self._scanned(self._ask_one(connection, scan))
                 for raw in found:
                     name = parse_value_name(raw)
-                    if name is not None:
+                    # The pattern "a:*" also finds what is in the namespace "a:b".
+                    if name is not None and name.is_in(namespace, key_prefix):
                         yield node, raw, name
 
     def values(self, namespace: str | None, key_prefix: str = "") -> Iterator[StoredValue]:

@@ -27,7 +27,7 @@ from lmcache_connector.storage.redis.client.conversation import (
     ReplyLimits,
     receive_reply,
 )
-from lmcache_connector.storage.redis.client.resp import command, is_redirection
+from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.recent_keys import RecentKeys
 
@@ -108,21 +108,26 @@ def _remove(suspect: Suspect, wire: Wire, deadline: Deadline) -> bool:
     """Whether it was there, wrong, and is gone. Raises `WireError` or `RefusedError`."""
     name = suspect.name
     watched, length = _ask(wire, deadline, 64, (b"WATCH", name), (b"STRLEN", name))
-    if isinstance(watched, ErrorReply):
-        raise RefusedError(watched)
-    if isinstance(length, ErrorReply) and is_redirection(b"-" + length.line):
-        raise RefusedError(length)
+    _agreed(watched)
+    if not (isinstance(length, ErrorReply) and length.is_a(b"WRONGTYPE")):
+        _agreed(length)
     is_wrong = True  # or there is nothing: removing that does no harm
     if length == suspect.num_bytes:
         (value,) = _ask(wire, deadline, suspect.num_bytes + 64, (b"GET", name))
+        _agreed(value)  # what was not seen is not wrong
         is_wrong = not (value is None or suspect.is_sound(value))
     # An empty transaction ends the watch as well.
     steps = [(b"MULTI",), (b"UNLINK", name), (b"EXEC",)] if is_wrong else [(b"MULTI",), (b"EXEC",)]
     replies = _ask(wire, deadline, 1024, *steps)
     for reply in replies:
-        if isinstance(reply, ErrorReply):
-            raise RefusedError(reply)
+        _agreed(reply)
     return replies[-1] == [1]
+
+
+def _agreed(reply: Reply) -> None:
+    """Raises `RefusedError` for an error."""
+    if isinstance(reply, ErrorReply):
+        raise RefusedError(reply)
 
 
 def _ask(

@@ -46,6 +46,10 @@ class ValueName:
     layer_end: int
     shard: int
 
+    def is_in(self, namespace: str | None, key_prefix: str) -> bool:
+        """Whether it is of that namespace, or there is none, and of a key that begins so."""
+        return namespace in (None, self.namespace) and self.key.hex().startswith(key_prefix)
+
 
 def parse_value_name(name: bytes) -> ValueName | None:
     """None for a key that names no value: a claim, or another program's key."""
@@ -64,7 +68,7 @@ def parse_value_name(name: bytes) -> ValueName | None:
 
 def scan_pattern(namespace: str | None, key_prefix: str = "") -> bytes:
     """A glob for SCAN that finds all values of one namespace, or of all, whose hexadecimal chunk
-    key begins with ``key_prefix``."""
+    key begins with ``key_prefix``, and maybe others: see `ValueName.is_in`."""
     if namespace is None:
         return f"lmc:{{*:{key_prefix}*".encode()
     escaped = re.sub(r"([\\*?\[\]])", r"\\\1", namespace)

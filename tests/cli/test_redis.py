@@ -72,6 +72,20 @@ def test_ls_speaks_to_people(cli: Cli, valkey: Server) -> None:
     assert "16.5 KiB" in out or "17.0 KiB" in out
 
 
+@pytest.mark.parametrize("namespace", ["team[/prod]", "[prod]", "a\x1b[31mb"])
+def test_names_are_shown_as_they_are_and_command_no_terminal(
+    cli: Cli, valkey: Server, namespace: str
+) -> None:
+    """Whoever may write to the server chooses them."""
+    with valkey.client() as client:
+        client.set(f"lmc:{{{namespace}:{'ab' * 32}}}:0-1:0", b"x" * 300)
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in namespace)
+    for command in ("ls", "verify"):
+        result = cli(command, "--redis-url", valkey.url)
+        assert shown in result.out
+        assert result.out.replace("\n", "").isprintable()
+
+
 def test_inspect_shows_each_value_of_a_chunk(cli: Cli, valkey: Server) -> None:
     fill(valkey, 2)
     key = chunk_key(0).hex()
@@ -156,6 +170,14 @@ def test_purge_asks_first_and_only_takes_what_was_named(cli: Cli, valkey: Server
         assert len(list(client.scan_iter("lmc:{stay:*}:*-*"))) == 2 * VALUES_PER_CHUNK
         assert client.exists("someone-elses")
     assert not {"del", "flushall", "flushdb", "keys"} & commands_seen(valkey).keys()
+
+
+def test_purge_leaves_namespaces_that_only_begin_alike(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 2, namespace="prod")
+    fill(valkey, 3, namespace="prod:v2")
+    assert cli("purge", "--redis-url", valkey.url, "-n", "prod", "--yes").code == 0
+    (group,) = cli("ls", "--redis-url", valkey.url, "--json").document["groups"]
+    assert (group["namespace"], group["chunks"]) == ("prod:v2", 3)
 
 
 def test_purge_of_idle_values_leaves_the_others(cli: Cli, valkey: Server) -> None:

@@ -111,6 +111,25 @@ class TestRegistry:
         with pytest.raises(RegistrationError, match="old"):
             registry.register(old, sign(old, SECRET))
 
+    def test_nobody_sends_a_registration_or_a_good_bye_once_more(self) -> None:
+        registry = Registry(2.0, secret=SECRET, wall_clock=lambda: 1010.0)
+        said = [registration(time=1000.0), registration(time=1001.0, leaves=True)]
+        for body in said:
+            registry.register(body, sign(body, SECRET))
+        again = registration(time=1002.0)
+        registry.register(again, sign(again, SECRET))
+        for body in [*said, again]:
+            with pytest.raises(RegistrationError, match="old"):
+                registry.register(body, sign(body, SECRET))
+        assert len(registry.alive()) == 1
+
+    @pytest.mark.parametrize("time", [float("nan"), float("inf"), 1050.0])
+    def test_a_time_that_cannot_be_is_refused(self, time: float) -> None:
+        registry = Registry(2.0, secret=SECRET, wall_clock=lambda: 1010.0)
+        body = registration(time=time)
+        with pytest.raises(RegistrationError, match="old"):
+            registry.register(body, sign(body, SECRET))
+
 
 class FakeApi:
     """Answers as a vLLM instance would, and remembers what it was asked."""
@@ -205,6 +224,28 @@ class TestProxy:
         else:
             assert short["kv_transfer_params"]["do_remote_decode"] is True
             assert full["kv_transfer_params"] == {"remote_host": "h"}
+
+    @pytest.mark.parametrize("by_id", [False, True])
+    @pytest.mark.parametrize(
+        ("prompt", "is_one"),
+        [(["a", "b"], False), ([[1], [2]], False), (["a"], True), ([1, 2], True)],
+    )
+    def test_no_kv_is_left_behind_by_several_prompts(
+        self, by_id: bool, prompt: list[Any], is_one: bool
+    ) -> None:
+        prefill, decode = FakeApi(), FakeApi()
+
+        async def test(
+            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
+        ) -> None:
+            for role, api in (("kv_producer", prefill), ("kv_consumer", decode)):
+                registry.register(registration(role=role, http=await serve_api(stack, api)))
+            async with session.post("/v1/completions", json=BODY | {"prompt": prompt}) as answer:
+                assert b"[DONE]" in await answer.read()
+
+        with_proxy(test, by_id=by_id)
+        assert len(prefill.asked) == (by_id or is_one)
+        assert len(decode.asked) == 1
 
     def test_a_failed_instance_is_not_the_clients_problem(self) -> None:
         good, bad = FakeApi(), FakeApi(status=500)

@@ -41,6 +41,6 @@ class Finding:
     def show(self, report: Report) -> None:
         took = f" ({duration(self.seconds)})" if self.seconds is not None else ""
         report.out.print(_MARKS[self.verdict] + " " * (9 - len(self.verdict)), end="")
-        report.out.print(f"{self.name}: {self.detail}{took}", markup=False, highlight=False)
+        report.say(f"{self.name}: {self.detail}{took}")
         if self.hint:
-            report.out.print(f"         -> {self.hint}", markup=False, highlight=False)
+            report.say(f"         -> {self.hint}")

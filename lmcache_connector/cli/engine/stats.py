@@ -29,7 +29,7 @@ def run(report: Report, urls: Sequence[str]) -> int:
         for engine in engines:
             _print(report, engine)
         for problem in problems:
-            report.err.print(f"Error: {problem}", style="red", highlight=False, markup=False)
+            report.complain(CliError(str(problem)))
     return max((problem.code for problem in problems), default=0)
 
 

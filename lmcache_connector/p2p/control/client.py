@@ -57,7 +57,8 @@ class ControlClient:
         """Raises :class:`RefusedError` for a refusal, ``PeerError`` for silence or nonsense."""
         self._sequence += 1
         packet = self._exchange(self._key.seal(self._sequence, messages.encode(message)))
-        if not self._key.accepts(packet):
+        # An answer that came too late is none to the next question.
+        if packet.sequence != self._sequence or not self._key.accepts(packet):
             # Only a refusal may come without a tag: a peer that has dropped the session.
             if isinstance(messages.decode(packet.body), messages.Refused):
                 raise PeerError(f"{self._address} has ended the session", Reason.LOST)

@@ -57,11 +57,13 @@ class _Session:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A connection. ``until``: when it is closed, unless it says something before."""
+    """A connection. ``until``: when it is closed, unless it says something before. ``greeted``: it
+    has said hello, which takes more work to answer than to say."""
 
     sock: socket.socket
     until: float
     received: bytearray = field(default_factory=bytearray)
+    greeted: bool = False
     pending: _Pending | None = None
     session: _Session | None = None
 
@@ -208,7 +210,8 @@ class ControlServer:
             return self._continue(client.session, packet)
         message = messages.decode(packet.body)
         pending, client.pending = client.pending, None
-        if isinstance(message, messages.Hello):
+        if isinstance(message, messages.Hello) and not client.greeted:
+            client.greeted = True
             return messages.pack(packet.sequence, self._welcome(client, message, packet))
         if isinstance(message, messages.Prove) and pending is not None:
             return messages.pack(packet.sequence, self._admit(client, pending, message))

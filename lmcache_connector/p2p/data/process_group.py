@@ -98,6 +98,8 @@ class ProcessGroupTransport(TcpTransport):
 class _GroupPath:
     """Payloads through a group, to or from the one other member. Belongs to one thread."""
 
+    piece_bytes = PIECE_BYTES
+
     def __init__(
         self,
         wire: Wire,

@@ -37,6 +37,8 @@ _HANDSHAKE_SECONDS = 2.0
 _POLL_MILLISECONDS = 100
 _MAX_CONNECTIONS = 1024
 _MAX_STRANGERS = 64
+_EVICTION_SECONDS = 0.5
+_SCRATCH_BYTES = 256 << 10
 PIECE_BYTES = 16 << 20
 """Paths that cannot take any length at once cut each head's payload after so many bytes."""
 _FOREVER_SECONDS = 1e9
@@ -57,7 +59,9 @@ class TcpTransport:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._strangers: set[socket.socket] = set()  # those of them that have not proved themselves
+        # Those of them that have not proved themselves, the oldest first.
+        self._strangers: dict[socket.socket, threading.Thread] = {}
+        self._sessions: set[bytes] = set()  # those that have a connection
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
 
@@ -129,13 +133,12 @@ class TcpTransport:
         thread = threading.Thread(
             target=self._serve, args=(sock, host, sink, key_of), name="lmc-p2p-receive", daemon=True
         )
+        self._make_room_for_a_stranger()
         with self._lock:
-            is_full = len(self._connections) >= _MAX_CONNECTIONS
-            if is_full or len(self._strangers) >= _MAX_STRANGERS:
+            if len(self._connections) >= _MAX_CONNECTIONS:
                 sock.close()
                 return
-            self._connections[sock] = thread
-            self._strangers.add(sock)
+            self._connections[sock] = self._strangers[sock] = thread
         try:
             thread.start()
         except BaseException:
@@ -143,10 +146,22 @@ class TcpTransport:
             sock.close()
             raise
 
+    def _make_room_for_a_stranger(self) -> None:
+        """End the oldest: whoever means it has proved himself long before. Nobody may keep others
+        out by saying nothing."""
+        with self._lock:
+            if len(self._strangers) < _MAX_STRANGERS:
+                return
+            oldest = next(iter(self._strangers))
+            thread = self._strangers.pop(oldest)
+            with contextlib.suppress(OSError):  # it may have gone by itself
+                oldest.shutdown(socket.SHUT_RDWR)
+        thread.join(_EVICTION_SECONDS)  # so that there are no more threads than strangers
+
     def _forget(self, sock: socket.socket) -> None:
         with self._lock:
             self._connections.pop(sock, None)
-            self._strangers.discard(sock)
+            self._strangers.pop(sock, None)
 
     # -- one thread per connection -------------------------------------------------------------
 
@@ -159,7 +174,8 @@ class TcpTransport:
             keep_alive(sock)
             session, key = self._let_in(wire, key_of)
             with self._lock:
-                self._strangers.discard(sock)
+                self._strangers.pop(sock, None)
+            wire.send([_WELCOME], no_deadline(self._clock))
             path = self._receiving_path(wire, host)
             self._receive(sock, wire, path, session, key, sink)
         except (WireError, OSError) as error:
@@ -176,6 +192,8 @@ class TcpTransport:
             wire.close()
             self._forget(sock)
             if session is not None:
+                with self._lock:
+                    self._sessions.discard(session)
                 sink.lost(session, cause)
 
     def _let_in(self, wire: Wire, key_of: KeyOf) -> tuple[bytes, FrameKey]:
@@ -190,8 +208,11 @@ class TcpTransport:
         key = key_of(name)
         if key is None or not proves(proof, answer(key, challenge)):
             raise PeerError("a data connection without a session")
-        wire.send([_WELCOME], deadline)
-        return bytes(name), FrameKey(frame_key(key, challenge))
+        with self._lock:
+            if name in self._sessions:
+                raise PeerError("a second data connection of one session")
+            self._sessions.add(name)
+        return name, FrameKey(frame_key(key, challenge))
 
     def _receive(
         self,
@@ -217,7 +238,7 @@ class TcpTransport:
         if landing is None:
             # In the pieces in which a process group sends it.
             for _ in range(frame.num_heads):
-                for views in _scratch(frame.head_bytes):
+                for views in _scratch(frame.head_bytes, path.piece_bytes):
                     path.receive(views, self._deadline())
             return
         with _given_back(sink, landing):
@@ -251,7 +272,10 @@ class TcpOutlet:
 
 class PayloadPath(Protocol):
     """One side of how the payload of frames crosses, for one connection. Raises ``PeerError`` or
-    ``WireError``; then the connection is of no more use."""
+    ``WireError``; then the connection is of no more use. ``piece_bytes``: what nobody needs is
+    received so many bytes at a time."""
+
+    piece_bytes: int
 
     def send(self, head: bytes, views: Sequence[memoryview]) -> None:
         """A whole frame: its head goes over the wire in any case."""
@@ -263,6 +287,8 @@ class PayloadPath(Protocol):
 
 class _WirePath:
     """Payload behind its head, on the same connection."""
+
+    piece_bytes = _SCRATCH_BYTES
 
     def __init__(self, wire: Wire, clock: Callable[[], float]) -> None:
         self._wire = wire
@@ -288,8 +314,8 @@ def _given_back(sink: Sink, landing: Landing) -> Iterator[None]:
         sink.landed(landing, complete=complete)
 
 
-def _scratch(num_bytes: int) -> Iterator[list[memoryview]]:
-    scratch = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
+def _scratch(num_bytes: int, piece_bytes: int) -> Iterator[list[memoryview]]:
+    scratch = memoryview(bytearray(min(num_bytes, piece_bytes)))
     while num_bytes > 0:
         yield [scratch[:num_bytes]]
         num_bytes -= len(scratch)

@@ -118,9 +118,9 @@ class Dialer:
         context.check_hostname = checked and required is not ssl.CERT_NONE
         context.verify_mode = required
         if "ssl_certfile" in options:
-            context.load_cert_chain(
-                options["ssl_certfile"], options.get("ssl_keyfile"), options.get("ssl_password")
-            )
+            # Without any password OpenSSL would ask the terminal, and wait.
+            password = options.get("ssl_password", "")
+            context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"), password)
         if "ssl_ca_certs" in options or "ssl_ca_path" in options:
             context.load_verify_locations(options.get("ssl_ca_certs"), options.get("ssl_ca_path"))
         return context
