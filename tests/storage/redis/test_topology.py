@@ -12,6 +12,7 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.slot_map import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.redis.topology import ClusterTopology
 from lmcache_connector.storage.redis.value_names import chunk_tag, probe_key
 from tests.support.redis.chunks import (
     GEOMETRY,
@@ -93,6 +94,27 @@ class TestCluster:
             finally:
                 self._migrate_back(cluster, slot, target)
             wait_until(lambda: holds(tier, range(10)), "nor back again")
+
+    def test_a_slot_that_had_no_owner_is_looked_for_again(self, cluster: Cluster) -> None:
+        """Such a map was kept for ever: its nodes answer, so nothing else makes it stale."""
+        home = cluster.masters[0]  # the one that is asked for the map
+        chunk = next(i for i in range(1000) if cluster.owner(slot_of(i)) is home)
+        key = chunk_tag("default", chunk_key(chunk))
+        late = 0.0
+        topology = ClusterTopology(config(cluster.url), lambda: time.monotonic() + late)
+        with home.client() as client:
+            client.execute_command("CLUSTER DELSLOTS", key_slot(key))
+            try:
+                topology.prepare()
+                assert topology.is_current()
+                assert topology.node_of(key) is None
+                assert not topology.is_current()
+            finally:
+                client.execute_command("CLUSTER ADDSLOTS", key_slot(key))
+        late = 60.0  # it does not look twice in a moment
+        topology.prepare()
+        assert topology.node_of(key) == f"127.0.0.1:{home.port}"
+        assert topology.is_current()
 
     def _migrate_back(self, cluster: Cluster, slot: int, source: Server) -> None:
         home = cluster.owner(slot)
@@ -228,7 +250,10 @@ class TestSentinel:
                 assert client.wait(1, 5000) == 1
             watched.master.kill()
             wait_until(lambda: holds(tier, range(10)), "the tier did not find the new master")
-            assert watched.master_port() == watched.replica.port
+            # The tier may have asked another sentinel, and this one learns of it by gossip.
+            wait_until(
+                lambda: watched.master_port() == watched.replica.port, "another master was named"
+            )
             wait_until(lambda: put_all(tier, [20]) == [True], "no writes to the new master")
             with watched.replica.client() as client:
                 assert client.exists(*client.keys(f"*{chunk_key(20).hex()}*-*"))
