@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.tiered import parse_config
@@ -92,6 +93,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler_side.request_finished(request, block_ids)
+        if request.status is not RequestStatus.FINISHED_ABORTED:
+            self._scheduler_side.keep_until_updated(request)
         return False, None
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -103,6 +106,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return self._scheduler_side.has_open_stores
 
     def take_events(self) -> list[KVCacheEvent]:
+        """The last call of every update from a step's output."""
+        self._scheduler_side.updated()
         return [to_vllm(event) for event in self._scheduler_side.kv_events.take()]
 
     # -- worker side ---------------------------------------------------------------------------

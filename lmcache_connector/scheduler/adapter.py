@@ -125,6 +125,7 @@ class SchedulerAdapter:
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
         self._short_loads: list[ShortLoad] = []
+        self._keeps_for_stores = False  # in the step being scheduled
 
     # -- hits ----------------------------------------------------------------------------------
 
@@ -142,6 +143,7 @@ class SchedulerAdapter:
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond ``num_computed_tokens``, and whether that is done
         between steps; ``None``: ask again in the next step."""
+        self._keep_for_stores()
         if request.skip_reading_prefix_cache:
             return 0, False
         wait_seconds = _READ_WAIT_SECONDS if self.is_idle and self._may_wait else 0.0
@@ -194,6 +196,8 @@ class SchedulerAdapter:
 
     def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Everything planned since the last step, and the stores this step makes possible."""
+        self.witness.put_last()
+        self._keeps_for_stores = False
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self._states.get(request_id)) is not None:
                 self._auditor.drop(state)
@@ -232,6 +236,16 @@ class SchedulerAdapter:
             self._plan_store(state, self.witness.finished(state, computed), lambda: block_ids)
         if not state.has_jobs:
             self._forget(state)
+
+    def keep_until_updated(self, request: Request) -> None:
+        """A request that has just finished gives its blocks back. Until :meth:`updated`, those that
+        stores read are kept, to be handed out last."""
+        if (state := self._states.get(request.request_id)) is not None:
+            self.witness.keep(self._jobs.blocks_read_of(state))
+
+    def updated(self) -> None:
+        """vLLM has seen to all that a step has brought."""
+        self.witness.put_last()
 
     @property
     def has_open_stores(self) -> bool:
@@ -338,13 +352,16 @@ class SchedulerAdapter:
 
     def _follow(self, finding: Finding) -> None:
         """Do what an audit calls for."""
-        root = finding.root
-        if finding.verdict is Verdict.MISMATCH:
-            self._epochs.separate(root, keeps_keys=finding.strict)
-            if not finding.strict:
-                self.witness.disown()
-                self._rekey([s for s in self._states.values() if s.keys.identity.kv_root == root])
-        elif finding.verdict is Verdict.MATCH and finding.strict:
+        root, verdict = finding.root, finding.verdict
+        # Of requests that queued on probation together, another may have ended it meanwhile.
+        state = self._epochs.state(root)
+        if verdict is Verdict.MISMATCH and finding.strict and state is not RootState.SHARED:
+            self._epochs.separate(root, keeps_keys=True)
+        elif verdict is Verdict.MISMATCH:
+            self._epochs.separate(root, keeps_keys=False)
+            self.witness.disown()
+            self._rekey([s for s in self._states.values() if s.keys.identity.kv_root == root])
+        elif verdict is Verdict.MATCH and finding.strict and state is RootState.PROBATION:
             self._epochs.restore(root)
             logger.warning("An audit found the weights unchanged: KV is shared again.")
         self.tally.set("roots_apart", value=self._epochs.num_apart())
@@ -389,6 +406,16 @@ class SchedulerAdapter:
         job = self._stores.plan(state, num_witnessed_tokens, resolve_block_ids)
         if job is not None:
             self._start(state, job, job.chunk_indices)
+
+    def _keep_for_stores(self) -> None:
+        """While others run, a request that waits may wait for a store to have read its blocks.
+
+        Blocks are kept within vLLM's call to schedule a step, or to see to its output, and never
+        between two calls: a reset would find them.
+        """
+        if not self._keeps_for_stores and not self.is_idle:
+            self.witness.keep(self._jobs.blocks_read_after_the_end())
+        self._keeps_for_stores = True
 
     def _cancel_stores(self) -> None:
         """Those that read blocks vLLM has handed out: the step being planned overwrites them."""

@@ -76,6 +76,7 @@ class BlockWitness:
         self._manager: CacheManager | None = None
         self._lineages: dict[int, bytes] = {}
         self._reused: set[int] = set()
+        self._kept: list[Block] = []
 
     def bind(self, manager: CacheManager) -> None:
         """vLLM's cache manager; until then nothing is witnessed."""
@@ -103,6 +104,22 @@ class BlockWitness:
         """
         reused, self._reused = self._reused, set()
         return reused
+
+    # -- blocks that stores read -----------------------------------------------------------------
+
+    def keep(self, block_ids: Iterable[int]) -> None:
+        """Nobody is handed these blocks until :meth:`put_last`."""
+        if self._manager is not None:
+            blocks = [self._manager.block_pool.blocks[i] for i in block_ids]
+            self._manager.block_pool.touch(blocks)
+            self._kept += blocks
+
+    def put_last(self) -> None:
+        """What was kept, and is free, is handed out after all other free blocks. vLLM would take
+        a finished request's blocks first where they are not in its prefix cache."""
+        if self._kept and self._manager is not None:
+            kept, self._kept = self._kept, []
+            self._manager.block_pool.unpin_blocks(reversed(kept), self._on_reuse)
 
     # -- requests --------------------------------------------------------------------------------
 

@@ -10,18 +10,21 @@ from lmcache_connector.scheduler.request_state import RequestState
 
 # The plan of nearly every decode step.
 _NOTHING_NEW = StepPlan()
+# A store takes some milliseconds, and on CPU begins 30 later.
+_MAX_KEPT_STEPS = 32
 
 
 @dataclass(slots=True)
 class PlannedJob:
     """A job and what has been heard of it: one of ``results`` per rank that has reported,
     ``num_chunks`` leading chunks that arrived on all of these. ``reads``: blocks that must not
-    change before it has ended."""
+    change before it has ended, kept for it in ``num_kept`` steps after its request's end."""
 
     state: RequestState
     job: LoadJob | StoreJob
     num_chunks: int
     reads: frozenset[int] = frozenset()
+    num_kept: int = 0
     results: list[JobResult] = field(default_factory=list)
 
 
@@ -78,6 +81,21 @@ class PlannedJobs:
                 self._vacated_stores.append(planned.job.job_id)
         self._stores = [job for job in self._stores if job.job_id in self._jobs]
         return vacated
+
+    def blocks_read_of(self, state: RequestState) -> list[int]:
+        """Blocks that the request's open stores read."""
+        planned = [self._jobs[job_id] for job_id in state.store.job_ids]
+        return [block for p in planned if p.reads for block in p.job.block_ids[0]]
+
+    def blocks_read_after_the_end(self) -> list[int]:
+        """Blocks that stores of finished requests read. Asked for once a step: after
+        `_MAX_KEPT_STEPS` a store must do without."""
+        blocks: list[int] = []
+        for planned in self._jobs.values():
+            if planned.reads and planned.state.is_finished and planned.num_kept < _MAX_KEPT_STEPS:
+                planned.num_kept += 1
+                blocks += planned.job.block_ids[0]
+        return blocks
 
     def is_open(self, job_id: int) -> bool:
         """Whether some rank has yet to report the job."""

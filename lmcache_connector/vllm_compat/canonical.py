@@ -45,13 +45,16 @@ class _Walk:
         self._is_excused = is_excused
 
     def form(self, value: object, path: str, outer: tuple[int, ...]) -> Any:
-        """``outer``: ids of the objects around this one, to notice a circle."""
+        """``outer``: ids of the objects around this one. One of them inside itself goes by how far
+        out it is."""
         if value is None or type(value) in (bool, int, str):
             return value
         scalar = _scalar(value, path)
         if scalar is not None:
             return scalar
-        if id(value) in outer or len(outer) > _MAX_DEPTH:
+        if id(value) in outer:
+            return {"outer": len(outer) - outer.index(id(value))}
+        if len(outer) > _MAX_DEPTH:
             raise _nameless(value, path)
         outer = (*outer, id(value))
         if isinstance(value, Mapping):

@@ -10,11 +10,13 @@ the workers alone. The weights (:func:`weights_identity`) are read by one proces
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
+from vllm import envs
 from vllm.config import LoRAConfig
 from vllm.model_executor.models import ModelRegistry
 
@@ -29,6 +31,7 @@ from lmcache_connector.vllm_compat.excused import (
     PLAIN_LOAD_FORMATS,
     SOMETIMES,
 )
+from lmcache_connector.vllm_compat.excused_environment import EXCUSED_ENVIRONMENT
 from lmcache_connector.vllm_compat.support import layer_specs
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ def configuration_digests(
     parts["lora_config"] = _lora_config(vllm_config)
     # A plugin may register a class of its own under a known name.
     parts["model_class"] = ModelRegistry.models.get(vllm_config.model_config.architecture)
+    parts["environment"] = _environment()
     parts["packing"] = packing
     group = kv_cache_config.kv_cache_groups[0]
     parts["kv_cache_specs"] = _distinct(
@@ -70,6 +74,16 @@ def configuration_digests(
     return {
         name: blake3(canonical_bytes(canonical(value, name, is_excused))).hexdigest()
         for name, value in parts.items()
+    }
+
+
+def _environment() -> dict[str, str]:
+    """vLLM's own variables that are set: some quantize, or route experts another way."""
+    excused = tuple(EXCUSED_ENVIRONMENT)
+    return {
+        name: os.environ[name]
+        for name in envs.environment_variables
+        if name in os.environ and not name.startswith(excused)
     }
 
 

@@ -153,7 +153,8 @@ class _Map:
 
 class ClusterTopology:
     """The masters of a cluster. The slot map is read at the first `prepare`, and again after
-    `mark_stale`: a redirection, a broken connection or a refused one."""
+    `mark_stale`: a redirection, a broken connection or a refused one. It is read again as well
+    while a slot that is asked for belongs to nobody."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
         self._dialer = make_dialer(config, clock)
@@ -174,7 +175,10 @@ class ClusterTopology:
         return bool(self._map.owners) and not self._stale
 
     def node_of(self, key: bytes) -> Node | None:
-        return self._map.owners.get(key_slot(key))
+        node = self._map.owners.get(key_slot(key))
+        if node is None:
+            self._stale = True  # nobody served that slot when we looked; somebody may by now
+        return node
 
     def nodes(self) -> tuple[Node, ...]:
         return tuple(self._map.endpoints)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_connector.audit.root_epochs import RootState
 from tests.support.engines.calls import abort_after, check_integrity, reset_everything
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
@@ -164,4 +165,4 @@ def test_another_process_finds_it_in_redis(
 
 def _as_if_no_weights_had_changed(probe: EngineProbe) -> None:
     """Undo what a reset before left behind, so that others share again."""
-    probe.connector._scheduler._epoch = ""
+    probe.connector._scheduler._epochs._default = RootState.SHARED

@@ -7,9 +7,11 @@ The bounds, over any number of conversations: ``MAX_THREADS`` threads more than 
 from __future__ import annotations
 
 import ctypes
+import logging
 import random
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,14 @@ MAX_SECONDS = 5.0
 
 SHARED: dict[str, Any] = {"secret": "known to both of them", "stall_seconds": 1.0}
 MANY = pytest.mark.parametrize("conversations", [300, pytest.param(10_000, marks=pytest.mark.soak)])
+
+
+@pytest.fixture(autouse=True)
+def _no_log_is_kept() -> Iterator[None]:
+    """pytest keeps every record with its traceback, and whatever memory that holds."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def resident_bytes() -> int:

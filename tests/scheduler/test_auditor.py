@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.audit.limits import Verdict
+from lmcache_connector.audit.root_epochs import RootState
 from lmcache_connector.plans import AuditJob
 from tests.scheduler.test_adapter import Life, filled_engine, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
@@ -170,6 +172,40 @@ def test_changed_weights_never_share_again(model: Path) -> None:
     serve(engine, tokens)
     assert loaded(engine) > before, "its own KV, by keys of its own"
     assert audits(engine)["mismatch"] == 1
+
+
+def queued_on_probation(model: Path, verdicts: list[Verdict]) -> ShadowEngine:
+    """Two requests queue since a reset, one after the other is audited: with these results."""
+    shape = Shape(audit_share=1e-9, num_blocks=40, tier_chunks=40)
+    engine, prompts = engine_of(model, shape), [prompt(n, 3 * CHUNK + 5) for n in (1, 2)]
+    for tokens in prompts:
+        serve(engine, tokens)
+    assert engine.reset()
+    answers = iter(verdicts)
+    engine.adapter._auditor._noise.judge_strictly = lambda error: next(answers)  # type: ignore[method-assign]
+    others = [prompt(n, 3 * CHUNK + 5) for n in (3, 4)]  # never stored
+    for tokens in (prompts[0], *others, prompts[1]):
+        engine.add(tokens, 1)
+    engine.run_until_idle()
+    assert next(answers, None) is None, "both were audited"
+    return engine
+
+
+def test_weights_found_to_be_others_stay_so_whatever_a_later_chunk_says(model: Path) -> None:
+    """Few tokens' rows may have changed: the second request has none of them."""
+    engine = queued_on_probation(model, [Verdict.MISMATCH, Verdict.MATCH])
+    assert set(engine.adapter._epochs._states.values()) == {RootState.APART}
+    serve(engine, prompt(1, 3 * CHUNK + 5))
+
+
+def test_a_mismatch_after_sharing_has_begun_again_leaves_nothing_that_was_loaded(
+    model: Path,
+) -> None:
+    engine = queued_on_probation(model, [Verdict.MATCH, Verdict.MISMATCH])
+    (root,) = engine.adapter._epochs._states
+    assert engine.adapter._epochs.state(root) is RootState.APART
+    assert root in engine.adapter._epochs._nonces, "new keys"
+    assert len(engine.adapter.witness) == 0
 
 
 def test_a_producer_finds_out_although_it_never_loads(model: Path) -> None:

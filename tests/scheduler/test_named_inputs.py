@@ -21,7 +21,7 @@ CHUNK = Shape().chunk_size
 
 @pytest.fixture
 def engine(model: Path) -> ShadowEngine:
-    return ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    return ShadowEngine(model, Shape(), 0, Faults(slow=0.0), reads_requests=True)
 
 
 @pytest.fixture

@@ -157,6 +157,10 @@ class Instance:
         self._wants_eviction = True
         self._changed.set()
 
+    def keys_in_memory(self) -> set[bytes]:
+        """Chunks that all ranks hold in their CPU tiers."""
+        return set.intersection(*(rank.keys_in_memory() for rank in self._ranks))
+
     @property
     def is_idle(self) -> bool:
         return self.is_up and not self._asked and not self._inbox
@@ -464,6 +468,9 @@ class _Rank:
         connector.clear_connector_metadata()
         check_call("the end of a step", started)
         return output
+
+    def keys_in_memory(self) -> set[bytes]:
+        return {int(key.chunk_hash).to_bytes(32, "big") for key in self._engine._cpu.hot_cache}
 
     def evict(self) -> None:
         self._engine.forget_all()

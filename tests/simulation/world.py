@@ -234,8 +234,9 @@ class World:
     def _offer_again(self, instance: Instance, prompt: tuple[int, ...]) -> None:
         """What Redis has lost and one instance holds in memory comes back to Redis, although nobody
         computes it again."""
-        kernel, wanted = self.kernel, self._keys_of(prompt)
+        kernel = self.kernel
         self._ask(instance, _Client(0.0, prompt, 1, None))
+        wanted = self._keys_of(prompt) & instance.keys_in_memory()
         for server in self._deployment.servers:
             server.entries.clear()
         until = kernel.now + _RECOVERY_SECONDS
@@ -349,7 +350,7 @@ def _draw_plan(kernel: Kernel) -> _Plan:
         "redis_connections": chance.choice([1, 2]),
     }
     if chance.random() < 0.3:
-        settings |= {"redis_ttl_seconds": 8, "redis_ttl_refresh": chance.random() < 0.5}
+        settings |= {"redis_ttl_seconds": 20, "redis_ttl_refresh": chance.random() < 0.5}
     if chance.random() < 0.2:
         settings["hash_key"] = "a secret of more than 16 bytes"
     if chance.random() < 0.2:

@@ -123,6 +123,42 @@ def test_what_changes_kv_bytes_is_part_of_it(model: Path, plain: str, args: dict
     assert fingerprint(model, **args) != plain
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_CPU_INT4_W4A8", "0"),
+        ("VLLM_FLOAT32_MATMUL_PRECISION", "medium"),
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"weight_bits": 4}'),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+        ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4"),
+    ],
+)
+def test_variables_that_change_arithmetic_are_part_of_it(
+    model: Path, plain: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert fingerprint(model) != plain
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_LOGGING_LEVEL", "DEBUG"),
+        ("VLLM_HOST_IP", "10.0.0.1"),
+        ("VLLM_CPU_KVCACHE_SPACE", "2"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "0"),
+        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "5601"),
+        ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
+    ],
+)
+def test_variables_that_say_where_it_runs_are_not(
+    model: Path, plain: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert fingerprint(model) == plain
+
+
 def test_dummy_weights_are_those_of_their_seed(model: Path) -> None:
     digests = {fingerprint(model, load_format="dummy", seed=seed) for seed in (0, 0, 1)}
     assert len(digests) == 2

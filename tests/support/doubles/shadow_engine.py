@@ -75,7 +75,8 @@ class TextRequest(Request):
 
 class ShadowEngine:
     """``adapters``: the content that vLLM has, by name. ``started``: all ranks have reported their
-    start, as they do with the first step."""
+    start, as they do with the first step. ``reads_requests``: the product names adapters and images
+    itself, instead of being told the truth."""
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class ShadowEngine:
         faults: Faults | None = None,
         *,
         started: bool = True,
+        reads_requests: bool = False,
     ) -> None:
         self.shape = shape
         self.chance = random.Random(seed)
@@ -99,10 +101,11 @@ class ShadowEngine:
         (ours,) = [c for c in connectors if isinstance(c, LMCacheTieredConnector)]
         self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
         self.adapter: SchedulerAdapter = ours._scheduler_side
-        vars(self.adapter).update(
-            _identifier=ShadowIdentifier(self._sources.__getitem__),
-            _encoders=ShadowEncoders(),
-        )
+        if not reads_requests:
+            vars(self.adapter).update(
+                _identifier=ShadowIdentifier(self._sources.__getitem__),
+                _encoders=ShadowEncoders(),
+            )
         self.ranks = [
             ShadowRank(
                 rank=rank,
@@ -152,6 +155,7 @@ class ShadowEngine:
         offer: Offer | None = None,
         sends: bool = False,
         bypasses: bool = False,
+        lora_request: LoRARequest | None = None,
         **more: Any,
     ) -> str:
         """``offer``, ``sends``: what the other connector does with it. ``bypasses``: what its KV is
@@ -175,7 +179,7 @@ class ShadowEngine:
             cache_salt=salt,
             lora_request=LoRARequest(adapter, 1 + list(self.adapters).index(adapter), "/adapter")
             if adapter
-            else None,
+            else lora_request,
             mm_features=[
                 MultiModalFeatureSpec(
                     None,
