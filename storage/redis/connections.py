@@ -333,6 +333,8 @@ class Connections:
         for node in self._dials.keys() - known:
             self._dials.pop(node).abandon()
         for node in known:
+            if self._servers.breaker(node).seconds_until_retry() == 0.0:
+                self._close(node)  # one from before says nothing: a new one shows if it is back
             if node not in self._wires or self._servers.is_open(node):
                 try:
                     self.get(node, self._now())
