@@ -31,14 +31,17 @@ class RootState(Enum):
 
 
 class RootEpochs:
-    """``label`` names the weights as loaded; "" for those that the model itself names.
+    """``label`` names the weights as loaded; "" for those that the model itself names. ``is_named``
+    False: it was there at the start, and whether it is about these weights, nobody can say. Only
+    another one at a reset is.
 
     ``new_nonce()`` returns a string that nobody else will ever get. Remembers one entry per root
     that is in another state than the rest: few, an engine has few adapters.
     """
 
-    def __init__(self, label: str, new_nonce: Callable[[], str]) -> None:
+    def __init__(self, label: str, new_nonce: Callable[[], str], *, is_named: bool = True) -> None:
         self._label = label
+        self._is_named = is_named
         self._new_nonce = new_nonce
         self._default = RootState.SHARED
         self._nonce = ""
@@ -52,7 +55,9 @@ class RootEpochs:
     @property
     def shared_epoch(self) -> str:
         """The epoch of everyone with these weights, "" without a label."""
-        return f"label:{blake3(self._label.encode()).hexdigest()}" if self._label else ""
+        if not (self._label and self._is_named):
+            return ""
+        return f"label:{blake3(self._label.encode()).hexdigest()}"
 
     def state(self, root: bytes) -> RootState:
         return self._states.get(root, self._default)
@@ -82,6 +87,7 @@ class RootEpochs:
         self._nonces.clear()
         self._nonce = self._new_nonce()
         if label != self._label:
+            self._is_named = True
             self._default = RootState.SHARED
             self._states.clear()
         else:

@@ -62,7 +62,7 @@ class ConnectorConfig(StrictSettings):
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
     """Share of hits whose last chunk is computed as well and compared; 0 audits nothing."""
     weights_label: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """Name of the weights after an update, or ``file:PATH``; read at start and at each reset."""
+    """Name of the weights after an update, or ``file:PATH``, read at each reset."""
     share_after_reset: Literal["audited", "never"] = "audited"
     """Once an audit finds the weights unchanged, or only with a new ``weights_label``."""
     model_digest: ModelDigest = "full"

@@ -14,7 +14,7 @@ from lmcache_connector.audit.limits import NoiseGauge
 from lmcache_connector.audit.root_epochs import RootEpochs
 from lmcache_connector.audit.sampler import AuditSampler
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.config.weights_label import read_weights_label
+from lmcache_connector.config.weights_label import names_weights_at_start, read_weights_label
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
@@ -66,7 +66,11 @@ def build_scheduler(
         lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, time.monotonic)
         hits = RedisHitFinder(settings, index, tally, lookup, policy, events, time.monotonic)
         metrics = SchedulerMetrics(tally, time.monotonic, lookup.take_seconds, redis.servers)
-    epochs = RootEpochs(read_weights_label(config.weights_label), lambda: uuid.uuid4().hex)
+    epochs = RootEpochs(
+        read_weights_label(config.weights_label),
+        lambda: uuid.uuid4().hex,
+        is_named=names_weights_at_start(config.weights_label),
+    )
     auditor = Auditor(
         settings,
         index,

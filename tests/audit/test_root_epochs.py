@@ -105,3 +105,13 @@ def test_an_epoch_is_shared_or_nobody_elses(history: list[tuple[str, object, obj
             epoch, shared = one.epoch(root), one.state(root) is RootState.SHARED
             assert (epoch == one.shared_epoch) == shared
             assert epoch not in left
+
+
+def test_a_label_found_at_the_start_says_nothing_until_another_comes() -> None:
+    """An engine that starts again has the weights of its disk, whatever the file says."""
+    restarted = RootEpochs("step-12", iter("abc").__next__, is_named=False)
+    assert restarted.epoch(ROOT) == restarted.shared_epoch == ""
+    assert restarted.reset("step-12", audits=True) is RootState.PROBATION
+    assert restarted.shared_epoch == ""
+    assert restarted.reset("step-13", audits=True) is RootState.SHARED
+    assert restarted.epoch(ROOT) == RootEpochs("step-13", str).shared_epoch
