@@ -1,12 +1,13 @@
 """A small model of Redis servers: the commands the tier uses, expiry, eviction, clusters, restarts.
 
-`test_redis_model` compares its answers with those of a real server.
+`test_redis_model.py` compares its answers with those of a real server.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from redis.crc import key_slot
@@ -20,11 +21,14 @@ _SECONDS_PER_BYTE = 2e-10
 _WRONG_TYPE = b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
 _OOM = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
 _SYNTAX = b"-ERR syntax error\r\n"
+_ABORTED = b"-EXECABORT Transaction discarded because of previous errors.\r\n"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """``kind`` is what ``TYPE`` says. ``expires_at`` is on the kernel's clock."""
+    """``kind`` is what ``TYPE`` says. ``expires_at`` is on the kernel's clock.
+
+    Each change puts another one in its place, which is how a watch sees it."""
 
     value: bytes
     kind: bytes = b"string"
@@ -101,6 +105,7 @@ class RedisModel:
     def __post_init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
         self.num_commands = 0
+        self._num_removed = Counter[bytes]()
         self._busy_until = 0.0
         self._frozen: list[tuple[Link, bytes]] = []
         self.start()
@@ -137,7 +142,7 @@ class RedisModel:
     # -- Service -------------------------------------------------------------------------------
 
     def accept(self, link: Link) -> None:
-        link.state = _Session()
+        link.state = Session()
 
     def closed(self, link: Link) -> None:
         """Nothing is kept of it."""
@@ -146,7 +151,7 @@ class RedisModel:
         if self.is_frozen:
             self._frozen.append((link, data))
             return
-        session: _Session = link.state
+        session: Session = link.state
         session.buffer += data
         while (parts := _parse(session.buffer)) is not None:
             cost = self.seconds_per_command + _SECONDS_PER_BYTE * sum(map(len, parts))
@@ -167,7 +172,7 @@ class RedisModel:
 
     # -- commands ------------------------------------------------------------------------------
 
-    def execute(self, session: _Session, parts: Sequence[bytes]) -> bytes:
+    def execute(self, session: Session, parts: Sequence[bytes]) -> bytes:
         """The reply to one command."""
         verb, args = parts[0].upper(), parts[1:]
         handler = _COMMANDS.get(verb)
@@ -177,13 +182,16 @@ class RedisModel:
             return b"-LOADING Redis is loading the dataset in memory\r\n"
         self._expire()
         asking, session.asking = session.asking, False
-        if verb in _KEYED:
-            redirection = self._redirection(_KEYED[verb](args), asking)
-            if redirection:
-                return redirection
-        if verb in _WRITES and self.refusal is not None:
-            return self.refusal
-        return handler(self, session, args)
+        refusal = self._redirection(_KEYED[verb](args), asking) if verb in _KEYED else None
+        if refusal is None and verb in _WRITES:
+            refusal = self.refusal
+        if session.queue is not None and verb != b"EXEC":
+            if verb in (b"MULTI", b"WATCH"):
+                refusal = b"-ERR Command '%b' not allowed inside a transaction\r\n" % verb.lower()
+            session.is_broken |= refusal is not None
+            session.queue.append(partial(handler, self, session, args))
+            return refusal or b"+QUEUED\r\n"
+        return refusal or handler(self, session, args)
 
     def _redirection(self, names: Sequence[bytes], asking: bool) -> bytes | None:
         if self.cluster is None or not names:
@@ -222,20 +230,21 @@ class RedisModel:
             del self.entries[self.kernel.chance.choice(list(self.entries))]
         return self.used_bytes + num_bytes <= self.max_bytes
 
-    def _get(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _get(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
         if entry is None:
             return b"$-1\r\n"
         return _bulk(entry.value) if entry.kind == b"string" else _WRONG_TYPE
 
-    def _getex(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _getex(self, session: Session, args: Sequence[bytes]) -> bytes:
         reply = self._get(session, args)
         entry = self.entries.get(args[0])
-        if entry is not None and len(args) == 3 and args[1].upper() == b"PX":
-            entry.expires_at = self.kernel.now + int(args[2]) / 1000
+        is_string = entry is not None and entry.kind == b"string"
+        if is_string and len(args) == 3 and args[1].upper() == b"PX":
+            self._keep_for(args[0], int(args[2]))
         return reply
 
-    def _getrange(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _getrange(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
         if entry is None:
             return b"$0\r\n\r\n"
@@ -244,7 +253,7 @@ class RedisModel:
         start, end = (int(n) + (len(entry.value) if int(n) < 0 else 0) for n in args[1:])
         return _bulk(entry.value[max(0, start) : end + 1])
 
-    def _set(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _set(self, session: Session, args: Sequence[bytes]) -> bytes:
         name, value, *options = args
         only_absent, only_present, seconds, wants_old = False, False, None, False
         while options:
@@ -270,30 +279,63 @@ class RedisModel:
         self.entries[name] = Entry(value, expires_at=expires_at)
         return old if wants_old else b"+OK\r\n"
 
-    def _strlen(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _strlen(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
         if entry is None:
             return b":0\r\n"
         return b":%d\r\n" % len(entry.value) if entry.kind == b"string" else _WRONG_TYPE
 
-    def _exists(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _exists(self, session: Session, args: Sequence[bytes]) -> bytes:
         return b":%d\r\n" % sum(name in self.entries for name in args)
 
-    def _type(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _type(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
         return b"+%b\r\n" % (entry.kind if entry is not None else b"none")
 
-    def _del(self, session: _Session, args: Sequence[bytes]) -> bytes:
-        return b":%d\r\n" % sum(self.entries.pop(name, None) is not None for name in args)
+    def _del(self, session: Session, args: Sequence[bytes]) -> bytes:
+        removed = [name for name in args if self.entries.pop(name, None) is not None]
+        self._num_removed.update(removed)
+        return b":%d\r\n" % len(removed)
 
-    def _pexpire(self, session: _Session, args: Sequence[bytes]) -> bytes:
-        entry = self.entries.get(args[0])
-        if entry is None:
+    def _pexpire(self, session: Session, args: Sequence[bytes]) -> bytes:
+        if args[0] not in self.entries:
             return b":0\r\n"
-        entry.expires_at = self.kernel.now + int(args[1]) / 1000
+        self._keep_for(args[0], int(args[1]))
         return b":1\r\n"
 
-    def _pttl(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _keep_for(self, name: bytes, milliseconds: int) -> None:
+        if milliseconds <= 0:
+            del self.entries[name]
+            self._num_removed[name] += 1
+            return
+        expires_at = self.kernel.now + milliseconds / 1000
+        self.entries[name] = replace(self.entries[name], expires_at=expires_at)
+
+    def _watch(self, session: Session, args: Sequence[bytes]) -> bytes:
+        for name in args:
+            session.watched.setdefault(name, self._state_of(name))
+        return b"+OK\r\n"
+
+    def _state_of(self, name: bytes) -> tuple[Entry | None, int]:
+        """What a watch compares: faults replace entries, and a command may set and remove one."""
+        return self.entries.get(name), self._num_removed[name]
+
+    def _multi(self, session: Session, args: Sequence[bytes]) -> bytes:
+        session.queue = []
+        return b"+OK\r\n"
+
+    def _exec(self, session: Session, args: Sequence[bytes]) -> bytes:
+        if session.queue is None:
+            return b"-ERR EXEC without MULTI\r\n"
+        queue, is_broken, watched = session.queue, session.is_broken, session.watched
+        session.queue, session.is_broken, session.watched = None, False, {}
+        if is_broken:
+            return _ABORTED
+        if any(self._state_of(name) != state for name, state in watched.items()):
+            return b"*-1\r\n"
+        return b"*%d\r\n" % len(queue) + b"".join(run() for run in queue)
+
+    def _pttl(self, session: Session, args: Sequence[bytes]) -> bytes:
         entry = self.entries.get(args[0])
         if entry is None:
             return b":-2\r\n"
@@ -301,28 +343,28 @@ class RedisModel:
             return b":-1\r\n"
         return b":%d\r\n" % round((entry.expires_at - self.kernel.now) * 1000)
 
-    def _info(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _info(self, session: Session, args: Sequence[bytes]) -> bytes:
         policy = b"allkeys-lru" if self.evicts else b"noeviction"
         limit = 0 if self.max_bytes >= 1 << 40 else self.max_bytes
         text = b"# Memory\r\nused_memory:%d\r\nmaxmemory:%d\r\nmaxmemory_policy:%b\r\n"
         return _bulk(text % (self.used_bytes, limit, policy))
 
-    def _hello(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _hello(self, session: Session, args: Sequence[bytes]) -> bytes:
         fields = {b"server": b"redis", b"version": b"7.4.0", b"mode": b"standalone"}
         parts = [_bulk(part) for pair in fields.items() for part in pair]
         return b"*%d\r\n" % (2 * len(fields)) + b"".join(parts)
 
-    def _ok(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _ok(self, session: Session, args: Sequence[bytes]) -> bytes:
         return b"+OK\r\n"
 
-    def _pong(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _pong(self, session: Session, args: Sequence[bytes]) -> bytes:
         return b"+PONG\r\n"
 
-    def _asking(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _asking(self, session: Session, args: Sequence[bytes]) -> bytes:
         session.asking = True
         return b"+OK\r\n"
 
-    def _cluster(self, session: _Session, args: Sequence[bytes]) -> bytes:
+    def _cluster(self, session: Session, args: Sequence[bytes]) -> bytes:
         if self.cluster is None:
             return b"-ERR This instance has cluster support disabled\r\n"
         if args[0].upper() != b"SLOTS":
@@ -338,14 +380,19 @@ class RedisModel:
 
 
 @dataclass(slots=True)
-class _Session:
-    """One client. ``asking``: its next command may use a slot that is being imported."""
+class Session:
+    """One client. ``asking``: its next command may use a slot that is being imported.
+
+    ``queue`` holds the commands since ``MULTI``; ``is_broken``: one of them was refused."""
 
     buffer: bytearray = field(default_factory=bytearray)
     asking: bool = False
+    watched: dict[bytes, tuple[Entry | None, int]] = field(default_factory=dict)
+    queue: list[Callable[[], bytes]] | None = None
+    is_broken: bool = False
 
 
-_Handler = Callable[[RedisModel, _Session, Sequence[bytes]], bytes]
+_Handler = Callable[[RedisModel, Session, Sequence[bytes]], bytes]
 _COMMANDS: dict[bytes, _Handler] = {
     b"GET": RedisModel._get,
     b"GETEX": RedisModel._getex,
@@ -366,6 +413,9 @@ _COMMANDS: dict[bytes, _Handler] = {
     b"PING": RedisModel._pong,
     b"ASKING": RedisModel._asking,
     b"CLUSTER": RedisModel._cluster,
+    b"WATCH": RedisModel._watch,
+    b"MULTI": RedisModel._multi,
+    b"EXEC": RedisModel._exec,
 }
 
 
@@ -381,7 +431,7 @@ _KEYED: dict[bytes, Callable[[Sequence[bytes]], Sequence[bytes]]] = {
     **dict.fromkeys(
         (b"GET", b"GETEX", b"GETRANGE", b"SET", b"STRLEN", b"TYPE", b"PEXPIRE", b"PTTL"), _first
     ),
-    **dict.fromkeys((b"EXISTS", b"DEL", b"UNLINK"), _all),
+    **dict.fromkeys((b"EXISTS", b"DEL", b"UNLINK", b"WATCH"), _all),
 }
 _WRITES = {b"SET", b"DEL", b"UNLINK", b"PEXPIRE", b"GETEX"}
 
