@@ -23,7 +23,7 @@ from tests.support.engines.audits import (
     name_images_by_counter,
     retrain_rows,
 )
-from tests.support.engines.calls import check_integrity, reset_everything
+from tests.support.engines.calls import check_integrity, reset_everything, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
@@ -227,25 +227,6 @@ def test_arithmetic_in_another_order_is_no_mismatch(
             assert other.call(audits) == {"match": len(prompts)}
             errors[name] = [line for line in other.log.splitlines() if "Audit of a" in line]
     print(errors)
-
-
-def wait_for_writes(probe: EngineProbe) -> None:
-    """Until Redis has everything."""
-    (seconds,) = probe.on_ranks(_drain_writes)
-    assert seconds is None
-
-
-def _drain_writes(worker: Any) -> None:
-    import time
-
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    tier = get_kv_transfer_group()._worker._tier
-    for _ in range(1000):
-        if not tier.stats().queued_bytes:
-            return
-        time.sleep(0.01)
-    raise RuntimeError("writes do not end")
 
 
 # -- resets ------------------------------------------------------------------------------------

@@ -9,7 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_connector.scheduler.background_lookup import PENDING
-from tests.support.engines.calls import check_integrity, forget_unseen, worker_of
+from tests.support.engines.calls import (
+    check_integrity,
+    forget_unseen,
+    wait_for_writes,
+    worker_of,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
@@ -69,6 +74,8 @@ def test_damaged_values_are_recomputed(
     """Every stored value is damaged: whatever is planned as a hit fails, and is computed."""
     seed = 1
     before = failed_loads(reader)
+    reader.call(forget_everything)  # or memory would make the damage good
+    reader.call(wait_for_writes)
     kept = {}
     with valkey.client() as client:
         keys = value_names(valkey)
@@ -77,7 +84,6 @@ def test_damaged_values_are_recomputed(
         for key, other in zip(keys, [*keys[1:], keys[0]], strict=True):
             damage_value(client, key, kept[key], kept[other], damage, rng)
     try:
-        reader.call(forget_everything)
         hit = serve_and_compare(reader, written[seed], seed)
         assert failed_loads(reader) == before + 1
         assert hit.block_digests[0] == written[seed].block_digests[0]

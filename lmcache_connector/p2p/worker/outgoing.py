@@ -201,7 +201,10 @@ class Outgoing:
         """Whether all has been copied, and sent on, where there is room for it."""
         if self.num_copying or self.next_segment is not None:
             return False
-        return all(d.over or d.blocked or not d.is_behind for d in self.deliveries.values())
+        return all(
+            d.over or d.blocked or not (d.is_behind or self.sealed)
+            for d in self.deliveries.values()
+        )
 
     @property
     def is_delivered(self) -> bool:

@@ -78,3 +78,22 @@ def forget_unseen(probe: EngineProbe) -> None:
     """Drop vLLM's prefix cache, and the CPU tier behind the scheduler's back."""
     probe.reset_prefix_cache()
     worker_of(probe)._engine.forget_all()
+
+
+def wait_for_writes(probe: EngineProbe) -> None:
+    """Until Redis has everything."""
+    (seconds,) = probe.on_ranks(_drain_writes)
+    assert seconds is None
+
+
+def _drain_writes(worker: Any) -> None:
+    import time
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    tier = get_kv_transfer_group()._worker._tier
+    for _ in range(1000):
+        if not tier.stats().queued_bytes:
+            return
+        time.sleep(0.01)
+    raise RuntimeError("writes do not end")
