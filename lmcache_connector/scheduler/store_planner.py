@@ -18,23 +18,22 @@ _MAX_TRACKED_CHUNKS = 1 << 18
 
 
 class ReuseTracker:
-    """Tells the second request that wants a chunk from the first, and from all later ones.
+    """Counts how often each chunk is wanted.
 
     Remembers the ``capacity`` chunks seen last. O(1) per chunk. Not thread-safe.
     """
 
     def __init__(self, capacity: int = _MAX_TRACKED_CHUNKS) -> None:
         self._capacity = capacity
-        self._seen: OrderedDict[bytes, bool] = OrderedDict()  # key -> seen twice
+        self._times: OrderedDict[bytes, int] = OrderedDict()
 
-    def is_second(self, key: bytes) -> bool:
-        """True the second time a chunk is seen, and only then."""
-        twice = self._seen.get(key)
-        self._seen[key] = twice is not None
-        self._seen.move_to_end(key)
-        if len(self._seen) > self._capacity:
-            self._seen.popitem(last=False)
-        return twice is False
+    def sight(self, key: bytes) -> int:
+        """The chunk is wanted: for how many times now."""
+        times = self._times[key] = self._times.get(key, 0) + 1
+        self._times.move_to_end(key)
+        if len(self._times) > self._capacity:
+            self._times.popitem(last=False)
+        return times
 
 
 class StorePlanner:
@@ -123,12 +122,16 @@ class StorePlanner:
         return int(min(num_witnessed_tokens, known) // self._settings.chunk_size)
 
     def _reused_keys(self, state: RequestState, end: int) -> frozenset[bytes] | None:
-        """Chunks that this request is the second to want; ``None`` where all go to Redis."""
+        """Chunks that this request is the second to want, and those wanted before that no memory
+        holds: Redis may have lost them too. ``None`` where all go to Redis."""
         if not self._settings.redis_only_reused:
             return None
         new = state.keys.keys[state.store.num_sighted : end]
         state.store.num_sighted = max(state.store.num_sighted, end)
-        return frozenset(key for key in new if self._reuse_tracker.is_second(key))
+        times = {key: self._reuse_tracker.sight(key) for key in new}
+        return frozenset(
+            key for key, n in times.items() if n == 2 or (n > 2 and key not in self._index)
+        )
 
     def _blocks_of(self, block_ids: Sequence[Sequence[int]], chunks: tuple[int, ...]) -> BlockIds:
         groups = []

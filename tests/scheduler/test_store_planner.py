@@ -1,19 +1,19 @@
-"""Chunks are counted to two, and forgotten in the order they were seen last."""
+"""Sights of chunks are counted, and forgotten in the order they were seen last."""
 
 from __future__ import annotations
 
 from lmcache_connector.scheduler.store_planner import ReuseTracker
 
 
-def test_only_the_second_sight_counts() -> None:
+def test_sights_are_counted() -> None:
     tracker = ReuseTracker()
-    assert [tracker.is_second(b"a") for _ in range(4)] == [False, True, False, False]
-    assert not tracker.is_second(b"b")
+    assert [tracker.sight(b"a") for _ in range(3)] == [1, 2, 3]
+    assert tracker.sight(b"b") == 1
 
 
 def test_the_chunk_not_seen_for_longest_is_forgotten() -> None:
     tracker = ReuseTracker(capacity=2)
     for key in (b"a", b"b", b"a", b"c"):  # b goes
-        tracker.is_second(key)
-    assert not tracker.is_second(b"b")  # and now a
-    assert tracker.is_second(b"c")
+        tracker.sight(key)
+    assert tracker.sight(b"b") == 1  # and now a
+    assert tracker.sight(b"c") == 2
