@@ -28,6 +28,10 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_events.log import KvEventSink
 from lmcache_connector.kv_events.vllm_events import describe_chunk
+from lmcache_connector.lookup.background_lookup import PENDING
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.hit_finder import HitFinder
+from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import (
@@ -44,18 +48,14 @@ from lmcache_connector.plans import (
 from lmcache_connector.requests.encoder_witness import EncoderWitness
 from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
 from lmcache_connector.scheduler.auditor import Auditor, Finding
-from lmcache_connector.scheduler.background_lookup import PENDING
 from lmcache_connector.scheduler.block_witness import BlockWitness
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.engine_start import EngineStart
-from lmcache_connector.scheduler.hit_finder import HitFinder
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
-from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 _READ_WAIT_SECONDS = 0.005
@@ -136,7 +136,7 @@ class SchedulerAdapter:
             return
         self._auditor.ask(state, self.hits)
         if self._settings.loads:
-            self.hits.ask(state, first=0)
+            self.hits.ask(state.lookup, first=0)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -163,7 +163,7 @@ class SchedulerAdapter:
         if not (self._settings.loads and state.load.is_allowed):
             return 0, False
         self._cancel_stores()
-        hit = self.hits.find(state, num_computed_tokens, is_idle=self.is_idle)
+        hit = self.hits.find(state.lookup, num_computed_tokens, is_idle=self.is_idle)
         if hit is PENDING:
             return None, False
         hit = self._auditor.cut(state, num_computed_tokens, hit)

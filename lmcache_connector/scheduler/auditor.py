@@ -24,11 +24,12 @@ from itertools import chain
 from lmcache_connector.audit.limits import ChunkError, NoiseGauge, Verdict, combine
 from lmcache_connector.audit.sampler import AuditSampler
 from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.lookup.background_lookup import PENDING, Pending
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.hit_finder import HitFinder
+from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AuditJob, BlockIds, JobResult, LoadJob, StoreJob
-from lmcache_connector.scheduler.background_lookup import PENDING, Pending
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
-from lmcache_connector.scheduler.hit_finder import HitFinder
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
 
@@ -131,9 +132,7 @@ class Auditor:
     def put_on_probation(self, state: RequestState, keys: RequestKeys) -> None:
         """``keys``: of the request if its root were shared."""
         keys.extend(state.request.all_token_ids)
-        shared = RequestState(state.request, keys)
-        shared.lookup.is_counted = True
-        state.audit.shared = shared
+        state.audit.shared = RequestLookup(state.request, keys, is_counted=True)
 
     def ask(self, state: RequestState, hits: HitFinder) -> None:
         """Ask slow tiers for what :meth:`find_shared` will want."""

@@ -19,19 +19,19 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_events.log import KvEventLog, KvEventSink
+from lmcache_connector.lookup.background_lookup import BackgroundLookup
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
+from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.auditor import Auditor
-from lmcache_connector.scheduler.background_lookup import BackgroundLookup
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.engine_start import EngineStart
-from lmcache_connector.scheduler.hit_finder import HitFinder, RedisHitFinder
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_state import SchedulerSettings
-from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.model import ModelDescription
@@ -57,14 +57,23 @@ def build_scheduler(
     events = KvEventLog(model.world_size) if kv_events else KvEventSink()
     tier_config = config.redis_tier_config()
     if tier_config is None:
-        hits = HitFinder(settings, index, tally)
+        hits = HitFinder(config.chunk_size, index, tally)
         metrics = SchedulerMetrics(tally, time.monotonic)
     else:
         from lmcache_connector.storage.redis.lookup import RedisLookup
 
         redis = RedisLookup(tier_config, model.geometries)
         lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, time.monotonic)
-        hits = RedisHitFinder(settings, index, tally, lookup, policy, events, time.monotonic)
+        hits = RedisHitFinder(
+            config.chunk_size,
+            index,
+            tally,
+            lookup,
+            policy,
+            events,
+            time.monotonic,
+            wait_seconds=config.lookup_wait_seconds,
+        )
         metrics = SchedulerMetrics(tally, time.monotonic, lookup.take_seconds, redis.servers)
     epochs = RootEpochs(
         read_weights_label(config.weights_label),
@@ -126,7 +135,6 @@ def _settings(
         redis_only_reused=config.redis_admission == "reused",
         weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
-        lookup_wait_seconds=config.lookup_wait_seconds,
     )
 
 

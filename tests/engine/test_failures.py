@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_connector.scheduler.background_lookup import PENDING
+from lmcache_connector.lookup.background_lookup import PENDING
 from tests.support.engines.calls import check_integrity, forget_unseen, worker_of
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 
 INTERVAL_SECONDS = 15.0
 """A chunk is told of once in that time, however many requests want it."""
