@@ -102,7 +102,7 @@ class ShadowEngine:
         self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
         self.adapter: SchedulerAdapter = ours._scheduler_side
         if not reads_requests:
-            vars(self.adapter).update(
+            vars(self.adapter.book).update(
                 _identifier=ShadowIdentifier(self._sources.__getitem__),
                 _encoders=ShadowEncoders(),
             )
