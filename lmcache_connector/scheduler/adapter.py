@@ -179,8 +179,7 @@ class SchedulerAdapter:
         if num_external_tokens <= 0 or state is None or state.load.job is not None:
             return
         job = self._loads.plan(state, block_ids, num_external_tokens)
-        first = state.load.offered_from // self._settings.chunk_size
-        self._start(state, job, range(first, first + len(job.keys)))
+        self._start(state, job)
 
     def redis_hit_tokens(self, request: Request) -> int:
         """Of the load planned last for this request: tokens that come from Redis."""
@@ -395,7 +394,7 @@ class SchedulerAdapter:
                 self._plan_store(state, num_tokens, block_ids)
             if self._auditor.is_due(state, num_tokens):
                 audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
-                self._start(state, audit, audit.chunk_indices)
+                self._start(state, audit)
 
     def _plan_store(
         self,
@@ -405,7 +404,7 @@ class SchedulerAdapter:
     ) -> None:
         job = self._stores.plan(state, num_witnessed_tokens, resolve_block_ids)
         if job is not None:
-            self._start(state, job, job.chunk_indices)
+            self._start(state, job)
 
     def _keep_for_stores(self) -> None:
         """While others run, a request that waits may wait for a store to have read its blocks.
@@ -425,8 +424,8 @@ class SchedulerAdapter:
                 if not self._jobs.is_open(planned.job.job_id):
                     self._finish(planned)
 
-    def _start(self, state: RequestState, job: LoadJob | StoreJob, chunks: Sequence[int]) -> None:
-        """``chunks``: where the job's keys stand in the request."""
+    def _start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
+        chunks = job.runs[0].chunks
         keys, sizes = state.keys.keys, (self._settings.chunk_size, self._settings.block_sizes[0])
         self.kv_events.describe(
             job.keys, lambda i: describe_chunk(state.request, chunks[i], keys, *sizes)
@@ -464,8 +463,7 @@ class SchedulerAdapter:
     def _finish(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
         if isinstance(job, LoadJob):
-            first = state.load.offered_from // self._settings.chunk_size
-            self.witness.loaded(state, job, first, planned.num_chunks)
+            self.witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)
             self._short_loads += [short] if short is not None else []
         elif isinstance(job, AuditJob):
