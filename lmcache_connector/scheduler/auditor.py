@@ -27,7 +27,7 @@ from lmcache_connector.lookup.background_lookup import PENDING, Pending
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import AuditJob, BlockIds, JobResult, LoadJob, StoreJob
+from lmcache_connector.plans import AuditJob, BlockIds, JobResult, LoadJob, PartRun, StoreJob
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
 
@@ -214,12 +214,11 @@ class Auditor:
         audit = state.audit
         assert audit.chunk is not None
         assert audit.subject is not None
+        blocks = self._blocks_of(resolve_block_ids(), audit.chunk)
         job = AuditJob(
             job_id=job_id,
             request_id=state.request.request_id,
-            keys=(audit.key,),
-            chunk_indices=(audit.chunk,),
-            block_ids=self._blocks_of(resolve_block_ids(), audit.chunk),
+            runs=(PartRun(0, (audit.key,), (audit.chunk,), blocks),),
             redis_keys=frozenset(),
             adapter=adapter_of(state),
             needs_redis=audit.needs_redis,

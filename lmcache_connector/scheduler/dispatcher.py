@@ -157,21 +157,13 @@ class JobDispatcher:
             self._start(state, job)
 
     def _start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
-        if isinstance(job, LoadJob):
-            first = self._first_chunk(state)
-            chunks: Sequence[int] = range(first, first + len(job.keys))
-        else:
-            chunks = job.chunk_indices
+        chunks = job.runs[0].chunks
         keys, sizes = state.keys.keys, (self._settings.chunk_size, self._settings.block_sizes[0])
         self._kv_events.describe(
             job.keys, lambda i: describe_chunk(state.request, chunks[i], keys, *sizes)
         )
         self._auditor.learn(job)
         self._jobs.add(state, job)
-
-    def _first_chunk(self, state: RequestState) -> int:
-        """Where the request's load begins."""
-        return state.load.offered_from // self._settings.chunk_size
 
     def _learn_missing(self, rank: int, key: bytes) -> None:
         """Whatever the events said, or no request would ever store this chunk again."""
@@ -182,7 +174,7 @@ class JobDispatcher:
     def _end(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
         if isinstance(job, LoadJob):
-            self._witness.loaded(state, job, self._first_chunk(state), planned.num_chunks)
+            self._witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)
             self._short_loads += [short] if short is not None else []
         elif isinstance(job, AuditJob):

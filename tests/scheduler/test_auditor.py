@@ -57,7 +57,7 @@ def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(model: Path) -
     serve(engine, tokens)
     assert loaded(engine) == 2
     (job,) = audit_jobs(engine)
-    assert job.chunk_indices == (2,)
+    assert job.runs[0].chunks == (2,)
     assert audits(engine) == {"match": 1}
     serve(engine, tokens)
     assert loaded(engine) == 5  # the second hit is loaded whole

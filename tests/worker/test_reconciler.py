@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.plans import StepPlan, StoreJob
+from lmcache_connector.plans import StepPlan
 from lmcache_connector.worker.reconciler import Offers, Pace, Reconciler
+from tests.support.jobs import store_job
 from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, running_server, valkey_binary
 from tests.support.redis.values import value_names
@@ -99,7 +100,7 @@ def instance(own_server: Server) -> Iterator[Instance]:
 def store(instance: Instance) -> None:
     block_ids = tuple(range(2 * NUM_CHUNKS))
     keys = KEYS[:NUM_CHUNKS]
-    job = StoreJob(1, "r", keys, tuple(range(NUM_CHUNKS)), (block_ids,))
+    job = store_job(1, "r", keys, (block_ids,))
     instance.run(StepPlan(stores=(job,)))
     instance.wait_for(1)
 

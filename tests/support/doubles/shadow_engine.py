@@ -334,16 +334,14 @@ class ShadowEngine:
         for job in jobs:
             if isinstance(job, AuditJob):
                 continue  # it may name what other weights have computed
+            (run,) = job.runs
             if isinstance(job, LoadJob):
-                start = tables[job.request_id].index(job.block_ids[0][0]) * BLOCK_SIZE
-                first = start // size
-                assert job.skip_blocks == start % size // BLOCK_SIZE
-                indices: Sequence[int] = range(first, first + len(job.keys))
-            else:
-                indices = job.chunk_indices
+                start = tables[job.request_id].index(run.block_ids[0][0]) * BLOCK_SIZE
+                assert run.chunks[0] == start // size
+                assert run.skip_blocks == start % size // BLOCK_SIZE
             tokens = list(self.requests[job.request_id].all_token_ids)
             cells = self._cells(job.request_id, tokens)
-            for key, i in zip(job.keys, indices, strict=True):
+            for key, i in zip(run.keys, run.chunks, strict=True):
                 if len(cells) < (i + 1) * size:
                     raise WrongKV("a chunk of tokens that are not known yet")
                 self.book.check(key, cells[i * size : (i + 1) * size])
