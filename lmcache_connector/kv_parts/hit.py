@@ -22,10 +22,12 @@ from lmcache_connector.kv_parts.part import Part, Rule
 @dataclass(frozen=True, slots=True)
 class Hit:
     """Chunks are counted from the request's first. A load of it begins in chunk ``first``, and ends
-    before any chunk of ``ends``, which ascend."""
+    before any chunk of ``ends``, which ascend. Parts that need all chunks have those before chunk
+    ``shared_end``."""
 
     first: int
     ends: Sequence[int] = ()
+    shared_end: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.ends)
@@ -80,7 +82,7 @@ def find_hit(
         if part.rule is Rule.PREFIX:
             last_end = min(last_end, first + _leading_run(there))
     if is_prefix_only(parts):
-        return Hit(first, range(first + 1, last_end + 1))
+        return Hit(first, range(first + 1, last_end + 1), last_end)
     last_end = min(last_end, (num_tokens - 1) // chunk_size)
     ends = list(range(first + 1, last_end + 1))
     for part, there in zip(parts, held, strict=True):
@@ -92,7 +94,7 @@ def find_hit(
                 if begins[end - first]
                 <= chunks_to_load(part, chunk_size, num_local_tokens, end).start
             ]
-    return Hit(first, tuple(ends))
+    return Hit(first, tuple(ends), last_end)
 
 
 def _leading_run(there: Sequence[bool]) -> int:

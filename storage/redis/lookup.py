@@ -57,17 +57,23 @@ class RedisLookup:
     def exists_prefix(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> int:
-        """The number of leading chunks that are known to be wholly in Redis.
+        """How many leading ones of :meth:`which_exist` there are."""
+        exist = self.which_exist(keys, deadline, cancelled)
+        return next((i for i, is_there in enumerate(exist) if not is_there), len(exist))
+
+    def which_exist(
+        self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
+    ) -> list[bool]:
+        """Which chunks are known to be wholly in Redis.
 
         ``deadline`` is a reading of the clock, in seconds. Blocks until then at most.
         """
         if not keys:
-            return 0
+            return []
         limit = Deadline(deadline, self._clock, cancelled)
         self._servers.refresh(limit)
-        counts = self._ask(keys, limit)
         wanted = len(self._suffixes)
-        return next((i for i, count in enumerate(counts) if count != wanted), len(counts))
+        return [count == wanted for count in self._ask(keys, limit)]
 
     def tend(self) -> None:
         """Connect ahead of need."""

@@ -83,7 +83,7 @@ def test_what_is_no_pure_prefix_leaves_the_last_token_to_compute() -> None:
 
 def test_a_hit_is_cut_only_where_it_may_end() -> None:
     assert list(Hit(1, range(2, 6)).up_to(3).ends) == [2, 3]
-    assert Hit(1, (2, 5)).up_to(4) == Hit(1, (2,))
+    assert Hit(1, (2, 5), 7).up_to(4) == Hit(1, (2,), 7)
     assert not Hit(1, range(2, 6)).up_to(0)
     assert not Hit(1, (4,)).up_to(3)
     assert Hit(1, (4,)).up_to(3).stop == 1
@@ -161,7 +161,7 @@ class VllmCache:
                 pool.cached_block_hash_to_block.insert(key, new)
 
     def accepts(self, end: int) -> bool:
-        return self._coordinator.find_longest_cache_hit(self._hashes, end)[1] == end
+        return int(self._coordinator.find_longest_cache_hit(self._hashes, end)[1]) == end
 
 
 @given(
