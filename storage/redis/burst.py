@@ -5,8 +5,8 @@ values are not written again, and a chunk that another writer has claimed is lef
 missing values go out straight from the chunks' buffers, one batch at a time, while the answers to
 the batch before are read. What is wrong with one chunk, or with its slot, costs that chunk only.
 
-A claim on a chunk of which nothing turned out missing is taken back ahead of the first batch: should
-the chunk vanish a moment later, its next writer shall not wait. No chunk waits for those answers.
+A claim on a chunk of which nothing turned out missing is taken back ahead of the first batch:
+should the chunk vanish a moment later, its next writer shall not wait. No chunk waits for that.
 """
 
 from __future__ import annotations
