@@ -87,7 +87,7 @@ def _worker_settings(
             block_size=model.block_size,
             overrides=config.lmcache,
             report_writes=kv_events,
-            pace=_pace(config),
+            pace=Pace.for_lifetime(config.redis_ttl_seconds),
         ),
         geometry=model.geometries[model.rank],
         num_kv_heads=model.num_kv_heads,
@@ -99,13 +99,6 @@ def _worker_settings(
         configuration=tuple(sorted(model.configuration.items())),
         formats=model.formats,
     )
-
-
-def _pace(config: ConnectorConfig) -> Pace:
-    """With a lifetime to be renewed, a value is looked after well before it ends."""
-    if not config.redis_ttl_refresh or config.redis_ttl_seconds is None:
-        return Pace()
-    return Pace(granted_seconds=min(Pace().granted_seconds, config.redis_ttl_seconds / 3))
 
 
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
