@@ -62,8 +62,7 @@ _READ_WAIT_SECONDS = 0.005
 """For what is being read of a request while nothing runs: an idle step would take no less."""
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
+    from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
 
 logger = logging.getLogger(__name__)

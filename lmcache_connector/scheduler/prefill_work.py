@@ -10,7 +10,7 @@ from lmcache_connector.plans import PrefillWork
 from lmcache_connector.scheduler.request_state import RequestState
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from lmcache_connector.vllm_compat.api.names import SchedulerOutput
 
 
 def prefill_work(
