@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("connector",),
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
-    ("kv_layout", "config"),
+    ("kv_layout", "config", "lookup"),
     ("audit", "cost_model", "kv_events", "storage/redis", "requests"),
     ("storage", "storage/redis/client"),
     ("kv_parts",),
@@ -51,6 +51,7 @@ ONLY = {
     "audit": {"plans", "storage"},
     "kv_events": {"plans", "vllm_compat/api"},
     "cost_model": {"plans"},
+    "lookup": {"cost_model", "kv_events", "kv_parts", "keys", "metrics", "plans"},
 }
 MAX_FILES = 16
 

@@ -34,7 +34,7 @@ from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.reconciler import Pace
 from tests.support.jobs import load_job, store_job
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
@@ -49,7 +49,7 @@ PROBE_KEYS = tuple(random.Random(-i - 1).randbytes(32) for i in range(4))
 
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[Server]:
-    with running_server(valkey_binary() or "valkey-server") as server:
+    with running_valkey() as server:
         yield server
 
 

@@ -12,7 +12,7 @@ from lmcache_connector.plans import StepPlan
 from lmcache_connector.worker.reconciler import Offers, Pace, Reconciler
 from tests.support.jobs import store_job
 from tests.support.redis.server_groups import wait_until
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names
 from tests.worker.test_adapter import KEYS, Instance, make_instance
 
@@ -86,7 +86,7 @@ def test_offers_leave_room_for_fresh_writes() -> None:
 
 @pytest.fixture
 def own_server() -> Iterator[Server]:
-    with running_server(valkey_binary() or "valkey-server") as server:
+    with running_valkey() as server:
         yield server
 
 
