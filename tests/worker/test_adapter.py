@@ -34,7 +34,7 @@ from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.reconciler import Pace
 from tests.support.jobs import load_job, store_job
-from tests.support.redis.servers import Server, running_valkey
+from tests.support.redis.servers import Server, running_server, running_valkey, valkey_binary
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
