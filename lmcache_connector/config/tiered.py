@@ -23,8 +23,8 @@ _LMCACHE_PREFIX = "lmcache."
 class ConnectorConfig(StrictSettings):
     """All settings of the connector. The README's table documents them; a test compares the two."""
 
-    chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
-    """Tokens per chunk, a multiple of vLLM's block size."""
+    chunk_size: Annotated[int, Field(gt=0, le=65536)] | None = None
+    """Tokens per chunk, a multiple of vLLM's block sizes; none: 128, or the next multiple."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """CPU tier capacity per worker rank, GiB."""
     redis_url: Secret | None = None
