@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import BlockIds, JobResult, LoadJob, PartRun, Tier
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, PartRun, StoreJob
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 GENERATED_RUN_CHUNKS = 4

@@ -30,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
+from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.plans import (
     AuditJob,
     Calibration,
@@ -40,7 +41,6 @@ from lmcache_connector.plans import (
     StoreJob,
 )
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
-from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
 from tests.support.doubles.shadow_config import Shape, build_scheduler
 from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
@@ -102,7 +102,7 @@ class ShadowEngine:
         self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
         self.adapter: SchedulerAdapter = ours._scheduler_side
         if not reads_requests:
-            vars(self.adapter).update(
+            vars(self.adapter.book).update(
                 _identifier=ShadowIdentifier(self._sources.__getitem__),
                 _encoders=ShadowEncoders(),
             )
