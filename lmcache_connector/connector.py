@@ -57,8 +57,9 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             }
         )
         if role is KVConnectorRole.SCHEDULER:
-            config = self._config
-            model = describe_model(vllm_config, kv_cache_config, chunk_size=config.chunk_size)
+            wanted = self._config.wanted_chunk_size
+            model = describe_model(vllm_config, kv_cache_config, chunk_size=wanted)
+            config = self._config.with_chunk_size(model.chunk_size)
             weights = weights_identity(vllm_config, config.model_digest, user_cache_folder())
             logger.info("LMCacheTieredConnector: weights %s", weights)
             self._scheduler = build_scheduler(

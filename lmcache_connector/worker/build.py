@@ -51,7 +51,8 @@ def build_worker(
     have come to Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or
     ``SelfTestError`` for what cannot be served.
     """
-    model = describe_model(vllm_config, kv_cache_config, chunk_size=config.chunk_size)
+    model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
+    config = config.with_chunk_size(model.chunk_size)
     settings = replace(
         _worker_settings(config, model, vllm_config, kv_events),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,

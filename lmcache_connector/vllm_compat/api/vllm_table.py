@@ -270,6 +270,7 @@ _MODEL = (
             "get_total_num_hidden_layers",
             "get_total_num_kv_heads",
             "hf_config",
+            "hf_text_config",
             "is_encoder_decoder",
             "max_model_len",
             "model",
@@ -315,7 +316,11 @@ _MODEL = (
     Use(_CONFIG, "SpeculativeConfig", members=("method",)),
     Use(_CONFIG, "CompilationConfig", members=("static_forward_context",)),
     Use("vllm.config.kv_events", "KVEventsConfig", members=("enable_kv_cache_events",)),
-    Use(_SPECS, "KVCacheConfig", members=("kv_cache_groups", "needs_kv_cache_zeroing")),
+    Use(
+        _SPECS,
+        "KVCacheConfig",
+        members=("kv_cache_groups", "needs_kv_cache_zeroing", "prefix_cacheable_group_ids"),
+    ),
     Use(_SPECS, "KVCacheGroupSpec", members=("kv_cache_spec", "layer_names")),
     *(
         Use(
@@ -325,14 +330,32 @@ _MODEL = (
                 "block_size",
                 "dtype",
                 "head_size",
-                "non_causal",
                 "num_heads",
                 "num_kv_heads",
                 "state_content_size_bytes",
                 "tokens_per_state",
+                *own,
             ),
         )
-        for spec in ("FullAttentionSpec", "MLAAttentionSpec")
+        for spec, *own in (
+            ("FullAttentionSpec", "non_causal"),
+            ("MLAAttentionSpec", "non_causal"),
+            ("SlidingWindowSpec", "sliding_window", "extra_retained_tokens"),
+            ("SlidingWindowMLASpec",),
+            ("ChunkedLocalAttentionSpec", "attention_chunk_size"),
+        )
+    ),
+    Use(
+        _SPECS,
+        "MambaSpec",
+        members=(
+            "block_size",
+            "mamba_cache_mode",
+            "num_heads",
+            "num_speculative_blocks",
+            "state_content_size_bytes",
+            "tp_replicated",
+        ),
     ),
     Use(_SPECS, "UniformTypeKVCacheSpecs", members=("block_size", "kv_cache_specs")),
     Use(
