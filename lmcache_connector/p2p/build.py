@@ -19,6 +19,7 @@ from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
+from lmcache_connector.vllm_compat.parts import block_size_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,8 @@ def describe(
     """Raises ``UnsupportedError`` with one sentence for a model or set-up that is not served."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
-    model = describe_model(vllm_config, kv_cache_config, chunk_size=None)
+    block_size = block_size_of(kv_cache_config)
+    model = describe_model(vllm_config, kv_cache_config, chunk_size=block_size)
     weights: dict[str, object] = {
         "namespace": config.namespace,
         "weights": weights_identity(vllm_config, config.model_digest, user_cache_folder()),

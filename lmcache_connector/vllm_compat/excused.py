@@ -21,7 +21,6 @@ _IN_HF = "its effect stands in hf_config"
 _IN_WEIGHTS = "the weights are named by what they are"
 _ACCESS = "says who may ask for what, or with which credentials"
 _LIMIT = "a limit of what is accepted"
-_RECURRENT = "recurrent state, which the connector refuses"
 
 EXCUSED: MappingProxyType[str, dict[str, str]] = MappingProxyType(
     {
@@ -114,10 +113,10 @@ EXCUSED: MappingProxyType[str, dict[str, str]] = MappingProxyType(
             "kv_cache_memory_bytes": _MEMORY,
             "kv_offloading_size": _MEMORY,
             "kv_offloading_backend": _MEMORY,
-            "mamba_page_size_padded": _RECURRENT,
-            "mamba_block_size": _RECURRENT,
-            "mamba_cache_mode": _RECURRENT,
-            "enable_mamba_shared_prefix_checkpoint": _RECURRENT,
+            "mamba_page_size_padded": "padding between values",
+            "mamba_block_size": _BLOCKS,
+            "mamba_cache_mode": "when states are kept; each is kept whole",
+            "enable_mamba_shared_prefix_checkpoint": "when states are kept; each is kept whole",
         },
         "AttentionConfig": {
             "backend": f"{_SUMS}; how it orders bytes is in the packing",
@@ -142,7 +141,7 @@ EXCUSED: MappingProxyType[str, dict[str, str]] = MappingProxyType(
             "enable_cutedsl_warmup": _SUMS,
             "enable_jit_warmup": _SUMS,
         },
-        "MambaConfig": {"backend": _RECURRENT, "ssu_algorithm": _RECURRENT},
+        "MambaConfig": {"backend": _SUMS, "ssu_algorithm": _SUMS},
         "LoadConfig": {
             "download_dir": _PLACE,
             "safetensors_load_strategy": _PLACE,

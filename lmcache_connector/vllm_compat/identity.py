@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from blake3 import blake3
 from vllm import envs
 from vllm.config import LoRAConfig
 from vllm.model_executor.models import ModelRegistry
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.prefix_hash import canonical_bytes
@@ -49,12 +50,12 @@ _OWNERS = ("vllm.", "transformers.")
 
 
 def configuration_digests(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, packing: str | None
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, packings: Sequence[str | None]
 ) -> dict[str, str]:
     """Hexadecimal digests of all parts of the configuration, by name: the same on all ranks.
 
-    ``packing`` names the order of bytes inside a block. Raises :class:`UnsupportedError` for a part
-    without a canonical form.
+    ``packings`` name the order of bytes inside a block of each part of the model. Raises
+    :class:`UnsupportedError` for a part without a canonical form.
     """
     is_excused = _excuses(vllm_config)
     parts: dict[str, object] = {
@@ -66,11 +67,16 @@ def configuration_digests(
     # A plugin may register a class of its own under a known name.
     parts["model_class"] = ModelRegistry.models.get(vllm_config.model_config.architecture)
     parts["environment"] = _environment()
-    parts["packing"] = packing
-    group = kv_cache_config.kv_cache_groups[0]
+    parts["packing"] = packings[0] if len(packings) == 1 else list(packings)
+    specs = [
+        spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()
+    ]
     parts["kv_cache_specs"] = _distinct(
-        canonical(spec, "kv_cache_specs", is_excused) for spec in layer_specs(group).values()
+        canonical(spec, "kv_cache_specs", is_excused) for spec in specs
     )
+    if any(isinstance(spec, MambaSpec) and not spec.tp_replicated for spec in specs):
+        # Each rank's piece of a state is one value.
+        parts["state_pieces"] = vllm_config.parallel_config.tensor_parallel_size
     return {
         name: blake3(canonical_bytes(canonical(value, name, is_excused))).hexdigest()
         for name, value in parts.items()

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.executor import Executor, UniProcExecutor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from lmcache_connector.errors import UnsupportedError
 
@@ -52,7 +52,12 @@ def _installed_vllm() -> str:
 def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises :class:`UnsupportedError` for the first thing about the set-up we cannot serve."""
     for what, remedy in _problems(vllm_config, kv_cache_config):
-        raise UnsupportedError(f"lmcache-connector does not support {what}: {remedy}.")
+        raise unsupported(what, remedy)
+
+
+def unsupported(what: str, remedy: str = "start without --kv-transfer-config") -> UnsupportedError:
+    """Says that we do not support ``what``, and what to do about it."""
+    return UnsupportedError(f"lmcache-connector does not support {what}: {remedy}.")
 
 
 def layer_specs(group: KVCacheGroupSpec) -> dict[str, Any]:
@@ -66,17 +71,10 @@ def layer_specs(group: KVCacheGroupSpec) -> dict[str, Any]:
 def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, str]]:
     """What is not supported, and what to do about it."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    groups = kv_cache_config.kv_cache_groups
     if vllm_config.model_config.is_encoder_decoder:
         yield "encoder-decoder models", "start without --kv-transfer-config"
-    if len(groups) != 1:
-        yield (
-            f"models with several KV cache groups yet (this one has {len(groups)})",
-            "start without --kv-transfer-config, or, where the model allows it, with "
-            "--disable-hybrid-kv-cache-manager",
-        )
-    elif wrong := _unsupported_spec(groups[0]):
-        yield wrong, "start without --kv-transfer-config"
+    if not kv_cache_config.kv_cache_groups:
+        yield "models without a KV cache", "start without --kv-transfer-config"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism", "set its sizes to 1"
     if _has_a_scheduler_per_rank(vllm_config):
@@ -99,14 +97,3 @@ def _has_a_scheduler_per_rank(vllm_config: VllmConfig) -> bool:
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
         return False
     return issubclass(Executor.get_class(vllm_config), UniProcExecutor)
-
-
-def _unsupported_spec(group: KVCacheGroupSpec) -> str | None:
-    for name, spec in layer_specs(group).items():
-        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-            return f"the {type(spec).__name__} of layer {name} yet"
-        if spec.non_causal:
-            return f"the attention to later tokens of layer {name}"
-        if spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:
-            return f"the packed KV cache of layer {name} yet"
-    return None

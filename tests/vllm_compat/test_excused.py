@@ -89,7 +89,7 @@ def changed(path: tuple[str, ...], owner: Any) -> Any:
 
 
 def digests(found: Any, cache: KVCacheConfig | None = None) -> dict[str, str]:
-    return configuration_digests(found, cache or kv_cache(), None)
+    return configuration_digests(found, cache or kv_cache(), [None])
 
 
 @functools.cache

@@ -43,6 +43,6 @@ def test_a_chunk_of_broken_blocks_is_refused(model: Path) -> None:
         describe(vllm_config(model), kv_cache(), chunk_size=40)
 
 
-def test_without_a_chunk_size_a_chunk_is_a_block(model: Path) -> None:
+def test_without_a_chunk_size_a_chunk_has_128_tokens(model: Path) -> None:
     found = describe(vllm_config(model), kv_cache(), chunk_size=None)
-    assert found.geometries[0].num_tokens == BLOCK_SIZE
+    assert found.chunk_size == found.geometries[0].num_tokens == 128

@@ -275,11 +275,11 @@ def test_it_counts_for_models_nobody_has_read(model: Path, monkeypatch: pytest.M
     from vllm.model_executor.models import ModelRegistry
 
     config = vllm_config(model)
-    plain = identity.configuration_digests(config, kv_cache(), None)
+    plain = identity.configuration_digests(config, kv_cache(), [None])
     ours = dataclasses.replace(ModelRegistry.models["LlamaForCausalLM"], module_name="a_plugin")
     monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", ours)
-    one = identity.configuration_digests(config, kv_cache(), None)
+    one = identity.configuration_digests(config, kv_cache(), [None])
     assert {name for name in one if one[name] != plain[name]} == {"model_class", "model_config"}
     config.model_config.max_model_len //= 2
-    two = identity.configuration_digests(config, kv_cache(), None)
+    two = identity.configuration_digests(config, kv_cache(), [None])
     assert {name for name in two if two[name] != one[name]} == {"model_config"}

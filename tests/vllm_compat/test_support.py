@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import VllmConfig
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat import support
 from lmcache_connector.vllm_compat.support import check_setup, check_versions
-from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
+from tests.support.vllm_configs import kv_cache, vllm_config
 
 
 class LaunchedFromOutside(ExecutorWithExternalLauncher):
@@ -34,22 +33,6 @@ def refused(config: VllmConfig, cache: KVCacheConfig) -> str:
 
 def test_one_group_of_full_attention_is_supported(model: Path) -> None:
     check_setup(vllm_config(model), kv_cache())
-
-
-def test_several_groups_are_refused(model: Path) -> None:
-    message = refused(vllm_config(model), kv_cache(full_attention(), full_attention()))
-    assert "several KV cache groups" in message
-
-
-def test_sliding_windows_are_refused(model: Path) -> None:
-    window = SlidingWindowSpec(
-        block_size=BLOCK_SIZE,
-        num_kv_heads=2,
-        head_size=32,
-        dtype=torch.bfloat16,
-        sliding_window=64,
-    )
-    assert "SlidingWindowSpec" in refused(vllm_config(model), kv_cache(window))
 
 
 @pytest.mark.parametrize("backend", ["external_launcher", LaunchedFromOutside])

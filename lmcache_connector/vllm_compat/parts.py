@@ -1,0 +1,245 @@
+"""vLLM's KV cache groups, read as the parts of a model: see :mod:`..kv_parts.part`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.kv_layout.part_layout import GroupLayers, PartLayout
+from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
+from lmcache_connector.kv_parts.part import MAX_PARTS, Part, Rule
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
+from lmcache_connector.vllm_compat.element_formats import element_format
+from lmcache_connector.vllm_compat.excused import IN_TOKEN_ORDER
+from lmcache_connector.vllm_compat.rules import rule_of
+from lmcache_connector.vllm_compat.support import layer_specs, unsupported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_RULES = tuple(Rule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer of this rank. ``shape`` is what layers of one part have in common."""
+
+    name: str
+    group: int
+    spec: Any
+    rule: Rule
+    span: int
+    shape: Hashable
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Its place in the model."""
+        return extract_layer_index(self.name), self.name
+
+    @property
+    def width(self) -> int:
+        """Bytes of one token and one KV head, or of one state."""
+        return int(self.spec.state_content_size_bytes)
+
+
+def block_size_of(kv_cache_config: KVCacheConfig) -> int:
+    """The least number of tokens that fills whole blocks in every KV cache group.
+
+    The groups alone know: in the scheduler's process the cache configuration may say otherwise.
+    """
+    return math.lcm(*(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups))
+
+
+def find_parts(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_size: int
+) -> tuple[tuple[PartLayout, ...], tuple[str | None, ...]]:
+    """The parts, and the name of the order of bytes inside a block for each of them.
+
+    The order of parts follows from the model alone, not from how vLLM groups its layers. Raises
+    :class:`UnsupportedError`.
+    """
+    by_part: dict[Hashable, list[_Layer]] = {}
+    for layer in _layers(kv_cache_config):
+        key = (layer.rule, layer.span, layer.spec.block_size, layer.shape)
+        by_part.setdefault(key, []).append(layer)
+    parts = [sorted(layers, key=lambda layer: layer.order) for layers in by_part.values()]
+    parts.sort(key=lambda layers: (_RULES.index(layers[0].rule), layers[0].order))
+    if len(parts) > min(MAX_PARTS, 16):
+        raise unsupported(f"KV caches of {len(parts)} different shapes")
+    if len(parts) > 1 and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise unsupported(
+            "pipeline parallelism with models of several kinds of KV", "use one stage"
+        )
+    packings = [_packing(vllm_config, chunk_size, layers) for layers in parts]
+    found = tuple(
+        _part(vllm_config, chunk_size, layers, packing)
+        for layers, packing in zip(parts, packings, strict=True)
+    )
+    return found, tuple(packing.name for packing in packings)
+
+
+def _layers(kv_cache_config: KVCacheConfig) -> list[_Layer]:
+    cacheable = kv_cache_config.prefix_cacheable_group_ids
+    found = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = layer_specs(group)
+        for name, spec in specs.items():
+            rule, span = rule_of(name, spec)
+            if number not in cacheable:
+                raise unsupported(f"layer {name}, whose KV vLLM does not let others keep")
+            widths = {each.state_content_size_bytes for each in specs.values()}
+            # Layers that share a block table stay together, whatever their widths.
+            shape = (spec.num_heads, number if len(widths) > 1 else (*widths, str(_dtype(spec))))
+            found.append(_Layer(name, number, spec, rule, span, shape))
+    return found
+
+
+def _dtype(spec: Any) -> Any:
+    return getattr(spec, "dtype", None)  # a state has several, and lies there as bytes
+
+
+def _part(
+    vllm_config: VllmConfig, chunk_size: int, layers: list[_Layer], packing: Packing
+) -> PartLayout:
+    first = layers[0]
+    groups = tuple(sorted({layer.group for layer in layers}))
+    is_state = first.rule is Rule.STATE
+    ranks = _ranks(vllm_config, layers)
+    widths = tuple(layer.width for layer in layers)
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    return PartLayout(
+        part=Part(first.rule, groups, first.spec.block_size, first.span),
+        groups=tuple(_in_group(layers, group) for group in groups),
+        ranks=ranks,
+        geometries=tuple(
+            ChunkGeometry(
+                num_tokens=1 if is_state else chunk_size,
+                layer_start=rank.layer_start,
+                layer_widths=_widths_of(rank, len(ranks), widths),
+                shards=rank.read_shards,
+                num_shards_total=rank.num_shards_total,
+                dtype="uint8" if is_state else str(first.spec.dtype).removeprefix("torch."),
+            )
+            for rank in ranks
+        ),
+        num_kv_heads=1 if is_state else first.spec.num_kv_heads,
+        planes=packing.planes,
+        formats=tuple(element_format(_dtype(layer.spec), cache_dtype) for layer in layers),
+    )
+
+
+def _in_group(layers: list[_Layer], group: int) -> GroupLayers:
+    found = [(layer.name, i) for i, layer in enumerate(layers) if layer.group == group]
+    names, positions = zip(*found, strict=True)
+    return GroupLayers(names, positions)
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+def _ranks(vllm_config: VllmConfig, layers: list[_Layer]) -> tuple[RankTopology, ...]:
+    parallel = vllm_config.parallel_config
+    try:
+        return all_ranks(
+            tp_size=parallel.tensor_parallel_size,
+            layer_counts=_layer_counts(vllm_config, len(layers)),
+            num_kv_heads=_total_heads(vllm_config, layers[0]),
+        )
+    except TopologyError as error:
+        raise UnsupportedError(str(error)) from error
+
+
+def _layer_counts(vllm_config: VllmConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers with KV on each pipeline rank; ``num_layers`` are on this one."""
+    pp = vllm_config.parallel_config.pipeline_parallel_size
+    if pp == 1:
+        return (num_layers,)
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    stages = [get_pp_indices(total, rank, pp) for rank in range(pp)]
+    return tuple(end - start for start, end in stages)
+
+
+def _total_heads(vllm_config: VllmConfig, layer: _Layer) -> int:
+    """KV heads of the model in such a layer: each is in one shard, or in copies of one.
+
+    A state has no heads: what a rank of a tensor-parallel group holds of it is a shard.
+    """
+    spec, model = layer.spec, vllm_config.model_config
+    tp: int = vllm_config.parallel_config.tensor_parallel_size
+    if layer.rule is Rule.STATE:
+        return 1 if spec.tp_replicated else tp
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    if tp == 1:
+        return int(spec.num_kv_heads)
+    named: tuple[int | None, ...] = (
+        model.get_total_num_kv_heads(),
+        # Gemma 4 has fewer of them where it attends to everything.
+        getattr(model.hf_text_config, "num_global_key_value_heads", None),
+    )
+    for total in named:
+        if total is not None and max(1, total // tp) == spec.num_kv_heads:
+            return total
+    if spec.num_kv_heads > 1:
+        return int(spec.num_kv_heads) * tp
+    raise unsupported(
+        f"layer {layer.name}, of whose KV heads vLLM does not say how many ranks share one",
+        "use one rank",
+    )
+
+
+def _widths_of(rank: RankTopology, world_size: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Layer widths of any rank. Those of other ranks are not known here: taken to be ours."""
+    if rank.num_layers == len(widths):
+        return widths
+    if len(set(widths)) > 1 or world_size == 1:
+        raise unsupported(
+            "layers of different shapes, or layers without a KV cache of their own, in this "
+            "model with several pipeline stages"
+        )
+    return (widths[0],) * rank.num_layers
+
+
+# -- the order of bytes inside a block -----------------------------------------------------------
+
+
+def _packing(vllm_config: VllmConfig, chunk_size: int, layers: list[_Layer]) -> Packing:
+    spec = layers[0].spec
+    if layers[0].rule is Rule.STATE:
+        return Packing(None, ())
+    if not current_platform.is_cpu():
+        orders = _own_orders(vllm_config, [layer.name for layer in layers])
+        return Packing(
+            f"{', '.join(orders)} in blocks of {spec.block_size}" if orders else None, ()
+        )
+    if isinstance(spec, MLAAttentionSpec):
+        return Packing(f"latents in blocks of {spec.block_size}", ())
+    if len({(layer.spec.head_size, layer.spec.dtype) for layer in layers}) > 1:
+        raise unsupported("layers of different head sizes that share their blocks on CPU yet")
+    attention = CpuAttention(
+        head_size=spec.head_size,
+        dtype=vllm_config.model_config.dtype,
+        cache_dtype=vllm_config.cache_config.cache_dtype,
+        storage_dtype=spec.dtype,
+    )
+    return find_packing(attention, spec.block_size, chunk_size)
+
+
+def _own_orders(vllm_config: VllmConfig, layer_names: list[str]) -> list[str]:
+    """Attention backends of these layers that may order a block's bytes in a way of their own.
+
+    vLLM knows a layer's backend once the model is built, in the process that built it.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = {layers[name].get_attn_backend().__name__ for name in layer_names if name in layers}
+    return sorted(backends - IN_TOKEN_ORDER)

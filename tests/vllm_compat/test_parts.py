@@ -1,0 +1,213 @@
+"""What vLLM's KV cache groups are read as."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import (
+    _get_kv_cache_groups_uniform_page_size,
+    unify_kv_cache_spec_page_size,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.vllm_compat.model import ModelDescription, describe_any_model
+from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
+
+SHAPE = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16, "block_size": BLOCK_SIZE}
+
+
+def window(span: int = 64, **sizes: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(sliding_window=span, **SHAPE | sizes)
+
+
+def full(**sizes: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(**SHAPE | sizes)
+
+
+def grouped(specs: Sequence[Any]) -> KVCacheConfig:
+    """Layers with these specs in model order, as vLLM groups them."""
+    named = {f"model.layers.{i}.self_attn.attn": spec for i, spec in enumerate(specs)}
+    groups = _get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(named))
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def described(model: Path, cache: KVCacheConfig, **parallel: Any) -> ModelDescription:
+    return describe_any_model(vllm_config(model, **parallel), cache, chunk_size=None)
+
+
+def positions(found: ModelDescription, part: int) -> list[list[int]]:
+    """Of the layers of a part in the model, group by group."""
+    return [[int(name.split(".")[2]) for name in group.names] for group in found.parts[part].groups]
+
+
+def test_windows_in_many_groups_are_one_part(model: Path) -> None:
+    """Gemma 3: five layers with a window, then one without. vLLM makes six groups of twelve."""
+    found = described(model, grouped(([window()] * 5 + [full()]) * 2))
+    prefix, windows = (layout.part for layout in found.parts)
+    assert prefix.rule is Rule.PREFIX
+    assert windows.rule is Rule.WINDOW
+    assert windows.span == 64
+    assert sorted((*prefix.groups, *windows.groups)) == list(range(6))
+    assert positions(found, 0) == [[5, 11]]
+    assert positions(found, 1) == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10]]
+    layout = found.parts[1]
+    assert [group.positions for group in layout.groups] == [(0, 5), (1, 6), (2, 7), (3, 8), (4, 9)]
+    assert layout.geometries[0].layer_widths == (2 * 32 * 2,) * 10
+    assert layout.geometries[0].num_tokens == 128
+
+
+def test_parts_do_not_depend_on_how_layers_are_grouped(model: Path) -> None:
+    specs = [window(), full()] * 2
+    one = described(model, grouped(specs))
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    alone = [KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)]
+    other = described(
+        model, KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=alone[::-1])
+    )
+    assert [layout.geometries for layout in one.parts] == [p.geometries for p in other.parts]
+    assert [layout.part.rule for layout in one.parts] == [p.part.rule for p in other.parts]
+    assert one.configuration == other.configuration
+    assert positions(other, 0) == [[3], [1]]
+    assert [group.positions for group in other.parts[0].groups] == [(1,), (0,)]
+
+
+def test_the_window_is_part_of_the_identity(model: Path) -> None:
+    one = described(model, grouped([window(64), full()]))
+    other = described(model, grouped([window(128), full()]))
+    assert one.configuration != other.configuration
+
+
+def test_a_window_alone(model: Path) -> None:
+    found = described(model, kv_cache(window(96)))
+    (layout,) = found.parts
+    assert layout.part == Part(Rule.WINDOW, (0,), BLOCK_SIZE, 96)
+
+
+def test_what_drafts_read_again_belongs_to_the_window(model: Path) -> None:
+    (layout,) = described(model, kv_cache(window(96, extra_retained_tokens=3))).parts
+    assert layout.part.span == 99
+
+
+def test_heads_and_blocks_of_other_sizes(model: Path) -> None:
+    """Gemma 4: a token takes half the bytes where there is a window, so its blocks hold twice."""
+    found = described(model, grouped([window(), full(head_size=64)]))
+    prefix, windows = found.parts
+    assert (prefix.part.block_size, windows.part.block_size) == (16, 32)
+    assert (prefix.geometries[0].layer_widths, windows.geometries[0].layer_widths) == (
+        (256,),
+        (128,),
+    )
+    assert prefix.planes != windows.planes, "CPU attention packs other heads in another way"
+    assert (prefix.blocks_per_chunk, windows.blocks_per_chunk) == (8, 4)
+
+
+def test_chunks_hold_whole_blocks_of_every_group(model: Path) -> None:
+    cache = grouped([window(block_size=48), full(block_size=64)])
+    found = describe_any_model(vllm_config(model), cache, chunk_size=None)
+    assert found.chunk_size == 192
+    with pytest.raises(UnsupportedError, match="128 is not a multiple of vLLM's block size 192"):
+        describe_any_model(vllm_config(model), cache, chunk_size=128)
+
+
+def test_chunked_local_attention(model: Path) -> None:
+    """Llama 4."""
+    local = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
+    found = described(model, grouped([local, local, full()]))
+    assert [layout.part.rule for layout in found.parts] == [Rule.PREFIX, Rule.CHUNKED]
+    assert found.parts[1].part.span == 64
+
+
+def state(**sizes: Any) -> MambaSpec:
+    return MambaSpec(
+        **{
+            "block_size": BLOCK_SIZE,
+            "shapes": ((3, 64), (2, 8, 8)),
+            "dtypes": (torch.bfloat16, torch.float32),
+            "mamba_cache_mode": "align",
+            "page_size_padded": full().page_size_bytes,
+        }
+        | sizes
+    )
+
+
+def test_a_state_is_one_snapshot_of_bytes(model: Path) -> None:
+    found = described(model, grouped([state(), state(), full()]))
+    prefix, states = found.parts
+    assert (prefix.part.rule, states.part.rule) == (Rule.PREFIX, Rule.STATE)
+    geometry = states.geometries[0]
+    assert (geometry.num_tokens, geometry.layer_widths) == (1, (3 * 64 * 2 + 2 * 8 * 8 * 4,) * 2)
+    assert states.blocks_per_chunk == 1
+
+
+def test_a_rank_s_piece_of_a_state_is_its_own(model: Path) -> None:
+    one = described(model, grouped([state(), full()]))
+    two = described(model, grouped([state(), full(num_kv_heads=1)]), tensor_parallel_size=2)
+    assert [geometry.shards for geometry in two.parts[1].geometries] == [(0,), (1,)]
+    assert [rank.write_shards for rank in two.parts[1].ranks] == [(0,), (1,)]
+    assert one.configuration != two.configuration, "pieces of two ranks fit no single rank"
+
+
+def test_states_that_are_not_kept_are_refused(model: Path) -> None:
+    with pytest.raises(UnsupportedError, match="--mamba-cache-mode align"):
+        described(model, grouped([state(mamba_cache_mode="none"), full()]))
+
+
+def test_heads_of_windows_over_ranks(model: Path) -> None:
+    """The same heads, on one rank and on two."""
+    one = described(model, grouped([window(), full()]))
+    two = described(
+        model, grouped([window(num_kv_heads=1), full(num_kv_heads=1)]), tensor_parallel_size=2
+    )
+    assert one.configuration == two.configuration
+    for part in range(2):
+        assert one.parts[part].geometries[0].shards == (0, 1)
+        assert [g.shards for g in two.parts[part].geometries] == [(0,), (1,)]
+
+
+def test_several_stages_of_several_parts_are_refused(model: Path) -> None:
+    with pytest.raises(UnsupportedError, match="pipeline parallelism"):
+        described(model, grouped([window(), full()]), pipeline_parallel_size=2)
+
+
+def test_a_latent_beside_an_index_is_one_part(model: Path) -> None:
+    """DeepSeek V3.2: two tensors per layer in one group, under one block table."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+    latent = MLAAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=576, dtype=torch.bfloat16
+    )
+    index = MLAAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=132, dtype=torch.uint8
+    )
+    specs = {
+        f"model.layers.{i}.self_attn.{name}": spec
+        for i in range(2)
+        for name, spec in (("attn", latent), ("indexer.k_cache", index))
+    }
+    uniform = UniformTypeKVCacheSpecs.from_specs(specs)
+    cache = KVCacheConfig(
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(list(specs), uniform)],
+    )
+    (layout,) = described(model, cache).parts
+    assert layout.part.rule is Rule.PREFIX
+    assert layout.geometries[0].layer_widths == (1152, 132, 1152, 132)
+
+
+def test_full_attention_is_one_part_of_one_group(model: Path) -> None:
+    (layout,) = described(model, kv_cache(full_attention())).parts
+    assert layout.part == Part(Rule.PREFIX, (0,), BLOCK_SIZE)
