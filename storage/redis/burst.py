@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
-from lmcache_connector.storage.chunk_codec import HEADER_BYTES, encode_header, stripe_header
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, encode_header
 from lmcache_connector.storage.geometry import Stripe
 from lmcache_connector.storage.redis.client.resp import (
     command,
@@ -127,9 +127,10 @@ class Burst:
         commands = []
         for write in writes:
             tag = chunk_tag(config.namespace, write.key)
-            claim = tag + claim_suffix(plan.stripes[0])
+            stripes = plan.of(write.key).stripes
+            claim = tag + claim_suffix(stripes[0])
             commands.append(command(b"SET", claim, b"1", *config.claim_options))
-            names = [tag + stripe_suffix(stripe) for stripe in plan.stripes]
+            names = [tag + stripe_suffix(stripe) for stripe in stripes]
             commands += [command(b"STRLEN", name) for name in names]
             if config.refresh_ttl:
                 lifetime = config.ttl_options[1]
@@ -138,10 +139,11 @@ class Burst:
 
     def _missing(self, write: PendingWrite) -> list[_Value]:
         """The values of a chunk that are to be written; if there are none, the chunk is done."""
+        stripes = self._plan.of(write.key).stripes
         claimed = self._answer_to_set()
-        lengths = [self._answer_to_strlen() for _ in self._plan.stripes]
+        lengths = [self._answer_to_strlen() for _ in stripes]
         if self._plan.config.refresh_ttl:
-            for _ in self._plan.stripes:
+            for _ in stripes:
                 self._wire.receive_line(self._deadline)  # a right that lacks costs the lifetime
         chunk = _Chunk(write)
         if claimed is None or None in lengths:
@@ -150,7 +152,7 @@ class Burst:
         spoiled = self._notes.is_spoiled(write.key)
         values = [
             _Value(chunk, stripe)
-            for stripe, length in zip(self._plan.stripes, lengths, strict=True)
+            for stripe, length in zip(stripes, lengths, strict=True)
             if spoiled or length != HEADER_BYTES + stripe.num_bytes
         ]
         if not values:
@@ -180,7 +182,7 @@ class Burst:
         for value in batch:
             write, stripe = value.chunk.write, value.stripe
             payload = write.buffer[stripe.offset : stripe.offset + stripe.num_bytes]
-            expected = stripe_header(plan.geometry, stripe, write.key, keyed=plan.sealer.keyed)
+            expected = plan.header(write.key, stripe)
             name = chunk_tag(plan.config.namespace, write.key) + stripe_suffix(stripe)
             head, tail = set_command(name, HEADER_BYTES + stripe.num_bytes, plan.config.ttl_options)
             parts += [head + encode_header(expected, payload, plan.sealer), payload, tail]
