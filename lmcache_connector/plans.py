@@ -244,12 +244,17 @@ class ForwardTime:
 @dataclass(frozen=True, slots=True)
 class TransferTime:
     """A tier took ``seconds`` to bring ``num_bytes``, ``latency_seconds`` of them before the first
-    byte. With 0 bytes, nothing came in all that time.
+    byte. With 0 bytes, nothing came in all that time, or there was nothing to read: then
+    ``latency_seconds`` is what an answer took.
     """
 
     num_bytes: int
     seconds: float
     latency_seconds: float = 0.0
+
+    @property
+    def has_answered(self) -> bool:
+        return self.num_bytes > 0 or self.latency_seconds > 0.0
 
 
 @dataclass(frozen=True, slots=True)

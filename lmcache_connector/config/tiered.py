@@ -24,7 +24,7 @@ class ConnectorConfig(StrictSettings):
     """All settings of the connector. The README's table documents them; a test compares the two."""
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
-    """Tokens per chunk, a multiple of vLLM's block size."""
+    """Tokens per chunk, a multiple of vLLM's block sizes; the default grows to the next one."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """CPU tier capacity per worker rank, GiB."""
     redis_url: Secret | None = None
@@ -72,6 +72,15 @@ class ConnectorConfig(StrictSettings):
 
     lmcache: dict[str, Any] = Field(default_factory=dict)
     """``lmcache.NAME`` keys, handed to LMCache's own configuration."""
+
+    @property
+    def wanted_chunk_size(self) -> int | None:
+        """``None`` if the user leaves it to the model."""
+        return self.chunk_size if "chunk_size" in self.model_fields_set else None
+
+    def with_chunk_size(self, chunk_size: int) -> ConnectorConfig:
+        """What the model was found to need."""
+        return self.model_copy(update={"chunk_size": chunk_size})
 
     @property
     def hash_key_bytes(self) -> bytes | None:

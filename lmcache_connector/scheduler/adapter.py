@@ -42,8 +42,7 @@ from lmcache_connector.scheduler.store_planner import StorePlanner
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
+    from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
 _READ_WAIT_SECONDS = 0.005
 """For what is being read of a request while nothing runs: an idle step would take no less."""

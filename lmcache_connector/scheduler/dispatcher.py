@@ -24,7 +24,7 @@ from lmcache_connector.scheduler.store_planner import StorePlanner
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from lmcache_connector.vllm_compat.api.names import SchedulerOutput
 
 
 class JobDispatcher:

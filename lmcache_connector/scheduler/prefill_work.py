@@ -9,7 +9,7 @@ from lmcache_connector.plans import PrefillWork
 from lmcache_connector.scheduler.request_book import RequestBook
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from lmcache_connector.vllm_compat.api.names import SchedulerOutput
 
 
 def prefill_work(scheduler_output: SchedulerOutput, book: RequestBook) -> PrefillWork | None:

@@ -25,8 +25,7 @@ from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.request_state import AuditState, RequestState
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
+    from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

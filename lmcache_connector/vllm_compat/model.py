@@ -80,7 +80,7 @@ def describe_model(
 ) -> ModelDescription:
     """Describe the model to the process that asks.
 
-    ``chunk_size`` is in tokens; ``None``: 128, or the least above it that holds whole blocks.
+    ``chunk_size`` is in tokens; ``None``: 128, or the next size that holds whole blocks.
     Raises :class:`UnsupportedError` with one sentence on what cannot be cached.
     """
     model = describe_any_model(vllm_config, kv_cache_config, chunk_size=chunk_size)

@@ -30,10 +30,9 @@ from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.vllm_compat.api.names import KVCacheConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,8 @@ def build_worker(
     have come to Redis. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or
     ``SelfTestError`` for what cannot be served.
     """
-    model = describe_model(vllm_config, kv_cache_config, chunk_size=config.chunk_size)
+    model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
+    config = config.with_chunk_size(model.chunk_size)
     settings = replace(
         _worker_settings(config, model, vllm_config, kv_events),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
@@ -94,7 +94,7 @@ def _worker_settings(
             cpu_gib=config.cpu_gib,
             overrides=config.lmcache,
             report_writes=kv_events,
-            pace=_pace(config),
+            pace=Pace.for_lifetime(config.redis_ttl_seconds),
         ),
         parts=model.parts,
         self_test=config.self_test,
@@ -102,13 +102,6 @@ def _worker_settings(
         probe_keys=_probe_keys(config, model) if loads else (),
         configuration=tuple(sorted(model.configuration.items())),
     )
-
-
-def _pace(config: ConnectorConfig) -> Pace:
-    """With a lifetime to be renewed, a value is looked after well before it ends."""
-    if not config.redis_ttl_refresh or config.redis_ttl_seconds is None:
-        return Pace()
-    return Pace(granted_seconds=min(Pace().granted_seconds, config.redis_ttl_seconds / 3))
 
 
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:

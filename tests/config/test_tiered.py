@@ -128,3 +128,9 @@ def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         setattr(parse_config({}), "chunk_size", 5)  # noqa: B010 - mypy knows it is frozen too
+
+
+def test_a_chunk_size_that_is_not_set_follows_the_model() -> None:
+    assert parse_config({}).wanted_chunk_size is None
+    assert parse_config({}).with_chunk_size(256).chunk_size == 256
+    assert parse_config({"chunk_size": 128}).wanted_chunk_size == 128

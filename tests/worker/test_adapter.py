@@ -35,7 +35,7 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.reconciler import Pace
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
-from tests.support.redis.servers import Server, running_valkey
+from tests.support.redis.servers import Server, running_server, running_valkey, valkey_binary
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
@@ -281,6 +281,39 @@ def test_the_probe_measures_and_notices_silence(
         assert probed(instance).num_bytes > 0
     finally:
         instance.worker.shutdown()
+
+
+def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:
+    instance = make_instance(valkey.port, probe=True)
+    try:
+        started(instance)
+        with valkey.client() as client:
+            for lost in (PROBE_KEYS[2:], PROBE_KEYS[:1], PROBE_KEYS):
+                for key in lost:
+                    client.delete(*client.keys(f"lmc:*{key.hex()}*"))
+                measured = probed(instance)
+                assert measured.num_bytes == len(PROBE_KEYS) * GEOMETRY.chunk_bytes
+    finally:
+        instance.worker.shutdown()
+
+
+def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
+    with running_server(valkey_binary() or "valkey-server") as server:
+        with server.client() as client:
+            client.execute_command("ACL SETUSER default -@write")
+        link = SlowLink()
+        with slow_proxy(server.port, link) as proxy:
+            instance = make_instance(proxy.port, probe=True)
+            try:
+                first = started(instance).calibration.redis
+                assert first is not None
+                assert (first.num_bytes, first.has_answered) == (0, True)
+                link.set(stalled=True)
+                assert not probed(instance).has_answered
+                link.set()
+                assert probed(instance).has_answered
+            finally:
+                instance.worker.shutdown()
 
 
 def started(instance: Instance) -> RankStart:

@@ -48,6 +48,25 @@ class TestOffers:
             waits.append(now - begun)
         assert waits == [6.0, 12.0, 24.0, 48.0, 60.0, 60.0]
 
+    def test_what_keeps_failing_is_forgotten_until_it_is_wanted_again(self) -> None:
+        offers, now = Offers(PACE), 0.0
+        for num_failures in range(1, 8):
+            offers.ended(KEY, False, now)
+            now += 100.0
+            assert offers.take(now, 9) == ([KEY] if num_failures <= 6 else [])
+        offers.want(KEY, now)
+        assert offers.take(now, 9) == [KEY], "a request wants it: this is another time"
+        offers.ended(KEY, False, now)
+        assert offers.take(now + 6.0, 9) == [KEY]
+
+    @pytest.mark.parametrize(
+        ("lifetime", "granted"), [(None, 30.0), (6.0, 2.0), (90.0, 30.0), (3600.0, 30.0)]
+    )
+    def test_what_expires_is_not_granted_for_long(
+        self, lifetime: float | None, granted: float
+    ) -> None:
+        assert Pace.for_lifetime(lifetime).granted_seconds == granted
+
     def test_what_was_written_by_others_is_not_offered(self) -> None:
         offers = Offers(PACE)
         offers.ended(KEY, False, 0.0)

@@ -145,6 +145,22 @@ def test_a_claim_that_does_not_end_is_taken_over(valkey: Server, lifetime: int |
         assert get_all(tier, [0]) == ([True], [chunk_data(0)])
 
 
+def test_who_finds_all_values_there_leaves_no_claim(valkey: Server) -> None:
+    """What vanishes right after that is written by the next who has it, without a wait."""
+    with open_tier(valkey.url) as one, open_tier(valkey.url) as other, valkey.client() as client:
+        assert put_all(one, range(3)) == [True] * 3
+        client.delete(*client.keys("lmc:*claim*"))
+        assert put_all(one, range(5)) == [True] * 5, "three are there, two are not"
+        assert one.stats().counts.writes == {WriteEnd.WRITTEN: 5, WriteEnd.ALREADY_THERE: 3}
+        assert put_all(other, range(3)) == [True] * 3
+        wait_until(lambda: len(client.keys("lmc:*claim*")) == 2, "needless claims have stayed")
+        client.delete(*client.keys("lmc:*-*"))
+        assert sorted(put_all(other, range(5))) == [False] * 2 + [True] * 3
+        assert get_all(other, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)])
+        assert other.stats().counts.writes[WriteEnd.CLAIMED_ELSEWHERE] == 2
+        assert_nobody_is_blamed(other)
+
+
 def test_the_last_value_of_a_batch_fails_alone(valkey: Server) -> None:
     """A value may vanish between its write and the check that answers are in step."""
     with open_tier(valkey.url, ttl_seconds=0.001, claim_seconds=0.001) as tier:
