@@ -19,7 +19,7 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.harness.ratios import Stopwatch
-from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.copy_kv_blocks.copier import BlockCopy, Copier, make_copier
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
 from lmcache_connector.storage.geometry import ChunkGeometry
@@ -53,11 +53,11 @@ class Bench:
 
     def d2h(self) -> int:
         blocks = range(self.chunks.num_blocks)
-        return self.copier.copy(self.paged, self.chunks, self.block_ids, blocks, "d2h")
+        return self.copier.copy([BlockCopy(self.paged, self.chunks, self.block_ids, blocks)], "d2h")
 
     def h2d(self) -> int:
         blocks = range(self.chunks.num_blocks)
-        return self.copier.copy(self.chunks, self.paged, blocks, self.block_ids, "h2d")
+        return self.copier.copy([BlockCopy(self.chunks, self.paged, blocks, self.block_ids)], "h2d")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import MIB
 
 if TYPE_CHECKING:
@@ -28,17 +28,19 @@ def log_through(parent_name: str) -> None:
 def banner(
     config: ConnectorConfig,
     fingerprint: str,
-    geometry: ChunkGeometry,
+    chunk_size: int,
+    geometries: PartGeometries,
     self_test: SelfTestResult | None,
 ) -> str:
     """One line with the effective tiers, sizes, identity and the self-test's speeds; no secrets."""
     redis = config.redis_tier_config()
+    sizes = " + ".join(f"{part.chunk_bytes / MIB:.2f}" for part in geometries.parts)
     parts = [
         f"CPU tier {config.cpu_gib:g} GiB per rank",
         f"Redis {redis.address}" if redis else "no Redis (redis_url is not set)",
         f"namespace {config.namespace}",
         f"model {fingerprint[:12]}",
-        f"chunks of {geometry.num_tokens} tokens, {geometry.chunk_bytes / MIB:.2f} MiB per rank",
+        f"chunks of {chunk_size} tokens, {sizes} MiB per rank",
         f"compute_or_load {config.compute_or_load}",
     ]
     if self_test is not None:

@@ -11,8 +11,9 @@ shard. Each stripe is stored as one value, so that no value grows past ``max_val
 start at multiples of one stripe width, counted from global layer 0, so ranks of different pipeline
 splits share stripes wherever their borders allow it.
 
-"Layer" counts positions in canonical order: KV cache groups in order, layers in model order
-inside each group.
+A model whose layers follow several rules has several *parts*, and one such buffer for each part of
+a chunk: see :mod:`lmcache_connector.kv_parts.part`. "Layer" counts a part's layers in model order,
+whatever KV cache groups they are in.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+
+from lmcache_connector.kv_parts.part import part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +108,33 @@ class ChunkGeometry:
             for index, shard in enumerate(self.shards)
             for start, end in pairwise(cuts)
         )
+
+
+@dataclass(frozen=True)
+class PartGeometries:
+    """What one rank holds of a chunk: one value per part of the model, each with its geometry."""
+
+    parts: tuple[ChunkGeometry, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("a model has at least one part")
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def index_of(self, key: bytes) -> int:
+        """The part that ``key`` names. Raises ``ValueError`` if there is no such part."""
+        index = part_of(key, len(self.parts))
+        if index >= len(self.parts):
+            raise ValueError(f"key {key.hex()} names part {index} of {len(self.parts)}")
+        return index
+
+    def of(self, key: bytes) -> ChunkGeometry:
+        """The geometry of the value ``key``. Raises ``ValueError`` if it names no part."""
+        return self.parts[self.index_of(key)]
+
+    @property
+    def largest(self) -> ChunkGeometry:
+        """Of the part whose values are the largest."""
+        return max(self.parts, key=lambda part: part.chunk_bytes)

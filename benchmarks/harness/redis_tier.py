@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks.harness.ratios import median_seconds
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
@@ -18,7 +18,7 @@ _SECONDS = 60.0
 
 @contextmanager
 def open_tier(url: str, geometry: ChunkGeometry) -> Iterator[RedisTier]:
-    tier = RedisTier(RedisTierConfig(url=url), geometry)
+    tier = RedisTier(RedisTierConfig(url=url), PartGeometries((geometry,)))
     try:
         yield tier
     finally:
@@ -27,7 +27,7 @@ def open_tier(url: str, geometry: ChunkGeometry) -> Iterator[RedisTier]:
 
 @contextmanager
 def open_lookup(url: str, geometry: ChunkGeometry) -> Iterator[RedisLookup]:
-    lookup = RedisLookup(RedisTierConfig(url=url), [geometry])
+    lookup = RedisLookup(RedisTierConfig(url=url), [PartGeometries((geometry,))])
     try:
         yield lookup
     finally:

@@ -11,10 +11,18 @@ from typing import Literal, Protocol
 
 import torch
 
-from lmcache_connector.copy_kv_blocks.plan import CopyError
+from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyError
 from lmcache_connector.kv_layout.paged_cache import BlockSpace, LayerSpec, LayoutError, PagedLayout
 
-__all__ = ["Copier", "CopyError", "Direction", "Fence", "copy_kv_blocks", "make_copier"]
+__all__ = [
+    "BlockCopy",
+    "Copier",
+    "CopyError",
+    "Direction",
+    "Fence",
+    "copy_kv_blocks",
+    "make_copier",
+]
 
 Direction = Literal["h2d", "d2h"]
 KVCaches = Mapping[str, torch.Tensor] | BlockSpace
@@ -34,18 +42,12 @@ class Copier(Protocol):
         """Mark the end of the work submitted to the device so far. Cheap; never waits."""
 
     def copy(
-        self,
-        src: BlockSpace,
-        dst: BlockSpace,
-        src_block_ids: Sequence[int],
-        dst_block_ids: Sequence[int],
-        direction: Direction,
-        after: Fence | None = None,
+        self, copies: Sequence[BlockCopy], direction: Direction, after: Fence | None = None
     ) -> int:
-        """Copy block ``src_block_ids[i]`` to ``dst_block_ids[i]``, all layers; returns bytes moved.
+        """Make copies between one list of chunks, or one cache, and others; returns bytes moved.
 
-        The copy starts when ``after`` is reached, and blocks the calling thread, not the GIL, until
-        the bytes have arrived. Raises :class:`CopyError` before anything has moved.
+        They start when ``after`` is reached, and block the calling thread, not the GIL, until the
+        bytes have arrived. Raises :class:`CopyError` before anything has moved.
         """
 
     def close(self) -> None:
@@ -90,7 +92,7 @@ def copy_kv_blocks(
     device = src.device if direction == "d2h" else dst.device
     own = copier or make_copier(device)
     try:
-        return own.copy(src, dst, src_block_ids, dst_block_ids, direction, after)
+        return own.copy([BlockCopy(src, dst, src_block_ids, dst_block_ids)], direction, after)
     finally:
         if copier is None:
             own.close()

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lmcache_connector.copy_kv_blocks.cpu_memcpy import compile_copy_run
-from lmcache_connector.copy_kv_blocks.plan import Move, check_devices, plan_copy
-from lmcache_connector.kv_layout.paged_cache import BlockSpace
+from lmcache_connector.copy_kv_blocks.plan import BlockCopy, Move, check_devices
 
 HOST = torch.device("cpu")
 STREAM_MIN_JOB_BYTES = 4 << 20
@@ -39,20 +38,20 @@ class CpuCopier:
 
     def copy(
         self,
-        src: BlockSpace,
-        dst: BlockSpace,
-        src_block_ids: Sequence[int],
-        dst_block_ids: Sequence[int],
+        copies: Sequence[BlockCopy],
         direction: Literal["h2d", "d2h"],
         after: object = None,
     ) -> int:
         """Copy blocks; returns the bytes moved. Raises CopyError before anything moved."""
-        check_devices(src, dst, HOST, HOST)
-        plan = plan_copy(src, dst, src_block_ids, dst_block_ids)
-        rows = (plan.src.anchor, plan.src.index, plan.dst.anchor, plan.dst.index)
-        stream = plan.num_bytes >= self._stream_min_job_bytes
-        self._kernel(plan.moves, *rows, plan.groups, stream)
-        return plan.num_bytes
+        for copy in copies:
+            check_devices(copy.src, copy.dst, HOST, HOST)
+        plans = [copy.plan() for copy in copies]
+        num_bytes = sum(plan.num_bytes for plan in plans)
+        for plan in plans:
+            rows = (plan.src.anchor, plan.src.index, plan.dst.anchor, plan.dst.index)
+            stream = num_bytes >= self._stream_min_job_bytes
+            self._kernel(plan.moves, *rows, plan.groups, stream)
+        return num_bytes
 
     def close(self) -> None:
         """Nothing is held."""

@@ -15,16 +15,24 @@ Threads: one copy per direction at a time; further ones wait their turn.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 
 from lmcache_connector.copy_kv_blocks.cuda_driver import CudaDriver
 from lmcache_connector.copy_kv_blocks.cuda_gather import RowCopyKernel
-from lmcache_connector.copy_kv_blocks.cuda_staging import StagedCopy, covers_chunks, expand, stage
-from lmcache_connector.copy_kv_blocks.plan import CopyPlan, Move, check_devices, plan_copy
+from lmcache_connector.copy_kv_blocks.cuda_staging import (
+    StagedCopy,
+    Tile,
+    covers_chunks,
+    expand,
+    stage,
+)
+from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyPlan, Move, check_devices
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import BlockSpace
 
@@ -64,69 +72,81 @@ class _Pipeline:
         self._ready = torch.cuda.Event()
         self._done = [torch.cuda.Event(blocking=True) for _ in self._slots]
 
-    def run_direct(self, plan: CopyPlan, after: torch.cuda.Event | None) -> None:
+    def run_direct(self, plans: Sequence[CopyPlan], after: torch.cuda.Event | None) -> None:
         """Every run is a transfer of its own."""
-        runs = expand(plan)
         stream = self._slots[0].stream
         if after is not None:
             stream.wait_event(after)
         try:
-            self._driver.copy_many(runs.dst, runs.src, runs.num_bytes, stream.cuda_stream)
+            for runs in map(expand, plans):
+                self._driver.copy_many(runs.dst, runs.src, runs.num_bytes, stream.cuda_stream)
         finally:
             self._wait()
 
     def run_staged(
-        self, plan: CopyPlan, host: ChunkBuffers, to_host: bool, after: torch.cuda.Event | None
+        self,
+        plans: Sequence[CopyPlan],
+        host: ChunkBuffers,
+        to_host: bool,
+        after: torch.cuda.Event | None,
     ) -> None:
         """Whole chunks cross the bus; a kernel moves their rows between slot and cache."""
         self._reserve_slots(host.geometry.chunk_bytes)
         slot_bytes = self._slots[0].memory.nbytes
         slots = [slot.memory.data_ptr() for slot in self._slots]
-        staged = stage(plan, host, to_host, slots, slot_bytes)
+        staged = stage(plans, host, to_host, slots, slot_bytes)
         try:
-            self._enqueue(plan, staged, to_host, after)
+            self._enqueue(plans, staged, to_host, after)
         finally:
             self._wait()
 
     def _enqueue(
-        self, plan: CopyPlan, staged: StagedCopy, to_host: bool, after: torch.cuda.Event | None
+        self,
+        plans: Sequence[CopyPlan],
+        staged: StagedCopy,
+        to_host: bool,
+        after: torch.cuda.Event | None,
     ) -> None:
         first = self._slots[0].stream
         if after is not None:
             first.wait_event(after)
-        moves, rows = self._upload(plan, staged, first)
+        tables = self._upload(plans, staged, first)
         self._ready.record(first)
         for slot in self._slots[1:]:
             slot.stream.wait_event(self._ready)
-        kernel = RowCopyKernel(plan.moves, staged.rows)
+        kernels = [
+            partial(RowCopyKernel(plan.moves, rows).launch, *table)
+            for plan, rows, table in zip(plans, staged.rows, tables, strict=True)
+        ]
         for tile in staged.tiles:
             stream = self._slots[tile.slot].stream
             with torch.cuda.stream(stream):
                 if to_host:
-                    kernel.launch(moves, rows, tile.first_row, tile.last_row)
+                    _launch(kernels, tile)
                 for copy in tile.copies:
                     ends = (copy.host, copy.staged)
                     dst, src = ends if to_host else ends[::-1]
                     self._driver.copy(dst, src, copy.num_bytes, stream.cuda_stream)
                 if not to_host:
-                    kernel.launch(moves, rows, tile.first_row, tile.last_row)
+                    _launch(kernels, tile)
 
     def _upload(
-        self, plan: CopyPlan, staged: StagedCopy, stream: torch.cuda.Stream
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The plan's tables on the device, once ``stream`` comes to it."""
-        words = plan.moves.size + staged.rows.size
+        self, plans: Sequence[CopyPlan], staged: StagedCopy, stream: torch.cuda.Stream
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Moves and rows of each plan on the device, once ``stream`` comes to it."""
+        pairs = [(plan.moves, rows) for plan, rows in zip(plans, staged.rows, strict=True)]
+        tables = [table.ravel() for pair in pairs for table in pair]
+        words = sum(table.size for table in tables)
         if words > len(self._tables):
             capacity = max(TABLE_WORDS, 2 * words)
             self._tables = torch.empty(capacity, dtype=torch.int64, device=self._device)
             self._host_tables = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
             stream.wait_stream(torch.cuda.current_stream(self._device))
-        flat = self._host_tables.numpy()
-        flat[: plan.moves.size] = plan.moves.ravel()
-        flat[plan.moves.size : words] = staged.rows.ravel()
+        np.concatenate(tables, out=self._host_tables.numpy()[:words])
         with torch.cuda.stream(stream):
             self._tables[:words].copy_(self._host_tables[:words], non_blocking=True)
-        return self._tables[: plan.moves.size], self._tables[plan.moves.size : words]
+        views = self._tables[:words].split([table.size for table in tables])
+        return list(zip(views[::2], views[1::2], strict=True))
 
     def _reserve_slots(self, chunk_bytes: int) -> None:
         size = max(self._slot_bytes, chunk_bytes)
@@ -141,6 +161,23 @@ class _Pipeline:
             done.record(slot.stream)
         for done in self._done:
             done.synchronize()
+
+
+def _launch(kernels: Sequence[Callable[[int, int], None]], tile: Tile) -> None:
+    for kernel, (first, last) in zip(kernels, tile.rows, strict=True):
+        if first < last:
+            kernel(first, last)
+
+
+def _the_chunks(spaces: Sequence[BlockSpace]) -> ChunkBuffers | None:
+    """The chunks that all copies are from or to; ``None`` if they are not that."""
+    first = spaces[0]
+    if not isinstance(first, ChunkBuffers):
+        return None
+    for other in spaces[1:]:
+        if not isinstance(other, ChunkBuffers) or other.geometry is not first.geometry:
+            return None
+    return first
 
 
 class CudaCopier:
@@ -169,34 +206,33 @@ class CudaCopier:
 
     def copy(
         self,
-        src: BlockSpace,
-        dst: BlockSpace,
-        src_block_ids: Sequence[int],
-        dst_block_ids: Sequence[int],
+        copies: Sequence[BlockCopy],
         direction: Literal["h2d", "d2h"],
         after: torch.cuda.Event | None = None,
     ) -> int:
         """Copy blocks; returns the bytes moved. Raises CopyError before anything moved."""
         to_host = direction == "d2h"
         ends = (self._device, _HOST) if to_host else (_HOST, self._device)
-        check_devices(src, dst, *ends)
-        plan = plan_copy(src, dst, src_block_ids, dst_block_ids)
-        if plan.num_bytes == 0:
+        for copy in copies:
+            check_devices(copy.src, copy.dst, *ends)
+        plans = [plan for copy in copies if (plan := copy.plan()).num_bytes]
+        if not plans:
             return 0
-        host = dst if to_host else src
+        hosts = [copy.dst if to_host else copy.src for copy in copies]
         with self._locks[direction], torch.cuda.device(self._device):
             self._driver.bind()
             pipeline = self._pipelines[direction]
-            if isinstance(host, ChunkBuffers) and self._stages(plan, host, to_host):
-                pipeline.run_staged(plan, host, to_host, after)
+            if (host := _the_chunks(hosts)) is not None and self._stages(plans, host, to_host):
+                pipeline.run_staged(plans, host, to_host, after)
             else:
-                pipeline.run_direct(plan, after)
-        return plan.num_bytes
+                pipeline.run_direct(plans, after)
+        return sum(plan.num_bytes for plan in plans)
 
-    def _stages(self, plan: CopyPlan, host: ChunkBuffers, to_host: bool) -> bool:
-        if int(plan.moves[:, Move.RUN_BYTES].min()) >= self._direct_min_run_bytes:
+    def _stages(self, plans: Sequence[CopyPlan], host: ChunkBuffers, to_host: bool) -> bool:
+        shortest = min(int(plan.moves[:, Move.RUN_BYTES].min()) for plan in plans)
+        if shortest >= self._direct_min_run_bytes:
             return False
-        return not to_host or covers_chunks(plan, host)
+        return not to_host or covers_chunks(plans, host)
 
     def close(self) -> None:
         """Free the staging memory."""

@@ -34,19 +34,20 @@ class SlotCopy:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows ``[first_row, last_row)``, which pass through slot number ``slot`` together."""
+    """Chunks that pass through slot number ``slot`` together: of each plan the rows from
+    ``rows[i][0]`` up to ``rows[i][1]``."""
 
     slot: int
-    first_row: int
-    last_row: int
+    rows: tuple[tuple[int, int], ...]
     copies: tuple[SlotCopy, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedCopy:
-    """``rows``: int64 ``[4, rows]``: anchor and index at the source, then at the destination."""
+    """``rows``: of each plan int64 ``[4, rows]``: anchor and index at the source, then at the
+    destination."""
 
-    rows: Int64s
+    rows: tuple[Int64s, ...]
     tiles: tuple[Tile, ...]
 
 
@@ -59,34 +60,40 @@ class Runs:
     num_bytes: Int64s
 
 
-def covers_chunks(plan: CopyPlan, host: ChunkBuffers) -> bool:
-    """Whether the copy writes all bytes of every chunk it touches.
+def covers_chunks(plans: Sequence[CopyPlan], host: ChunkBuffers) -> bool:
+    """Whether the copies together write all bytes of every chunk they touch, each once.
 
     If not, whole chunks must not travel to the host: they would overwrite bytes outside the copy.
     """
-    return plan.num_bytes == len(np.unique(plan.dst.anchor)) * host.geometry.chunk_bytes
+    chunks = np.unique(np.concatenate([plan.dst.anchor for plan in plans]))
+    return sum(plan.num_bytes for plan in plans) == len(chunks) * host.geometry.chunk_bytes
 
 
 def stage(
-    plan: CopyPlan, host: ChunkBuffers, to_host: bool, slots: Sequence[int], slot_bytes: int
+    plans: Sequence[CopyPlan],
+    host: ChunkBuffers,
+    to_host: bool,
+    slots: Sequence[int],
+    slot_bytes: int,
 ) -> StagedCopy:
-    """Cut a copy into tiles that use ``slots`` (device addresses) in turn.
+    """Cut copies from or to the same chunks into tiles that use ``slots`` (device addresses) in
+    turn.
 
     A slot holds at least one chunk. Rows are put in the order of their chunks.
     """
     chunk_bytes = host.geometry.chunk_bytes
-    anchors = plan.dst.anchor if to_host else plan.src.anchor
-    order = np.argsort(anchors, kind="stable")
-    addresses, first_rows = np.unique(anchors[order], return_index=True)
-    chunk = np.repeat(np.arange(len(addresses)), np.diff([*first_rows, len(order)]))
+    anchors = [plan.dst.anchor if to_host else plan.src.anchor for plan in plans]
+    addresses = np.unique(np.concatenate(anchors))
     per_slot = slot_bytes // chunk_bytes
     place = np.arange(len(addresses))
     staged = np.asarray(slots, np.int64)[place // per_slot % len(slots)]
     staged = staged + place % per_slot * chunk_bytes
-    paged, chunks = (plan.src, plan.dst) if to_host else (plan.dst, plan.src)
-    paged_side = [paged.anchor[order], paged.index[order]]
-    slot_side = [staged[chunk], chunks.index[order]]
-    borders = [*first_rows.tolist(), len(order)]
+    rows, borders = [], []
+    for plan, anchor in zip(plans, anchors, strict=True):
+        order = np.argsort(anchor, kind="stable")
+        rows.append(_staged_rows(plan, to_host, order, staged[np.searchsorted(addresses, anchor)]))
+        starts = np.searchsorted(anchor[order], addresses)
+        borders.append([*starts.tolist(), len(order)])
     tiles = []
     for first in range(0, len(addresses), per_slot):
         last = min(first + per_slot, len(addresses))
@@ -94,9 +101,16 @@ def stage(
             SlotCopy(int(addresses[i]), int(staged[i]), chunk_bytes) for i in range(first, last)
         )
         slot = first // per_slot % len(slots)
-        tiles.append(Tile(slot, borders[first], borders[last], copies))
-    sides = paged_side + slot_side if to_host else slot_side + paged_side
-    return StagedCopy(np.stack(sides), tuple(tiles))
+        tiles.append(Tile(slot, tuple((each[first], each[last]) for each in borders), copies))
+    return StagedCopy(tuple(rows), tuple(tiles))
+
+
+def _staged_rows(plan: CopyPlan, to_host: bool, order: Int64s, staged: Int64s) -> Int64s:
+    """A plan's rows in ``order``, with the slots' addresses ``staged`` instead of the chunks'."""
+    paged, chunks = (plan.src, plan.dst) if to_host else (plan.dst, plan.src)
+    paged_side = [paged.anchor[order], paged.index[order]]
+    slot_side = [staged[order], chunks.index[order]]
+    return np.stack(paged_side + slot_side if to_host else slot_side + paged_side)
 
 
 def expand(plan: CopyPlan) -> Runs:

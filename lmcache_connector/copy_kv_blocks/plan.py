@@ -43,6 +43,24 @@ class CopyError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BlockCopy:
+    """Block ``src_block_ids[i]`` of ``src`` goes to ``dst_block_ids[i]`` of ``dst``, all layers.
+
+    KV cache groups have block ids of their own: what has layers in several takes one of these for
+    each.
+    """
+
+    src: BlockSpace
+    dst: BlockSpace
+    src_block_ids: Sequence[int]
+    dst_block_ids: Sequence[int]
+
+    def plan(self) -> CopyPlan:
+        """Raises :class:`CopyError`."""
+        return plan_copy(self.src, self.dst, self.src_block_ids, self.dst_block_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
     """``moves``: int64 ``[layers, len(Move)]``, or one row per layer and plane.
 

@@ -25,9 +25,10 @@ class ChunkBuffers:
 
     Block ``i * blocks_per_chunk + j`` is block ``j`` of chunk ``i``. ``addresses[i]`` is where the
     ``geometry.chunk_bytes`` of chunk ``i`` begin; ``owners`` keeps their memory alive.
-    ``block_size`` is in tokens. ``first_layer`` and ``num_layers`` narrow the view to some layers
-    of the geometry, for caches whose groups have block ids of their own. ``planes`` are those of
-    the paged cache. Raises :class:`LayoutError` for sizes that do not fit together.
+    ``block_size`` is in tokens. ``layers`` are the places of the layers that the paged cache has,
+    in its order, among those of the geometry; ``None``: all. KV cache groups have block ids of
+    their own, and each holds some of a part's layers. ``planes`` are those of the paged cache.
+    Raises :class:`LayoutError` for sizes that do not fit together.
     """
 
     def __init__(
@@ -36,17 +37,18 @@ class ChunkBuffers:
         block_size: int,
         addresses: Sequence[int],
         owners: object,
-        first_layer: int = 0,
-        num_layers: int | None = None,
+        layers: tuple[int, ...] | None = None,
         planes: tuple[Plane, ...] = (),
     ) -> None:
-        if num_layers is None:
-            num_layers = len(geometry.layer_widths) - first_layer
-        last_layer = first_layer + num_layers
+        num_layers = len(geometry.layer_widths)
+        if layers is None:
+            layers = tuple(range(num_layers))
         if block_size <= 0 or geometry.num_tokens % block_size:
             raise LayoutError(f"chunks of {geometry.num_tokens} tokens, blocks of {block_size}")
-        if not 0 <= first_layer < last_layer <= len(geometry.layer_widths):
-            raise LayoutError(f"no layers {first_layer} to {last_layer} in the chunk")
+        if not layers or not 0 <= min(layers) <= max(layers) < num_layers:
+            raise LayoutError(f"no layers {layers} in a chunk of {num_layers}")
+        if len(set(layers)) != len(layers):
+            raise LayoutError(f"layers {layers} are not listed once each")
         if min(addresses, default=1) <= 0:
             raise LayoutError("a chunk has no memory")
         self.geometry = geometry
@@ -54,8 +56,8 @@ class ChunkBuffers:
         self.device = torch.device("cpu")
         self.owners = owners
         self.addresses = np.asarray(addresses, np.int64)
-        self._layers = range(first_layer, last_layer)
-        for width in set(geometry.layer_widths[first_layer:last_layer]):
+        self._layers = layers
+        for width in {geometry.layer_widths[layer] for layer in layers}:
             check_planes("a chunk", planes, width)
         self._planes = planes
 
@@ -87,7 +89,7 @@ class ChunkBuffers:
 
 @lru_cache(maxsize=256)
 def _chunk_table(
-    geometry: ChunkGeometry, layers: range, planes: tuple[Plane, ...], row_tokens: int
+    geometry: ChunkGeometry, layers: tuple[int, ...], planes: tuple[Plane, ...], row_tokens: int
 ) -> LayerTable:
     """The layers of a chunk, in rows of ``row_tokens`` tokens. All jobs of an engine share it."""
     entries = [

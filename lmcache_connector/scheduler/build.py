@@ -35,7 +35,8 @@ from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 
 if TYPE_CHECKING:
-    from lmcache_connector.vllm_compat.model import ModelDescription
+    from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.vllm_compat.model import ModelDescription
 
 
 def build_scheduler(
@@ -88,7 +89,7 @@ def _make_hits(
         return HitFinder(config.chunk_size, index, tally), SchedulerMetrics(tally, clock)
     from lmcache_connector.storage.redis.lookup import RedisLookup
 
-    redis = RedisLookup(tier_config, model.geometries)
+    redis = RedisLookup(tier_config, [PartGeometries((rank,)) for rank in model.geometries])
     lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, clock)
     hits = RedisHitFinder(
         config.chunk_size,

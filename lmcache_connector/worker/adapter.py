@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, make_copier
-from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
+from lmcache_connector.kv_layout.part_layout import PartLayout
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.plans import (
     AuditJob,
@@ -35,15 +35,14 @@ from lmcache_connector.plans import (
     TransferTime,
 )
 from lmcache_connector.requests.background_read import Reading
-from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
 from lmcache_connector.worker.forward_timer import ForwardTimer
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
-from lmcache_connector.worker.lmcache_plugs import JobTransfer
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
+from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
 from lmcache_connector.worker.self_test import SelfTestResult, run_self_test
 from lmcache_connector.worker.step_gate import StepGate
@@ -70,23 +69,17 @@ _NO_NEWS: StepOutput[RankReport] = StepOutput()
 class WorkerSettings:
     """What the worker side of one rank needs to know.
 
-    ``layer_widths`` maps the layers of the KV cache group, in model order, to the bytes of one
-    token and one KV head. ``probe_keys`` name the chunks that measure Redis; without any, Redis is
-    not measured. ``planes`` say how a block lies in memory where strides do not, ``formats`` how
-    the elements of each layer are stored. ``configuration``: see :class:`RankStart`.
-    ``finishes_stores``: no copy out of the paged cache may go on between two steps.
+    ``parts`` are the model's. ``probe_keys`` name the chunks that measure Redis; without any, Redis
+    is not measured. ``configuration``: see :class:`RankStart`. ``finishes_stores``: no copy out of
+    the paged cache may go on between two steps.
     """
 
     engine: EngineSettings
-    geometry: ChunkGeometry
-    num_kv_heads: int
-    layer_widths: dict[str, int]
+    parts: tuple[PartLayout, ...]
     self_test: bool
     shutdown_seconds: float
     probe_keys: tuple[bytes, ...] = ()
-    planes: tuple[Plane, ...] = ()
     configuration: tuple[tuple[str, str], ...] = ()
-    formats: tuple[str, ...] = ()
     blocks_are_zeroed: bool = False
     finishes_stores: bool = False
 
@@ -109,7 +102,8 @@ class WorkerAdapter:
         self._settings = settings
         self._clock = clock
         self._lora_loads = lora_loads or NoLoraLoads()
-        paged = _describe(settings, kv_caches)
+        rank = settings.engine.rank
+        parts = [PagedPart.from_kv_caches(part, rank, kv_caches) for part in settings.parts]
         device = next(iter(kv_caches.values())).device
         on_cpu = device.type == "cpu"
         if on_cpu:
@@ -119,14 +113,11 @@ class WorkerAdapter:
         tier = self._tier = make_redis_tier() if make_redis_tier else None
         # On CPU, the cores that write compute the model.
         self._hold_writes = tier.hold_writes if tier is not None and on_cpu else _hold_nothing
-        self._engine = LMCacheEngineAdapter(
-            settings.engine, settings.geometry, paged, self._copier, tier
-        )
+        self._engine = LMCacheEngineAdapter(settings.engine, parts, self._copier, tier)
         self._probe = _make_probe(tier, settings.probe_keys, clock)
         self.self_test: SelfTestResult | None = None
         if settings.self_test:
-            chunk_size = settings.geometry.num_tokens
-            self.self_test = run_self_test(self._engine, paged, chunk_size, clock)
+            self.self_test = run_self_test(self._engine, parts, clock)
         self._jobs = JobQueue(
             self._run,
             _NUM_REDIS_LANES if tier is not None else 0,
@@ -240,7 +231,7 @@ class WorkerAdapter:
         seconds = self._clock() - started
         return JobResult(
             job_id=job.job_id,
-            outcome=self._outcome(queued, transfer),
+            outcome=self._outcome(queued, transfer.num_chunks == transfer.num_keys),
             num_chunks=transfer.num_chunks,
             num_bytes=transfer.num_bytes,
             redis_bytes=transfer.redis_bytes,
@@ -264,12 +255,11 @@ class WorkerAdapter:
             queued.cancelled,
             queued.deadline,
             self._gate,
-            self._settings.formats,
             partial(self._jobs.has_read, queued),
         )
         return JobResult(
             job_id=job.job_id,
-            outcome=self._outcome(queued, found),
+            outcome=self._outcome(queued, found.num_chunks == 1),
             num_chunks=found.num_chunks,
             num_bytes=0,
             redis_bytes=found.redis_bytes,
@@ -279,8 +269,8 @@ class WorkerAdapter:
             differences=found.differences,
         )
 
-    def _outcome(self, queued: QueuedJob, transfer: JobTransfer) -> Outcome:
-        if transfer.num_chunks == len(transfer.keys):
+    def _outcome(self, queued: QueuedJob, is_whole: bool) -> Outcome:
+        if is_whole:
             return Outcome.DONE
         if queued.cancelled.is_set():
             return Outcome.CANCELLED
@@ -355,7 +345,7 @@ class WorkerAdapter:
         settings = self._settings
         return RankSnapshot(
             queued_jobs=self._jobs.num_open,
-            cpu_used_bytes=self._engine.num_chunks * settings.geometry.chunk_bytes,
+            cpu_used_bytes=self._engine.used_bytes,
             cpu_capacity_bytes=int(settings.engine.cpu_gib * 2**30),
             redis=self._tier.stats() if self._tier is not None else None,
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
@@ -375,20 +365,3 @@ def _make_probe(
     tier: RedisTier | None, keys: tuple[bytes, ...], clock: Callable[[], float]
 ) -> RedisProbe | NoProbe:
     return RedisProbe(tier, keys, clock) if tier is not None and keys else NoProbe()
-
-
-def _describe(settings: WorkerSettings, kv_caches: dict[str, torch.Tensor]) -> PagedLayout:
-    """The layers of the KV cache group in canonical order.
-
-    A layer that shares another's cache has no width of its own and is left out.
-    """
-    specs = {
-        name: LayerSpec(
-            num_kv_heads=settings.num_kv_heads,
-            block_size=settings.engine.block_size,
-            content_bytes=width,
-            planes=settings.planes,
-        )
-        for name, width in settings.layer_widths.items()
-    }
-    return PagedLayout.from_kv_caches({name: kv_caches[name] for name in specs}, specs)

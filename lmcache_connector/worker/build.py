@@ -17,7 +17,9 @@ from lmcache_connector.config.warnings import (
     size_warnings,
 )
 from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.startup import banner
+from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.vllm_compat.identity import fingerprint
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
@@ -59,7 +61,7 @@ def build_worker(
         finishes_stores=may_sleep_unseen(vllm_config),
     )
     if model.rank == 0:
-        _log_warnings(config, vllm_config, settings.geometry.chunk_bytes)
+        _log_warnings(config, vllm_config, _prefix_bytes(model))
     lora_config = vllm_config.lora_config
     worker = WorkerAdapter(
         settings,
@@ -69,7 +71,13 @@ def build_worker(
     )
     if model.rank == 0:
         logger.info(
-            banner(config, fingerprint(model.configuration), settings.geometry, worker.self_test)
+            banner(
+                config,
+                fingerprint(model.configuration),
+                model.chunk_size,
+                _geometries(model),
+                worker.self_test,
+            )
         )
     return worker
 
@@ -84,33 +92,30 @@ def _worker_settings(
             rank=model.rank,
             world_size=model.world_size,
             cpu_gib=config.cpu_gib,
-            block_size=model.block_size,
             overrides=config.lmcache,
             report_writes=kv_events,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
         ),
-        geometry=model.geometries[model.rank],
-        num_kv_heads=model.num_kv_heads,
-        layer_widths=model.layer_widths,
+        parts=model.parts,
         self_test=config.self_test,
         shutdown_seconds=config.shutdown_seconds,
         probe_keys=_probe_keys(config, model) if loads else (),
-        planes=model.planes,
         configuration=tuple(sorted(model.configuration.items())),
-        formats=model.formats,
     )
 
 
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
     """Keys of chunks that measure Redis; none if every hit is loaded however slow it is.
 
-    They hold noise of the right size, so instances with other weights may share them.
+    They hold noise of the right size, so instances with other weights may share them: that of the
+    model's first part, of which most is loaded.
     """
     if config.compute_or_load == "always":
         return ()
     root = {"namespace": config.namespace, **model.configuration}
-    hasher = PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
-    return tuple(hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS))
+    hasher = PrefixHasher(root, model.chunk_size, config.hash_key_bytes)
+    keys = [hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS)]
+    return tuple(part_key(key, 0, len(model.parts)) for key in keys)
 
 
 def _redis_tier_maker(
@@ -123,7 +128,22 @@ def _redis_tier_maker(
     from lmcache_connector.storage.redis.tier import RedisTier
 
     rank = model.rank
-    return partial(RedisTier, tier_config, model.geometries[rank], model.ranks[rank].write_shards)
+    write_shards = tuple(part.ranks[rank].write_shards for part in model.parts)
+    return partial(RedisTier, tier_config, _geometries(model), write_shards)
+
+
+def _geometries(model: ModelDescription) -> PartGeometries:
+    """Those of this rank."""
+    return PartGeometries(tuple(part.geometries[model.rank] for part in model.parts))
+
+
+def _prefix_bytes(model: ModelDescription) -> int:
+    """What this rank keeps of every chunk of a prompt; of windows and states it is the last few."""
+    return sum(
+        part.geometries[model.rank].chunk_bytes
+        for part in model.parts
+        if part.part.rule is Rule.PREFIX
+    )
 
 
 def _log_warnings(config: ConnectorConfig, vllm_config: VllmConfig, chunk_bytes: int) -> None:

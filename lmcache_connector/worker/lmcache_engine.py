@@ -3,11 +3,12 @@
 ``LMCacheEngine.store`` and ``.retrieve`` run unchanged, with three parts of ours plugged in:
 
 - a token database that names chunks by the keys the scheduler planned (full 256 bits),
-- a GPU connector that moves a whole job with one ``copy_kv_blocks`` call,
+- a GPU connector that moves all chunks of a part with one call of the copier,
 - the Redis tier, as a storage plugin.
 
-A memory object of LMCache's CPU tier holds one rank's part of one chunk in the canonical form of
-:mod:`lmcache_connector.storage.geometry`, as plain bytes.
+A memory object of LMCache's CPU tier holds what one rank has of one part of one chunk, in the
+canonical form of :mod:`lmcache_connector.storage.geometry`, as plain bytes. Every run of a job, the
+chunks of one part, is a store or a retrieve of its own.
 
 Threads: ``store`` and ``load`` may run on several lanes at once; events come from whichever thread
 admits or evicts.
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,17 +30,17 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.kv_layout.paged_cache import PagedLayout
-from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, StoreJob
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, PartRun, StoreJob
+from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     Comparison,
     EventSink,
-    JobTransfer,
     PlannedTokenDatabase,
     PlannedTokens,
+    RunTransfer,
     TransferCancelled,
+    ValueSizes,
 )
 from lmcache_connector.worker.lmcache_start import (
     REDIS_BACKEND,
@@ -46,6 +48,7 @@ from lmcache_connector.worker.lmcache_start import (
     make_metadata,
     start_engine,
 )
+from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.reconciler import Reconciler
 
 if TYPE_CHECKING:
@@ -59,29 +62,53 @@ _OFFERED_BYTES = 32 << 20
 _LAST = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class JobTransfer:
+    """What came of a job: see :class:`RunTransfer`, over all runs. ``num_keys`` were to be moved;
+    of a load's, the first ``num_chunks`` have been."""
+
+    num_keys: int
+    num_chunks: int
+    num_bytes: int
+    redis_bytes: int
+    redis_seconds: float
+    redis_failed: bool
+
+    @classmethod
+    def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
+        return cls(
+            num_keys=sum(len(run.keys) for run in runs),
+            num_chunks=sum(run.num_chunks for run in runs),
+            num_bytes=sum(run.num_bytes for run in runs),
+            redis_bytes=sum(run.redis_bytes for run in runs),
+            redis_seconds=sum(run.redis_seconds for run in runs),
+            redis_failed=any(run.redis_failed for run in runs),
+        )
+
+
 class LMCacheEngineAdapter:
     """One rank's CPU tier, and Redis behind it.
 
-    ``copier`` moves blocks between ``paged`` and LMCache's memory. ``redis_tier`` is closed with
-    the engine. Raises :class:`ConfigError` if LMCache cannot be started with the settings.
+    ``copier`` moves blocks between ``parts``, the model's in order, and LMCache's memory.
+    ``redis_tier`` is closed with the engine. Raises :class:`ConfigError` if LMCache cannot be
+    started with the settings.
     """
 
     def __init__(
         self,
         settings: EngineSettings,
-        geometry: ChunkGeometry,
-        paged: PagedLayout,
+        parts: Sequence[PagedPart],
         copier: Copier,
         redis_tier: RedisTier | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._geometry = geometry
+        self._parts = parts
+        self._sizes = ValueSizes(PartGeometries(tuple(part.geometry for part in parts)))
         self._redis_tier = redis_tier
         self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
-        metadata = make_metadata(settings, geometry)
+        metadata = make_metadata(settings, self._sizes)
         self._database = PlannedTokenDatabase(metadata)
-        self._planar = bool(paged.planes)
-        self._blocks = BlockCopyConnector(paged, geometry, settings.block_size, copier)
+        self._blocks = BlockCopyConnector(parts, self._sizes, copier)
         self._engine = start_engine(settings, metadata, self._database, self._blocks, redis_tier)
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
@@ -109,50 +136,53 @@ class LMCacheEngineAdapter:
         Chunks it has are not copied, but go on to Redis if the job says so. What does not pass the
         ``gate`` is dropped. Raises what the copy raises.
         """
-        (run,) = job.runs
-        held = {key for key in run.keys if self._holds(key)}
-        self._events.confirm(held)
-        missing = [i for i, key in enumerate(run.keys) if key not in held]
-        per_chunk = len(run.block_ids[0]) // len(run.keys)
-        transfer = JobTransfer(
-            keys=tuple(run.keys[i] for i in missing),
-            block_ids=tuple(
-                b for i in missing for b in run.block_ids[0][i * per_chunk : (i + 1) * per_chunk]
-            ),
-            skip_blocks=0,
-            fence=fence,
-            cancelled=cancelled,
-            gate=gate,
-        )
-        if transfer.keys:
-            tokens = PlannedTokens(transfer.keys, self._geometry.num_tokens)
-            with self._store_context(job, missing[0]), suppress(TransferCancelled):
-                self._engine.store(tokens=tokens, transfer=transfer)
-            self._touch(transfer.keys)
-            self._drain_statistics()
-        if job.redis_keys:
-            self._share(job, held)
-        return transfer
+        transfers = []
+        for run in job.runs:
+            held = {key for key in run.keys if self._holds(key)}
+            self._events.confirm(held)
+            missing = [i for i, key in enumerate(run.keys) if key not in held]
+            transfer = RunTransfer(
+                part=run.part,
+                keys=tuple(run.keys[i] for i in missing),
+                block_ids=tuple(_of_chunks(ids, len(run.keys), missing) for ids in run.block_ids),
+                skip_blocks=0,
+                fence=fence,
+                cancelled=cancelled,
+                gate=gate,
+            )
+            transfers.append(transfer)
+            if missing and not cancelled.is_set():
+                with (
+                    self._store_context(job, run.chunks[missing[0]]),
+                    suppress(TransferCancelled),
+                ):
+                    self._engine.store(tokens=self._tokens(transfer), transfer=transfer)
+                self._drain_statistics()
+            if job.redis_keys:
+                self._share(job, run, held)
+        self._touch(transfers)
+        return JobTransfer.of(transfers)
 
     def load(
         self, job: LoadJob, fence: Fence | None, cancelled: threading.Event, deadline: float
     ) -> JobTransfer:
-        """Copy leading chunks into the paged cache; ``num_chunks`` of the result arrived whole.
+        """Copy chunks into the paged cache; the first ``num_chunks`` of the result arrived whole.
+        Nothing follows a run that did not.
 
         ``deadline`` is a reading of ``time.monotonic``. A load that was planned from the CPU tier
         never asks Redis: if a chunk was evicted meanwhile, a slow Redis shall not hold up the lane
         of loads that find theirs. Raises what the copy raises.
         """
-        (run,) = job.runs
-        transfer = JobTransfer(
-            keys=run.keys,
-            block_ids=run.block_ids[0],
-            skip_blocks=run.skip_blocks,
-            fence=fence,
-            cancelled=cancelled,
-        )
-        self._retrieve(transfer, deadline if job.needs_redis else None)
-        return transfer
+        transfers = [
+            RunTransfer(run.part, run.keys, run.block_ids, run.skip_blocks, fence, cancelled)
+            for run in job.runs
+        ]
+        for transfer in transfers:
+            self._retrieve(transfer, deadline if job.needs_redis else None)
+            if transfer.num_chunks < len(transfer.keys):
+                break
+        self._touch(transfers)
+        return JobTransfer.of(transfers)
 
     def compare(
         self,
@@ -161,7 +191,6 @@ class LMCacheEngineAdapter:
         cancelled: threading.Event,
         deadline: float,
         gate: StepGate,
-        formats: Sequence[str],
         has_read: Callable[[], None],
     ) -> Comparison:
         """Copy the job's chunk out of the paged cache, and compare it with what a tier holds.
@@ -171,16 +200,18 @@ class LMCacheEngineAdapter:
         raises.
         """
         (run,) = job.runs
-        transfer = Comparison(run.keys, run.block_ids[0], 0, fence, cancelled, gate)
-        computed = bytearray(self._geometry.chunk_bytes)
+        part = self._parts[run.part]
+        transfer = Comparison(run.part, run.keys, run.block_ids, 0, fence, cancelled, gate)
+        computed = bytearray(part.geometry.chunk_bytes)
         self._blocks.copy_out(transfer, np.frombuffer(computed, np.uint8))
         transfer.compare = lambda stored: compare_chunks(
-            memoryview(computed), stored, self._geometry, formats, planar=self._planar
+            memoryview(computed), stored, part.geometry, part.formats, planar=part.is_planar
         )
         is_sound = gate.passes(cancelled)
         has_read()
         if is_sound:
             self._retrieve(transfer, deadline if job.needs_redis else None)
+            self._touch([transfer])
         return transfer
 
     def want(self, keys: Sequence[bytes]) -> None:
@@ -212,8 +243,13 @@ class LMCacheEngineAdapter:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in the CPU tier."""
+        """Values in the CPU tier: of each chunk as many as the model has parts."""
         return len(self._cpu.hot_cache)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the CPU tier's memory."""
+        return int(self._cpu.memory_allocator.pin_allocator.total_allocated_size)
 
     def close(self, seconds: float) -> None:
         """Writes still queued for Redis get ``seconds``; then everything is dropped."""
@@ -223,9 +259,9 @@ class LMCacheEngineAdapter:
             self._redis_tier.close(seconds)
         self._engine.close()
 
-    def _retrieve(self, transfer: JobTransfer, redis_deadline: float | None) -> None:
+    def _retrieve(self, transfer: RunTransfer, redis_deadline: float | None) -> None:
         """``redis_deadline``: ``None`` to ask the CPU tier alone."""
-        tokens = PlannedTokens(transfer.keys, self._geometry.num_tokens)
+        tokens = self._tokens(transfer)
         if self._plugin is None or redis_deadline is None:
             self._engine.retrieve(tokens, transfer=transfer)
         else:
@@ -235,18 +271,22 @@ class LMCacheEngineAdapter:
             transfer.redis_bytes = context.redis_bytes
             transfer.redis_seconds = context.redis_seconds
             transfer.redis_failed = context.cut_off and not is_cancelled()
-        self._touch(transfer.keys)
         self._drain_statistics()
         if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
             raise transfer.error
 
-    def _share(self, job: StoreJob, held: Collection[bytes]) -> None:
+    def _tokens(self, transfer: RunTransfer) -> PlannedTokens:
+        return PlannedTokens(
+            transfer.keys, self._sizes.num_units(self._parts[transfer.part].geometry)
+        )
+
+    def _share(self, job: StoreJob, run: PartRun, held: Collection[bytes]) -> None:
         """Queue chunks that were in the CPU tier before the job for Redis."""
         if self._plugin is None:
             return
-        for i, key in enumerate(job.keys):
+        for key, chunk in zip(run.keys, run.chunks, strict=True):
             if key in held:
-                with self._store_context(job, i):
+                with self._store_context(job, chunk):
                     self._put(key)
 
     def _offer(self, key: bytes) -> bool:
@@ -257,7 +297,8 @@ class LMCacheEngineAdapter:
     def _may_offer(self) -> bool:
         """What waits to be written stays in the CPU tier: offers take little of it."""
         assert self._redis_tier is not None
-        return self._redis_tier.queued_bytes <= max(_OFFERED_BYTES, self._geometry.chunk_bytes)
+        largest = self._sizes.geometries.largest.chunk_bytes
+        return self._redis_tier.queued_bytes <= max(_OFFERED_BYTES, largest)
 
     def _put(self, key: bytes) -> bool:
         """Queue a chunk of the CPU tier for Redis. False if it is not there."""
@@ -269,12 +310,12 @@ class LMCacheEngineAdapter:
         memory.ref_count_down()
         return True
 
-    def _store_context(self, job: StoreJob, first: int) -> AbstractContextManager[None]:
+    def _store_context(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
         """Tells the Redis tier where in its prompt a chunk stands: late ones are dropped first."""
         if self._plugin is None:
             return nullcontext()
         context: AbstractContextManager[None] = self._plugin.store_context(
-            job.runs[0].chunks[first], self._write_ended, job.redis_keys
+            chunk, self._write_ended, job.redis_keys
         )
         return context
 
@@ -287,11 +328,14 @@ class LMCacheEngineAdapter:
     def _holds(self, key: bytes) -> bool:
         return bool(self._cpu.contains(self._database.engine_key(key)))
 
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        """Make these the newest chunks of the CPU tier, the prefix newest: it is worth the most."""
+    def _touch(self, transfers: Sequence[RunTransfer]) -> None:
+        """Make these the newest chunks of the CPU tier, a prefix's first ones newest: they are
+        worth the most. Newer still are windows and states, without which none of it is a hit.
+        """
+        ordered = sorted(transfers, key=lambda transfer: transfer.part)
         with self._cpu.cpu_lock:
             cache = self._cpu.hot_cache
-            for key in reversed(keys):
+            for key in (key for transfer in ordered for key in reversed(transfer.keys)):
                 engine_key = self._database.engine_key(key)
                 if engine_key in cache:
                     cache.move_to_end(engine_key)
@@ -303,3 +347,9 @@ class LMCacheEngineAdapter:
             self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
             self._engine.stats_monitor.get_stats_and_clear()
             self._cpu.cache_policy.chunk_hash_to_init_timestamp.clear()
+
+
+def _of_chunks(block_ids: Sequence[int], num_chunks: int, chunks: Sequence[int]) -> tuple[int, ...]:
+    """The blocks of some of ``num_chunks`` chunks, which have equally many each."""
+    per_chunk = len(block_ids) // num_chunks
+    return tuple(b for i in chunks for b in block_ids[i * per_chunk : (i + 1) * per_chunk])

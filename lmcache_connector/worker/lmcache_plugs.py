@@ -1,4 +1,4 @@
-"""What plugs into LMCache's engine: names of chunks, one copy per job, and its events.
+"""What plugs into LMCache's engine: names of chunks, one copy per run of a job, and its events.
 
 :mod:`lmcache_connector.worker.lmcache_engine` says how they fit together.
 """
@@ -21,25 +21,53 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import TokenDatabase
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, copy_kv_blocks
+from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
-from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
-from lmcache_connector.kv_layout.paged_cache import PagedLayout
-from lmcache_connector.plans import CacheEvent, LayerDifference
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.plans import BlockIds, CacheEvent, LayerDifference
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
+from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.step_gate import StepGate
+
+UNIT_BYTES = 4096
+"""LMCache's memory comes in pages of that size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSizes:
+    """The sizes of values as LMCache counts them: in tokens, all equally large.
+
+    A model of one part has chunks of ``num_tokens``. The values of several parts differ, so pages
+    stand for tokens, and a value ends inside its last one.
+    """
+
+    geometries: PartGeometries
+
+    @property
+    def unit_bytes(self) -> int:
+        """What LMCache takes for a token."""
+        if len(self.geometries) == 1:
+            return self.geometries.largest.bytes_per_token
+        return UNIT_BYTES
+
+    def num_units(self, geometry: ChunkGeometry) -> int:
+        return -(-geometry.chunk_bytes // self.unit_bytes)
+
+    def shape(self, geometry: ChunkGeometry) -> torch.Size:
+        return torch.Size([1, 1, self.num_units(geometry), self.unit_bytes])
 
 
 @dataclass(slots=True)
-class JobTransfer:
-    """One job on its way through LMCache to the GPU connector, and what came of it.
+class RunTransfer:
+    """One run of a job on its way through LMCache to the GPU connector, and what came of it.
 
-    ``num_bytes`` were copied from or to the paged cache, ``num_chunks`` leading chunks arrived.
-    ``redis_bytes`` came from Redis in ``redis_seconds``; ``redis_failed``: too slow, or broken.
+    ``part`` is its number. ``num_bytes`` were copied from or to the paged cache, ``num_chunks``
+    leading chunks arrived. ``redis_bytes`` came from Redis in ``redis_seconds``; ``redis_failed``:
+    too slow, or broken.
     """
 
+    part: int
     keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
     skip_blocks: int
     fence: Fence | None
     cancelled: threading.Event
@@ -53,7 +81,7 @@ class JobTransfer:
 
 
 @dataclass(slots=True)
-class Comparison(JobTransfer):
+class Comparison(RunTransfer):
     """A load that fills no blocks: ``compare(stored)`` is handed what a tier holds of one chunk."""
 
     compare: Callable[[memoryview], tuple[LayerDifference, ...]] | None = None
@@ -65,17 +93,17 @@ class TransferCancelled(Exception):
 
 
 class PlannedTokens(Sequence[int]):
-    """A job's tokens where LMCache wants token ids: their number, and the keys of their chunks.
+    """Chunks of one part where LMCache wants token ids: the units of each, and their keys.
 
     The scheduler side has hashed them. Hashing again here would cost time and could disagree.
     """
 
-    def __init__(self, keys: Sequence[bytes], chunk_size: int) -> None:
+    def __init__(self, keys: Sequence[bytes], num_units: int) -> None:
         self.keys = keys
-        self._chunk_size = chunk_size
+        self.num_units = num_units
 
     def __len__(self) -> int:
-        return len(self.keys) * self._chunk_size
+        return len(self.keys) * self.num_units
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError("planned tokens have keys, not ids")
@@ -92,7 +120,7 @@ class PlannedTokenDatabase(TokenDatabase):
     def process_tokens(
         self, tokens: PlannedTokens, *_: Any, **__: Any
     ) -> Iterator[tuple[int, int, CacheEngineKey]]:
-        size = self.metadata.chunk_size
+        size = tokens.num_units
         for index, key in enumerate(tokens.keys):
             yield index * size, (index + 1) * size, self.engine_key(key)
 
@@ -101,33 +129,21 @@ class PlannedTokenDatabase(TokenDatabase):
 
 
 class BlockCopyConnector(GPUConnectorInterface):
-    """Moves the chunks of a job between LMCache's memory and the paged cache in one call."""
+    """Moves the chunks of a run between LMCache's memory and the paged cache in one call."""
 
-    def __init__(
-        self, paged: PagedLayout, geometry: ChunkGeometry, block_size: int, copier: Copier
-    ) -> None:
-        self._paged = paged
-        self._geometry = geometry
-        self._block_size = block_size
+    def __init__(self, parts: Sequence[PagedPart], sizes: ValueSizes, copier: Copier) -> None:
+        self._parts = parts
+        self._sizes = sizes
         self._copier = copier
 
     def batched_from_gpu(
         self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
         """Raises what the copy raises, or :class:`TransferCancelled`; then nothing is stored."""
-        transfer: JobTransfer = kwargs["transfer"]
+        transfer: RunTransfer = kwargs["transfer"]
         try:
-            chunks = self._chunks(memory_objs)
-            block_ids = transfer.block_ids[: chunks.num_blocks]
-            transfer.num_bytes = copy_kv_blocks(
-                self._paged,
-                chunks,
-                block_ids,
-                range(len(block_ids)),
-                "d2h",
-                self._copier,
-                transfer.fence,
-            )
+            addresses = [obj.data_ptr for obj in memory_objs]
+            self._copy_out(transfer, addresses, memory_objs)
             if not transfer.gate.passes(transfer.cancelled):
                 raise TransferCancelled
         except Exception:
@@ -140,7 +156,7 @@ class BlockCopyConnector(GPUConnectorInterface):
         self, memory_objs: list[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
         """Never raises: LMCache would keep its references. What went wrong is in the transfer."""
-        transfer: JobTransfer = kwargs["transfer"]
+        transfer: RunTransfer = kwargs["transfer"]
         if transfer.cancelled.is_set():
             transfer.error = TransferCancelled()
             return
@@ -148,43 +164,34 @@ class BlockCopyConnector(GPUConnectorInterface):
             if isinstance(transfer, Comparison):
                 self._compare(memory_objs, transfer)
                 return
-            chunks = self._chunks(memory_objs)
-            source = range(transfer.skip_blocks, chunks.num_blocks)
-            block_ids = transfer.block_ids[: len(source)]
-            transfer.num_bytes = copy_kv_blocks(
-                chunks,
-                self._paged,
-                source[: len(block_ids)],
-                block_ids,
-                "h2d",
-                self._copier,
-                transfer.fence,
+            copies = self._parts[transfer.part].copies(
+                [obj.data_ptr for obj in memory_objs],
+                memory_objs,
+                transfer.block_ids,
+                to_chunks=False,
+                skip_blocks=transfer.skip_blocks,
             )
+            transfer.num_bytes = self._copier.copy(copies, "h2d", transfer.fence)
         except Exception as error:  # noqa: BLE001 - reported by the caller, after LMCache cleaned up
             transfer.error = error
             return
         transfer.num_chunks = len(memory_objs)
 
-    def copy_out(self, transfer: JobTransfer, memory: npt.NDArray[np.uint8]) -> None:
-        """Copy the job's one chunk out of the paged cache into ``memory``. Raises what the copy
+    def copy_out(self, transfer: RunTransfer, memory: npt.NDArray[np.uint8]) -> None:
+        """Copy the run's one chunk out of the paged cache into ``memory``. Raises what the copy
         raises."""
-        address = int(memory.ctypes.data)
-        planes = self._paged.planes
-        chunk = ChunkBuffers(self._geometry, self._block_size, [address], memory, planes=planes)
-        transfer.num_bytes = copy_kv_blocks(
-            self._paged,
-            chunk,
-            transfer.block_ids,
-            range(len(transfer.block_ids)),
-            "d2h",
-            self._copier,
-            transfer.fence,
-        )
+        self._copy_out(transfer, [int(memory.ctypes.data)], memory)
+
+    def _copy_out(self, transfer: RunTransfer, addresses: Sequence[int], owners: object) -> None:
+        part = self._parts[transfer.part]
+        copies = part.copies(addresses, owners, transfer.block_ids, to_chunks=True)
+        transfer.num_bytes = self._copier.copy(copies, "d2h", transfer.fence)
 
     def _compare(self, memory_objs: list[MemoryObj], transfer: Comparison) -> None:
         assert transfer.compare is not None
         (memory_obj,) = memory_objs
-        transfer.differences = transfer.compare(memoryview(memory_obj.byte_array).cast("B"))
+        stored = value_bytes(memory_obj, self._parts[transfer.part].geometry)
+        transfer.differences = transfer.compare(stored)
         transfer.num_chunks = 1
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
@@ -194,16 +201,12 @@ class BlockCopyConnector(GPUConnectorInterface):
         self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
-        return torch.Size([1, 1, num_tokens, self._geometry.bytes_per_token])
+        return torch.Size([1, 1, num_tokens, self._sizes.unit_bytes])
 
-    def _chunks(self, memory_objs: list[MemoryObj]) -> ChunkBuffers:
-        return ChunkBuffers(
-            self._geometry,
-            self._block_size,
-            [obj.data_ptr for obj in memory_objs],
-            memory_objs,
-            planes=self._paged.planes,
-        )
+
+def value_bytes(memory: MemoryObj, geometry: ChunkGeometry) -> memoryview:
+    """A view of the value in the object's own bytes; its last page may be longer."""
+    return memoryview(memory.byte_array).cast("B")[: geometry.chunk_bytes]
 
 
 class EventSink:

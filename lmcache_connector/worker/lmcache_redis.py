@@ -1,9 +1,9 @@
 """The Redis tier as a storage plugin of LMCache's engine, beside LMCache's own CPU tier.
 
 LMCache makes the plugin, and asks it for the chunks of a prompt that the CPU tier lacks. Memory
-objects come from the CPU tier's allocator and hold one chunk each: ``geometry.chunk_bytes`` bytes
-in canonical order. The plugin releases every object that it does not return, and every object that
-it hands to the tier once that is written.
+objects come from the CPU tier's allocator and hold one value each: as many bytes as the geometry of
+its key says, in canonical order. The plugin releases every object that it does not return, and
+every object that it hands to the tier once that is written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import never
 from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.worker.lmcache_plugs import ValueSizes, value_bytes
 
 TIER = "lmcache_connector.redis_tier"
 """The entry of LMCache's ``extra_config`` that holds the `RedisTier`."""
@@ -73,8 +75,7 @@ class RedisStoragePlugin(StoragePluginInterface):
     ) -> None:
         super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
         self._tier: RedisTier = config.extra_config[TIER]
-        geometry = self._tier.geometry
-        self._shape = torch.Size([1, 1, geometry.num_tokens, geometry.bytes_per_token])
+        self._sizes = ValueSizes(self._tier.geometries)
         self._contexts = _Contexts()
 
     def __str__(self) -> str:
@@ -130,7 +131,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         if context is None:
             return [None] * len(keys)
         objects: list[MemoryObj | None] = [self.local_cpu_backend.get_blocking(k) for k in keys]
-        missing = self._allocate([i for i, found in enumerate(objects) if found is None])
+        missing = self._allocate(keys, [i for i, found in enumerate(objects) if found is None])
         hits = self._read([keys[i] for i in missing], list(missing.values()), context)
         for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
@@ -160,7 +161,7 @@ class RedisStoragePlugin(StoragePluginInterface):
                 continue
             memory.ref_count_up()
             on_end = _StoreEnd(key, memory, context.on_done, on_complete_callback)
-            self._tier.put(chunk_key(key), chunk_bytes(memory), on_end, order)
+            self._tier.put(chunk_key(key), self._value(key, memory), on_end, order)
 
     # Redis evicts by itself, and what is in it belongs to all instances.
 
@@ -185,22 +186,26 @@ class RedisStoragePlugin(StoragePluginInterface):
         """Read chunks from Redis into ``objects``. Whether each is there."""
         if not keys:
             return []
+        values = [self._value(*each) for each in zip(keys, objects, strict=True)]
         result = self._tier.read(
-            [chunk_key(key) for key in keys],
-            [chunk_bytes(memory) for memory in objects],
-            context.deadline,
-            context.cancelled,
+            [chunk_key(key) for key in keys], values, context.deadline, context.cancelled
         )
-        context.redis_bytes += sum(result.hits) * self._tier.geometry.chunk_bytes
+        context.redis_bytes += sum(compress(map(len, values), result.hits))
         context.redis_seconds += result.seconds
         context.cut_off |= result.cut_off
         return result.hits
 
-    def _allocate(self, indices: Sequence[int]) -> dict[int, MemoryObj]:
-        """An object for each leading index, up to the first for which there is no memory."""
+    def _value(self, key: CacheEngineKey, memory: MemoryObj) -> memoryview:
+        return value_bytes(memory, self._tier.geometries.of(chunk_key(key)))
+
+    def _allocate(
+        self, keys: Sequence[CacheEngineKey], indices: Sequence[int]
+    ) -> dict[int, MemoryObj]:
+        """An object for the key at each leading index, up to the first that finds no memory."""
         allocated: dict[int, MemoryObj] = {}
         for index in indices:
-            memory = self.local_cpu_backend.allocate(self._shape, torch.uint8, busy_loop=False)
+            shape = self._sizes.shape(self._tier.geometries.of(chunk_key(keys[index])))
+            memory = self.local_cpu_backend.allocate(shape, torch.uint8, busy_loop=False)
             if memory is None:
                 break
             allocated[index] = memory
@@ -227,11 +232,6 @@ class _StoreEnd:
 def chunk_key(key: CacheEngineKey) -> bytes:
     """The chunk key, which our token database hands to LMCache as an integer."""
     return int(key.chunk_hash).to_bytes(CHUNK_KEY_BYTES, "big")
-
-
-def chunk_bytes(memory: MemoryObj) -> memoryview:
-    """A view of the object's own bytes."""
-    return memoryview(memory.byte_array).cast("B")
 
 
 def _cut_at_first_miss(objects: list[MemoryObj | None]) -> list[MemoryObj | None]:

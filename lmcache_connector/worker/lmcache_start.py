@@ -19,7 +19,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.worker.lmcache_plugs import ValueSizes
 from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
@@ -51,22 +51,22 @@ _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 class EngineSettings:
     """One rank's engine.
 
-    ``cpu_gib`` is the size of its CPU tier, ``block_size`` vLLM's in tokens. ``overrides`` are the
-    user's ``lmcache.*`` keys. ``report_writes``: remember which chunks have come to Redis.
-    ``pace``: of offering chunks to Redis again.
+    ``cpu_gib`` is the size of its CPU tier. ``overrides`` are the user's ``lmcache.*`` keys.
+    ``report_writes``: remember which chunks have come to Redis. ``pace``: of offering chunks to
+    Redis again.
     """
 
     rank: int
     world_size: int
     cpu_gib: float
-    block_size: int
     overrides: dict[str, Any] = field(default_factory=dict)
     report_writes: bool = False
     pace: Pace = field(default_factory=Pace)
 
 
-def make_metadata(settings: EngineSettings, geometry: ChunkGeometry) -> LMCacheMetadata:
-    """A chunk is plain bytes to LMCache: one layer, one head, ``bytes_per_token`` wide."""
+def make_metadata(settings: EngineSettings, sizes: ValueSizes) -> LMCacheMetadata:
+    """A value is plain bytes to LMCache: one layer, one head, ``unit_bytes`` wide."""
+    num_units = sizes.num_units(sizes.geometries.largest)
     return LMCacheMetadata(
         model_name="chunk",  # the model is part of the chunk key
         world_size=settings.world_size,
@@ -74,10 +74,10 @@ def make_metadata(settings: EngineSettings, geometry: ChunkGeometry) -> LMCacheM
         worker_id=settings.rank,
         local_worker_id=settings.rank,
         kv_dtype=torch.uint8,
-        kv_shape=(1, 1, geometry.num_tokens, 1, geometry.bytes_per_token),
+        kv_shape=(1, 1, num_units, 1, sizes.unit_bytes),
         use_mla=False,
         role="worker",
-        chunk_size=geometry.num_tokens,
+        chunk_size=num_units,
     )
 
 

@@ -33,8 +33,8 @@ _WRITE_SECONDS = 10.0
 class RedisProbe:
     """Measures when asked to, and once at start.
 
-    ``keys`` name the chunks to read, the same in every instance of the model; as many are used as
-    16 MiB hold. ``clock`` is monotonic, in seconds.
+    ``keys`` name the chunks to read, of one part and the same in every instance of the model; as
+    many are used as 16 MiB hold. ``clock`` is monotonic, in seconds.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RedisProbe:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
-        chunk_bytes = tier.geometry.chunk_bytes
+        chunk_bytes = tier.geometries.of(keys[0]).chunk_bytes
         self._keys = list(keys[: max(1, _MAX_BYTES // chunk_bytes)])
         self._chunk_bytes = chunk_bytes
         self._clock = clock

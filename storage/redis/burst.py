@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
-from lmcache_connector.storage.chunk_codec import HEADER_BYTES, encode_header, stripe_header
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, encode_header
 from lmcache_connector.storage.geometry import Stripe
 from lmcache_connector.storage.redis.client.resp import (
     command,
@@ -135,7 +135,7 @@ class Burst:
         for write in writes:
             commands.append(command(b"SET", self._claim(write), b"1", *config.claim_options))
             tag = chunk_tag(config.namespace, write.key)
-            names = [tag + stripe_suffix(stripe) for stripe in plan.stripes]
+            names = [tag + stripe_suffix(stripe) for stripe in plan.of(write.key).stripes]
             commands += [command(b"STRLEN", name) for name in names]
             if config.refresh_ttl:
                 lifetime = config.ttl_options[1]
@@ -144,10 +144,11 @@ class Burst:
 
     def _missing(self, write: PendingWrite) -> list[_Value]:
         """The values of a chunk that are to be written; if there are none, the chunk is done."""
+        stripes = self._plan.of(write.key).stripes
         claimed = self._answer_to_set()
-        lengths = [self._answer_to_strlen() for _ in self._plan.stripes]
+        lengths = [self._answer_to_strlen() for _ in stripes]
         if self._plan.config.refresh_ttl:
-            for _ in self._plan.stripes:
+            for _ in stripes:
                 self._wire.receive_line(self._deadline)  # a right that lacks costs the lifetime
         chunk = _Chunk(write)
         if claimed is None or None in lengths:
@@ -156,7 +157,7 @@ class Burst:
         spoiled = self._notes.is_spoiled(write.key)
         values = [
             _Value(chunk, stripe)
-            for stripe, length in zip(self._plan.stripes, lengths, strict=True)
+            for stripe, length in zip(stripes, lengths, strict=True)
             if spoiled or length != HEADER_BYTES + stripe.num_bytes
         ]
         if not values:
@@ -173,7 +174,7 @@ class Burst:
     def _claim(self, write: PendingWrite) -> bytes:
         """The name of this rank's claim on a chunk."""
         tag = chunk_tag(self._plan.config.namespace, write.key)
-        return tag + claim_suffix(self._plan.stripes[0])
+        return tag + claim_suffix(self._plan.of(write.key).stripes[0])
 
     def _release_claims(self) -> None:
         """Let them end at once: removing them takes a right that writers need not have."""
@@ -206,7 +207,7 @@ class Burst:
         for value in batch:
             write, stripe = value.chunk.write, value.stripe
             payload = write.buffer[stripe.offset : stripe.offset + stripe.num_bytes]
-            expected = stripe_header(plan.geometry, stripe, write.key, keyed=plan.sealer.keyed)
+            expected = plan.header(write.key, stripe)
             name = chunk_tag(plan.config.namespace, write.key) + stripe_suffix(stripe)
             head, tail = set_command(name, HEADER_BYTES + stripe.num_bytes, plan.config.ttl_options)
             parts += [head + encode_header(expected, payload, plan.sealer), payload, tail]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES, Sealer
+from lmcache_connector.kv_parts.part import part_of
+from lmcache_connector.storage.chunk_codec import (
+    HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Sealer,
+    ValueHeader,
+    stripe_header,
+)
 from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
 from lmcache_connector.storage.redis.client.url import RedisAddress, parse_redis_url
 
@@ -106,11 +113,26 @@ class RedisTierConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ValuePlan:
-    """What all reads, or all writes, of a tier have in common. ``stripes``: the values of a chunk
-    that this rank reads or writes, in buffer order."""
+class PartValues:
+    """The values of one part of a chunk. ``stripes``: those that this rank reads or writes, in
+    buffer order."""
 
-    config: RedisTierConfig
     geometry: ChunkGeometry
     stripes: tuple[Stripe, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePlan:
+    """What all reads, or all writes, of a tier have in common. ``parts``: the model's, in order."""
+
+    config: RedisTierConfig
+    parts: tuple[PartValues, ...]
     sealer: Sealer
+
+    def of(self, key: bytes) -> PartValues:
+        """What is stored under ``key``, which must name a part of the model."""
+        return self.parts[part_of(key, len(self.parts))]
+
+    def header(self, key: bytes, stripe: Stripe) -> ValueHeader:
+        """Of the value that holds ``stripe`` of ``key``."""
+        return stripe_header(self.of(key).geometry, stripe, key, keyed=self.sealer.keyed)

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.net.wire import SLICE_SECONDS, Wire, WireError, WireFault, wait_readable
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.resp import command, first_line, is_redirection
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -29,8 +30,8 @@ _SUSPICIOUS_SECONDS = 0.2
 
 
 class RedisLookup:
-    """``geometries``: one per rank of the model. A chunk is there only if all values of all ranks
-    are. ``clock`` returns seconds, ``random`` numbers in [0, 1).
+    """``geometries``: one per rank of the model. What a key names is there only if all its values,
+    those of all ranks, are. ``clock`` returns seconds, ``random`` numbers in [0, 1).
 
     One thread owns it; only `servers` may be called from others.
     """
@@ -38,16 +39,15 @@ class RedisLookup:
     def __init__(
         self,
         config: RedisTierConfig,
-        geometries: Sequence[ChunkGeometry],
+        geometries: Sequence[PartGeometries],
         *,
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
     ) -> None:
         self._config = config
         self._clock = clock
-        stripes = [s for g in geometries for s in g.stripes(config.max_payload_bytes)]
-        # Each suffix once: ranks that hold the same head hold the same values.
-        self._suffixes = tuple(dict.fromkeys(map(stripe_suffix, stripes)))
+        parts = zip(*(rank.parts for rank in geometries), strict=True)
+        self._suffixes = tuple(_suffixes(ranks, config.max_payload_bytes) for ranks in parts)
         self._servers = Servers(config, make_topology(config, clock), clock, random)
         self._connections = Connections(self._servers, config.read_timeout_seconds)
 
@@ -57,17 +57,23 @@ class RedisLookup:
     def exists_prefix(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> int:
-        """The number of leading chunks that are known to be wholly in Redis.
+        """The number of leading keys that are known to be wholly in Redis: see `exist`."""
+        found = self.exist(keys, deadline, cancelled)
+        return found.index(False) if False in found else len(found)
+
+    def exist(
+        self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
+    ) -> list[bool]:
+        """Whether what each key names is known to be wholly in Redis.
 
         ``deadline`` is a reading of the clock, in seconds. Blocks until then at most.
         """
         if not keys:
-            return 0
+            return []
         limit = Deadline(deadline, self._clock, cancelled)
         self._servers.refresh(limit)
         counts = self._ask(keys, limit)
-        wanted = len(self._suffixes)
-        return next((i for i, count in enumerate(counts) if count != wanted), len(counts))
+        return [count == len(self._names(key)) for key, count in zip(keys, counts, strict=True)]
 
     def tend(self) -> None:
         """Connect ahead of need."""
@@ -108,7 +114,7 @@ class RedisLookup:
         connecting = Deadline(connect_until, self._clock, deadline.cancelled)
         questions = []
         for node in sorted(by_node, key=self._connections.has, reverse=True):
-            names = ([tags[i] + suffix for suffix in self._suffixes] for i in by_node[node])
+            names = ([tags[i] + suffix for suffix in self._names(keys[i])] for i in by_node[node])
             try:
                 wire = self._connections.get(node, connecting)
                 wire.send([b"".join(command(b"EXISTS", *each) for each in names)], deadline)
@@ -119,6 +125,10 @@ class RedisLookup:
                 continue
             questions.append(_Question(node, wire, by_node[node]))
         return questions
+
+    def _names(self, key: bytes) -> tuple[bytes, ...]:
+        """How the names of the values of ``key`` end."""
+        return self._suffixes[part_of(key, len(self._suffixes))]
 
     def _receive(self, question: _Question, counts: list[int], deadline: Deadline) -> bool:
         """Take in what a server has answered so far. Whether that was the end of it."""
@@ -142,6 +152,12 @@ class RedisLookup:
             self._servers.topology.mark_stale()
             return 0
         raise WireError(WireFault.OUT_OF_STEP, first_line(line))
+
+
+def _suffixes(ranks: Sequence[ChunkGeometry], max_payload_bytes: int) -> tuple[bytes, ...]:
+    """Each once: ranks that hold the same head hold the same values."""
+    stripes = [stripe for rank in ranks for stripe in rank.stripes(max_payload_bytes)]
+    return tuple(dict.fromkeys(map(stripe_suffix, stripes)))
 
 
 @dataclass(eq=False)

@@ -20,7 +20,6 @@ from lmcache_connector.storage.chunk_codec import (
     Sealer,
     ValueHeader,
     check_value,
-    stripe_header,
 )
 from lmcache_connector.storage.redis.client.resp import CRLF, bulk_line, command
 from lmcache_connector.storage.redis.config import ValuePlan
@@ -61,8 +60,8 @@ class ValueRequest:
 class PendingRead:
     """A read of consecutive chunks of one prompt. Thread-safe.
 
-    ``buffers[i]``: ``geometry.chunk_bytes`` writable bytes for the chunk ``keys[i]``, which lives
-    on ``nodes[i]``.
+    ``buffers[i]``: as many writable bytes as the geometry of ``keys[i]`` says. That chunk lives on
+    ``nodes[i]``.
     """
 
     def __init__(
@@ -74,12 +73,12 @@ class PendingRead:
         deadline: Deadline,
     ) -> None:
         self.deadline = deadline
-        self.total_bytes = plan.geometry.chunk_bytes * len(keys)
+        self.total_bytes = sum(map(len, buffers))
         self._plan = plan
         self._keys = keys
         self._buffers = buffers
         self._changed = threading.Condition()
-        self._left = [len(plan.stripes)] * len(keys)
+        self._left = [len(plan.of(key).stripes) for key in keys]
         self._misses: dict[int, Miss] = {}
         # Chunks from here on are of no use: an earlier one is missing.
         self._end = len(keys)
@@ -192,7 +191,7 @@ class PendingRead:
             key = self._keys[chunk]
             tag = chunk_tag(config.namespace, key)
             buffer = self._buffers[chunk]
-            for stripe in plan.stripes:
+            for stripe in plan.of(key).stripes:
                 name = tag + stripe_suffix(stripe)
                 line = bulk_line(HEADER_BYTES + stripe.num_bytes)
                 yield ValueRequest(
@@ -200,7 +199,7 @@ class PendingRead:
                     name=name,
                     command=command(verb, name, *options),
                     line=line,
-                    expected=stripe_header(plan.geometry, stripe, key, keyed=plan.sealer.keyed),
+                    expected=plan.header(key, stripe),
                     head=memoryview(bytearray(len(line) + HEADER_BYTES)),
                     payload=buffer[stripe.offset : stripe.offset + stripe.num_bytes],
                     tail=memoryview(bytearray(len(CRLF))),

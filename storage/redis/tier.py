@@ -21,10 +21,10 @@ from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.net.wire import WireFault
 from lmcache_connector.storage.chunk_codec import Sealer
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.burst import WriterNotes
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.config import RedisTierConfig, ValuePlan
+from lmcache_connector.storage.redis.config import PartValues, RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, warn_of_noeviction
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked, TierCounts, WriteEnd
 from lmcache_connector.storage.redis.healer import Healer, Suspect
@@ -67,23 +67,23 @@ class RedisTierStats:
 class RedisTier:
     """One rank's chunks in Redis. Thread-safe.
 
-    ``write_shards``: the KV heads of ``geometry.shards`` that this rank writes, all when None; of
-    the ranks that hold a head, one writes it. ``clock`` returns seconds, ``random`` numbers in
-    [0, 1).
+    ``write_shards``: for each part the KV heads of its geometry that this rank writes, all when
+    None; of the ranks that hold a head, one writes it. ``clock`` returns seconds, ``random``
+    numbers in [0, 1).
     """
 
     def __init__(
         self,
         config: RedisTierConfig,
-        geometry: ChunkGeometry,
-        write_shards: tuple[int, ...] | None = None,
+        geometries: PartGeometries,
+        write_shards: tuple[tuple[int, ...], ...] | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
     ) -> None:
         """Returns at once; connections are made in the background."""
         self._config = config
-        self._geometry = geometry
+        self.geometries = geometries
         self._clock = clock
         self._counters = Counters()
         self._notes = WriterNotes(config.claim_seconds, clock)
@@ -92,11 +92,10 @@ class RedisTier:
         self._healer = Healer(self._servers)
         self._reads = ReadQueue()
         self._writes = WriteQueue(config.write_queue_bytes, clock)
-        stripes, sealer = geometry.stripes(config.max_payload_bytes), Sealer(config.hash_key)
-        shards = geometry.shards if write_shards is None else write_shards
-        written = tuple(stripe for stripe in stripes if stripe.shard in shards)
-        self._read_plan = ValuePlan(config, geometry, stripes, sealer)
-        self._write_plan = ValuePlan(config, geometry, written, sealer)
+        shards = tuple(part.shards for part in geometries.parts)
+        sealer = Sealer(config.hash_key)
+        self._read_plan = _plan(config, geometries, shards, sealer)
+        self._write_plan = _plan(config, geometries, write_shards or shards, sealer)
         self._readers = [self._make_reader(i) for i in range(config.num_connections)]
         self._writers = [self._make_writer(i) for i in range(_num_writers(config.num_connections))]
         for thread in (*self._readers, *self._writers):
@@ -104,10 +103,6 @@ class RedisTier:
 
     def __repr__(self) -> str:
         return f"RedisTier({self._config.address}, namespace={self._config.namespace!r})"
-
-    @property
-    def geometry(self) -> ChunkGeometry:
-        return self._geometry
 
     def read(
         self,
@@ -118,8 +113,8 @@ class RedisTier:
     ) -> ReadResult:
         """Read consecutive chunks of one prompt. Blocks; touches no buffer once it has returned.
 
-        ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: for each key ``geometry.chunk_bytes``
-        writable bytes. Values are received in place, so the buffer of a chunk that is no hit holds
+        ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: for each key the ``chunk_bytes`` of
+        its geometry, writable. Values are received in place, so the buffer of what is no hit holds
         rubbish afterwards. ``deadline``: a reading of the clock, in seconds, past which this does
         not wait.
 
@@ -136,15 +131,15 @@ class RedisTier:
     def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
         """Write a chunk in the background. Never blocks. False if there was no room for it.
 
-        ``buffer``: ``geometry.chunk_bytes`` bytes, not to change before ``on_done``. That is called
-        exactly once, from any thread, maybe before this returns: with True if all values that this
-        rank writes are known to be in Redis. ``order``: the chunk's index in its prompt; when the
-        queue is full, the deepest chunks are given up first. Raises ``ValueError`` for a key or
-        buffer of the wrong size.
+        ``buffer``: as many bytes as the key's geometry says, not to change before ``on_done``. That
+        is called exactly once, from any thread, maybe before this returns: with True if all values
+        that this rank writes are known to be in Redis. ``order``: the chunk's index in its prompt;
+        when the queue is full, the deepest chunks are given up first. Raises ``ValueError`` for a
+        key or buffer of the wrong size.
         """
         self._check_sizes([key], [buffer])
         write = PendingWrite(key, buffer, order, [on_done])
-        if not self._write_plan.stripes:
+        if not self._write_plan.of(key).stripes:
             write.finish(True)
             return True
         node = self._topology.node_of(chunk_tag(self._config.namespace, key))
@@ -254,11 +249,26 @@ class RedisTier:
         for key, buffer in zip(keys, buffers, strict=True):
             if len(key) != CHUNK_KEY_BYTES:
                 raise ValueError(f"a chunk key has {CHUNK_KEY_BYTES} bytes, not {len(key)}")
-            if buffer.format != "B" or buffer.nbytes != self._geometry.chunk_bytes:
+            wanted = self.geometries.of(key).chunk_bytes
+            if buffer.format != "B" or buffer.nbytes != wanted:
                 raise ValueError(
-                    f"a buffer has {self._geometry.chunk_bytes} bytes of format B, "
+                    f"a buffer has {wanted} bytes of format B, "
                     f"not {buffer.nbytes} of {buffer.format}"
                 )
+
+
+def _plan(
+    config: RedisTierConfig,
+    geometries: PartGeometries,
+    shards: tuple[tuple[int, ...], ...],
+    sealer: Sealer,
+) -> ValuePlan:
+    """All values of some heads. ``shards``: of each part."""
+    parts = []
+    for geometry, wanted in zip(geometries.parts, shards, strict=True):
+        stripes = geometry.stripes(config.max_payload_bytes)
+        parts.append(PartValues(geometry, tuple(s for s in stripes if s.shard in wanted)))
+    return ValuePlan(config, tuple(parts), sealer)
 
 
 def _num_writers(num_connections: int) -> int:

@@ -38,17 +38,17 @@ def staged_copy(
     plan = plan_copy(left, right, ids, to)
     slot_bytes = per_slot * host.geometry.chunk_bytes + 5
     memory = torch.zeros(NUM_SLOTS, slot_bytes, dtype=torch.uint8)
-    staged = stage(plan, host, to_host, [slot.data_ptr() for slot in memory], slot_bytes)
-    kernel = RowCopyKernel(plan.moves, staged.rows)
-    moves, rows = torch.from_numpy(plan.moves), torch.from_numpy(staged.rows)
+    staged = stage([plan], host, to_host, [slot.data_ptr() for slot in memory], slot_bytes)
+    kernel = RowCopyKernel(plan.moves, staged.rows[0])
+    moves, rows = torch.from_numpy(plan.moves), torch.from_numpy(staged.rows[0])
     for tile in staged.tiles:
         if to_host:
-            kernel.launch(moves, rows, tile.first_row, tile.last_row)
+            kernel.launch(moves, rows, *tile.rows[0])
         for copy in tile.copies:
             ends = (copy.host, copy.staged)
             ctypes.memmove(*(ends if to_host else ends[::-1]), copy.num_bytes)
         if not to_host:
-            kernel.launch(moves, rows, tile.first_row, tile.last_row)
+            kernel.launch(moves, rows, *tile.rows[0])
 
 
 @pytest.mark.parametrize("per_slot", [1, 2])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.copy_kv_blocks.copier import (
+    BlockCopy,
     Copier,
     CopyError,
     Direction,
@@ -90,7 +91,7 @@ def check_copy(
     direction: Direction = "d2h" if isinstance(dst, Chunks) else "h2d"
     expected, source = expected_blocks(src, dst, ids, to), src.blocks()
     gaps = [] if isinstance(dst, Chunks) else [gap_bytes(dst)]
-    moved = copier.copy(space(src), space(dst), ids, to, direction, copier.fence())
+    moved = copier.copy([BlockCopy(space(src), space(dst), ids, to)], direction, copier.fence())
     assert same(dst.blocks(), expected)
     assert same(src.blocks(), source)
     assert moved == sum(layer[0].numel() for layer in source) * len(ids)
@@ -201,11 +202,11 @@ def test_a_view_of_some_layers_touches_no_others(copier: Copier, device: str) ->
         cache.memory, {n: cache.caches[n] for n in names}, {n: cache.specs[n] for n in names}
     )
     addresses = [chunk.data_ptr() for chunk in host.pool]
-    view = ChunkBuffers(host.geometry, 16, addresses, host.pool, first_layer=1, num_layers=2)
+    view = ChunkBuffers(host.geometry, 16, addresses, host.pool, (1, 2))
     expected = host.blocks()
     for layer, source in zip(expected[1:3], group.blocks(), strict=True):
         layer[[0, 1, 2, 3]] = source[[4, 5, 1, 0]]
-    copier.copy(group.layout, view, [4, 5, 1, 0], [0, 1, 2, 3], "d2h")
+    copier.copy([BlockCopy(group.layout, view, [4, 5, 1, 0], [0, 1, 2, 3])], "d2h")
     assert same(host.blocks(), expected)
 
 
@@ -260,7 +261,7 @@ def test_bad_block_lists_move_nothing(
     host = chunks(cache, num_chunks=2)
     before = host.pool.clone()
     with pytest.raises(CopyError, match=message):
-        copier.copy(cache.layout, host.buffers, ids, to, "d2h")
+        copier.copy([BlockCopy(cache.layout, host.buffers, ids, to)], "d2h")
     assert torch.equal(host.pool, before)
 
 
@@ -273,7 +274,7 @@ def test_layers_that_do_not_fit_are_refused(copier: Copier, device: str) -> None
         (paged("LBHNC", tokens=32, device=device), "blocks of 16 tokens into blocks of 32"),
     ):
         with pytest.raises(CopyError, match=message):
-            copier.copy(cache.layout, chunks(other, 1).buffers, [0], [0], "d2h")
+            copier.copy([BlockCopy(cache.layout, chunks(other, 1).buffers, [0], [0])], "d2h")
 
 
 def test_memory_written_twice_or_read_and_written_is_refused(copier: Copier, device: str) -> None:
@@ -281,7 +282,7 @@ def test_memory_written_twice_or_read_and_written_is_refused(copier: Copier, dev
     host = chunks(cache, num_chunks=1)
     twice = ChunkBuffers(host.geometry, 16, [host.pool.data_ptr()] * 2, host.pool)
     with pytest.raises(CopyError, match="destination chunks overlap"):
-        copier.copy(cache.layout, twice, [0, 1], [0, 2], "d2h")
+        copier.copy([BlockCopy(cache.layout, twice, [0, 1], [0, 2])], "d2h")
     with pytest.raises(CopyError, match="source and destination overlap"):
         copy_kv_blocks(cache.caches, cache.caches, [0], [1], "d2h", copier)
 
@@ -318,10 +319,11 @@ def test_copies_on_many_threads_do_not_mix(copier: Copier, device: str) -> None:
     expected = [expected_blocks(cache, host, [4, 2, 6, 1], range(4)) for cache, host in pairs]
     with ThreadPoolExecutor(len(pairs)) as pool:
         for _ in range(20):
-            jobs = [
-                pool.submit(copier.copy, cache.layout, host.buffers, [4, 2, 6, 1], range(4), "d2h")
+            copies = [
+                BlockCopy(cache.layout, host.buffers, [4, 2, 6, 1], range(4))
                 for cache, host in pairs
             ]
+            jobs = [pool.submit(copier.copy, [copy], "d2h") for copy in copies]
             for job in jobs:
                 job.result()
     assert all(same(host.blocks(), want) for host, want in zip(hosts, expected, strict=True))

@@ -63,9 +63,9 @@ def test_tiles_use_the_slots_in_turn() -> None:
     host = chunks(cache, num_chunks=5).buffers
     plan = plan_copy(cache.layout, host, range(10), range(10))
     size = host.geometry.chunk_bytes
-    staged = stage(plan, host, True, [1 << 20, 1 << 24], 2 * size + 1)
+    staged = stage([plan], host, True, [1 << 20, 1 << 24], 2 * size + 1)
     assert [tile.slot for tile in staged.tiles] == [0, 1, 0]
-    assert [(tile.first_row, tile.last_row) for tile in staged.tiles] == [(0, 4), (4, 8), (8, 10)]
+    assert [tile.rows for tile in staged.tiles] == [((0, 4),), ((4, 8),), ((8, 10),)]
     places = [copy.staged for tile in staged.tiles for copy in tile.copies]
     assert places == [1 << 20, (1 << 20) + size, 1 << 24, (1 << 24) + size, 1 << 20]
     hosts = [copy.host for tile in staged.tiles for copy in tile.copies]
@@ -76,8 +76,8 @@ def test_only_whole_chunks_travel_to_the_host_whole() -> None:
     cache = paged("LBHNC")
     host = chunks(cache, num_chunks=3).buffers
     whole = plan_copy(cache.layout, host, range(4), [4, 0, 5, 1])
-    assert covers_chunks(whole, host)
-    assert not covers_chunks(plan_copy(cache.layout, host, range(3), [4, 0, 5]), host)
+    assert covers_chunks([whole], host)
+    assert not covers_chunks([plan_copy(cache.layout, host, range(3), [4, 0, 5])], host)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -141,18 +141,20 @@ def test_layers_of_different_width_may_share_blocks() -> None:
 @pytest.mark.parametrize(
     ("block_size", "addresses", "layers", "message"),
     [
-        (24, [4096], (0, None), "chunks of 32 tokens, blocks of 24"),
-        (0, [4096], (0, None), "blocks of 0"),
-        (16, [4096, 0], (0, None), "no memory"),
-        (16, [4096], (1, 2), "no layers 1 to 3"),
-        (16, [4096], (-1, 1), "no layers"),
+        (24, [4096], None, "chunks of 32 tokens, blocks of 24"),
+        (0, [4096], None, "blocks of 0"),
+        (16, [4096, 0], None, "no memory"),
+        (16, [4096], (1, 2), "no layers"),
+        (16, [4096], (), "no layers"),
+        (16, [4096], (1, 0, 1), "once each"),
+        (16, [4096], (-1, 0), "no layers"),
     ],
 )
 def test_chunk_buffers_refuse_what_makes_no_sense(
-    block_size: int, addresses: list[int], layers: tuple[int, int | None], message: str
+    block_size: int, addresses: list[int], layers: tuple[int, ...] | None, message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
-        ChunkBuffers(GEOMETRY, block_size, addresses, None, *layers)
+        ChunkBuffers(GEOMETRY, block_size, addresses, None, layers)
 
 
 def test_chunk_buffers_count_blocks_over_all_chunks() -> None:

@@ -7,6 +7,7 @@ import importlib
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +52,28 @@ class _SlowCopier:
     def fence(self) -> None:
         return self._copier.fence()  # type: ignore[no-any-return]
 
-    def copy(
-        self,
-        src: Any,
-        dst: Any,
-        src_block_ids: Sequence[int],
-        dst_block_ids: Sequence[int],
-        direction: Any,
-        after: Any = None,
-    ) -> int:
+    def copy(self, copies: Sequence[Any], direction: Any, after: Any = None) -> int:
         kernel = RUNTIME.kernel
-        half = len(src_block_ids) // 2
         moved = 0
-        for part in (slice(None, half), slice(half, None)):
+        for first in (True, False):
             kernel.sleep(0.0002 + 0.002 * kernel.chance.random() ** 4)
-            moved += self._copier.copy(
-                src, dst, list(src_block_ids[part]), list(dst_block_ids[part]), direction, after
-            )
+            halves = [_half(each, first) for each in copies]
+            moved += self._copier.copy(halves, direction, after)
         kernel.sleep(0.0002)
         return moved
 
     def close(self) -> None:
         """The real one is shared."""
+
+
+def _half(copy: Any, first: bool) -> Any:
+    half = len(copy.src_block_ids) // 2
+    part = slice(None, half) if first else slice(half, None)
+    return replace(
+        copy,
+        src_block_ids=list(copy.src_block_ids[part]),
+        dst_block_ids=list(copy.dst_block_ids[part]),
+    )
 
 
 def _module(name: str) -> Any:

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from vllm.platforms import current_platform
 
 from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
+from lmcache_connector.copy_kv_blocks.plan import BlockCopy
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
 from lmcache_connector.storage.geometry import ChunkGeometry
@@ -84,9 +85,8 @@ def store(copier: CpuCopier, cache: PackedCache) -> torch.Tensor:
     packing = find_packing(BF16, cache.block_size, CHUNK)
     pool = torch.zeros(NUM_CHUNKS, GEOMETRY.chunk_bytes, dtype=torch.uint8)
     chunks = buffers(pool, cache.block_size, packing.planes)
-    copier.copy(
-        cache.layout(packing), chunks, cache.block_ids, range(cache.num_blocks), "d2h"
-    )  # fmt: skip
+    blocks = range(cache.num_blocks)
+    copier.copy([BlockCopy(cache.layout(packing), chunks, cache.block_ids, blocks)], "d2h")
     return pool
 
 
@@ -106,13 +106,9 @@ def test_blocks_of_one_size_become_those_of_another(
     assert writer_packing.name == reader_packing.name
     pool = store(copier, PackedCache(writer_block_size, seed=1))
     reader, expected = PackedCache(reader_block_size, None), PackedCache(reader_block_size, seed=1)
-    copier.copy(
-        buffers(pool, reader_block_size, reader_packing.planes),
-        reader.layout(reader_packing),
-        range(reader.num_blocks),
-        reader.block_ids,
-        "h2d",
-    )
+    chunks = buffers(pool, reader_block_size, reader_packing.planes)
+    blocks = range(reader.num_blocks)
+    copier.copy([BlockCopy(chunks, reader.layout(reader_packing), blocks, reader.block_ids)], "h2d")
     for name, cache in expected.caches.items():
         assert cache.count_nonzero() > 0
         assert torch.equal(reader.caches[name].view(torch.int16), cache.view(torch.int16))

@@ -27,13 +27,14 @@ from lmcache_connector.plans import (
     StepPlan,
     TransferTime,
 )
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.reconciler import Pace
 from tests.support.jobs import load_job, store_job
+from tests.support.parts import one_part
 from tests.support.redis.servers import Server, running_server, running_valkey, valkey_binary
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
@@ -112,19 +113,18 @@ def make_instance(
         for i in range(LAYERS)
     }
     settings = WorkerSettings(
-        engine=EngineSettings(
-            rank=0, world_size=1, cpu_gib=0.05, block_size=BLOCK_SIZE, pace=pace or Pace()
-        ),
-        geometry=GEOMETRY,
-        num_kv_heads=HEADS,
-        layer_widths=dict.fromkeys(cache, 2 * WIDTH),
+        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05, pace=pace or Pace()),
+        parts=one_part(GEOMETRY, BLOCK_SIZE),
         self_test=False,
         shutdown_seconds=2.0,
         probe_keys=PROBE_KEYS if probe else (),
     )
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
     config = RedisTierConfig(url=f"redis://127.0.0.1:{port}", **tier)
-    return Instance(WorkerAdapter(settings, cache, partial(tier_type, config, GEOMETRY)), cache)
+    return Instance(
+        WorkerAdapter(settings, cache, partial(tier_type, config, PartGeometries((GEOMETRY,)))),
+        cache,
+    )
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from lmcache_connector.vllm_compat.lora_loads import NoLoraLoads
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.jobs import store_job
+from tests.support.parts import one_part
 
 GEOMETRY = ChunkGeometry(32, 0, (128,), (0, 1), 2, "bfloat16")
 MINE = AdapterRef(1, "mine")
@@ -60,10 +61,8 @@ def loads() -> Loads:
 def worker(loads: Loads) -> Iterator[WorkerAdapter]:
     cache = {"layers.0": torch.randn(16, 2, 16, 64).bfloat16()}
     settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.01, block_size=16),
-        geometry=GEOMETRY,
-        num_kv_heads=2,
-        layer_widths={"layers.0": 128},
+        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.01),
+        parts=one_part(GEOMETRY, 16),
         self_test=False,
         shutdown_seconds=2.0,
     )

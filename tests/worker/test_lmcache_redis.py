@@ -17,10 +17,11 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.worker.lmcache_redis import TIER, RedisStoragePlugin, chunk_bytes
+from lmcache_connector.worker.lmcache_plugs import value_bytes
+from lmcache_connector.worker.lmcache_redis import TIER, RedisStoragePlugin
 from tests.support.redis.chunks import chunk_key, config
 from tests.support.redis.fault_proxy import Fault, Kind, fault_proxy
 from tests.support.redis.servers import Server
@@ -54,7 +55,7 @@ class Instance:
         from lmcache.v1.metadata import LMCacheMetadata
         from lmcache.v1.storage_backend.storage_manager import StorageManager
 
-        self.tier = RedisTier(config(url, read_timeout_seconds=0.5), GEOMETRY)
+        self.tier = RedisTier(config(url, read_timeout_seconds=0.5), PartGeometries((GEOMETRY,)))
         engine_config = LMCacheEngineConfig.from_defaults(
             chunk_size=GEOMETRY.num_tokens,
             local_cpu=True,
@@ -91,7 +92,7 @@ class Instance:
         for index in indices:
             memory = self.allocate()
             assert memory is not None
-            chunk_bytes(memory)[:] = data(index)
+            value_bytes(memory, GEOMETRY)[:] = data(index)
             objects.append(memory)
         self.manager.batched_put([engine_key(i) for i in indices], objects)
 
@@ -102,7 +103,9 @@ class Instance:
         with self.plugin.load_context(time.monotonic() + seconds, cancelled):
             keys = [engine_key(i) for i in indices]
             objects = self.manager.batched_get(keys, location="redis")
-        found = [None if memory is None else bytes(chunk_bytes(memory)) for memory in objects]
+        found = [
+            None if memory is None else bytes(value_bytes(memory, GEOMETRY)) for memory in objects
+        ]
         for memory in objects:
             if memory is not None:
                 memory.ref_count_down()

@@ -9,22 +9,22 @@ import pytest
 import torch
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
-from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.self_test import SelfTestError, run_self_test
+from tests.support.parts import one_part
 
 LAYERS, HEADS, BLOCK_SIZE, CONTENT, CHUNK, NUM_BLOCKS = 2, 2, 32, 48, 64, 5
 GEOMETRY = ChunkGeometry(CHUNK, 0, (CONTENT,) * LAYERS, tuple(range(HEADS)), HEADS, "uint8")
 
 
-def make_cache(kernel_tokens: int, num_blocks: int = NUM_BLOCKS) -> PagedLayout:
+def make_cache(kernel_tokens: int, num_blocks: int = NUM_BLOCKS) -> PagedPart:
     """Blocks of 32 tokens, which an attention backend may split."""
     shape = (num_blocks * BLOCK_SIZE // kernel_tokens, HEADS, kernel_tokens, CONTENT)
     caches = {f"layers.{i}": torch.randint(0, 256, shape, dtype=torch.uint8) for i in range(LAYERS)}
-    spec = LayerSpec(HEADS, BLOCK_SIZE, CONTENT)
-    return PagedLayout.from_kv_caches(caches, dict.fromkeys(caches, spec))
+    return PagedPart.from_kv_caches(one_part(GEOMETRY, BLOCK_SIZE)[0], 0, caches)
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +41,22 @@ def engines(copier: Copier) -> Iterator[list[LMCacheEngineAdapter]]:
         engine.close(0.0)
 
 
-def make_engine(paged: PagedLayout, copier: Copier) -> LMCacheEngineAdapter:
-    settings = EngineSettings(rank=0, world_size=1, cpu_gib=0.01, block_size=BLOCK_SIZE)
-    return LMCacheEngineAdapter(settings, GEOMETRY, paged, copier, None)
+def make_engine(part: PagedPart, copier: Copier) -> LMCacheEngineAdapter:
+    settings = EngineSettings(rank=0, world_size=1, cpu_gib=0.01)
+    return LMCacheEngineAdapter(settings, [part], copier, None)
 
 
 @pytest.mark.parametrize("kernel_tokens", [BLOCK_SIZE, 16, 8])
 def test_the_cache_is_left_as_it_was(
     copier: Copier, engines: list[LMCacheEngineAdapter], kernel_tokens: int
 ) -> None:
-    paged = make_cache(kernel_tokens)
-    before = [layer.clone() for layer in paged.owners]
-    engines.append(make_engine(paged, copier))
-    result = run_self_test(engines[0], paged, CHUNK, time.monotonic)
+    part = make_cache(kernel_tokens)
+    before = [layer.clone() for layer in part.groups[0].owners]
+    engines.append(make_engine(part, copier))
+    result = run_self_test(engines[0], [part], time.monotonic)
     assert result is not None
     assert result.num_bytes == GEOMETRY.chunk_bytes
-    assert all(torch.equal(a, b) for a, b in zip(paged.owners, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(part.groups[0].owners, before, strict=True))
     assert engines[0].num_chunks == 0
     assert engines[0].take_events() == ()
 
@@ -64,13 +64,13 @@ def test_the_cache_is_left_as_it_was(
 def test_a_cache_smaller_than_a_chunk_is_not_tested(
     copier: Copier, engines: list[LMCacheEngineAdapter]
 ) -> None:
-    paged = make_cache(BLOCK_SIZE, num_blocks=1)
-    engines.append(make_engine(paged, copier))
-    assert run_self_test(engines[0], paged, CHUNK, time.monotonic) is None
+    part = make_cache(BLOCK_SIZE, num_blocks=1)
+    engines.append(make_engine(part, copier))
+    assert run_self_test(engines[0], [part], time.monotonic) is None
 
 
 def test_other_bytes_stop_the_start(copier: Copier, engines: list[LMCacheEngineAdapter]) -> None:
     """The engine moves another cache than the one that is looked at."""
     engines.append(make_engine(make_cache(BLOCK_SIZE), copier))
     with pytest.raises(SelfTestError, match=r"other bytes than it stored in layer layers\.0"):
-        run_self_test(engines[0], make_cache(BLOCK_SIZE), CHUNK, time.monotonic)
+        run_self_test(engines[0], [make_cache(BLOCK_SIZE)], time.monotonic)

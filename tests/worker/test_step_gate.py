@@ -22,6 +22,7 @@ from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.step_gate import StepGate
 from tests.support.jobs import load_job, store_job
+from tests.support.parts import one_part
 
 LONG = 60.0
 BLOCK_SIZE, WIDTH, NUM_BLOCKS = 16, 64, 8
@@ -42,13 +43,13 @@ class HeldCopier:
     has_copied: threading.Event = field(default_factory=threading.Event)
 
     def copy(self, *args: Any) -> int:
-        if args[4] == "d2h":
+        if args[1] == "d2h":
             self.begun.set()
             assert self.may_copy.wait(LONG)
         try:
             return self.inner.copy(*args)
         finally:
-            if args[4] == "d2h":
+            if args[1] == "d2h":
                 self.has_copied.set()
 
     def fence(self) -> Any:
@@ -87,10 +88,8 @@ def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
     monkeypatch.setattr(adapter, "make_copier", lambda device: copier)
     cache = torch.randn(NUM_BLOCKS, 1, BLOCK_SIZE, WIDTH // 2).bfloat16()
     settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05, block_size=BLOCK_SIZE),
-        geometry=GEOMETRY,
-        num_kv_heads=1,
-        layer_widths={"layers.0": WIDTH},
+        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05),
+        parts=one_part(GEOMETRY, BLOCK_SIZE),
         self_test=False,
         shutdown_seconds=LONG,
         blocks_are_zeroed=True,

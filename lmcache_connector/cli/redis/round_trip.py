@@ -6,7 +6,7 @@ import os
 import time
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -33,8 +33,9 @@ class RoundTrip:
         self._config = config
 
     def __enter__(self) -> RoundTrip:
-        self._tier = RedisTier(self._config, self._geometry)
-        self._lookup = RedisLookup(self._config, [self._geometry])
+        geometries = PartGeometries((self._geometry,))
+        self._tier = RedisTier(self._config, geometries)
+        self._lookup = RedisLookup(self._config, [geometries])
         return self
 
     def __exit__(self, *exc_info: object) -> None:

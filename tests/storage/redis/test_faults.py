@@ -20,6 +20,7 @@ from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (
     GEOMETRY,
+    PARTS,
     Ends,
     chunk_data,
     chunk_key,
@@ -148,7 +149,7 @@ def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -
 
 def test_closing_does_not_wait_for_a_silent_server(proxy: FaultProxy) -> None:
     ends = Ends()
-    tier = RedisTier(config(proxy.url, write_timeout_seconds=3600.0), GEOMETRY)
+    tier = RedisTier(config(proxy.url, write_timeout_seconds=3600.0), PARTS)
     wait_until(lambda: put_all(tier, [9]) == [True], "not writable at first")
     proxy.arm(Fault(Kind.STALL))
     for i in range(5):
@@ -161,7 +162,7 @@ def test_closing_does_not_wait_for_a_silent_server(proxy: FaultProxy) -> None:
 def test_a_look_up_counts_no_more_than_is_there(proxy: FaultProxy, kind: Kind) -> None:
     with open_tier(proxy.url) as tier:
         wait_until(lambda: all(put_all(tier, range(6))), "not writable at first")
-    lookup = RedisLookup(config(proxy.url, **TIMEOUTS), [GEOMETRY])
+    lookup = RedisLookup(config(proxy.url, **TIMEOUTS), [PARTS])
     keys = [chunk_key(i) for i in range(8)]
 
     def ask() -> int:
@@ -242,7 +243,7 @@ def _storm(valkey_path: str, seed: int, steps: int) -> None:
         storm = Storm(server, proxy, seed)
         settings: dict[str, Any] = {"claim_seconds": 0.01, "read_timeout_seconds": 0.1}
         settings |= {"write_timeout_seconds": 0.1, "write_queue_bytes": 1 << 17}
-        lookup = RedisLookup(config(proxy.url, **settings), [GEOMETRY])
+        lookup = RedisLookup(config(proxy.url, **settings), [PARTS])
         with open_tier(proxy.url, **settings) as tier:
             for _ in range(steps):
                 storm.step(tier, lookup)

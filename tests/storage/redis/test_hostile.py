@@ -27,7 +27,7 @@ from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import make_topology
 from tests.support.redis.chunks import (
-    GEOMETRY,
+    PARTS,
     Ends,
     chunk_data,
     chunk_key,
@@ -98,7 +98,7 @@ class Caller:
         assert len(topology.nodes()) <= 1000
 
     def look_up(self) -> None:
-        lookup = RedisLookup(settings(self.url), [GEOMETRY])
+        lookup = RedisLookup(settings(self.url), [PARTS])
         keys = [chunk_key(i) for i in range(8)]
         for _ in range(4):
             assert 0 <= lookup.exists_prefix(keys, time.monotonic() + TIMEOUT_SECONDS) <= len(keys)
@@ -106,7 +106,7 @@ class Caller:
         lookup.close()
 
     def use(self) -> None:
-        tier, ends = RedisTier(settings(self.url), GEOMETRY), Ends()
+        tier, ends = RedisTier(settings(self.url), PARTS), Ends()
         for index in range(4):
             tier.put(chunk_key(index), memoryview(chunk_data(index)), ends, index)
             hits, data = get_all(tier, [index], seconds=2 * TIMEOUT_SECONDS)
@@ -198,7 +198,7 @@ def long_lived(request: pytest.FixtureRequest, valkey: Server) -> Iterator[Any]:
 
 def test_who_met_a_hostile_server_serves_again_once_it_is_honest(long_lived: HostileServer) -> None:
     url = f"redis://127.0.0.1:{long_lived.port}"
-    tier, lookup = RedisTier(settings(url), GEOMETRY), RedisLookup(settings(url), [GEOMETRY])
+    tier, lookup = RedisTier(settings(url), PARTS), RedisLookup(settings(url), [PARTS])
     keys = [chunk_key(i) for i in range(4)]
 
     def ask() -> int:

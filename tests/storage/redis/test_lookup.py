@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
 from tests.support.redis.server_groups import wait_until
@@ -12,8 +12,8 @@ from tests.support.redis.servers import Server, running_server
 
 
 @contextmanager
-def open_lookup(url: str, geometries: list[ChunkGeometry] | None = None) -> Iterator[RedisLookup]:
-    lookup = RedisLookup(config(url), geometries or [GEOMETRY])
+def open_lookup(url: str, ranks: Sequence[ChunkGeometry] = (GEOMETRY,)) -> Iterator[RedisLookup]:
+    lookup = RedisLookup(config(url), [PartGeometries((rank,)) for rank in ranks])
     try:
         yield lookup
     finally:

@@ -12,6 +12,7 @@ from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (
     GEOMETRY,
+    PARTS,
     Ends,
     chunk_data,
     chunk_key,
@@ -147,7 +148,7 @@ def test_a_full_queue_gives_up_the_deepest_chunks(valkey: Server) -> None:
             config(
                 proxy.url, write_queue_bytes=room, num_connections=1, write_timeout_seconds=3600.0
             ),
-            GEOMETRY,
+            PARTS,
         )
         wait_until(lambda: put_all(tier, [99]) == [True], "not writable at first")
         proxy.arm(Fault(Kind.STALL, 0, Direction.REQUEST))
@@ -171,7 +172,7 @@ def test_writers_of_one_chunk_share_the_work(valkey: Server) -> None:
     """The second writer of a chunk that is being written leaves it to the first."""
     with fault_proxy(valkey.port) as proxy, open_tier(valkey.url) as other:
         wait_until(lambda: put_all(other, [99]) == [True], "not writable at first")
-        slow = RedisTier(config(proxy.url, num_connections=1), GEOMETRY)
+        slow = RedisTier(config(proxy.url, num_connections=1), PARTS)
         wait_until(lambda: put_all(slow, [98]) == [True], "not writable at first")
         # Let the question through, hold back the values.
         question_bytes = 600

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from tests.support.redis.chunks import GEOMETRY, chunk_key, config, get_all, open_tier, put_all
+from tests.support.redis.chunks import PARTS, chunk_key, config, get_all, open_tier, put_all
 from tests.support.redis.servers import Server, free_port
 
 SECRETS = ("hunter2", "us3rname", "another-s3cret")
@@ -22,7 +22,7 @@ def everything_shown(url: str, caplog: pytest.LogCaptureFixture) -> str:
     settings: dict[str, Any] = {"hash_key": b"another-s3cret-of-ours"}
     shown = []
     with caplog.at_level(logging.DEBUG), open_tier(url, **settings) as tier:
-        lookup = RedisLookup(config(url, **settings), [GEOMETRY])
+        lookup = RedisLookup(config(url, **settings), [PARTS])
         put_all(tier, [0])
         get_all(tier, [0, 1], seconds=0.5)
         lookup.exists_prefix([chunk_key(0)], time.monotonic() + 0.5)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 from lmcache_connector.kv_layout.topology import RankTopology, all_ranks
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import Ends, chunk_key, config
@@ -50,8 +50,8 @@ def part_of(index: int, rank: RankTopology) -> bytes:
     return b"".join(whole[h, layer] for h in rank.read_shards for layer in layers)
 
 
-def geometry_of(rank: RankTopology) -> ChunkGeometry:
-    return ChunkGeometry(
+def geometries_of(rank: RankTopology) -> PartGeometries:
+    geometry = ChunkGeometry(
         num_tokens=TOKENS,
         layer_start=rank.layer_start,
         layer_widths=(WIDTH,) * rank.num_layers,
@@ -59,6 +59,7 @@ def geometry_of(rank: RankTopology) -> ChunkGeometry:
         num_shards_total=HEADS,
         dtype="bfloat16",
     )
+    return PartGeometries((geometry,))
 
 
 def ranks_of(split: Split) -> tuple[RankTopology, ...]:
@@ -73,9 +74,9 @@ class Instance:
         # Claims keep others from writing a chunk for a while; here they are to write it soon.
         settings = config(url, claim_seconds=0.001)
         self.tiers = [
-            RedisTier(settings, geometry_of(rank), rank.write_shards) for rank in self.ranks
+            RedisTier(settings, geometries_of(rank), (rank.write_shards,)) for rank in self.ranks
         ]
-        self.lookup = RedisLookup(settings, [geometry_of(rank) for rank in self.ranks])
+        self.lookup = RedisLookup(settings, [geometries_of(rank) for rank in self.ranks])
         for tier in self.tiers:
             stack.callback(tier.close, 2.0)
         stack.callback(self.lookup.close)
@@ -96,7 +97,7 @@ class Instance:
 
     def read(self, number: int) -> tuple[list[bool], list[bytes]]:
         tier = self.tiers[number]
-        buffers = [bytearray(tier.geometry.chunk_bytes) for _ in range(NUM_CHUNKS)]
+        buffers = [bytearray(tier.geometries.largest.chunk_bytes) for _ in range(NUM_CHUNKS)]
         result = tier.read(
             [chunk_key(index) for index in range(NUM_CHUNKS)],
             [memoryview(buffer) for buffer in buffers],

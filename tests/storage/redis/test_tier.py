@@ -15,6 +15,7 @@ from lmcache_connector.storage.redis.topology import Node, SingleTopology
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.redis.chunks import (
     GEOMETRY,
+    PARTS,
     Ends,
     chunk_data,
     chunk_key,
@@ -97,7 +98,7 @@ def test_a_spoiled_value_is_written_anew(valkey: Server) -> None:
 
 
 def test_a_rank_that_writes_no_head_is_done_at_once(valkey: Server) -> None:
-    tier = RedisTier(config(valkey.url), GEOMETRY, ())
+    tier = RedisTier(config(valkey.url), PARTS, ((),))
     ends = Ends()
     assert tier.put(chunk_key(0), memoryview(chunk_data(0)), ends)
     assert ends.results == [True]

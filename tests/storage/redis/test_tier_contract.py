@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
-from tests.support.redis.chunks import GEOMETRY, Ends, chunk_data, chunk_key, config
+from tests.support.redis.chunks import PARTS, Ends, chunk_data, chunk_key, config
 from tests.support.redis.servers import Server
 
 
 class Tier(Protocol):
     @property
-    def geometry(self) -> ChunkGeometry: ...
+    def geometries(self) -> PartGeometries: ...
 
     def read(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
@@ -34,8 +34,8 @@ class Tier(Protocol):
 class MemoryTier:
     """The simplest tier there is."""
 
-    def __init__(self, geometry: ChunkGeometry) -> None:
-        self.geometry = geometry
+    def __init__(self, geometries: PartGeometries) -> None:
+        self.geometries = geometries
         self._chunks: dict[bytes, bytes] = {}
         self._closed = False
 
@@ -70,10 +70,10 @@ class MemoryTier:
 def tier(request: pytest.FixtureRequest, valkey: Server) -> Iterator[Tier]:
     tier: Tier
     if request.param == "memory":
-        tier = MemoryTier(GEOMETRY)
+        tier = MemoryTier(PARTS)
     else:
         hash_key = b"0123456789abcdef" if "keyed" in request.param else None
-        tier = RedisTier(config(valkey.url, hash_key=hash_key), GEOMETRY)
+        tier = RedisTier(config(valkey.url, hash_key=hash_key), PARTS)
     yield tier
     assert tier.close(1.0)
 
@@ -87,7 +87,7 @@ def put(tier: Tier, indices: Sequence[int]) -> list[bool]:
 
 def get(tier: Tier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes | None]:
     """Bytes of the hits, None for the misses."""
-    buffers = [bytearray(tier.geometry.chunk_bytes) for _ in indices]
+    buffers = [bytearray(tier.geometries.largest.chunk_bytes) for _ in indices]
     keys = [chunk_key(i) for i in indices]
     deadline = time.monotonic() + seconds
     hits = tier.read(keys, [memoryview(b) for b in buffers], deadline).hits
@@ -144,7 +144,7 @@ def test_the_leading_hits_are_those_that_were_put(
 ) -> None:
     with shared_valkey.client() as client:
         client.flushall()
-    tiers: list[Tier] = [MemoryTier(GEOMETRY), RedisTier(config(shared_valkey.url), GEOMETRY)]
+    tiers: list[Tier] = [MemoryTier(PARTS), RedisTier(config(shared_valkey.url), PARTS)]
     for tier in tiers:
         put(tier, sorted(stored))
         found = get(tier, asked)

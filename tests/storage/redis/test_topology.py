@@ -15,7 +15,7 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import ClusterTopology
 from lmcache_connector.storage.redis.value_names import chunk_tag, probe_key
 from tests.support.redis.chunks import (
-    GEOMETRY,
+    PARTS,
     chunk_data,
     chunk_key,
     config,
@@ -79,7 +79,7 @@ class TestCluster:
     def test_look_up_counts_the_prefix_over_all_masters(self, cluster: Cluster) -> None:
         with open_tier(cluster.url) as tier:
             put_all(tier, [i for i in range(20) if i != 13])
-        lookup = RedisLookup(config(cluster.url), [GEOMETRY])
+        lookup = RedisLookup(config(cluster.url), [PARTS])
         keys = [chunk_key(i) for i in range(20)]
         assert lookup.exists_prefix(keys, time.monotonic() + 5.0) == 13
         lookup.close()
@@ -156,7 +156,7 @@ class TestCluster:
         a_lost_one = next(chunk_key(i) for i in range(40) if i not in elsewhere)
         with open_tier(cluster.url) as tier:
             put_all(tier, range(40))
-        lookup = RedisLookup(config(cluster.url), [GEOMETRY])
+        lookup = RedisLookup(config(cluster.url), [PARTS])
 
         def ask(keys: list[bytes]) -> int:
             return lookup.exists_prefix(keys, time.monotonic() + 0.4)
@@ -204,7 +204,7 @@ class TestCluster:
                     assert holds(tier, others)
                     states = {state for _, state in tier.stats().servers}
                     assert states == {CircuitState.CLOSED}
-                lookup = RedisLookup(config(cluster.url), [GEOMETRY])
+                lookup = RedisLookup(config(cluster.url), [PARTS])
                 keys = [chunk_key(i) for i in [*others, 7]]
                 until = time.monotonic() + 5.0
                 assert lookup.exists_prefix(keys, until) == len(others) + (slot_of(7) != slot)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
@@ -23,6 +23,7 @@ GEOMETRY = ChunkGeometry(
     num_shards_total=2,
     dtype="bfloat16",
 )
+PARTS = PartGeometries((GEOMETRY,))
 
 
 def chunk_key(index: int) -> bytes:
@@ -50,7 +51,7 @@ def open_tier(
     url: str, geometry: ChunkGeometry = GEOMETRY, **changes: object
 ) -> Iterator[RedisTier]:
     """A tier with the settings of `config`; it must close in time."""
-    tier = RedisTier(config(url, **changes), geometry)
+    tier = RedisTier(config(url, **changes), PartGeometries((geometry,)))
     try:
         yield tier
     finally:
@@ -80,14 +81,14 @@ def put_all(tier: RedisTier, indices: range | list[int]) -> list[bool]:
     """Put the chunks of ``indices``, and wait until each is stored or given up."""
     ends = Ends()
     for order, index in enumerate(indices):
-        data = memoryview(chunk_data(index, tier.geometry))
+        data = memoryview(chunk_data(index, tier.geometries.largest))
         tier.put(chunk_key(index), data, ends, order)
     return ends.wait(len(indices))
 
 
 def count_found(url: str, count: int) -> int:
     """How many of the first ``count`` chunks a look-up finds, up to the first that is missing."""
-    lookup = RedisLookup(config(url), [GEOMETRY])
+    lookup = RedisLookup(config(url), [PARTS])
     try:
         return lookup.exists_prefix([chunk_key(i) for i in range(count)], time.monotonic() + 5.0)
     finally:
@@ -98,7 +99,7 @@ def get_all(
     tier: RedisTier, indices: range | list[int], seconds: float = 5.0
 ) -> tuple[list[bool], list[bytes]]:
     """Read the chunks of ``indices``: which are hits, and the bytes in each buffer."""
-    buffers = [bytearray(tier.geometry.chunk_bytes) for _ in indices]
+    buffers = [bytearray(tier.geometries.largest.chunk_bytes) for _ in indices]
     result = tier.read(
         [chunk_key(i) for i in indices],
         [memoryview(b) for b in buffers],

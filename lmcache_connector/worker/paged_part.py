@@ -1,0 +1,103 @@
+"""One part of a model's KV in a rank's paged cache: see :mod:`lmcache_connector.kv_parts.part`.
+
+vLLM's KV cache groups overlay the same memory: a block id belongs to one group at a time, and the
+views of different groups are of the same bytes. So layers are proved disjoint inside a group, and
+the blocks of one job over its groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyError
+from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
+from lmcache_connector.kv_layout.part_layout import PartLayout
+from lmcache_connector.kv_parts.part import Rule
+from lmcache_connector.plans import BlockIds
+from lmcache_connector.storage.geometry import ChunkGeometry
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class PagedPart:
+    """``groups[i]`` is the cache of the part's layers in its i-th KV cache group, ``places[i]``
+    where they stand among the layers of ``geometry``. ``formats`` say how the elements of each
+    layer of the geometry are stored.
+    """
+
+    geometry: ChunkGeometry
+    groups: tuple[PagedLayout, ...]
+    places: tuple[tuple[int, ...], ...]
+    formats: tuple[str, ...] = ()
+
+    @classmethod
+    def from_kv_caches(
+        cls, part: PartLayout, rank: int, kv_caches: Mapping[str, torch.Tensor]
+    ) -> PagedPart:
+        """View the tensors vLLM registered. Raises :class:`LayoutError` for what cannot be proved.
+
+        A layer that shares another's cache is in no part.
+        """
+        geometry = part.geometries[rank]
+        # A state's block holds one snapshot, which stands where others have one token.
+        block_size = 1 if part.part.rule is Rule.STATE else part.part.block_size
+        groups = []
+        for group in part.groups:
+            specs = {
+                name: LayerSpec(
+                    part.num_kv_heads, block_size, geometry.layer_widths[place], part.planes
+                )
+                for name, place in zip(group.names, group.positions, strict=True)
+            }
+            caches = {name: kv_caches[name] for name in specs}
+            groups.append(PagedLayout.from_kv_caches(caches, specs))
+        places = tuple(group.positions for group in part.groups)
+        return cls(geometry, tuple(groups), places, part.formats)
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """In each of its groups."""
+        return self.geometry.num_tokens // self.groups[0].block_size
+
+    @property
+    def is_planar(self) -> bool:
+        """Whether a layer of a chunk holds all K before all V."""
+        return bool(self.groups[0].planes)
+
+    def copies(
+        self,
+        addresses: Sequence[int],
+        owners: object,
+        block_ids: BlockIds,
+        *,
+        to_chunks: bool,
+        skip_blocks: int = 0,
+    ) -> list[BlockCopy]:
+        """Copies between blocks and the chunks at ``addresses``, whose memory ``owners`` keep.
+
+        ``block_ids`` list each group's blocks of all chunks but the first ``skip_blocks``, and
+        maybe of more. Raises :class:`CopyError` for a block that is listed for two groups.
+        """
+        blocks = range(skip_blocks, len(addresses) * self.blocks_per_chunk)
+        listed = [ids[: len(blocks)] for ids in block_ids]
+        if len(listed) != len(self.groups):
+            raise CopyError(f"blocks of {len(listed)} groups for a part in {len(self.groups)}")
+        if len(listed) > 1 and len({i for ids in listed for i in ids}) < sum(map(len, listed)):
+            raise CopyError("a block is listed for two KV cache groups")
+        found = []
+        for paged, places, ids in zip(self.groups, self.places, listed, strict=True):
+            chunks = ChunkBuffers(
+                self.geometry, paged.block_size, addresses, owners, places, paged.planes
+            )
+            of_chunks = blocks[: len(ids)]
+            found.append(
+                BlockCopy(paged, chunks, ids, of_chunks)
+                if to_chunks
+                else BlockCopy(chunks, paged, of_chunks, ids)
+            )
+        return found
