@@ -30,7 +30,7 @@ def digest_on_rank(
     worker: Any, block_ids: Sequence[int], num_tokens: int, run_tokens: Sequence[int]
 ) -> RankDigests:
     """Runs in a worker process of vLLM: the KV of the first ``num_tokens`` tokens in blocks."""
-    layers = [_logical(cache, block_ids) for cache in worker.model_runner.kv_caches]
+    layers = [logical(cache, block_ids) for cache in worker.model_runner.kv_caches]
     parallel = worker.vllm_config.parallel_config
     tp_size = parallel.tensor_parallel_size
     num_heads = _num_kv_heads(worker.vllm_config)
@@ -86,7 +86,7 @@ def _num_kv_heads(vllm_config: Any) -> int:
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
-def _logical(cache: Any, block_ids: Sequence[int]) -> Any:
+def logical(cache: Any, block_ids: Sequence[int]) -> Any:
     """One layer's blocks as a uint8 array [KV heads, tokens, K and V of a token]."""
     import torch
     from vllm.platforms import current_platform

@@ -10,19 +10,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import PREFIX
 from tests.support.engines.kv_digests import block_digests, digest_on_rank, shard_digests
+from tests.support.engines.layer_digests import Digests, digest_layers_on_rank, merged
 
 DIGEST_TOKENS = 256
 _MAX_STEPS = 200_000
-_Digests = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
-"""By block, and by shard."""
-_NO_TOKEN: tuple[float, _Digests] = (0.0, ((), ()))
+_Digests = tuple[tuple[str, ...], tuple[tuple[str, ...], ...], Digests]
+"""By block, by shard, and by layer."""
+_NO_TOKEN: tuple[float, _Digests] = (0.0, ((), (), {}))
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Served:
 
     ``block_digests``: one per KV block that the prompt fills, over all layers. ``shard_digests``:
     one per ``DIGEST_TOKENS`` tokens of the prompt and KV head of the model, the same for any block
-    size and number of ranks. ``cached_tokens``: what vLLM did not have to compute.
+    size and number of ranks. ``layer_digests``: instead of these, of a model whose layers follow
+    several rules, or a window. ``cached_tokens``: what vLLM did not have to compute.
     ``external_hit_tokens``: what the connector loaded meanwhile, for all requests served together.
     """
 
@@ -41,6 +43,7 @@ class Served:
     external_hit_tokens: int
     block_digests: tuple[str, ...]
     shard_digests: tuple[tuple[str, ...], ...] = ()
+    layer_digests: Digests = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,12 @@ class EngineProbe:
     def shutdown(self) -> None:
         self.engine.engine_core.shutdown()
 
+    @property
+    def _has_windows(self) -> bool:
+        """Whether requests let go of blocks as they go on."""
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        return any(type(g.kv_cache_spec).__name__ == "SlidingWindowSpec" for g in groups)
+
     def _scheduler_counts(self) -> Samples:
         from lmcache_connector.connector_base import ConnectorBase
 
@@ -204,15 +213,19 @@ class EngineProbe:
         return counts
 
     def _digest(self, request_id: str, num_tokens: int) -> _Digests:
-        """Digests of a prompt's KV, by block and by shard, while the request holds its blocks."""
+        """Digests of a prompt's KV while the request holds its blocks."""
         running = [name for name in self.scheduler.requests if name.startswith(request_id)]
         if not running:
-            return (), ()
-        (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(running[0])
+            return (), (), {}
+        groups = self.scheduler.kv_cache_manager.get_block_ids(running[0])
+        if len(groups) > 1 or self._has_windows:
+            layers = self.on_ranks(digest_layers_on_rank, groups, num_tokens)
+            return (), (), merged(layers)
+        (block_ids,) = groups
         size = self.scheduler.block_size
         filled = block_ids[: num_tokens // size]
         ranks = self.on_ranks(digest_on_rank, filled, len(filled) * size, (size, DIGEST_TOKENS))
-        return block_digests(ranks, size), shard_digests(ranks, DIGEST_TOKENS)
+        return block_digests(ranks, size), shard_digests(ranks, DIGEST_TOKENS), {}
 
 
 def _finished(
@@ -225,6 +238,7 @@ def _finished(
         external_hit_tokens=external_hit_tokens,
         block_digests=digests[0],
         shard_digests=digests[1],
+        layer_digests=digests[2],
     )
     return Finished(served, output)
 
