@@ -107,6 +107,10 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler_side.witness.bind(kv_cache_manager)
 
+    def has_pending_block_frees(self) -> bool:
+        """A request that needs blocks which a store reads waits for these, and preempts nobody."""
+        return self._scheduler_side.has_pinned_blocks
+
     def has_pending_push_work(self) -> bool:
         """Steps go on while a store runs: its end is reported with one."""
         return self._scheduler_side.has_open_stores

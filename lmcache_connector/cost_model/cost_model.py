@@ -190,7 +190,7 @@ class CostModel:
         if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
         self._tiers[left_out] = calibrated = learned.calibrated_only(now)
-        trial = self._prefix(offer, best.num_chunks + 1)
+        trial = self._prefix(offer, offer.end_after(best.num_chunks))
         # One chunk alone may not pay where the whole hit does.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
         if pays and trial.load_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE):
@@ -220,29 +220,46 @@ class CostModel:
         longest_seconds = self._max_deadline_seconds / _MULTIPLE
         if not self._prefill.known:
             longest_seconds = min(longest_seconds, UNMEASURED_LOAD_SECONDS)
-        start = 0
-        for end in _borders(offer.tiers, lambda tier: not self._tiers[tier].stalled):
+        start = last_end = 0
+        for border in _borders(offer.tiers, self._loads):
             speed = self._tiers[offer.tiers[start]]
             if speed.on_trial:
                 return
+            start, end = border, self._end_up_to(offer, border)
+            if end <= last_end:
+                continue
             prefix = self._prefix(offer, end)
             excess_seconds = prefix.load_seconds - longest_seconds
             if excess_seconds <= 0:
                 yield prefix
-                start = end
+                last_end = end
                 continue
             chunk_seconds = offer.chunk_bytes * speed.seconds_per_byte
             cut = ceil(excess_seconds / chunk_seconds) if chunk_seconds else end
-            if end - cut > start:
-                yield self._prefix(offer, end - cut)
+            end = self._end_up_to(offer, end - cut)
+            if end > last_end:
+                yield self._prefix(offer, end)
             return
+
+    def _loads(self, tier: Tier) -> bool:
+        return not self._tiers[tier].stalled
+
+    def _end_up_to(self, offer: LoadOffer, num_chunks: int) -> int:
+        """The largest end up to there that needs nothing else of a tier that does not load; 0 if
+        there is none."""
+        end = offer.end_up_to(num_chunks)
+        while end > 0 and offer.other_bytes is not None:
+            needed = (tier for tier, count in offer.other_bytes(end).items() if count)
+            if all(self._loads(tier) and not self._tiers[tier].on_trial for tier in needed):
+                break
+            end = offer.end_up_to(end - 1)
+        return end
 
     def _prefix(self, offer: LoadOffer, num_chunks: int) -> _Prefix:
         """Tiers are taken to load one after the other."""
         load_seconds, risky_seconds, failure_rate, all_known = 0.0, 0.0, 0.0, True
-        tiers = offer.tiers[:num_chunks]
         for tier, speed in self._tiers.items():
-            num_bytes = tiers.count(tier) * offer.chunk_bytes
+            num_bytes = offer.num_bytes(tier, num_chunks)
             if num_bytes == 0:
                 continue
             queue_seconds = offer.queued_bytes.get(tier, 0) * speed.seconds_per_byte

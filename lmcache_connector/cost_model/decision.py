@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,6 +29,9 @@ class LoadOffer:
     where each hit chunk from there on lies. The first may be computed in part. ``chunk_bytes`` is
     what the rank with the largest part moves per chunk. ``queued_bytes`` waits ahead of this job
     per tier. ``running_requests`` are the others.
+
+    A load may end after so many chunks as ``ends`` lists, which ascend; empty: after any number.
+    Besides the chunks before, one that ends after ``n`` needs ``other_bytes(n)`` of each tier.
     """
 
     context_tokens: int
@@ -37,12 +41,32 @@ class LoadOffer:
     tiers: tuple[Tier, ...]
     queued_bytes: Mapping[Tier, int] = field(default_factory=dict)
     running_requests: int = 0
+    ends: Sequence[int] = ()
+    other_bytes: Callable[[int], Mapping[Tier, int]] | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens <= 0 or self.chunk_bytes <= 0:
+        if self.chunk_tokens <= 0 or self.chunk_bytes < (self.other_bytes is None):
             raise ValueError("chunks have tokens and bytes")
         if not 0 <= self.context_tokens < self.prompt_tokens:
             raise ValueError("at least one token of the prompt must be left to compute")
+
+    def end_up_to(self, num_chunks: int) -> int:
+        """The largest number of chunks a load may end after, of those up to ``num_chunks``; 0 if
+        there is none."""
+        if not self.ends:
+            return num_chunks
+        at = bisect_right(self.ends, num_chunks)
+        return self.ends[at - 1] if at else 0
+
+    def end_after(self, num_chunks: int) -> int:
+        """The next such number after ``num_chunks``."""
+        return self.ends[bisect_right(self.ends, num_chunks)] if self.ends else num_chunks + 1
+
+    def num_bytes(self, tier: Tier, num_chunks: int) -> int:
+        """What a load of so many chunks takes from a tier."""
+        others = self.other_bytes(num_chunks) if self.other_bytes and num_chunks else {}
+        own = self.tiers[:num_chunks].count(tier) * self.chunk_bytes
+        return own + others.get(tier, 0)
 
     def tokens_after(self, num_chunks: int) -> int:
         """Tokens computed or loaded after that many chunks; the last one is always computed."""

@@ -19,11 +19,12 @@ Runs on the scheduler thread only. Pure: time comes from ``clock``, in seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
+from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.plans import (
     Calibration,
     JobResult,
@@ -56,22 +57,25 @@ class _Running:
 class LoadPolicy:
     """Decides which hits to load, and learns from what jobs, forward passes and probes took.
 
-    A chunk has ``chunk_tokens`` tokens, and ``chunk_bytes`` on the rank with the largest part. A
-    prompt passes ``num_stages`` of a pipeline one after the other. ``clock`` gives seconds,
-    monotonic.
+    A chunk has ``chunk_tokens`` tokens. What is stored of it for each of the model's parts has
+    ``value_bytes``, on the rank with the largest share; the first ``num_prefix_parts`` are needed
+    of every chunk. A prompt passes ``num_stages`` of a pipeline one after the other. ``clock``
+    gives seconds, monotonic.
     """
 
     def __init__(
         self,
         model: CostModel,
         chunk_tokens: int,
-        chunk_bytes: int,
+        value_bytes: Sequence[int],
         clock: Callable[[], float],
         num_stages: int = 1,
+        num_prefix_parts: int = 1,
     ) -> None:
         self.model = model
         self._chunk_tokens = chunk_tokens
-        self._chunk_bytes = chunk_bytes
+        self._value_bytes = tuple(value_bytes)
+        self._chunk_bytes = sum(value_bytes[:num_prefix_parts])
         self._clock = clock
         self._num_stages = num_stages
         self._running: dict[int, _Running] = {}
@@ -91,17 +95,21 @@ class LoadPolicy:
         prompt_tokens: int,
         keys: Sequence[bytes],
         are_in_cpu: Iterable[bool],
+        ends: Sequence[int] = (),
+        other_bytes: Callable[[int], Mapping[Tier, int]] | None = None,
     ) -> LoadDecision:
         """Decide one request, once.
 
-        ``keys`` are its hit chunks from the one that holds token ``context_tokens`` on;
-        ``are_in_cpu`` says of each whether memory holds it, else Redis does.
+        Its hit chunks are those from the one that holds token ``context_tokens`` on. ``are_in_cpu``
+        says of each whether memory holds it, else Redis does; ``keys`` name what is stored of them.
+        ``ends`` and ``other_bytes``: see :class:`LoadOffer`.
         """
         tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu)
         queued = dict(self._queued_bytes)
         # What others fetch already is waited for, and copied from memory then.
-        shared = sum(key in self._fetching for key in keys) if self._fetching else 0
-        queued[Tier.REDIS] = max(0, queued[Tier.REDIS] - shared * self._chunk_bytes)
+        if self._fetching:
+            shared = sum(self.bytes_of(key) for key in keys if key in self._fetching)
+            queued[Tier.REDIS] = max(0, queued[Tier.REDIS] - shared)
         decision = self.model.decide(
             LoadOffer(
                 context_tokens=context_tokens,
@@ -111,6 +119,8 @@ class LoadPolicy:
                 tiers=tiers,
                 queued_bytes=queued,
                 running_requests=self._num_requests,
+                ends=ends,
+                other_bytes=other_bytes,
             )
         )
         if Tier.REDIS in tiers[decision.num_chunks :]:
@@ -153,6 +163,10 @@ class LoadPolicy:
         self._probe_pause = min(2 * self._probe_pause, _MAX_PROBE_SECONDS)
         return True
 
+    def bytes_of(self, key: bytes) -> int:
+        """Of what is stored under a key, on the rank with the largest share."""
+        return self._value_bytes[part_of(key, len(self._value_bytes))]
+
     # -- measurements --------------------------------------------------------------------------
 
     def step_planned(self, num_requests: int) -> None:
@@ -161,9 +175,10 @@ class LoadPolicy:
 
     def load_planned(self, job: LoadJob, redis_keys: tuple[bytes, ...]) -> None:
         """``job`` is on its way. ``redis_keys``: those of its chunks that Redis must bring."""
+        from_redis = sum(map(self.bytes_of, redis_keys))
         num_bytes = {
-            Tier.CPU: (len(job.keys) - len(redis_keys)) * self._chunk_bytes,
-            Tier.REDIS: len(redis_keys) * self._chunk_bytes,
+            Tier.CPU: sum(map(self.bytes_of, job.keys)) - from_redis,
+            Tier.REDIS: from_redis,
         }
         self._running[job.job_id] = _Running(redis_keys, num_bytes)
         self._fetching.update(redis_keys)

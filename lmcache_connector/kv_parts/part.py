@@ -11,6 +11,7 @@ part has what it needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -63,6 +64,13 @@ def part_key(chunk_key: bytes, part: int, num_parts: int) -> bytes:
     if num_parts == 1:
         return chunk_key
     return chunk_key[: CHUNK_KEY_BYTES - 1] + bytes((part,))
+
+
+def keys_of_part(chunk_keys: Sequence[bytes], part: int, num_parts: int) -> Sequence[bytes]:
+    """:func:`part_key` of each."""
+    if num_parts == 1:
+        return chunk_keys
+    return [part_key(key, part, num_parts) for key in chunk_keys]
 
 
 def part_of(key: bytes, num_parts: int) -> int:

@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import compress
 from typing import Final, Protocol
+
+from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -30,21 +33,21 @@ class Pending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer of a look-up: the leading ``num_chunks`` of those asked for exist."""
+    """The answer of a look-up: which of the keys asked for are held."""
 
-    num_chunks: int
+    keys: frozenset[bytes] = frozenset()
 
 
 PENDING: Final = Pending.PENDING
-MISS: Final = Found(0)
+MISS: Final = Found()
 LookupAnswer = Found | Pending
 
 
-class PrefixLookup(Protocol):
-    """A tier that can say how many leading chunks it holds. One thread owns it."""
+class TierLookup(Protocol):
+    """A tier that can say what it holds. One thread owns it."""
 
-    def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """Blocks until ``deadline``, a reading of the clock, at most. 0 on any trouble."""
+    def which_exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+        """Blocks until ``deadline``, a reading of the clock, at most. False on any trouble."""
         ...
 
     def tend(self) -> None:
@@ -84,8 +87,8 @@ class PendingLookup:
         """It need not be asked any more. A question already on its way is left alone."""
         self.is_cancelled = True
 
-    def settle(self, num_chunks: int) -> None:
-        self.answer = Found(num_chunks)
+    def settle(self, found: Found) -> None:
+        self.answer = found
         self._settled.set()
 
 
@@ -93,7 +96,7 @@ class BackgroundLookup:
     """Asks one question after the other on one background thread, which ``lookup`` belongs to."""
 
     def __init__(
-        self, lookup: PrefixLookup, deadline_seconds: float, clock: Callable[[], float]
+        self, lookup: TierLookup, deadline_seconds: float, clock: Callable[[], float]
     ) -> None:
         self._lookup = lookup
         self._deadline_seconds = deadline_seconds
@@ -102,8 +105,7 @@ class BackgroundLookup:
         self.last_seconds = 0.0
         """How long the last question was on its way, answered or not."""
         self._times: deque[float] = deque(maxlen=_MAX_TIMES)
-        self._thread = threading.Thread(target=self._run, name="lmc-lookup", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lmc-lookup", self._run)
 
     def submit(self, keys: Sequence[bytes]) -> PendingLookup:
         pending = PendingLookup(tuple(keys), self._clock() + self._deadline_seconds, self._clock)
@@ -132,15 +134,16 @@ class BackgroundLookup:
                 return
             pending.settle(self._ask(pending))
 
-    def _ask(self, pending: PendingLookup) -> int:
+    def _ask(self, pending: PendingLookup) -> Found:
         asked = self._clock()
         if asked >= pending.deadline or pending.is_cancelled:
-            return 0
+            return MISS
         try:
-            found = self._lookup.exists_prefix(pending.keys, pending.deadline)
+            exist = self._lookup.which_exist(pending.keys, pending.deadline)
+            found = Found(frozenset(compress(pending.keys, exist)))
         except Exception:  # the next question may fare better
             logger.exception("A look-up failed; its chunks count as misses")
-            found = 0
+            found = MISS
         self.last_seconds = self._clock() - asked
         self._times.append(self.last_seconds)
         return found

@@ -1,4 +1,4 @@
-"""Which leading chunks of a request some tier holds.
+"""Where a request's hit may end, by what the tiers hold of its chunks.
 
 The index of the CPU tiers answers at once, Redis in its own time: it is asked when a request
 arrives, and waited for when the request is scheduled, if that is worth it.
@@ -6,10 +6,12 @@ arrives, and waited for when the request is scheduled, if that is worth it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEventSink
+from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_prefix_only
+from lmcache_connector.kv_parts.part import Part, keys_of_part
 from lmcache_connector.lookup.background_lookup import (
     MISS,
     PENDING,
@@ -32,10 +34,14 @@ _STALE_SECONDS = 0.25
 class HitFinder:
     """Finds hits in the CPU tiers, the only ones there are.
 
-    ``chunk_size`` in tokens. Owns the :class:`RequestLookup` of every request.
+    ``parts`` are the model's, ``chunk_size`` in tokens. Owns the :class:`RequestLookup` of every
+    request.
     """
 
-    def __init__(self, chunk_size: int, index: ChunkIndex, tally: Tally) -> None:
+    def __init__(
+        self, parts: tuple[Part, ...], chunk_size: int, index: ChunkIndex, tally: Tally
+    ) -> None:
+        self._parts = parts
         self._chunk_size = chunk_size
         self._index = index
         self._tally = tally
@@ -51,31 +57,41 @@ class HitFinder:
 
     def find(
         self, asked: RequestLookup, num_computed_tokens: int, *, is_idle: bool
-    ) -> range | Pending:
-        """The chunks that can be loaded, from the one being computed on; none: a miss.
+    ) -> Hit | Pending:
+        """The hit, from the chunk being computed on.
 
         ``PENDING``: call again in the next step. ``is_idle``: no request runs, so that waiting
         holds up nobody.
         """
         first = num_computed_tokens // self._chunk_size
         self.ask(asked, first)
-        redis_chunks = self._redis_chunks(asked, num_computed_tokens, is_idle)
-        if redis_chunks is PENDING:
+        redis_keys = self._redis_keys(asked, num_computed_tokens, is_idle)
+        if redis_keys is PENDING:
             return PENDING
-        are_in_cpu = self._index.has_each(asked.keys.keys[first:])
-        end = first
-        for in_cpu in are_in_cpu:
-            if not in_cpu and end not in redis_chunks:
-                break
-            end += 1
+        keys = self._keys_by_part(asked, first)
+        are_in_cpu = [self._index.has_each(each) for each in keys]
+        held = are_in_cpu
+        if redis_keys:
+            held = [
+                [in_cpu or key in redis_keys for key, in_cpu in zip(*pair, strict=True)]
+                for pair in zip(keys, are_in_cpu, strict=True)
+            ]
+        hit = find_hit(
+            self._parts, self._chunk_size, num_computed_tokens, asked.request.num_tokens, held
+        )
         if not asked.is_counted:
-            self._count(asked, num_computed_tokens, are_in_cpu[: end - first])
-        return range(first, end)
+            self._count(asked, num_computed_tokens, are_in_cpu[0][: hit.stop - first])
+        return hit
 
-    def _redis_chunks(
+    def _keys_by_part(self, asked: RequestLookup, first: int) -> list[Sequence[bytes]]:
+        """Of the chunks from ``first`` on."""
+        num_parts = len(self._parts)
+        return [keys_of_part(asked.keys.keys[first:], p, num_parts) for p in range(num_parts)]
+
+    def _redis_keys(
         self, asked: RequestLookup, num_computed_tokens: int, is_idle: bool
-    ) -> frozenset[int] | Pending:
-        """The chunks that only Redis holds, as far as it was asked."""
+    ) -> frozenset[bytes] | Pending:
+        """What Redis holds, as far as it was asked."""
         return frozenset()
 
     def _count(
@@ -97,6 +113,7 @@ class RedisHitFinder(HitFinder):
 
     def __init__(
         self,
+        parts: tuple[Part, ...],
         chunk_size: int,
         index: ChunkIndex,
         tally: Tally,
@@ -107,7 +124,7 @@ class RedisHitFinder(HitFinder):
         *,
         wait_seconds: float,
     ) -> None:
-        super().__init__(chunk_size, index, tally)
+        super().__init__(parts, chunk_size, index, tally)
         self._wait_seconds = wait_seconds
         self._lookup = lookup
         self._policy = policy
@@ -120,34 +137,53 @@ class RedisHitFinder(HitFinder):
         self._step_wait_seconds = self._wait_seconds
 
     def ask(self, asked: RequestLookup, first: int) -> None:
-        """Ask for chunks that are not in the index: once, and again for a request that has queued
-        for long."""
-        if asked.asked_chunks and not self._is_stale(asked):
+        """Ask for what is not in the index: once, and again for a request that has queued for
+        long."""
+        if asked.asked_keys and not self._is_stale(asked):
             return
-        keys = asked.keys.keys
-        are_in_cpu = self._index.has_each(keys[first:])
-        missing = tuple(i for i, in_cpu in enumerate(are_in_cpu, first) if not in_cpu)
+        missing = self._missing(asked, first)
         if missing:
-            asked.asked_chunks = missing
-            asked.pending = self._lookup.submit([keys[i] for i in missing])
+            asked.asked_keys = missing
+            asked.pending = self._lookup.submit(missing)
             asked.asked_at = self._clock()
             self._tally.count("lookups", Tier.REDIS.value)
 
     def close(self) -> None:
         self._lookup.close()
 
+    def _missing(self, asked: RequestLookup, first: int) -> tuple[bytes, ...]:
+        """What memory lacks of the chunks from ``first`` on that would make the hit longer."""
+        keys = self._keys_by_part(asked, first)
+        are_in_cpu = [self._index.has_each(each) for each in keys]
+        last, begins = first + len(keys[0]), [first] * len(keys)
+        if not is_prefix_only(self._parts):
+            num_tokens, size = asked.request.num_tokens, self._chunk_size
+            hit = find_hit(self._parts, size, first * size, num_tokens, are_in_cpu)
+            last = min(last, (num_tokens - 1) // size)
+            begins = [
+                chunks_to_load(part, size, first * size, hit.stop + 1).start for part in self._parts
+            ]
+            if hit.stop >= last:
+                return ()
+        return tuple(
+            each[i]
+            for each, in_cpu, begin in zip(keys, are_in_cpu, begins, strict=True)
+            for i in range(begin - first, last - first)
+            if not in_cpu[i]
+        )
+
     def _is_stale(self, asked: RequestLookup) -> bool:
         """Whether a new answer may say more: the old one is old, and not all was there."""
         if asked.pending is None or self._clock() - asked.asked_at < _STALE_SECONDS:
             return False
-        return asked.pending.answer not in (PENDING, Found(len(asked.asked_chunks)))
+        return asked.pending.answer not in (PENDING, Found(frozenset(asked.asked_keys)))
 
-    def _redis_chunks(
+    def _redis_keys(
         self, asked: RequestLookup, num_computed_tokens: int, is_idle: bool
-    ) -> frozenset[int] | Pending:
+    ) -> frozenset[bytes] | Pending:
         """Waits a moment if that is worth it, longer if ``is_idle``."""
         if asked.pending is None:
-            return asked.redis_chunks
+            return asked.redis_keys
         remaining = self._remaining_seconds(asked, num_computed_tokens)
         answer = asked.pending.wait(min(self._wait_now(is_idle), max(0.0, remaining)))
         if answer is PENDING:
@@ -157,11 +193,11 @@ class RedisHitFinder(HitFinder):
             # Not cancelled: how long it takes tells whether the next one is worth waiting for.
             self._tally.count("lookups_given_up")
             answer = MISS
-        elif answer.num_chunks < len(asked.asked_chunks):
-            self._kv_events.missing(asked.keys.keys[asked.asked_chunks[answer.num_chunks]])
-        asked.redis_chunks = frozenset(asked.asked_chunks[: answer.num_chunks])
+        elif len(answer.keys) < len(asked.asked_keys):
+            self._kv_events.missing(next(k for k in asked.asked_keys if k not in answer.keys))
+        asked.redis_keys = answer.keys
         asked.pending = None
-        return asked.redis_chunks
+        return asked.redis_keys
 
     def _wait_now(self, is_idle: bool) -> float:
         wait_seconds = self._step_wait_seconds

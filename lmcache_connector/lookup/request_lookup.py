@@ -14,7 +14,7 @@ class RequestLookup:
     """A vLLM request under the ``keys`` it is looked up by, and the answers. Written by its
     :class:`HitFinder`.
 
-    Chunks are numbered by their place in the request; times are readings of the hit finder's clock.
+    Times are readings of the hit finder's clock.
     """
 
     request: Any
@@ -22,8 +22,8 @@ class RequestLookup:
     pending: PendingLookup | None = None
     asked_at: float = 0.0
     wait_until: float | None = None  # set when the request first waits for the answer
-    asked_chunks: tuple[int, ...] = ()
-    redis_chunks: frozenset[int] = frozenset()
+    asked_keys: tuple[bytes, ...] = ()
+    redis_keys: frozenset[bytes] = frozenset()
     is_counted: bool = False
 
     def cancel(self) -> None:
@@ -32,7 +32,11 @@ class RequestLookup:
             self.pending.cancel()
             self.pending = None
 
+    def lose(self, key: bytes) -> None:
+        """It turned out not to be there."""
+        self.redis_keys -= {key}
+
     def reset(self, keys: RequestKeys) -> None:
         """Answers about the keys from before are worth nothing."""
         self.cancel()
-        self.keys, self.asked_chunks, self.redis_chunks = keys, (), frozenset()
+        self.keys, self.asked_keys, self.redis_keys = keys, (), frozenset()

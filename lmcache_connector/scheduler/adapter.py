@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEventSink
+from lmcache_connector.kv_parts.part import keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
@@ -154,7 +155,7 @@ class SchedulerAdapter:
 
     def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Everything planned since the last step, and the stores this step makes possible."""
-        self._dispatcher.put_back()
+        self._dispatcher.next_step()
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self.book.get(request_id)) is not None:
                 self._auditor.drop(state)
@@ -178,6 +179,8 @@ class SchedulerAdapter:
         self._scheduled.discard(request.request_id)
         if (state := self.book.finish(request)) is not None:
             self._dispatcher.finish(state, block_ids)
+        if self.is_idle:  # a user who steps the engine may reset it next
+            self._dispatcher.unpin_all()
 
     def keep_until_updated(self, request: Request) -> None:
         """A request that has just finished gives its blocks back. Until :meth:`updated`, those that
@@ -188,6 +191,11 @@ class SchedulerAdapter:
     def updated(self) -> None:
         """vLLM has seen to all that a step has brought."""
         self._dispatcher.put_back()
+
+    @property
+    def has_pinned_blocks(self) -> bool:
+        """Whether a step that finds no free blocks does better to wait than to preempt."""
+        return self._dispatcher.has_pins
 
     @property
     def has_open_stores(self) -> bool:
@@ -228,6 +236,7 @@ class SchedulerAdapter:
         self._auditor.forget()
         self.kv_events.clear()
         self.witness.forget()
+        self._dispatcher.unpin_all()
         self._dispatcher.abandon(self.book.reset())
 
     def check_integrity(self) -> None:
@@ -235,6 +244,7 @@ class SchedulerAdapter:
         assert len(self.book) == 0, f"{len(self.book)} requests left"
         assert len(self._jobs) == 0, f"{len(self._jobs)} jobs left"
         assert self.index.num_planned == 0, "planned chunks left"
+        assert not self.has_pinned_blocks, "pins left"
 
     def shutdown(self) -> None:
         self.hits.close()
@@ -248,7 +258,9 @@ class SchedulerAdapter:
         known = self.book.get(request.request_id)
         state = self.book.enter(request, wait_seconds)
         if isinstance(state, RequestState) and state is not known:
-            self.wanted.sight(state.keys.keys)
+            num_parts = len(self._settings.parts)
+            for part in range(num_parts):
+                self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
         return state
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:
@@ -264,6 +276,7 @@ class SchedulerAdapter:
         hit = self.hits.find(state.lookup, num_computed_tokens, is_idle=self.is_idle)
         if hit is PENDING:
             return None
+        self._dispatcher.found(state, hit)
         hit = self._auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(state, num_computed_tokens, hit)
 

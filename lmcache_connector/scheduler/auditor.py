@@ -23,11 +23,15 @@ from itertools import chain
 
 from lmcache_connector.audit.limits import ChunkError, NoiseGauge, Verdict, combine
 from lmcache_connector.audit.sampler import AuditSampler
+from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.kv_parts.hit import Hit
+from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.lookup.background_lookup import PENDING, Pending
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import AuditJob, BlockIds, JobResult, LoadJob, PartRun, StoreJob
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PartRun, StoreJob
+from lmcache_connector.scheduler.part_blocks import are_there, blocks_of
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
 
@@ -114,15 +118,13 @@ class Auditor:
 
     # -- choosing ------------------------------------------------------------------------------
 
-    def cut(self, state: RequestState, num_computed_tokens: int, hit: range) -> range:
+    def cut(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> Hit:
         """The part of the hit that may be loaded. Decided once per request."""
         audit = state.audit
         if hit and not audit.is_decided:
             audit.is_decided = True
             self._choose(state, num_computed_tokens, hit)
-        if audit.chunk is None or audit.chunk >= hit.stop:
-            return hit
-        return range(hit.start, max(hit.start, audit.chunk))
+        return hit if audit.chunk is None else hit.up_to(audit.chunk)
 
     def ask(self, state: RequestState, hits: HitFinder) -> None:
         """Ask slow tiers for what :meth:`find_shared` will want."""
@@ -145,15 +147,17 @@ class Auditor:
             chunk = self._telling_chunk(state, hit)
             if chunk * self._settings.chunk_size >= num_computed_tokens:
                 audit.is_decided = True
-                key = audit.shared.keys.keys[chunk]
+                key = self._key(audit.shared.keys, chunk)
                 self._set(state, chunk, key, AuditSubject(root, (), key in self._own, strict=True))
         return None
 
-    def _choose(self, state: RequestState, num_computed_tokens: int, hit: range) -> None:
+    def _choose(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> None:
         chunk = self._telling_chunk(state, hit)
         if chunk * self._settings.chunk_size < num_computed_tokens:
             return  # vLLM has a part of it: it would not be computed whole
-        key = state.keys.keys[chunk]
+        if chunk > hit.first and chunk not in hit.ends:
+            return  # no load may end before it
+        key = self._key(state.keys, chunk)
         is_own = key in self._own and key in self._index
         identity = state.keys.identity
         kinds = bool(identity.multimodal), identity.embeds_digest is not None
@@ -170,12 +174,16 @@ class Auditor:
         else:
             self._sampler.begin(subject)
 
-    def _telling_chunk(self, state: RequestState, hit: range) -> int:
+    def _key(self, keys: RequestKeys, chunk: int) -> bytes:
+        """What is compared: the model's first part stands for all."""
+        return part_key(keys.keys[chunk], 0, len(self._settings.parts))
+
+    def _telling_chunk(self, state: RequestState, hit: Hit) -> int:
         size = self._settings.chunk_size
         touched = (
             min((span.end - 1) // size, hit.stop - 1)
             for span in state.keys.identity.multimodal
-            if span.start < hit.stop * size and span.end > hit.start * size
+            if span.start < hit.stop * size and span.end > hit.first * size
         )
         return max(touched, default=hit.stop - 1)
 
@@ -209,12 +217,16 @@ class Auditor:
         state: RequestState,
         job_id: int,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
-    ) -> AuditJob:
-        """The comparison of the chunk, which is computed by the end of this step."""
-        audit = state.audit
+    ) -> AuditJob | None:
+        """The comparison of the chunk, which is computed by the end of this step; ``None`` if its
+        window was narrower."""
+        audit, part, size = state.audit, self._settings.parts[0], self._settings.chunk_size
         assert audit.chunk is not None
         assert audit.subject is not None
-        blocks = self._blocks_of(resolve_block_ids(), audit.chunk)
+        blocks = blocks_of(part, resolve_block_ids(), size, (audit.chunk,))
+        if not are_there(blocks, size // part.block_size):
+            self.drop(state)
+            return None
         job = AuditJob(
             job_id=job_id,
             request_id=state.request.request_id,
@@ -242,13 +254,6 @@ class Auditor:
         self._round += 1
         self._on_trial.clear()
         self._sampler.forget()
-
-    def _blocks_of(self, block_ids: Sequence[Sequence[int]], chunk: int) -> BlockIds:
-        groups = []
-        for ids, size in zip(block_ids, self._settings.block_sizes, strict=True):
-            per_chunk = self._settings.chunk_size // size
-            groups.append(tuple(ids[chunk * per_chunk : (chunk + 1) * per_chunk]))
-        return tuple(groups)
 
     # -- results -------------------------------------------------------------------------------
 

@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from operator import ne
 from typing import Any, Protocol
 
 from blake3 import blake3
 
+from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.plans import LoadJob
+from lmcache_connector.scheduler.part_blocks import NULL_BLOCK
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 
@@ -39,6 +42,7 @@ class BlockPool(Protocol):
     """vLLM's, as far as it is used here."""
 
     blocks: Sequence[Block]
+    hash_block_size: int
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Take a reference to each."""
@@ -70,8 +74,22 @@ class BlockWitness:
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        self._block_size = settings.block_sizes[0]
-        self._per_chunk = settings.chunk_size // self._block_size
+        self._chunk_size = settings.chunk_size
+        self._parts = settings.parts
+        # Their blocks fill up one by one; those of states are told of.
+        self._group_sizes = {
+            group: part.block_size
+            for part in settings.parts
+            if part.rule is not Rule.STATE
+            for group in part.groups
+        }
+        self._state_sizes = {
+            group: part.block_size
+            for part in settings.parts
+            if part.rule is Rule.STATE
+            for group in part.groups
+        }
+        self._least_block = min([*self._group_sizes.values(), settings.chunk_size])
         self._names_tokens = settings.weak_block_hashes
         self._manager: CacheManager | None = None
         self._lineages: dict[int, bytes] = {}
@@ -81,6 +99,13 @@ class BlockWitness:
     def bind(self, manager: CacheManager) -> None:
         """vLLM's cache manager; until then nothing is witnessed."""
         self._manager = manager
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens that one of vLLM's block hashes stands for."""
+        return (
+            self._least_block if self._manager is None else self._manager.block_pool.hash_block_size
+        )
 
     def __len__(self) -> int:
         """Blocks that are vouched for."""
@@ -109,17 +134,25 @@ class BlockWitness:
 
     def keep(self, block_ids: Iterable[int]) -> None:
         """Nobody is handed these blocks until :meth:`put_last`."""
-        if self._manager is not None:
-            blocks = [self._manager.block_pool.blocks[i] for i in block_ids]
-            self._manager.block_pool.touch(blocks)
-            self._kept += blocks
+        self._kept += self.pin(block_ids)
 
     def put_last(self) -> None:
         """What was kept, and is free, is handed out after all other free blocks. vLLM would take
         a finished request's blocks first where they are not in its prefix cache."""
-        if self._kept and self._manager is not None:
-            kept, self._kept = self._kept, []
-            self._manager.block_pool.unpin_blocks(reversed(kept), self._on_reuse)
+        kept, self._kept = self._kept, []
+        self.unpin(kept)
+
+    def pin(self, block_ids: Iterable[int]) -> list[Block]:
+        """Nobody is handed these blocks until :meth:`unpin`."""
+        blocks = self._by_id(block_ids)
+        if blocks and self._manager is not None:
+            self._manager.block_pool.touch(blocks)
+        return blocks
+
+    def unpin(self, blocks: Sequence[Block]) -> None:
+        """Those that are free now are handed out after all other free blocks."""
+        if blocks and self._manager is not None:
+            self._manager.block_pool.unpin_blocks(reversed(blocks), self._on_reuse)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -144,17 +177,39 @@ class BlockWitness:
         self._vouch(state, num_tokens)
         return num_tokens
 
+    def computes_state(
+        self, state: RequestState, group: int, block_id: int, num_tokens: int
+    ) -> bool:
+        """The step being planned leaves in this block the state of a recurrent group after so many
+        tokens, if the request is witnessed up to there. Whether it is."""
+        witness, size = state.witness, self._state_sizes[group]
+        is_witnessed = not witness.has_gap and num_tokens <= (witness.num_tokens or 0)
+        if is_witnessed and num_tokens % size == 0 and self._manager is not None:
+            state.keys.extend(state.request.all_token_ids)
+            end = num_tokens // size
+            block = self._manager.block_pool.blocks[block_id]
+            self._remember([block], self._lineages_of(state, size, end - 1, end))
+        return is_witnessed
+
     def loaded(self, state: RequestState, job: LoadJob, num_chunks: int) -> None:
         """The leading ``num_chunks`` of the job are in the request's blocks, on all ranks."""
-        run = job.runs[0]
-        first_chunk, end_chunk = run.chunks[0], run.chunks[0] + num_chunks
-        if tuple(state.keys.keys[first_chunk:end_chunk]) != run.keys[:num_chunks]:
-            return  # since a reset the request has other keys
-        first, end = first_chunk * self._per_chunk + run.skip_blocks, end_chunk * self._per_chunk
-        lineages = self._lineages_of(state, first, end)
-        if self._manager is not None:
-            blocks = self._manager.block_pool.blocks
-            self._remember([blocks[i] for i in run.block_ids[0][: len(lineages)]], lineages)
+        num_parts = len(self._parts)
+        for run in job.runs:
+            count, num_chunks = num_chunks, num_chunks - len(run.keys)
+            if count <= 0 or (count < len(run.keys) and num_parts > 1):
+                return
+            chunks = run.chunks[:count]
+            own = state.keys.keys[chunks[0] : chunks[-1] + 1]
+            if tuple(keys_of_part(own, run.part, num_parts)) != run.keys[:count]:
+                return  # since a reset the request has other keys
+            size = self._parts[run.part].block_size
+            end = (chunks[-1] + 1) * self._chunk_size // size
+            first = chunks[0] * self._chunk_size // size + run.skip_blocks
+            if self._parts[run.part].rule is Rule.STATE:
+                first = end - 1
+            lineages = self._lineages_of(state, size, first, end)
+            for block_ids in run.block_ids:
+                self._remember(self._by_id(block_ids[: len(lineages)]), lineages)
 
     # -- details ---------------------------------------------------------------------------------
 
@@ -162,30 +217,49 @@ class BlockWitness:
         """The request begins, or begins again, with ``start`` tokens that vLLM says are there: how
         many of them are witnessed."""
         state.keys.extend(state.request.all_token_ids)
-        num_blocks = -(-start // self._block_size)
-        held = [self._lineages.get(b.block_id) for b in self._blocks(state, 0, num_blocks)]
-        own = self._lineages_of(state, 0, num_blocks)
+        sizes = self._group_sizes | self._state_sizes
+        num_tokens = min(self._own_tokens(state, *group, start) for group in sizes.items())
+        state.witness.num_vouched = num_tokens
+        return min(start, num_tokens)
+
+    def _own_tokens(self, state: RequestState, group: int, size: int, start: int) -> int:
+        """The tokens before the first block in this group that is not the request's own."""
+        num_blocks = -(-start // size)
+        blocks = self._blocks(state, group, 0, num_blocks)
+        held = [self._lineages.get(block.block_id) for block in blocks]
+        own = self._lineages_of(state, size, 0, num_blocks)
         if held != own:
-            num_blocks = next((i for i, differ in enumerate(map(ne, held, own)) if differ), 0)
-        state.witness.num_blocks = num_blocks
-        return min(start, num_blocks * self._block_size)
+            differ = map(ne, held, own)
+            strange = (
+                i
+                for i, differs in enumerate(differ)
+                if differs and blocks[i].block_id != NULL_BLOCK
+            )
+            num_blocks = next(strange, num_blocks if len(held) == len(own) else 0)
+        return num_blocks * size
 
     def _vouch(self, state: RequestState, num_tokens: int) -> bool:
         """For the blocks full of tokens that are known: drafts may be rejected. True: for more than
         before."""
-        first = state.witness.num_blocks
-        end = int(min(num_tokens, state.request.num_tokens) // self._block_size)
-        if end <= first:
+        before = state.witness.num_vouched
+        after = int(min(num_tokens, state.request.num_tokens))
+        if after // self._least_block <= before // self._least_block:
             return False
         state.keys.extend(state.request.all_token_ids)
-        self._remember(self._blocks(state, first, end), self._lineages_of(state, first, end))
-        state.witness.num_blocks = end
+        for group, size in self._group_sizes.items():
+            first, end = before // size, after // size
+            blocks = self._blocks(state, group, first, end)
+            self._remember(blocks, self._lineages_of(state, size, first, end))
+        state.witness.num_vouched = after
         return True
 
     def _remember(self, blocks: Sequence[Block], lineages: Sequence[bytes]) -> None:
         """vLLM forgets whom to call once it has called, or when it is told of another."""
         if self._manager is None:
             return
+        if any(block.block_id == NULL_BLOCK for block in blocks):  # a window has left it behind
+            there = [b.block_id != NULL_BLOCK for b in blocks]
+            blocks, lineages = list(compress(blocks, there)), list(compress(lineages, there))
         pool = self._manager.block_pool
         pool.touch(blocks)
         pool.unpin_blocks(blocks, self._on_reuse)
@@ -196,27 +270,33 @@ class BlockWitness:
         self._lineages.pop(block.block_id, None)
         self._reused.add(block.block_id)
 
-    def _blocks(self, state: RequestState, first: int, end: int) -> Sequence[Block]:
+    def _blocks(self, state: RequestState, group: int, first: int, end: int) -> Sequence[Block]:
         if self._manager is None or end <= first:
             return ()
-        blocks: Sequence[Block] = self._manager.get_blocks(state.request.request_id).blocks[0]
+        blocks: Sequence[Block] = self._manager.get_blocks(state.request.request_id).blocks[group]
         return blocks[first:end]
 
-    def _lineages_of(self, state: RequestState, first: int, end: int) -> list[bytes]:
-        """Of the request's blocks ``[first, end)``."""
+    def _by_id(self, block_ids: Iterable[int]) -> list[Block]:
+        if self._manager is None:
+            return []
+        return [self._manager.block_pool.blocks[i] for i in block_ids]
+
+    def _lineages_of(self, state: RequestState, size: int, first: int, end: int) -> list[bytes]:
+        """Of the request's blocks ``[first, end)``, in a group with blocks of ``size`` tokens."""
         if self._names_tokens or state.keys.has_extras:
-            return [self._full_lineage(state, block) for block in range(first, end)]
+            return [self._full_lineage(state, size, block) for block in range(first, end)]
         lineages: list[bytes] = []
-        for chunk in range(first // self._per_chunk, -(-end // self._per_chunk)):
-            begin = chunk * self._per_chunk
-            count = min(end, begin + self._per_chunk) - max(first, begin)
+        per_chunk = self._chunk_size // size
+        for chunk in range(first // per_chunk, -(-end // per_chunk)):
+            begin = chunk * per_chunk
+            count = min(end, begin + per_chunk) - max(first, begin)
             lineages += [state.keys.parent(chunk)] * count
         return lineages
 
-    def _full_lineage(self, state: RequestState, block: int) -> bytes:
+    def _full_lineage(self, state: RequestState, size: int, block: int) -> bytes:
         """With all that else goes into the chunk's key, up to the block's end."""
-        chunk = block // self._per_chunk
-        start, end = chunk * self._per_chunk * self._block_size, (block + 1) * self._block_size
+        chunk = block // (self._chunk_size // size)
+        start, end = chunk * self._chunk_size, (block + 1) * size
         parent, more = state.keys.parent(chunk), state.keys.extras(start, end)
         if self._names_tokens:
             more += array("I", state.request.all_token_ids[start:end]).tobytes()

@@ -19,6 +19,7 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_events.log import KvEventLog, KvEventSink
+from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
@@ -57,7 +58,7 @@ def build_scheduler(
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model)
     events = KvEventLog(model.world_size) if kv_events else KvEventSink()
-    hits, metrics = _make_hits(config, model, index, policy, events, tally)
+    hits, metrics = _make_hits(config, model, settings, index, policy, events, tally)
     loaded = LoadedAdapters(model.world_size)
     writes_redis = stores and config.redis_tier_config() is not None
     return SchedulerAdapter(
@@ -78,6 +79,7 @@ def build_scheduler(
 def _make_hits(
     config: ConnectorConfig,
     model: ModelDescription,
+    settings: SchedulerSettings,
     index: ChunkIndex,
     policy: LoadPolicy,
     events: KvEventSink,
@@ -86,13 +88,15 @@ def _make_hits(
     """And the metrics, which tell of Redis if it is asked."""
     tier_config, clock = config.redis_tier_config(), time.monotonic
     if tier_config is None:
-        return HitFinder(config.chunk_size, index, tally), SchedulerMetrics(tally, clock)
+        finder = HitFinder(settings.parts, settings.chunk_size, index, tally)
+        return finder, SchedulerMetrics(tally, clock)
     from lmcache_connector.storage.redis.lookup import RedisLookup
 
     redis = RedisLookup(tier_config, [PartGeometries((rank,)) for rank in model.geometries])
     lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, clock)
     hits = RedisHitFinder(
-        config.chunk_size,
+        settings.parts,
+        settings.chunk_size,
         index,
         tally,
         lookup,
@@ -158,7 +162,7 @@ def _settings(
 ) -> SchedulerSettings:
     return SchedulerSettings(
         chunk_size=config.chunk_size,
-        block_sizes=(model.block_size,),
+        parts=(Part(Rule.PREFIX, (0,), model.block_size),),
         world_size=model.world_size,
         loads=loads,
         stores=stores,
@@ -178,7 +182,7 @@ def _make_policy(config: ConnectorConfig, model: ModelDescription) -> LoadPolicy
     return LoadPolicy(
         cost_model,
         chunk_tokens=config.chunk_size,
-        chunk_bytes=max(geometry.chunk_bytes for geometry in model.geometries),
+        value_bytes=(max(geometry.chunk_bytes for geometry in model.geometries),),
         clock=time.monotonic,
         num_stages=len({rank.layer_start for rank in model.ranks}),
     )

@@ -10,17 +10,20 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lmcache_connector.kv_events.log import KvEventSink
+from lmcache_connector.kv_events.log import BlockRun, KvEventSink
 from lmcache_connector.kv_events.vllm_events import describe_chunk
+from lmcache_connector.kv_parts.hit import Hit
+from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob, Tier
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PartRun, StoreJob, Tier
 from lmcache_connector.scheduler.auditor import Auditor
+from lmcache_connector.scheduler.block_pins import BlockPins
 from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
-from lmcache_connector.scheduler.store_planner import StorePlanner
+from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
@@ -53,7 +56,12 @@ class JobDispatcher:
         self._witness = witness
         self._kv_events = kv_events
         self._short_loads: list[ShortLoad] = []
+        self._pins = BlockPins(settings, witness)
         self._keeps_blocks = False  # in the step being scheduled
+
+    def found(self, state: RequestState, hit: Hit) -> None:
+        """The request has been looked up."""
+        self._stores.found(state, hit)
 
     # -- planning ------------------------------------------------------------------------------
 
@@ -71,14 +79,19 @@ class JobDispatcher:
             if state is None:
                 continue
             num_own = num_scheduled if self._book.computes_its_own(state, num_scheduled) else 0
-            if not self._witness.scheduled(state, num_own):
+            may_be_more = self._witness.scheduled(state, num_own)
+            offers = block_state.boundary_state_offloads.get(request_id, ())
+            if not (may_be_more or offers):
                 continue
             num_tokens = state.witness.num_tokens or 0
             block_ids = partial(block_state.get_block_ids, request_id)
-            if self._settings.stores and self._stores.is_due(state, num_tokens):
-                self._plan_store(state, num_tokens, block_ids)
+            snapshots = self._snapshots(state, offers)
+            if self._settings.stores and (snapshots or self._stores.is_due(state, num_tokens)):
+                self._plan_store(state, num_tokens, block_ids, snapshots)
             if self._auditor.is_due(state, num_tokens):
-                self._start(state, self._auditor.plan(state, self._jobs.new_id(), block_ids))
+                audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
+                if audit is not None:
+                    self._start(state, audit)
 
     def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
         """The request has ended: what is left of it to store is stored, nothing more is loaded."""
@@ -100,6 +113,20 @@ class JobDispatcher:
             self._auditor.drop(state)
 
     # -- blocks that stores read -----------------------------------------------------------------
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether blocks will be free once a store has ended."""
+        return len(self._pins) > 0
+
+    def next_step(self) -> None:
+        """A step is being planned."""
+        self.put_back()
+        self._pins.next_step()
+
+    def unpin_all(self) -> None:
+        """vLLM may have back what it wants."""
+        self._pins.unpin_all()
 
     def keep_read_blocks(self) -> None:
         """While others run, a request that waits may wait for a store to have read its blocks.
@@ -135,7 +162,9 @@ class JobDispatcher:
         """What one rank says of one job."""
         planned, has_ended = self._jobs.report(result)
         if isinstance(planned.job, LoadJob) and result.outcome is Outcome.MISSING:
-            self._learn_missing(rank, planned.job.keys[result.num_chunks])
+            key = planned.job.keys[result.num_chunks]
+            planned.state.lookup.lose(key)
+            self._learn_missing(rank, key)
         if has_ended:
             self._end(planned)
 
@@ -151,19 +180,45 @@ class JobDispatcher:
         state: RequestState,
         num_witnessed_tokens: int,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+        snapshots: Sequence[Snapshot] = (),
     ) -> None:
-        job = self._stores.plan(state, num_witnessed_tokens, resolve_block_ids)
+        job = self._stores.plan(state, num_witnessed_tokens, resolve_block_ids, snapshots)
         if job is not None:
             self._start(state, job)
 
+    def _snapshots(
+        self, state: RequestState, offers: Sequence[tuple[int, int, int]]
+    ) -> list[Snapshot]:
+        """The states that the step being planned computes: group, block, and after how many tokens.
+        Each where a chunk ends, and whole: vLLM offers those of all groups of a part."""
+        blocks = {
+            (group, num_tokens): block
+            for group, block, num_tokens in offers
+            if self._witness.computes_state(state, group, block, num_tokens)
+        }
+        ends = sorted({num_tokens for _, num_tokens in blocks})
+        size = self._settings.chunk_size
+        return [
+            Snapshot(number, end // size, tuple((blocks[group, end],) for group in part.groups))
+            for end in ends
+            for number, part in enumerate(self._settings.parts)
+            if part.rule is Rule.STATE
+            and end % size == 0
+            and all((group, end) in blocks for group in part.groups)
+        ]
+
     def _start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
-        chunks = job.runs[0].chunks
-        keys, sizes = state.keys.keys, (self._settings.chunk_size, self._settings.block_sizes[0])
-        self._kv_events.describe(
-            job.keys, lambda i: describe_chunk(state.request, chunks[i], keys, *sizes)
-        )
+        for run in job.runs:
+            if run.part == 0:  # the others have no events: a chunk is told of once
+                self._kv_events.describe(run.keys, partial(self._describe, state, run))
         self._auditor.learn(job)
         self._jobs.add(state, job)
+        if isinstance(job, StoreJob):
+            self._pins.pin(job)
+
+    def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
+        sizes = self._settings.chunk_size, self._witness.hash_block_size
+        return describe_chunk(state.request, run.chunks[index], state.keys.keys, *sizes)
 
     def _learn_missing(self, rank: int, key: bytes) -> None:
         """Whatever the events said, or no request would ever store this chunk again."""
@@ -173,6 +228,7 @@ class JobDispatcher:
 
     def _end(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
+        self._pins.unpin(job.job_id)
         if isinstance(job, LoadJob):
             self._witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_load
+from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import BlockIds, JobResult, LoadJob, PartRun, Tier
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, Tier
+from lmcache_connector.scheduler.part_blocks import blocks_between
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -35,15 +40,15 @@ class LoadPlanner:
         self._tally = tally
         self._new_job_id = new_job_id
 
-    def offer(self, state: RequestState, num_computed_tokens: int, hit: range) -> int:
-        """How many tokens after the computed ones shall be loaded of the chunks that are hits.
+    def offer(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> int:
+        """How many tokens after the computed ones shall be loaded of the hit.
 
         Decided once, until the request is preempted.
         """
         load = state.load
         if hit and load.end is None:
             self._decide(state, num_computed_tokens, hit)
-        end = hit.stop if load.end is None else min(hit.stop, load.end)
+        end = hit.stop if load.end is None else hit.up_to(load.end).stop
         num_tokens = end * self._settings.chunk_size - num_computed_tokens
         if num_tokens <= 0:
             return 0
@@ -56,28 +61,22 @@ class LoadPlanner:
         """The load of the ``num_tokens`` that vLLM has taken of the offer, into the request's
         blocks (per KV cache group)."""
         load, chunk_size = state.load, self._settings.chunk_size
-        end = load.offered_from + num_tokens
-        chunks = range(load.offered_from // chunk_size, -(-end // chunk_size))
-        keys = tuple(state.keys.keys[chunks.start : chunks.stop])
+        runs = self._runs(state, block_ids, load.offered_from + num_tokens)
+        keys = tuple(key for run in runs for key in run.keys)
         are_in_cpu = self._index.has_each(keys)
         redis_keys = tuple(key for key, in_cpu in zip(keys, are_in_cpu, strict=True) if not in_cpu)
-        run = PartRun(
-            part=0,
-            keys=keys,
-            chunks=tuple(chunks),
-            block_ids=self._blocks_between(block_ids, load.offered_from, end),
-            skip_blocks=load.offered_from % chunk_size // self._settings.block_sizes[0],
-        )
         job = LoadJob(
             job_id=self._new_job_id(),
             request_id=state.request.request_id,
-            runs=(run,),
+            runs=runs,
             deadline_seconds=load.deadline_seconds,
             needs_redis=bool(redis_keys),
             after_job=max(map(self._index.planned_job, keys)),
         )
         load.job = job
-        load.redis_tokens = min(num_tokens, len(redis_keys) * chunk_size)
+        chunks = (chunk for run in runs for chunk in run.chunks)
+        from_redis = {i for i, in_cpu in zip(chunks, are_in_cpu, strict=True) if not in_cpu}
+        load.redis_tokens = min(num_tokens, len(from_redis) * chunk_size)
         self._policy.load_planned(job, redis_keys)
         self._tally.count("load_jobs")
         self._tally.count("hit_tokens", Tier.CPU.value, amount=num_tokens - load.redis_tokens)
@@ -87,49 +86,113 @@ class LoadPlanner:
     def ended(
         self, state: RequestState, job: LoadJob, num_chunks: int, results: Sequence[JobResult]
     ) -> ShortLoad | None:
-        """All ranks have reported: the leading ``num_chunks`` of the job arrived on each."""
+        """All ranks have reported: the leading ``num_chunks`` of the job's arrived on each.
+
+        Where there is more than full attention, that is of no use unless all did: the request
+        begins again. If nothing but chunks were missing, it may be offered what is still there.
+        """
         load, chunk_size = state.load, self._settings.chunk_size
         load.job = None
         self._policy.load_ended(job.job_id, results)
-        self._count_saved(load.offered_from, num_chunks * chunk_size - self._skipped_tokens(job))
-        if num_chunks == len(job.keys):
+        first, end = load.offered_from // chunk_size, job.runs[-1].chunks[-1] + 1
+        is_whole = num_chunks == len(job.keys)
+        if not is_whole:
+            arrived_end = first + num_chunks if self._settings.is_prefix_only else first
+            self._tally.count("recomputed_tokens", amount=(end - arrived_end) * chunk_size)
+            end = arrived_end
+        self._count_saved(load.offered_from, end * chunk_size)
+        if is_whole:
             return None
         # The tier that failed is not asked again for this request: it is recomputed.
-        load.is_allowed = False
-        lost = (len(job.keys) - num_chunks) * chunk_size
-        self._tally.count("recomputed_tokens", amount=lost)
-        arrived = (load.offered_from // chunk_size + num_chunks) * chunk_size
-        return ShortLoad(state.request, max(load.offered_from, arrived))
+        may_try_again = load.is_allowed and not self._settings.is_prefix_only
+        load.is_allowed = may_try_again and not load.is_second and _were_missing(results)
+        load.is_second = True
+        if load.is_allowed:
+            load.end = None
+        if not self._settings.is_prefix_only:
+            return ShortLoad(state.request, 0)
+        return ShortLoad(state.request, max(load.offered_from, end * chunk_size))
 
-    def _decide(self, state: RequestState, num_computed_tokens: int, hit: range) -> None:
+    def _runs(
+        self, state: RequestState, block_ids: Sequence[Sequence[int]], end_token: int
+    ) -> tuple[PartRun, ...]:
+        """What a load up to ``end_token`` brings. States and windows come first: without them the
+        rest is of no use."""
+        parts, chunk_size = self._settings.parts, self._settings.chunk_size
+        start, end = state.load.offered_from, -(-end_token // chunk_size)
+        runs = []
+        for number, part in reversed(list(enumerate(parts))):
+            chunks = chunks_to_load(part, chunk_size, start, end)
+            if not chunks:
+                continue
+            first = first_token_to_load(part, start, end_token)
+            is_state = part.rule is Rule.STATE
+            run = PartRun(
+                part=number,
+                keys=tuple(keys_of_part(state.keys.keys[chunks.start : end], number, len(parts))),
+                chunks=tuple(chunks),
+                block_ids=blocks_between(part, block_ids, first, end_token),
+                skip_blocks=0
+                if is_state
+                else (first - chunks.start * chunk_size) // part.block_size,
+            )
+            runs.append(run)
+        return tuple(runs)
+
+    def _decide(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> None:
         load, request = state.load, state.request
         load.end, load.deadline_seconds = hit.stop, self._settings.load_deadline_seconds
         if num_computed_tokens >= request.num_tokens:
             return
-        keys = state.keys.keys[hit.start : hit.stop]
+        keys = [
+            keys_of_part(state.keys.keys[hit.first : hit.stop], i, len(self._settings.parts))
+            for i, part in enumerate(self._settings.parts)
+            if part.rule is Rule.PREFIX
+        ]
+        are_in_cpu = [self._index.has_each(each) for each in keys]
+        more: dict[str, Any] = {}
+        if not self._settings.is_prefix_only:
+            more["ends"] = [end - hit.first for end in hit.ends]
+            more["other_bytes"] = partial(self._other_bytes, state, num_computed_tokens, hit.first)
         decision = self._policy.decide(
-            num_computed_tokens, request.num_tokens, keys, self._index.has_each(keys)
+            num_computed_tokens,
+            request.num_tokens,
+            [key for each in keys for key in each],
+            list(map(all, zip(*are_in_cpu, strict=True))) or [True] * (hit.stop - hit.first),
+            **more,
         )
-        load.end = hit.start + decision.num_chunks
+        load.end = hit.first + decision.num_chunks
         load.deadline_seconds = decision.deadline_seconds
         declined = (hit.stop - load.end) * self._settings.chunk_size
         self._tally.count("decisions", decision.reason.value)
         self._tally.count("declined_tokens", amount=declined)
         logger.debug("Request %s: %s", request.request_id, decision)
 
-    def _blocks_between(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> BlockIds:
-        return tuple(
-            tuple(ids[start // size : -(-end // size)])
-            for ids, size in zip(block_ids, self._settings.block_sizes, strict=True)
-        )
+    def _other_bytes(
+        self, state: RequestState, num_computed_tokens: int, first: int, num_chunks: int
+    ) -> dict[Tier, int]:
+        """What a load that ends ``num_chunks`` after chunk ``first`` needs of windows and states,
+        by the tier that has it."""
+        parts, end = self._settings.parts, first + num_chunks
+        found = dict.fromkeys(Tier, 0)
+        for number, part in enumerate(parts):
+            if part.rule is Rule.PREFIX:
+                continue
+            chunks = chunks_to_load(part, self._settings.chunk_size, num_computed_tokens, end)
+            keys = keys_of_part(state.keys.keys[chunks.start : end], number, len(parts))
+            for key, in_cpu in zip(keys, self._index.has_each(keys), strict=True):
+                found[Tier.CPU if in_cpu else Tier.REDIS] += self._policy.bytes_of(key)
+        return found
 
-    def _skipped_tokens(self, job: LoadJob) -> int:
-        return job.runs[0].skip_blocks * self._settings.block_sizes[0]
-
-    def _count_saved(self, start: int, num_tokens: int) -> None:
-        """Tokens from ``start`` on were loaded instead of computed."""
-        if num_tokens <= 0:
+    def _count_saved(self, start: int, end: int) -> None:
+        """Tokens ``[start, end)`` were loaded instead of computed."""
+        if end <= start:
             return
-        seconds = self._policy.model.compute_seconds(start, start + num_tokens)
-        self._tally.count("prefill_saved_tokens", amount=num_tokens)
+        seconds = self._policy.model.compute_seconds(start, end)
+        self._tally.count("prefill_saved_tokens", amount=end - start)
         self._tally.count("prefill_saved_seconds", amount=seconds or 0.0)
+
+
+def _were_missing(results: Sequence[JobResult]) -> bool:
+    """Whether chunks were gone, and nothing else was wrong."""
+    return all(result.outcome in (Outcome.DONE, Outcome.MISSING) for result in results)

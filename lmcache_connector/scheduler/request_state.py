@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.kv_parts.hit import is_prefix_only
+from lmcache_connector.kv_parts.part import Part
 from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.plans import LoadJob
 
@@ -15,7 +17,7 @@ class SchedulerSettings:
     """What the scheduler side needs of the configuration. Sizes in tokens, times in seconds."""
 
     chunk_size: int
-    block_sizes: tuple[int, ...]  # per KV cache group
+    parts: tuple[Part, ...]  # those every chunk is needed of come first
     world_size: int
     loads: bool  # kv_role consumer or both
     stores: bool  # kv_role producer or both
@@ -23,6 +25,11 @@ class SchedulerSettings:
     redis_only_reused: bool = False
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
+    window_interval: int | None = None  # None: four windows
+
+    @property
+    def is_prefix_only(self) -> bool:
+        return is_prefix_only(self.parts)
 
 
 @dataclass(slots=True)
@@ -30,7 +37,8 @@ class LoadState:
     """The load of a request. Written by the :class:`LoadPlanner`.
 
     ``end``: the chunk where the load ends, once that is decided. ``offered_from``: computed tokens
-    when it was offered to vLLM. ``redis_tokens``: of the load planned last.
+    when it was offered to vLLM. ``redis_tokens``: of the load planned last. ``is_second``: one has
+    failed before.
     """
 
     is_allowed: bool = True
@@ -39,6 +47,7 @@ class LoadState:
     offered_from: int = 0
     job: LoadJob | None = None
     redis_tokens: int = 0
+    is_second: bool = False
 
     def restart(self) -> None:
         self.end = None
@@ -54,17 +63,18 @@ class WitnessState:
     """How far a request is witnessed. Written by the :class:`BlockWitness`.
 
     ``num_tokens`` may count drafts that will be rejected; ``None``: the request has not been
-    scheduled since it began, or began again. The leading ``num_blocks`` blocks are vouched for.
+    scheduled since it began, or began again. The blocks that the leading ``num_vouched`` tokens
+    fill are vouched for.
     ``has_gap``: it went on from tokens that are not witnessed.
     """
 
     num_tokens: int | None = None
-    num_blocks: int = 0
+    num_vouched: int = 0
     has_gap: bool = False
 
     def restart(self) -> None:
         self.num_tokens = None
-        self.num_blocks = 0
+        self.num_vouched = 0
         self.has_gap = False
 
 
@@ -73,11 +83,13 @@ class StoreState:
     """The stores of a request. Written by the :class:`StorePlanner`.
 
     Chunks before ``next_chunk`` have been planned, or were there. Chunks before ``num_sighted``
-    have been counted as wanted, once however often they are planned.
+    have been counted as wanted, once however often they are planned. ``junction``: the chunk before
+    which others that share the request's beginning will want its windows to end.
     """
 
     next_chunk: int = 0
     num_sighted: int = 0
+    junction: int = 0
     job_ids: set[int] = field(default_factory=set)
 
     def restart(self) -> None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress
 
+from lmcache_connector.kv_parts.hit import Hit
+from lmcache_connector.kv_parts.part import Rule, keys_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, PartRun, StoreJob
+from lmcache_connector.scheduler.part_blocks import are_there, blocks_of
+from lmcache_connector.scheduler.planned_ends import PlannedEnds
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 GENERATED_RUN_CHUNKS = 4
@@ -36,9 +42,21 @@ class ReuseTracker:
         return times
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a part after ``num_chunks``, in one block of each of the part's groups."""
+
+    part: int
+    num_chunks: int
+    block_ids: BlockIds
+
+
 class StorePlanner:
-    """Plans each full chunk once, unless some tier has it: one of the prompt as soon as it is
-    computed, the others in runs, and what is left when the request ends.
+    """Plans what is stored of each full chunk once, unless some tier has it: of the prompt as soon
+    as it is computed, of the rest in runs, and what is left when the request ends.
+
+    Windows are stored where a hit is likely to end, see :class:`PlannedEnds`. Their blocks do not
+    last: they are planned in the step that computes the chunk, and so is the rest of it.
 
     With ``redis_only_reused`` a chunk goes to the CPU tier alone at first, and on to Redis with the
     next request that has it in its prompt. Owns the store part of every request's state.
@@ -56,51 +74,55 @@ class StorePlanner:
         self._tally = tally
         self._new_job_id = new_job_id
         self._reuse_tracker = ReuseTracker()
+        self._ends = PlannedEnds(settings)
+        self._run_chunks = GENERATED_RUN_CHUNKS if settings.is_prefix_only else 1
 
     def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
         """Whether there may be something to store. Cheap: asked for every block that is full."""
         first, size = state.store.next_chunk, self._settings.chunk_size
         due_at = (first + 1) * size
         if due_at > state.request.num_prompt_tokens:
-            due_at = (first + GENERATED_RUN_CHUNKS) * size
+            due_at = (first + self._run_chunks) * size
         return num_witnessed_tokens >= due_at and state.request.num_tokens >= due_at
+
+    def found(self, state: RequestState, hit: Hit) -> None:
+        """Learn what the tiers hold of the request's beginning. Where it is shared further than a
+        hit may go, the next that shares as much shall find what this one lacks."""
+        if hit.shared_end > hit.stop:
+            state.store.junction = hit.shared_end
 
     def plan(
         self,
         state: RequestState,
         num_witnessed_tokens: int,
         resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+        snapshots: Sequence[Snapshot] = (),
     ) -> StoreJob | None:
-        """A store of the full chunks among the first ``num_witnessed_tokens`` that no tier has.
+        """A store of what no tier has of the full chunks among the first ``num_witnessed_tokens``,
+        and of ``snapshots``.
 
         ``resolve_block_ids`` lists the request's blocks per KV cache group; it is called if there
         is something to store.
         """
-        store, keys = state.store, state.keys.keys
+        store = state.store
         end = self._storable_chunks(state, num_witnessed_tokens)
-        if end <= store.next_chunk:
+        if end <= store.next_chunk and not snapshots:
             return None
         state.keys.extend(state.request.all_token_ids)
         redis_keys = self._reused_keys(state, end)
-        chunks = tuple(
-            i
-            for i in range(store.next_chunk, end)
-            if keys[i] != state.audit.key  # what an audit compares with must not be this
-            and (keys[i] not in self._index or (redis_keys is not None and keys[i] in redis_keys))
-        )
-        store.next_chunk = end
-        if not chunks:
+        runs = self._runs(state, range(store.next_chunk, end), redis_keys, resolve_block_ids)
+        runs += [
+            self._run(state, snapshot.part, [snapshot.num_chunks - 1], [snapshot.block_ids])
+            for snapshot in snapshots
+            if self._is_new(state, snapshot.part, snapshot.num_chunks - 1, redis_keys)
+        ]
+        store.next_chunk = max(store.next_chunk, end)
+        if not runs:
             return None
-        run = PartRun(
-            part=0,
-            keys=tuple(keys[i] for i in chunks),
-            chunks=chunks,
-            block_ids=self._blocks_of(resolve_block_ids(), chunks),
-        )
         job = StoreJob(
             job_id=self._new_job_id(),
             request_id=state.request.request_id,
-            runs=(run,),
+            runs=tuple(runs),
             redis_keys=redis_keys,
             adapter=adapter_of(state),
         )
@@ -133,18 +155,66 @@ class StorePlanner:
         new = state.keys.keys[state.store.num_sighted : end]
         state.store.num_sighted = max(state.store.num_sighted, end)
         times = {key: self._reuse_tracker.sight(key) for key in new}
+        again = [key for key, n in times.items() if n >= 2]
+        num_parts = len(self._settings.parts)
         return frozenset(
-            key for key, n in times.items() if n == 2 or (n > 2 and key not in self._index)
+            key
+            for number in range(num_parts)
+            for again_key, key in zip(again, keys_of_part(again, number, num_parts), strict=True)
+            if times[again_key] == 2 or key not in self._index
         )
 
-    def _blocks_of(self, block_ids: Sequence[Sequence[int]], chunks: tuple[int, ...]) -> BlockIds:
-        groups = []
-        for ids, size in zip(block_ids, self._settings.block_sizes, strict=True):
-            per_chunk = self._settings.chunk_size // size
-            groups.append(
-                tuple(b for i in chunks for b in ids[i * per_chunk : (i + 1) * per_chunk])
+    def _runs(
+        self,
+        state: RequestState,
+        new: range,
+        redis_keys: frozenset[bytes] | None,
+        resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+    ) -> list[PartRun]:
+        """What shall be stored of these chunks, and whose blocks are there."""
+        block_ids: Sequence[Sequence[int]] | None = None
+        runs = []
+        for number, part in enumerate(self._settings.parts):
+            chunks = [i for i in new if self._is_new(state, number, i, redis_keys)]
+            if part.rule is Rule.STATE:
+                continue
+            if part.rule is not Rule.PREFIX:
+                chunks = [i for i in chunks if self._ends.need(state, part, i)]
+            if not chunks:
+                continue
+            block_ids = block_ids if block_ids is not None else resolve_block_ids()
+            size, per_chunk = (
+                self._settings.chunk_size,
+                self._settings.chunk_size // part.block_size,
             )
-        return tuple(groups)
+            blocks = [blocks_of(part, block_ids, size, (chunk,)) for chunk in chunks]
+            there = [are_there(each, per_chunk) for each in blocks]
+            chunks, blocks = list(compress(chunks, there)), list(compress(blocks, there))
+            if chunks:
+                runs.append(self._run(state, number, chunks, blocks))
+        return runs
+
+    def _is_new(
+        self, state: RequestState, part: int, chunk: int, redis_keys: frozenset[bytes] | None
+    ) -> bool:
+        key = part_key(state.keys.keys[chunk], part, len(self._settings.parts))
+        if key == state.audit.key:  # what an audit compares with must not be this
+            return False
+        return key not in self._index or (redis_keys is not None and key in redis_keys)
+
+    def _run(
+        self, state: RequestState, part: int, chunks: list[int], blocks: list[BlockIds]
+    ) -> PartRun:
+        """``blocks`` of each chunk, per group."""
+        keys = [state.keys.keys[chunk] for chunk in chunks]
+        return PartRun(
+            part=part,
+            keys=tuple(keys_of_part(keys, part, len(self._settings.parts))),
+            chunks=tuple(chunks),
+            block_ids=tuple(
+                tuple(chain.from_iterable(group)) for group in zip(*blocks, strict=True)
+            ),
+        )
 
 
 def adapter_of(state: RequestState) -> AdapterRef | None:

@@ -20,6 +20,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from lmcache_connector.threads import start_thread
+
 logger = logging.getLogger(__name__)
 
 _MAX_TRACKED = 1 << 16
@@ -121,8 +123,7 @@ class Reconciler:
         self._lock = threading.Lock()
         self._offers = Offers(pace)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lmc-reconcile", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lmc-reconcile", self._run)
 
     def want(self, keys: Iterable[bytes]) -> None:
         """Requests want these chunks, and memory holds them."""

@@ -47,7 +47,7 @@ def policy(clock: Clock) -> LoadPolicy:
     made = LoadPolicy(
         CostModel(clock, max_deadline_seconds=10.0),
         CHUNK_TOKENS,
-        CHUNK_BYTES,
+        (CHUNK_BYTES,),
         clock,
     )
     made.calibrate([Calibration(TransferTime(CHUNK_BYTES, 0.0002), TransferTime(1 << 23, 0.08))])

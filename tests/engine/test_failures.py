@@ -148,7 +148,7 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
 
     def vanish(asked, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
         hit = find(asked, num_computed_tokens, is_idle=is_idle)
-        if hit is not PENDING and asked.redis_chunks:
+        if hit is not PENDING and asked.redis_keys:
             redis.Redis(port=port).flushall()
         return hit
 
@@ -213,7 +213,7 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
 
     def stall(asked, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
         hit = find(asked, num_computed_tokens, is_idle=is_idle)
-        if hit is not PENDING and asked.redis_chunks:
+        if hit is not PENDING and asked.redis_keys:
             os.kill(pid, signal.SIGSTOP)
         return hit
 

@@ -37,13 +37,13 @@ class GatedLookup:
         self.closed = False
         self.error: Exception | None = None
 
-    def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+    def which_exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         self.asked.append((keys, deadline))
         self.started.set()
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
-        return len(keys) - 1
+        return [True] * (len(keys) - 1) + [False]
 
     def tend(self) -> None:
         """Nothing to connect."""
@@ -81,7 +81,7 @@ def test_an_open_question_is_asked_again(remote: BackgroundLookup, tier: GatedLo
     assert pending.wait(0.0) is PENDING
     assert pending.wait(0.001) is PENDING
     tier.gate.set()
-    assert answer(pending) == Found(3)
+    assert answer(pending) == Found(frozenset(KEYS[:3]))
     assert tier.asked == [(tuple(KEYS), 105.0)]
 
 
@@ -103,7 +103,7 @@ def test_a_question_that_waited_past_its_deadline_is_never_asked(
     clock.now += 6.0
     behind = remote.submit(KEYS[:2])
     tier.gate.set()
-    assert answer(behind) == Found(1)
+    assert answer(behind) == Found(frozenset(KEYS[:1]))
     assert late.wait(0.0) == MISS
     assert [len(keys) for keys, _ in tier.asked] == [4, 2]
 
@@ -116,7 +116,7 @@ def test_a_cancelled_question_behind_another_is_dropped(
     remote.submit(KEYS[:1]).cancel()
     last = remote.submit(KEYS[:2])
     tier.gate.set()
-    assert answer(last) == Found(1)
+    assert answer(last) == Found(frozenset(KEYS[:1]))
     assert [len(keys) for keys, _ in tier.asked] == [4, 2]
 
 

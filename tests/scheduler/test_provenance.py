@@ -267,14 +267,15 @@ def trust_whatever_is_there(engine: ShadowEngine) -> None:
 def trust_block_hashes(engine: ShadowEngine) -> None:
     """A block that vLLM found by its own hash is the request's, if only we saw it computed."""
     vars(engine.adapter.witness).update(
-        _lineages_of=lambda state, first, end: [b""] * (end - first)
+        _lineages_of=lambda state, size, first, end: [b""] * (end - first)
     )
 
 
 def trust_names_of_images(engine: ShadowEngine) -> None:
-    witness = engine.adapter.witness
-    per_chunk = witness._per_chunk
-    vars(witness).update(_full_lineage=lambda state, block: state.keys.parent(block // per_chunk))
+    chunk_size = engine.shape.chunk_size
+    vars(engine.adapter.witness).update(
+        _full_lineage=lambda state, size, block: state.keys.parent(block * size // chunk_size)
+    )
 
 
 def close_gaps(engine: ShadowEngine) -> None:

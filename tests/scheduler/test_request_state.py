@@ -18,9 +18,9 @@ def keys(salt: str) -> RequestKeys:
 def busy_state() -> RequestState:
     """Of a request that was asked for, offered a load of two chunks, and has stored three."""
     state = RequestState(SimpleNamespace(), keys("before"))
-    state.witness.num_tokens, state.witness.num_blocks = 800, 50
+    state.witness.num_tokens, state.witness.num_vouched = 800, 800
     state.lookup.pending = PendingLookup((b"k",), 10.0, lambda: 0.0)
-    state.lookup.asked_chunks, state.lookup.redis_chunks = (0, 1), frozenset({0})
+    state.lookup.asked_keys, state.lookup.redis_keys = (b"0", b"1"), frozenset({b"0"})
     state.lookup.is_counted = True
     state.load.end = 2
     state.store.next_chunk = state.store.num_sighted = 3
@@ -49,4 +49,4 @@ def test_a_preempted_request_is_planned_from_its_first_chunk_again() -> None:
     assert (state.load.is_allowed, state.load.end) == (True, None)
     assert state.witness == WitnessState()
     assert (state.store.next_chunk, state.store.num_sighted) == (0, 3)
-    assert state.lookup.redis_chunks == {0}
+    assert state.lookup.redis_keys == {b"0"}

@@ -86,7 +86,7 @@ class SimulatedInstance:
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
         model = CostModel(lambda: self.now, max_deadline_seconds=10.0)
-        self.policy = LoadPolicy(model, CHUNK_TOKENS, CHUNK_BYTES, lambda: self.now)
+        self.policy = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), lambda: self.now)
         self._job_id = 0
         self._probes: list[tuple[float, TransferTime]] = []
 

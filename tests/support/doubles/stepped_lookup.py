@@ -26,14 +26,11 @@ class SteppedLookup(BackgroundLookup):
         self._ranks = ranks
         self._chance = chance
 
-    def exists_prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        found = 0
-        while found < len(keys) and all(keys[found] in rank.remote for rank in self._ranks):
-            found += 1
-        return found
+    def held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        return frozenset(k for k in keys if all(k in rank.remote for rank in self._ranks))
 
     def submit(self, keys: Sequence[bytes]) -> SteppedAnswer:  # type: ignore[override]
-        return SteppedAnswer(self.exists_prefix(keys, 0.0), self._chance.choice([0, 0, 1, 3]))
+        return SteppedAnswer(self.held(keys), self._chance.choice([0, 0, 1, 3]))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -42,7 +39,7 @@ class SteppedLookup(BackgroundLookup):
 class SteppedAnswer:
     """Comes when it was waited for ``delay`` times."""
 
-    def __init__(self, found: int, delay: int) -> None:
+    def __init__(self, found: frozenset[bytes], delay: int) -> None:
         self._found = Found(found)
         self._delay = delay
 
@@ -60,6 +57,7 @@ class SteppedAnswer:
 
 def finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
     return RedisHitFinder(
+        adapter._settings.parts,
         adapter._settings.chunk_size,
         adapter.index,
         adapter.tally,

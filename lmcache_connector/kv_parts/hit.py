@@ -1,0 +1,110 @@
+"""Where a hit may end, and what a load that ends there must bring.
+
+A hit of a model with full attention alone may end after any chunk of the leading run. Where there
+are other parts as well, it may end where every part has what it needs::
+
+    chunk        0  1  2  3  4  5  6  7
+    full         x  x  x  x  x  x  x
+    window       x  x        x  x         a hit may end after chunk 1 (needs 0 and 1), or 5 (4, 5)
+
+vLLM computes the last token of a prompt again when all of it was found. A window that ends with the
+prompt does not reach back far enough for that, and a state is past it: such a hit ends before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lmcache_connector.kv_parts.part import Part, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Chunks are counted from the request's first. A load of it begins in chunk ``first``, and ends
+    before any chunk of ``ends``, which ascend. Parts that need all chunks have those before chunk
+    ``shared_end``."""
+
+    first: int
+    ends: Sequence[int] = ()
+    shared_end: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.ends)
+
+    @property
+    def stop(self) -> int:
+        """Its largest end; ``first`` if there is none."""
+        return self.ends[-1] if self.ends else self.first
+
+    def up_to(self, chunk: int) -> Hit:
+        """The part of it that ends before ``chunk``, at the latest."""
+        if chunk >= self.stop:
+            return self
+        if isinstance(self.ends, range):
+            return replace(self, ends=range(self.first + 1, max(self.first, chunk) + 1))
+        return replace(self, ends=tuple(end for end in self.ends if end <= chunk))
+
+
+def is_prefix_only(parts: Sequence[Part]) -> bool:
+    """Whether the model has full attention alone, with one shape: any leading run of chunks is a
+    hit."""
+    return len(parts) == 1 and parts[0].rule is Rule.PREFIX
+
+
+def first_token_to_load(part: Part, num_local_tokens: int, end_token: int) -> int:
+    """Where the blocks begin that a load of this part up to ``end_token`` fills: vLLM has those of
+    the first ``num_local_tokens``, and leaves out what is not needed."""
+    return max(part.first_needed(end_token) // part.block_size * part.block_size, num_local_tokens)
+
+
+def chunks_to_load(part: Part, chunk_size: int, num_local_tokens: int, end: int) -> range:
+    """The chunks of this part that a load must bring which ends before chunk ``end``."""
+    first_token = max(part.first_needed(end * chunk_size), num_local_tokens)
+    return range(first_token // chunk_size, end)
+
+
+def find_hit(
+    parts: Sequence[Part],
+    chunk_size: int,
+    num_local_tokens: int,
+    num_tokens: int,
+    held: Sequence[Sequence[bool]],
+) -> Hit:
+    """Where a hit of a request with ``num_tokens`` may end, of which vLLM has ``num_local_tokens``.
+
+    ``held[p][i]``: some tier has part p of chunk ``num_local_tokens // chunk_size + i``. Linear in
+    the number of chunks.
+    """
+    first = num_local_tokens // chunk_size
+    last_end = first + len(held[0])
+    for part, there in zip(parts, held, strict=True):
+        if part.rule is Rule.PREFIX:
+            last_end = min(last_end, first + _leading_run(there))
+    if is_prefix_only(parts):
+        return Hit(first, range(first + 1, last_end + 1), last_end)
+    last_end = min(last_end, (num_tokens - 1) // chunk_size)
+    ends = list(range(first + 1, last_end + 1))
+    for part, there in zip(parts, held, strict=True):
+        if part.rule is not Rule.PREFIX:
+            begins = _run_starts(there, first)
+            ends = [
+                end
+                for end in ends
+                if begins[end - first]
+                <= chunks_to_load(part, chunk_size, num_local_tokens, end).start
+            ]
+    return Hit(first, tuple(ends), last_end)
+
+
+def _leading_run(there: Sequence[bool]) -> int:
+    return next((i for i, is_there in enumerate(there) if not is_there), len(there))
+
+
+def _run_starts(there: Sequence[bool], first: int) -> list[int]:
+    """For each end from chunk ``first`` on: the first chunk of the run that ends there."""
+    starts, start = [first], first
+    for chunk, is_there in enumerate(there, first):
+        start = start if is_there else chunk + 1
+        starts.append(start)
+    return starts

@@ -1,0 +1,204 @@
+"""The rule of where a hit may end, against vLLM's own cache managers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from lmcache_connector.kv_parts.hit import (
+    Hit,
+    chunks_to_load,
+    find_hit,
+    first_token_to_load,
+    is_prefix_only,
+)
+from lmcache_connector.kv_parts.part import Part, Rule
+
+FULL = Part(Rule.PREFIX, (0,), 4)
+X, o = True, False
+
+
+def window(span: int, block_size: int = 4) -> Part:
+    return Part(Rule.WINDOW, (1,), block_size, span)
+
+
+# -- pictures: chunks of 4 tokens ------------------------------------------------------------------
+
+
+def ends(
+    parts: list[Part], *held: list[bool], local: int = 0, num_tokens: int = 1000
+) -> tuple[int, ...]:
+    return tuple(find_hit(parts, 4, local, num_tokens, held).ends)
+
+
+def test_with_full_attention_alone_any_part_of_the_leading_run_is_a_hit() -> None:
+    assert ends([FULL], [X, X, X, o, X]) == (1, 2, 3)
+    assert ends([FULL], [X, X, X], num_tokens=12) == (1, 2, 3), "the whole prompt too"
+    assert ends([FULL], [X, X], local=6) == (2, 3), "chunk 1 is loaded in part"
+    assert ends([FULL], [o, X]) == ()
+
+
+def test_with_a_window_a_hit_ends_where_the_window_is_held() -> None:
+    full = [X] * 7 + [o]
+    assert ends([FULL, window(6)], full, [X, X, o, o, X, X, o, o]) == (1, 2, 6)
+    assert ends([FULL, window(5)], full, [o, o, X, o, X, X, o, X]) == (3, 5, 6)
+    assert ends([FULL, window(2)], full, [o] * 8) == ()
+
+
+def test_of_a_window_that_vllm_has_a_part_only_the_rest_is_needed() -> None:
+    assert ends([FULL, window(9)], [X, X, X], [X, o, X], local=8) == (3,)
+    assert ends([FULL, window(9)], [X, X, X], [o, X, X], local=8) == (5,)
+
+
+def test_after_a_chunk_of_local_attention_nothing_is_needed() -> None:
+    local = Part(Rule.CHUNKED, (1,), 4, 8)
+    assert ends([FULL, local], [X] * 5, [o] * 5) == (2, 4)
+    assert ends([FULL, local], [X] * 5, [o, o, X, o, X]) == (2, 3, 4, 5)
+
+
+def test_a_state_is_needed_at_the_end_alone() -> None:
+    assert ends([FULL, Part(Rule.STATE, (1,), 4)], [X] * 5, [o, X, o, o, X]) == (2, 5)
+
+
+def test_what_is_no_pure_prefix_leaves_the_last_token_to_compute() -> None:
+    state = Part(Rule.STATE, (1,), 4)
+    assert ends([FULL, state], [X] * 3, [X] * 3, num_tokens=12) == (1, 2)
+    assert ends([window(5)], [X] * 3, num_tokens=13) == (1, 2, 3)
+    assert ends([window(5)], [X] * 3, num_tokens=12) == (1, 2)
+
+
+def test_a_hit_is_cut_only_where_it_may_end() -> None:
+    assert list(Hit(1, range(2, 6)).up_to(3).ends) == [2, 3]
+    assert Hit(1, (2, 5), 7).up_to(4) == Hit(1, (2,), 7)
+    assert not Hit(1, range(2, 6)).up_to(0)
+    assert not Hit(1, (4,)).up_to(3)
+    assert Hit(1, (4,)).up_to(3).stop == 1
+    assert Hit(1, (2, 5)).stop == 5
+
+
+def test_what_a_load_brings_begins_with_the_first_block_that_is_not_there() -> None:
+    assert chunks_to_load(window(6), 8, 0, 3) == range(2, 3)
+    assert first_token_to_load(window(6), 0, 24) == 16
+    assert first_token_to_load(window(6), 20, 24) == 20
+    assert chunks_to_load(Part(Rule.CHUNKED, (0,), 4, 16), 8, 0, 4) == range(4, 4)
+    assert chunks_to_load(Part(Rule.STATE, (0,), 8), 8, 8, 4) == range(3, 4)
+
+
+# -- vLLM's own managers ---------------------------------------------------------------------------
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[list[KVCacheSpec], list[Part]]:
+    """One to three groups, and the part of each."""
+    kinds = draw(st.lists(st.sampled_from("fwwcs"), min_size=1, max_size=3))
+    mixed = "c" not in kinds and "s" not in kinds  # else vLLM wants one block size
+    specs: list[KVCacheSpec] = []
+    parts = []
+    for group, kind in enumerate(kinds):
+        size = draw(st.sampled_from([4, 8])) if mixed else 4
+        common = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+        span = draw(st.integers(2, 40))
+        if kind == "f":
+            specs.append(FullAttentionSpec(**common))
+            parts.append(Part(Rule.PREFIX, (group,), size))
+        elif kind == "w":
+            specs.append(SlidingWindowSpec(**common, sliding_window=span))
+            parts.append(Part(Rule.WINDOW, (group,), size, span))
+        elif kind == "c":
+            specs.append(ChunkedLocalAttentionSpec(**common, attention_chunk_size=span))
+            parts.append(Part(Rule.CHUNKED, (group,), size, span))
+        else:
+            state = {"shapes": ((4,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+            specs.append(MambaSpec(block_size=size, **state))
+            parts.append(Part(Rule.STATE, (group,), size))
+    return specs, parts
+
+
+class VllmCache:
+    """vLLM's coordinator, whose cache holds the blocks that a test puts there."""
+
+    def __init__(self, specs: list[KVCacheSpec], num_tokens: int) -> None:
+        self.block_size = math.lcm(*(spec.block_size for spec in specs))
+        self.hash_size = min(spec.block_size for spec in specs)
+        groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+        self._specs = specs
+        self._coordinator: KVCacheCoordinator = get_kv_cache_coordinator(
+            KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups),
+            max_model_len=4096,
+            max_in_flight_tokens=4096,
+            use_eagle=False,
+            enable_caching=True,
+            enable_kv_cache_events=False,
+            dcp_world_size=1,
+            pcp_world_size=1,
+            scheduler_block_size=self.block_size,
+            hash_block_size=self.hash_size,
+        )
+        self._hashes = [BlockHash(b"%032d" % i) for i in range(num_tokens // self.hash_size)]
+
+    def put(self, group: int, start: int, end: int) -> None:
+        """Tokens ``[start, end)``, as far as they fill blocks."""
+        pool, size = self._coordinator.block_pool, self._specs[group].block_size
+        for block in range(-(-start // size), end // size):
+            name = self._hashes[(block + 1) * size // self.hash_size - 1]
+            key = make_block_hash_with_group_id(name, group)
+            if pool.cached_block_hash_to_block.get_one_block(key) is None:
+                (new,) = pool.get_new_blocks(1)
+                pool.cached_block_hash_to_block.insert(key, new)
+
+    def accepts(self, end: int) -> bool:
+        return int(self._coordinator.find_longest_cache_hit(self._hashes, end)[1]) == end
+
+
+@given(
+    model=models(),
+    chunk_blocks=st.integers(1, 3),
+    local_blocks=st.integers(0, 5),
+    seen=st.data(),
+    rest=st.integers(0, 9),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_hit_ends_exactly_where_vllm_would_take_it_as_its_own(
+    model: tuple[list[KVCacheSpec], list[Part]],
+    chunk_blocks: int,
+    local_blocks: int,
+    seen: st.DataObject,
+    rest: int,
+) -> None:
+    """vLLM's cache is filled with what the tiers hold, and with what vLLM needs for its own hit."""
+    specs, parts = model
+    num_chunks = 8
+    scheduler_block = math.lcm(*(spec.block_size for spec in specs))
+    has_state = any(part.rule is Rule.STATE for part in parts)
+    size = scheduler_block * (1 if has_state else chunk_blocks)
+    num_tokens = num_chunks * size + rest
+    local = local_blocks * scheduler_block
+    first = local // size
+    held = [
+        seen.draw(st.lists(st.booleans(), min_size=num_chunks - first, max_size=num_chunks - first))
+        for _ in parts
+    ]
+    cache = VllmCache(specs, num_tokens)
+    for group, (part, there) in enumerate(zip(parts, held, strict=True)):
+        cache.put(group, part.first_needed(local) // part.block_size * part.block_size, local)
+        for chunk, is_there in enumerate(there, first):
+            if is_there:
+                cache.put(group, chunk * size, (chunk + 1) * size)
+    longest = num_tokens if is_prefix_only(parts) else num_tokens - 1
+    candidates = range(first + 1, min(num_chunks, longest // size) + 1)
+    expected = [end for end in candidates if cache.accepts(end * size)]
+    assert list(find_hit(parts, size, local, num_tokens, held).ends) == expected
