@@ -105,7 +105,7 @@ def _check_is_handed_over(model: ModelDescription) -> None:
     if len(model.parts) > 1 or part.rule is not Rule.PREFIX or len(part.groups) > 1:
         raise unsupported(
             "hand-overs of models with windows, states or several KV cache groups yet",
-            "share KV through Redis with LMCacheTieredConnector, or hand it over with NixlConnector",
+            "share KV through Redis with LMCacheTieredConnector, or use vLLM's NixlConnector",
         )
 
 
