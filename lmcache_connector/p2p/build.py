@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.config.folders import user_cache_folder
+from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
@@ -20,6 +21,7 @@ from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.parts import block_size_of
+from lmcache_connector.vllm_compat.support import unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +65,7 @@ def describe(
     assert transfer is not None
     block_size = block_size_of(kv_cache_config)
     model = describe_model(vllm_config, kv_cache_config, chunk_size=block_size)
+    _check_is_handed_over(model)
     weights: dict[str, object] = {
         "namespace": config.namespace,
         "weights": weights_identity(vllm_config, config.model_digest, user_cache_folder()),
@@ -94,6 +97,16 @@ def describe(
         machine_host(parallel, transfer.engine_id),
         engine_header(parallel, transfer.engine_id),
     )
+
+
+def _check_is_handed_over(model: ModelDescription) -> None:
+    """A hand-over is a prefix of one KV cache group."""
+    part = model.parts[0].part
+    if len(model.parts) > 1 or part.rule is not Rule.PREFIX or len(part.groups) > 1:
+        raise unsupported(
+            "hand-overs of models with windows, states or several KV cache groups yet",
+            "share KV through Redis with LMCacheTieredConnector, or use vLLM's NixlConnector",
+        )
 
 
 def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter:

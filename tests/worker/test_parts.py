@@ -1,0 +1,330 @@
+"""A model of four KV cache groups that overlay one memory: three parts, through the tiers and back.
+
+Two groups of window layers, one of full attention with other heads and blocks, one of states. What
+comes back is compared with what every layer, head and token was given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import pytest
+import torch
+
+from lmcache_connector.kv_layout.part_layout import GroupLayers, PartLayout
+from lmcache_connector.kv_layout.topology import all_ranks
+from lmcache_connector.kv_parts.part import Part, Rule, part_key
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, StepPlan, StoreJob
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
+from lmcache_connector.worker.lmcache_start import EngineSettings
+from tests.support.redis.servers import Server, running_valkey
+
+CHUNK, PAGE, NUM_BLOCKS, NUM_PARTS = 32, 4096, 64, 3
+FULL, WINDOW, STATE = range(NUM_PARTS)
+CONTENT = (64, 128, 2000)  # bytes of a token and a head, or of a state, by part
+HEADS, BLOCK = (4, 2, 1), (16, 16, 1)
+LONG = 60.0
+# The layers of each group in model order; group 1 is full attention, group 3 holds states.
+GROUPS = ((0, 2, 3), (1, 4), (5, 6), (7, 8))
+PART_OF_GROUP = (WINDOW, FULL, WINDOW, STATE)
+GROUPS_OF = {WINDOW: (0, 2), FULL: (1,), STATE: (3,)}
+
+
+@cache
+def truth(layer: int, head: int, chunk: int, content: int) -> torch.Tensor:
+    """uint8 ``[tokens, content]``: what the layer has of that head and chunk."""
+    seed = hashlib.sha256(repr((layer, head, chunk)).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(seed[:4], "big"))
+    return torch.randint(0, 256, (CHUNK, content), dtype=torch.uint8, generator=generator)
+
+
+def parts(tp_size: int) -> tuple[PartLayout, ...]:
+    found = []
+    for part, rule in enumerate((Rule.PREFIX, Rule.WINDOW, Rule.STATE)):
+        layers = sorted(layer for group in GROUPS_OF[part] for layer in GROUPS[group])
+        heads = tp_size if part == STATE else HEADS[part]
+        ranks = all_ranks(tp_size=tp_size, layer_counts=(len(layers),), num_kv_heads=heads)
+        found.append(
+            PartLayout(
+                part=Part(rule, GROUPS_OF[part], CHUNK if part == STATE else BLOCK[part], 40),
+                groups=tuple(
+                    GroupLayers(
+                        tuple(f"layers.{layer}" for layer in GROUPS[group]),
+                        tuple(layers.index(layer) for layer in GROUPS[group]),
+                    )
+                    for group in GROUPS_OF[part]
+                ),
+                ranks=ranks,
+                geometries=tuple(
+                    ChunkGeometry(
+                        num_tokens=1 if part == STATE else CHUNK,
+                        layer_start=0,
+                        layer_widths=(CONTENT[part],) * len(layers),
+                        shards=rank.read_shards,
+                        num_shards_total=rank.num_shards_total,
+                        dtype="uint8",
+                    )
+                    for rank in ranks
+                ),
+                num_kv_heads=heads // tp_size,
+                planes=(),
+                formats=("opaque",) * len(layers),
+            )
+        )
+    return tuple(found)
+
+
+def geometries(tp_size: int, rank: int) -> PartGeometries:
+    return PartGeometries(tuple(part.geometries[rank] for part in parts(tp_size)))
+
+
+@dataclass
+class Rank:
+    """One rank, its worker and its memory: the n-th layer of every group lies in the n-th slot."""
+
+    tp_size: int
+    rank: int
+    server: Server | None = None
+    memory: torch.Tensor = field(init=False)
+    caches: dict[str, torch.Tensor] = field(init=False)
+    worker: WorkerAdapter = field(init=False)
+    results: dict[int, JobResult] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        slots = max(map(len, GROUPS))
+        self.memory = torch.full((slots, NUM_BLOCKS, PAGE), 7, dtype=torch.uint8)
+        self.caches = {
+            f"layers.{layer}": self._view(slot, PART_OF_GROUP[number])
+            for number, group in enumerate(GROUPS)
+            for slot, layer in enumerate(group)
+        }
+        model = parts(self.tp_size)
+        settings = WorkerSettings(
+            engine=EngineSettings(rank=self.rank, world_size=self.tp_size, cpu_gib=0.02),
+            parts=model,
+            self_test=True,
+            shutdown_seconds=5.0,
+        )
+        make_tier = None
+        if self.server is not None:
+            writes = tuple(part.ranks[self.rank].write_shards for part in model)
+            config = RedisTierConfig(url=self.server.url, read_timeout_seconds=LONG)
+            own = geometries(self.tp_size, self.rank)
+            make_tier = partial(RedisTier, config, own, writes)
+        self.worker = WorkerAdapter(settings, self.caches, make_tier)
+
+    def _view(self, slot: int, part: int) -> torch.Tensor:
+        """``[blocks, heads, tokens, content]``, as vLLM registers it: a page may be longer."""
+        heads = max(1, HEADS[part] // self.tp_size)
+        used = self.memory[slot, :, : heads * BLOCK[part] * CONTENT[part]]
+        return used.unflatten(1, (heads, BLOCK[part], CONTENT[part]))
+
+    def fill(self, run: PartRun) -> None:
+        """Let the model compute the chunks of a run."""
+        for layer, block, expected in self._blocks(run):
+            self.caches[f"layers.{layer}"][block] = expected
+
+    def holds(self, run: PartRun) -> bool:
+        """Whether the blocks of a run have what the model would have computed."""
+        return all(
+            torch.equal(self.caches[f"layers.{layer}"][block], expected)
+            for layer, block, expected in self._blocks(run)
+        )
+
+    def _blocks(self, run: PartRun) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Layer, block, and ``[heads, tokens, content]`` of it."""
+        size = BLOCK[run.part]
+        per_chunk = 1 if run.part == STATE else CHUNK // size
+        shards = parts(self.tp_size)[run.part].geometries[self.rank].shards
+        for group, ids in zip(GROUPS_OF[run.part], run.block_ids, strict=True):
+            for place, block in enumerate(ids, start=run.skip_blocks):
+                chunk, first = run.chunks[place // per_chunk], place % per_chunk * size
+                for layer in GROUPS[group]:
+                    heads = [truth(layer, s, chunk, CONTENT[run.part]) for s in shards]
+                    yield layer, block, torch.stack(heads)[:, first : first + size]
+
+    def run(self, plan: StepPlan) -> None:
+        self.worker.handle_preemptions(plan)
+        self.worker.start_forward(plan)
+        self.worker.start_loads(plan)
+        self.worker.end_forward(plan)
+        output = self.worker.finish_step()
+        for result in output.report.results if output.report else ():
+            self.results[result.job_id] = result
+
+    def result(self, job: StoreJob | LoadJob) -> JobResult:
+        if isinstance(job, LoadJob):
+            self.run(StepPlan(loads=(job,)))
+        else:
+            self.run(StepPlan(stores=(job,)))
+        for _ in range(20_000):
+            if job.job_id in self.results:
+                return self.results[job.job_id]
+            self.run(StepPlan(idle=True))
+        raise AssertionError(f"job {job.job_id} does not end")
+
+    def drop(self, key: bytes) -> None:
+        self.worker._engine.forget(key)
+
+
+def key(chunk: int, part: int) -> bytes:
+    return part_key(hashlib.sha256(bytes((chunk,))).digest(), part, NUM_PARTS)
+
+
+def run_of(part: int, chunks: range, first_block: int, skip: int = 0) -> PartRun:
+    """Blocks from ``first_block`` on, downwards in every second group."""
+    count = len(chunks) * (1 if part == STATE else CHUNK // BLOCK[part]) - skip
+    ids = []
+    for number in range(len(GROUPS_OF[part])):
+        own = range(first_block + number * count, first_block + (number + 1) * count)
+        ids.append(tuple(own if number % 2 else reversed(own)))
+    return PartRun(part, tuple(key(i, part) for i in chunks), tuple(chunks), tuple(ids), skip)
+
+
+PREFIX_RUN = run_of(FULL, range(4), 1)
+WINDOW_RUN = run_of(WINDOW, range(2, 4), 9)
+STATE_RUN = run_of(STATE, range(3, 4), 17)
+RUNS = (PREFIX_RUN, WINDOW_RUN, STATE_RUN)
+KEYS = frozenset(key for run in RUNS for key in run.keys)
+STORE = StoreJob(1, "r", RUNS, KEYS)
+LOADED = (
+    run_of(STATE, range(3, 4), 58),
+    run_of(WINDOW, range(2, 4), 40, skip=1),
+    run_of(FULL, range(4), 20),
+)
+
+
+def load(job_id: int, runs: tuple[PartRun, ...] = LOADED, *, redis: bool = False) -> LoadJob:
+    return LoadJob(job_id, "s", runs, LONG, redis, 0)
+
+
+def store(rank: Rank) -> JobResult:
+    for run in RUNS:
+        rank.fill(run)
+    return rank.result(STORE)
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[Server]:
+    with running_valkey() as server:
+        yield server
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank(1, 0)
+    yield made
+    made.worker.shutdown()
+
+
+def test_every_part_comes_back_from_memory(rank: Rank) -> None:
+    assert rank.worker.self_test is not None
+    sizes = [part.chunk_bytes for part in geometries(1, 0).parts]
+    assert rank.worker.self_test.num_bytes == sum(sizes)
+    assert (rank.memory == 7).all()  # as before the self-test
+    stored = store(rank)
+    assert (stored.outcome, stored.num_chunks) == (Outcome.DONE, 7)
+    assert stored.num_bytes == 4 * sizes[FULL] + 2 * sizes[WINDOW] + sizes[STATE]
+    before = rank.memory.clone()
+    loaded = rank.result(load(2))
+    assert (loaded.outcome, loaded.num_chunks) == (Outcome.DONE, 7)
+    assert all(rank.holds(run) for run in LOADED)
+    others = [i for i in range(NUM_BLOCKS) if i not in load(2).blocks]
+    assert torch.equal(rank.memory[:, others], before[:, others])
+
+
+def test_what_memory_holds_of_each_part_is_not_copied_again(rank: Rank) -> None:
+    store(rank)
+    rank.drop(key(1, FULL))
+    rank.drop(key(3, WINDOW))
+    rank.run(StepPlan(idle=True))
+    again = rank.result(StoreJob(3, "r", RUNS))
+    sizes = [part.chunk_bytes for part in geometries(1, 0).parts]
+    assert (again.outcome, again.num_chunks) == (Outcome.DONE, 2)
+    assert again.num_bytes == sizes[FULL] + sizes[WINDOW]
+    assert rank.result(load(4)).outcome is Outcome.DONE
+    assert all(rank.holds(run) for run in LOADED)
+
+
+def test_nothing_follows_a_run_that_is_not_whole(rank: Rank) -> None:
+    store(rank)
+    rank.drop(key(2, WINDOW))
+    before = rank.memory.clone()
+    loaded = rank.result(load(2))
+    assert (loaded.outcome, loaded.num_chunks) == (Outcome.MISSING, 1)
+    changed = {*LOADED[0].block_ids[0]}
+    rest = [i for i in range(NUM_BLOCKS) if i not in changed]
+    assert torch.equal(rank.memory[:, rest], before[:, rest])
+
+
+def test_a_block_of_two_groups_is_refused(rank: Rank) -> None:
+    """It would be written twice, and one of the layers would have the other's bytes."""
+    store(rank)
+    before = rank.memory.clone()
+    twice = PartRun(WINDOW, WINDOW_RUN.keys, WINDOW_RUN.chunks, ((40, 41, 42, 43),) * 2)
+    assert rank.result(load(2, (twice,))).outcome is Outcome.FAILED
+    short = PartRun(WINDOW, WINDOW_RUN.keys, WINDOW_RUN.chunks, ((40, 41, 42, 43),))
+    assert rank.result(load(3, (short,))).outcome is Outcome.FAILED
+    assert torch.equal(rank.memory, before)
+
+
+def test_another_instance_loads_every_part_from_redis(valkey: Server) -> None:
+    with valkey.client() as client:
+        client.flushall()
+    writer = Rank(1, 0, valkey)
+    assert store(writer).outcome is Outcome.DONE
+    writer.worker.shutdown()
+    reader = Rank(1, 0, valkey)
+    loaded = reader.result(load(2, redis=True))
+    sizes = [part.chunk_bytes for part in geometries(1, 0).parts]
+    assert (loaded.outcome, loaded.num_chunks) == (Outcome.DONE, 7)
+    assert loaded.redis_bytes == 4 * sizes[FULL] + 2 * sizes[WINDOW] + sizes[STATE]
+    assert all(reader.holds(run) for run in LOADED)
+    reader.worker.shutdown()
+
+
+def test_heads_are_shared_between_tensor_parallel_sizes_and_states_within_one(
+    valkey: Server,
+) -> None:
+    with valkey.client() as client:
+        client.flushall()
+    writers = [Rank(2, i, valkey) for i in range(2)]
+    for writer in writers:
+        assert store(writer).outcome is Outcome.DONE
+        writer.worker.shutdown()
+    reader = Rank(1, 0, valkey)
+    assert reader.result(load(2, LOADED[1:], redis=True)).outcome is Outcome.DONE
+    assert all(reader.holds(run) for run in LOADED[1:])
+    reader.worker.shutdown()
+    for i in range(2):
+        same_size = Rank(2, i, valkey)
+        assert same_size.result(load(2, redis=True)).outcome is Outcome.DONE
+        assert all(same_size.holds(run) for run in LOADED)
+        same_size.worker.shutdown()
+
+
+def test_a_look_up_knows_the_values_of_each_part(valkey: Server) -> None:
+    with valkey.client() as client:
+        client.flushall()
+        writer = Rank(1, 0, valkey)
+        store(writer)
+        writer.worker.shutdown()
+        keys = [key(i, part) for i in range(4) for part in range(NUM_PARTS)]
+        (gone,) = client.keys(f"lmc:*{key(2, WINDOW).hex()}*:1")
+        client.delete(gone)
+    config = RedisTierConfig(url=valkey.url)
+    lookup = RedisLookup(config, [geometries(1, 0)])
+    found = lookup.exist(keys, time.monotonic() + LONG)
+    lookup.close()
+    there = KEYS - {key(2, WINDOW)}
+    assert [each for each, is_there in zip(keys, found, strict=True) if is_there] == [
+        each for each in keys if each in there
+    ]
