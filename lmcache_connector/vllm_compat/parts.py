@@ -21,7 +21,7 @@ from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, f
 from lmcache_connector.vllm_compat.element_formats import element_format
 from lmcache_connector.vllm_compat.excused import IN_TOKEN_ORDER
 from lmcache_connector.vllm_compat.rules import rule_of
-from lmcache_connector.vllm_compat.support import layer_specs, unsupported
+from lmcache_connector.vllm_compat.support import first_spec, layer_specs, unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,14 +92,16 @@ def _layers(kv_cache_config: KVCacheConfig) -> list[_Layer]:
     cacheable = kv_cache_config.prefix_cacheable_group_ids
     found = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        specs = layer_specs(group)
-        for name, spec in specs.items():
+        # Where layers of other widths share a block table, the scheduler's process sees one of
+        # them only; the parts must be the same there.
+        first = first_spec(group)
+        shape = (first.num_heads, first.state_content_size_bytes, str(_dtype(first)))
+        for name, spec in layer_specs(group).items():
             rule, span = rule_of(name, spec)
             if number not in cacheable:
                 raise unsupported(f"layer {name}, whose KV vLLM does not let others keep")
-            widths = {each.state_content_size_bytes for each in specs.values()}
-            # Layers that share a block table stay together, whatever their widths.
-            shape = (spec.num_heads, number if len(widths) > 1 else (*widths, str(_dtype(spec))))
+            if (rule, span, spec.num_heads) != (*rule_of(name, first), first.num_heads):
+                raise unsupported(f"layer {name}, which is unlike others of its KV cache group")
             found.append(_Layer(name, number, spec, rule, span, shape))
     return found
 
