@@ -18,9 +18,9 @@ from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
-from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
+from lmcache_connector.vllm_compat.weights import weights_identity
 
 if TYPE_CHECKING:
     import torch
