@@ -54,7 +54,7 @@ from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.prefill_work import prefill_work
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
-from lmcache_connector.scheduler.store_planner import StorePlanner
+from lmcache_connector.scheduler.store_planner import StorePlanner, adapter_of
 from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -216,6 +216,7 @@ class SchedulerAdapter:
             probe=self._wants_probe(),
             wanted=self.wanted.take() if self.wanted is not None else (),
             adapter_question=self._loaded_adapters.take_question() if self._loaded_adapters else 0,
+            heard_adapters=self._loaded_adapters.heard if self._loaded_adapters else (),
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
@@ -451,9 +452,11 @@ class SchedulerAdapter:
     def _learn_adapters(self, rank: int, adapters: LoadedAdapterList) -> None:
         if self._loaded_adapters is None:
             return
-        if self._loaded_adapters.update(rank, adapters):
-            # Until now, another adapter was taken for it.
+        if doubtful := self._loaded_adapters.update(rank, adapters):
             self.witness.forget()
+            for state in self._states.values():
+                if adapter_of(state) in doubtful:
+                    self.witness.break_off(state)
 
     def _learn_missing(self, rank: int, key: bytes) -> None:
         """Whatever the events said, or no request would ever store this chunk again."""
