@@ -44,10 +44,12 @@ _OWNERS = ("vllm.", "transformers.")
 def configuration_digests(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, packing: str | None
 ) -> dict[str, str]:
-    """Hexadecimal digests of all parts of the configuration, by name: the same on all ranks.
+    """Hexadecimal digests of all parts of the configuration, by name: the same on all ranks that
+    have the part.
 
-    ``packing`` names the order of bytes inside a block. Raises :class:`UnsupportedError` for a part
-    without a canonical form.
+    Each kind of layer, as its KV cache is described, is a part of its own, named by its digest: a
+    stage of a pipeline may have some kinds and not others. ``packing`` names the order of bytes
+    inside a block. Raises :class:`UnsupportedError` for a part without a canonical form.
     """
     is_excused = _excuses(vllm_config)
     parts: dict[str, object] = {
@@ -61,13 +63,15 @@ def configuration_digests(
     parts["environment"] = _environment()
     parts["packing"] = packing
     group = kv_cache_config.kv_cache_groups[0]
-    parts["kv_cache_specs"] = _distinct(
-        canonical(spec, "kv_cache_specs", is_excused) for spec in layer_specs(group).values()
-    )
-    return {
-        name: blake3(canonical_bytes(canonical(value, name, is_excused))).hexdigest()
-        for name, value in parts.items()
-    }
+    found = {name: _digest(canonical(value, name, is_excused)) for name, value in parts.items()}
+    for spec in layer_specs(group).values():
+        digest = _digest(canonical(spec, "kv_cache_spec", is_excused))
+        found[f"kv_cache_spec {digest[:16]}"] = digest
+    return found
+
+
+def _digest(form: object) -> str:
+    return str(blake3(canonical_bytes(form)).hexdigest())
 
 
 def _environment() -> dict[str, str]:
@@ -144,11 +148,6 @@ def _lora_config(vllm_config: VllmConfig) -> LoRAConfig:
     return absent
 
 
-def _distinct(forms: Iterator[Any]) -> list[Any]:
-    by_bytes = {canonical_bytes(form): form for form in forms}
-    return [by_bytes[key] for key in sorted(by_bytes)]
-
-
 def fingerprint(digests: Mapping[str, str]) -> str:
     """One hexadecimal digest of them all."""
-    return blake3(canonical_bytes(dict(digests))).hexdigest()
+    return _digest(dict(digests))
