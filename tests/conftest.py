@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engines.instance import VllmInstance, forks_from
 from tests.support.engines.tiny_model import TINY, build_tiny_model
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, redis_binary, running_valkey
 
 # Engines inherit it: they keep digests of weights there, and not beside the user's own. vLLM's and
 # Hugging Face's caches stay where they are, since an engine starts sooner with what they hold.
@@ -36,8 +36,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("tiny"), TINY)
 
 
+@pytest.fixture(scope="session")
+def redis_path() -> str:
+    """The machine's own redis-server, which has TLS."""
+    binary = redis_binary()
+    if binary is None:
+        pytest.skip("needs redis-server; .ci/run installs Debian's redis-server package")
+    return binary
+
+
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[Server]:
     """A Valkey that the tests of one file share."""
-    with running_server(valkey_binary() or "valkey-server") as server:
+    with running_valkey() as server:
         yield server

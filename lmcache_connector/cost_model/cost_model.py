@@ -125,6 +125,11 @@ class CostModel:
         """
         self._tiers[tier].cut_off(self._clock(), arrived_bytes, seconds)
 
+    def observe_answer(self, tier: Tier) -> None:
+        """A tier answers, and nothing is known of its speed but what loads have shown: they show
+        whether a stall is over."""
+        self._tiers[tier].stalled = False
+
     def observe_prefill(
         self, num_tokens: int, context_tokens: int, seconds: float, running_requests: int = 0
     ) -> None:

@@ -198,7 +198,7 @@ class LoadPolicy:
                 work.running_requests,
             )
         if probes:
-            self._observe_redis(min(probes, key=_speed))
+            self._observe_redis(probes)
 
     def calibrate(self, calibrations: Iterable[Calibration]) -> None:
         """Take over what the ranks measured at start."""
@@ -208,7 +208,7 @@ class LoadPolicy:
         if local:
             self.model.calibrate(Tier.CPU, _speed(min(local, key=_speed)), 0.0)
         if redis:
-            self._observe_redis(min(redis, key=_speed))
+            self._observe_redis(redis)
 
     # -- details -------------------------------------------------------------------------------
 
@@ -225,11 +225,16 @@ class LoadPolicy:
         elif result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
 
-    def _observe_redis(self, measured: TransferTime) -> None:
-        """A load is a fetch and then a copy: the copy's time is added to what was measured."""
+    def _observe_redis(self, probes: Sequence[TransferTime]) -> None:
+        """The slowest rank counts. A load is a fetch and then a copy: the copy's time is added to
+        what was measured."""
         self._redis_news_at = self._clock()
-        if measured.num_bytes == 0:
+        measured = min(probes, key=lambda probe: (probe.has_answered, _speed(probe)))
+        if not measured.has_answered:
             self.model.observe_load_failed(Tier.REDIS, measured.seconds)
+            return
+        if measured.num_bytes == 0:
+            self.model.observe_answer(Tier.REDIS)
             return
         was_stalled = self.model.is_stalled(Tier.REDIS)
         copy_speed = self.model.bytes_per_second(Tier.CPU)

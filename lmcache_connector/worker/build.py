@@ -28,10 +28,9 @@ from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.vllm_compat.api.names import KVCacheConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def _worker_settings(
             block_size=model.block_size,
             overrides=config.lmcache,
             report_writes=kv_events,
-            pace=_pace(config),
+            pace=Pace.for_lifetime(config.redis_ttl_seconds),
         ),
         geometry=model.geometries[model.rank],
         num_kv_heads=model.num_kv_heads,
@@ -99,13 +98,6 @@ def _worker_settings(
         configuration=tuple(sorted(model.configuration.items())),
         formats=model.formats,
     )
-
-
-def _pace(config: ConnectorConfig) -> Pace:
-    """With a lifetime to be renewed, a value is looked after well before it ends."""
-    if not config.redis_ttl_refresh or config.redis_ttl_seconds is None:
-        return Pace()
-    return Pace(granted_seconds=min(Pace().granted_seconds, config.redis_ttl_seconds / 3))
 
 
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:

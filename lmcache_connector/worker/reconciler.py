@@ -5,7 +5,8 @@ or full, the queue had no room. What was written can go: the server restarted, s
 it expired. As long as memory holds a chunk, no request would write it again. So what requests want
 (`want`) is offered once in a while, and what was not written (`ended`) again later. An offer is a
 write like any other: where the value exists, it costs a question, and renews its lifetime if that
-is configured.
+is configured. A chunk that cannot be written several times in a row is forgotten until a request
+wants it again.
 
 The rate is bounded, fresh writes go first, and one thread does it, off the engine's steps.
 """
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 _MAX_TRACKED = 1 << 16
 _TICK_SECONDS = 0.1
 _OFFERS_PER_TICK = 16
+_MAX_FAILURES = 6
+"""In a row, three and a half minutes with the usual pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,13 @@ class Pace:
     granted_seconds: float = 30.0
     retry_seconds: float = 6.0
     max_retry_seconds: float = 60.0
+
+    @classmethod
+    def for_lifetime(cls, ttl_seconds: float | None) -> Pace:
+        """For values that live for ``ttl_seconds``: they are looked after well before they end."""
+        if ttl_seconds is None:
+            return cls()
+        return cls(granted_seconds=min(cls().granted_seconds, ttl_seconds / 3))
 
 
 class Offers:
@@ -61,11 +71,14 @@ class Offers:
             self._put(key, now + self._pace.granted_seconds, 0, is_due=False)
             return
         failures = self._states.get(key, (now, 0))[1] + 1
+        if failures > _MAX_FAILURES:
+            self.forget(key)
+            return
         seconds = min(self._pace.max_retry_seconds, self._pace.retry_seconds * 2 ** (failures - 1))
-        self._put(key, now + seconds, min(failures, 16), is_due=True)
+        self._put(key, now + seconds, failures, is_due=True)
 
     def forget(self, key: bytes) -> None:
-        """Memory does not hold it any more."""
+        """Offer it no more, until it is wanted or written again."""
         self._states.pop(key, None)
 
     def take(self, now: float, limit: int) -> list[bytes]:

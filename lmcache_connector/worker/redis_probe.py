@@ -1,8 +1,9 @@
 """Measures how fast Redis is, without a request that waits for it.
 
 A few chunks of random bytes are written once and read again for every measurement: first one, then
-several, which tells latency from bandwidth. Instances with the same model and namespace share them;
-Redis may evict them like any other value.
+several, which tells latency from bandwidth. Instances with the same model and namespace share them.
+Redis may evict them like any other value: what is missing is written again before it is measured.
+Where nothing may be written, the probe tells no more than whether Redis answers.
 
 One thread, off the engine's steps. It reads through the tier as loads do.
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from lmcache_connector.plans import TransferTime
 
 if TYPE_CHECKING:
-    from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
 
 _MAX_BYTES = 16 << 20
 _READ_SECONDS = 1.0
@@ -76,10 +77,7 @@ class RedisProbe:
             return result
 
     def first(self, seconds: float) -> TransferTime | None:
-        """The first measurement; if it is under way still, that nothing came in ``seconds``.
-
-        ``None`` if Redis answers, but lets us write nothing to measure with.
-        """
+        """The first measurement; if it is under way still, that nothing came in ``seconds``."""
         return TransferTime(0, seconds) if self.is_busy else self.take()
 
     def close(self, seconds: float) -> None:
@@ -100,30 +98,46 @@ class RedisProbe:
                 self._wanted, self._result = False, result
                 self._changed.notify_all()
 
-    def _measure(self) -> TransferTime | None:
-        buffers = [memoryview(bytearray(self._chunk_bytes)) for _ in self._keys]
+    def _measure(self) -> TransferTime:
         started = self._clock()
-        until = started + _CONNECT_SECONDS
-        while True:
-            one = self._tier.read(self._keys[:1], buffers[:1], self._deadline(), self._is_closed)
-            if one.hits[0] or not one.cut_off or self._clock() >= until:
-                break
-            self._closed.wait(_RETRY_SECONDS)  # not connected yet
+        one = self._read_once_connected(started + _CONNECT_SECONDS)
+        many, missing = self._read_all(one)
+        if missing and self._write(missing):
+            self._read(len(self._keys))  # what was missing has cost the connections
+            one = self._read(1)
+            many, missing = self._read_all(one)
+        seconds = self._clock() - started
         if one.cut_off:
-            return TransferTime(0, self._clock() - started)
+            return TransferTime(0, seconds)
         if not one.hits[0]:
-            if not self._write(buffers):
-                return None
-            one = self._tier.read(self._keys[:1], buffers[:1], self._deadline(), self._is_closed)
-            if not one.hits[0]:
-                return TransferTime(0, self._clock() - started) if one.cut_off else None
-        if len(self._keys) == 1:
+            return TransferTime(0, seconds, latency_seconds=one.seconds)
+        if missing:  # asking for those has cost time, which says nothing of Redis' speed
             return TransferTime(self._chunk_bytes, one.seconds)
-        many = self._tier.read(self._keys, buffers, self._deadline(), self._is_closed)
         return _line(one.seconds, sum(many.hits), many.seconds, self._chunk_bytes)
 
-    def _write(self, buffers: Sequence[memoryview]) -> bool:
-        """Write the chunks, over values that turned out unsound too. False if that failed."""
+    def _read_once_connected(self, until: float) -> ReadResult:
+        """The first chunk. After the start it takes a moment until there is a connection."""
+        while True:
+            one = self._read(1)
+            if one.hits[0] or not one.cut_off or self._clock() >= until:
+                return one
+            self._closed.wait(_RETRY_SECONDS)
+
+    def _read_all(self, one: ReadResult) -> tuple[ReadResult, list[int]]:
+        """All chunks, if the first was there, and which are missing although Redis answers."""
+        many = self._read(len(self._keys)) if one.hits[0] and len(self._keys) > 1 else one
+        if many.cut_off:
+            return many, []
+        hits = [*many.hits, *[False] * (len(self._keys) - len(many.hits))]
+        return many, [i for i, hit in enumerate(hits) if not hit]
+
+    def _read(self, count: int) -> ReadResult:
+        buffers = [memoryview(bytearray(self._chunk_bytes)) for _ in range(count)]
+        deadline = self._clock() + _READ_SECONDS
+        return self._tier.read(self._keys[:count], buffers, deadline, self._closed.is_set)
+
+    def _write(self, missing: Sequence[int]) -> bool:
+        """Write these chunks, over values that turned out unsound too. False if that failed."""
         written = threading.Semaphore(0)
         stored: list[bool] = []
 
@@ -131,21 +145,14 @@ class RedisProbe:
             stored.append(ok)
             written.release()
 
-        for key, buffer in zip(self._keys, buffers, strict=True):
-            buffer[:] = os.urandom(self._chunk_bytes)
-            self._tier.put(key, buffer, on_done)
+        for i in missing:
+            self._tier.put(self._keys[i], memoryview(os.urandom(self._chunk_bytes)), on_done)
         until = self._clock() + _WRITE_SECONDS
-        for _ in self._keys:
+        for _ in missing:
             while not written.acquire(timeout=_RETRY_SECONDS):
                 if self._closed.is_set() or self._clock() >= until:
                     return False
         return all(stored)
-
-    def _deadline(self) -> float:
-        return self._clock() + _READ_SECONDS
-
-    def _is_closed(self) -> bool:
-        return self._closed.is_set()
 
 
 class NoProbe:

@@ -4,6 +4,9 @@ One pipelined round trip asks the length of each value and leaves a claim on eac
 values are not written again, and a chunk that another writer has claimed is left to it. Then the
 missing values go out straight from the chunks' buffers, one batch at a time, while the answers to
 the batch before are read. What is wrong with one chunk, or with its slot, costs that chunk only.
+
+A claim on a chunk of which nothing turned out missing is taken back ahead of the first batch:
+should the chunk vanish a moment later, its next writer shall not wait. No chunk waits for that.
 """
 
 from __future__ import annotations
@@ -106,6 +109,8 @@ class Burst:
         self._on_end = on_end
         self.num_bytes = 0
         self.was_redirected = False
+        self._needless_claims: list[bytes] = []
+        self._num_released = 0
 
     def run(self, writes: Sequence[PendingWrite]) -> None:
         """Raises `WireError` or `WriteRefusedError`; what had no end by then is not written."""
@@ -113,6 +118,7 @@ class Burst:
         self._ask_for_all(writes)
         for write in writes:
             missing += self._missing(write)
+        self._release_claims()
         unanswered: deque[list[_Value]] = deque()
         for batch in self._batches(missing):
             self._wire.send(self._encode(batch), self._deadline)
@@ -121,14 +127,14 @@ class Burst:
                 self._collect(unanswered.popleft())
         while unanswered:
             self._collect(unanswered.popleft())
+        self._end_releases()
 
     def _ask_for_all(self, writes: Sequence[PendingWrite]) -> None:
         plan, config = self._plan, self._plan.config
         commands = []
         for write in writes:
+            commands.append(command(b"SET", self._claim(write), b"1", *config.claim_options))
             tag = chunk_tag(config.namespace, write.key)
-            claim = tag + claim_suffix(plan.stripes[0])
-            commands.append(command(b"SET", claim, b"1", *config.claim_options))
             names = [tag + stripe_suffix(stripe) for stripe in plan.stripes]
             commands += [command(b"STRLEN", name) for name in names]
             if config.refresh_ttl:
@@ -154,6 +160,8 @@ class Burst:
             if spoiled or length != HEADER_BYTES + stripe.num_bytes
         ]
         if not values:
+            if claimed:
+                self._needless_claims.append(self._claim(write))
             self._on_end(write, WriteEnd.ALREADY_THERE)
         elif not (claimed or spoiled or self._notes.is_overdue(write.key)):
             self._on_end(write, WriteEnd.CLAIMED_ELSEWHERE)
@@ -161,6 +169,24 @@ class Burst:
         self._notes.forget_claim(write.key)
         chunk.num_unanswered = len(values)
         return values
+
+    def _claim(self, write: PendingWrite) -> bytes:
+        """The name of this rank's claim on a chunk."""
+        tag = chunk_tag(self._plan.config.namespace, write.key)
+        return tag + claim_suffix(self._plan.stripes[0])
+
+    def _release_claims(self) -> None:
+        """Let them end at once: removing them takes a right that writers need not have."""
+        claims, self._needless_claims = self._needless_claims, []
+        if claims:
+            commands = [command(b"SET", claim, b"1", b"PX", b"1") for claim in claims]
+            self._wire.send([b"".join(commands)], self._deadline)
+            self._num_released = len(claims)
+
+    def _end_releases(self) -> None:
+        while self._num_released:
+            self._num_released -= 1
+            self._answer_to_set()
 
     def _batches(self, values: Sequence[_Value]) -> Iterator[list[_Value]]:
         batch, size = list[_Value](), 0
@@ -190,6 +216,7 @@ class Burst:
 
     def _collect(self, batch: Sequence[_Value]) -> None:
         """Read the answers to ``batch``; none counts before all have proved to be in step."""
+        self._end_releases()
         are_set = [self._answer_to_set() for _ in batch]
         length = self._answer_to_strlen()
         last = batch[-1]

@@ -262,7 +262,7 @@ class Dial:
                 raise
         except Exception as error:
             servers.topology.mark_stale()
-            if breaker.failed(at_once=True):
+            if breaker.failed(at_once=not _is_refusal(error)):
                 logger.warning("redis %s: cannot connect: %s", node, servers.redact(error))
             if not isinstance(error, TALK_ERRORS):
                 raise
@@ -273,6 +273,13 @@ class Dial:
             self._wire = wire
             if self._abandoned:
                 wire.close()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the server lives, and would not have this connection: it may have too many, and what
+    is connected goes on. After its refusal it hangs up, which can be all that is seen of it."""
+    is_closed = isinstance(error, WireError) and error.fault is WireFault.CLOSED
+    return is_closed or isinstance(error, RefusedError)
 
 
 class Connections:

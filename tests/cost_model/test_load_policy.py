@@ -20,6 +20,7 @@ from lmcache_connector.plans import (
     Tier,
     TransferTime,
 )
+from tests.support import jobs
 
 CHUNK_TOKENS, CHUNK_BYTES = 256, 1 << 20
 PROMPT = 32 * CHUNK_TOKENS
@@ -64,7 +65,7 @@ def probed(num_bytes: int, seconds: float, rank: int = 0) -> RankReport:
 
 
 def load_job(job_id: int, keys: list[bytes]) -> LoadJob:
-    return LoadJob(job_id, f"r{job_id}", tuple(keys), ((),), 0, 1.0, True, 0)
+    return jobs.load_job(job_id, f"r{job_id}", tuple(keys), ((),), needs_redis=True)
 
 
 def decide(policy: LoadPolicy, keys: list[bytes], num_cpu: int = 0) -> int:
@@ -175,3 +176,46 @@ def test_a_decision_against_redis_asks_for_a_probe(policy: LoadPolicy, clock: Cl
     assert policy.take_probe()
     assert decide(policy, KEYS) == 0
     assert not policy.take_probe()
+
+
+ANSWERED = RankReport(0, (), (), redis=TransferTime(0, 0.001, latency_seconds=0.001))
+
+
+@pytest.fixture
+def reader(clock: Clock) -> LoadPolicy:
+    """Of a Redis that may not be written to: a probe has nothing to read."""
+    made = LoadPolicy(CostModel(clock, max_deadline_seconds=10.0), CHUNK_TOKENS, CHUNK_BYTES, clock)
+    answer = TransferTime(0, 0.001, latency_seconds=0.001)
+    made.calibrate([Calibration(TransferTime(CHUNK_BYTES, 0.0002), answer)])
+    made.observe_reports([forward(PROMPT, RECOMPUTE)])
+    return made
+
+
+def test_a_redis_that_may_only_be_read_is_used_and_used_again_after_a_stall(
+    reader: LoadPolicy,
+) -> None:
+    assert decide(reader, KEYS) == 32
+    reader.load_planned(load_job(1, KEYS), tuple(KEYS))
+    reader.load_ended(1, [fetched(1, 0, 0.05, failed=True)])
+    assert decide(reader, KEYS) == 0
+    reader.observe_reports([probed(0, 1.0)])
+    assert decide(reader, KEYS) == 0, "it is still silent"
+    reader.observe_reports([probed(0, 1.0, rank=0), ANSWERED])
+    assert decide(reader, KEYS) == 0, "one rank hears nothing yet"
+    reader.observe_reports([ANSWERED])
+    assert decide(reader, KEYS) > 0
+
+
+def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
+    reader: LoadPolicy, clock: Clock
+) -> None:
+    num_loads = 0
+    for i in range(36_000):  # an hour
+        clock.now += 0.1
+        if reader.lookup_seconds(0, PROMPT, 0.0) > 0.0 and decide(reader, KEYS) > 0:
+            num_loads += 1
+            reader.load_planned(load_job(i, KEYS), tuple(KEYS))
+            reader.load_ended(i, [fetched(i, 0, 0.05, failed=True)])
+        if reader.take_probe():
+            reader.observe_reports([ANSWERED])
+    assert 1 <= num_loads <= 70

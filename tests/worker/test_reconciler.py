@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.plans import StepPlan, StoreJob
+from lmcache_connector.plans import StepPlan
 from lmcache_connector.worker.reconciler import Offers, Pace, Reconciler
+from tests.support.jobs import store_job
 from tests.support.redis.server_groups import wait_until
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names
 from tests.worker.test_adapter import KEYS, Instance, make_instance
 
@@ -46,6 +47,25 @@ class TestOffers:
                 assert now < 1000.0
             waits.append(now - begun)
         assert waits == [6.0, 12.0, 24.0, 48.0, 60.0, 60.0]
+
+    def test_what_keeps_failing_is_forgotten_until_it_is_wanted_again(self) -> None:
+        offers, now = Offers(PACE), 0.0
+        for num_failures in range(1, 8):
+            offers.ended(KEY, False, now)
+            now += 100.0
+            assert offers.take(now, 9) == ([KEY] if num_failures <= 6 else [])
+        offers.want(KEY, now)
+        assert offers.take(now, 9) == [KEY], "a request wants it: this is another time"
+        offers.ended(KEY, False, now)
+        assert offers.take(now + 6.0, 9) == [KEY]
+
+    @pytest.mark.parametrize(
+        ("lifetime", "granted"), [(None, 30.0), (6.0, 2.0), (90.0, 30.0), (3600.0, 30.0)]
+    )
+    def test_what_expires_is_not_granted_for_long(
+        self, lifetime: float | None, granted: float
+    ) -> None:
+        assert Pace.for_lifetime(lifetime).granted_seconds == granted
 
     def test_what_was_written_by_others_is_not_offered(self) -> None:
         offers = Offers(PACE)
@@ -85,7 +105,7 @@ def test_offers_leave_room_for_fresh_writes() -> None:
 
 @pytest.fixture
 def own_server() -> Iterator[Server]:
-    with running_server(valkey_binary() or "valkey-server") as server:
+    with running_valkey() as server:
         yield server
 
 
@@ -99,7 +119,7 @@ def instance(own_server: Server) -> Iterator[Instance]:
 def store(instance: Instance) -> None:
     block_ids = tuple(range(2 * NUM_CHUNKS))
     keys = KEYS[:NUM_CHUNKS]
-    job = StoreJob(1, "r", keys, tuple(range(NUM_CHUNKS)), (block_ids,))
+    job = store_job(1, "r", keys, (block_ids,))
     instance.run(StepPlan(stores=(job,)))
     instance.wait_for(1)
 

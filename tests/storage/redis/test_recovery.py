@@ -8,7 +8,8 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.redis.chunks import chunk_key, get_all, open_tier, put_all
-from tests.support.redis.server_groups import running_cluster
+from tests.support.redis.server_groups import running_cluster, wait_until
+from tests.support.redis.servers import running_server
 
 
 def test_reads_without_a_pause_do_not_keep_a_circuit_open(valkey_path: str) -> None:
@@ -30,3 +31,20 @@ def test_reads_without_a_pause_do_not_keep_a_circuit_open(valkey_path: str) -> N
             assert get_all(tier, [first, other])[0][0]
             time.sleep(0.02)
         assert all(get_all(tier, [first, other])[0])
+
+
+def test_a_server_without_room_for_one_more_connection_serves_those_it_has(
+    valkey_path: str,
+) -> None:
+    with running_server(valkey_path) as server, open_tier(server.url, num_connections=1) as tier:
+        assert put_all(tier, [0]) == [True]
+        assert get_all(tier, [0])[0] == [True]
+        with server.client() as client:
+            writers = [c for c in client.client_list() if c["cmd"] in ("set", "strlen")]
+            client.config_set("maxclients", len(client.client_list()) - 1)
+            client.client_kill_filter(_id=writers[0]["id"])
+            for i in range(1, 9):
+                assert put_all(tier, [i]) == [False], "the writer has no connection"
+                assert get_all(tier, [0])[0] == [True], "the reader has one"
+            client.config_set("maxclients", 100)
+        wait_until(lambda: put_all(tier, [9]) == [True], "it did not connect again")
