@@ -20,8 +20,8 @@ from benchmarks.harness.redis_tier import (
     put_all,
     read_all,
 )
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import CacheEvent, RankReport
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.support.engines.probe import EngineProbe
 from tests.support.redis.servers import Server

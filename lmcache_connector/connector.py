@@ -5,10 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import RequestStatus
-
 from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.connector_base import ConnectorBase
@@ -18,18 +14,25 @@ from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
+from lmcache_connector.vllm_compat.api.contract import Feature
+from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, RequestStatus
+from lmcache_connector.vllm_compat.api.versions import check_lmcache
+from lmcache_connector.vllm_compat.hit_sources import hit_sources
 from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
+    from lmcache_connector.vllm_compat.api.names import (
+        KVCacheBlocks,
+        KVCacheConfig,
+        KVCacheEvent,
+        KVCacheManager,
+        Request,
+        VllmConfig,
+    )
     from lmcache_connector.worker.adapter import WorkerAdapter  # noqa: F401 - named in a string
 
 
@@ -46,7 +49,13 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._config = config.model_copy(
+            update={
+                "namespace": STANDING.namespace(config.namespace),
+                "self_test": config.self_test or bool(STANDING.unverified),
+            }
+        )
         if role is KVConnectorRole.SCHEDULER:
             config = self._config
             model = describe_model(vllm_config, kv_cache_config, chunk_size=config.chunk_size)
@@ -80,14 +89,10 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
-        """``HOST`` for the CPU tier; vLLM has no word for a store that instances share."""
+    ) -> dict[Any, int]:
+        """vLLM asks since 0.32."""
         from_redis = min(self._scheduler_side.redis_hit_tokens(request), num_external_tokens)
-        sources = {
-            CacheHitSource.HOST: num_external_tokens - from_redis,
-            CacheHitSource.EXTERNAL_UNSPECIFIED: from_redis,
-        }
-        return {source: count for source, count in sources.items() if count}
+        return hit_sources(num_external_tokens - from_redis, from_redis)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -115,6 +120,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # Imported here: lmcache and what it brings along must not be imported before vLLM has
         # initialised the worker.
+        check_lmcache()
         from lmcache_connector.worker.build import build_worker
 
         self._worker = build_worker(
@@ -146,7 +152,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     @property
     def _wants_kv_events(self) -> bool:
         kv_events = self._vllm_config.kv_events_config
-        return kv_events is not None and bool(kv_events.enable_kv_cache_events)
+        wants = kv_events is not None and bool(kv_events.enable_kv_cache_events)
+        return wants and Feature.KV_EVENTS not in STANDING.lost
 
 
 def _has_weak_block_hashes(vllm_config: VllmConfig) -> bool:

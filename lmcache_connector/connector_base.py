@@ -8,38 +8,46 @@ connector says which sides it has, and adds the calls that are its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
-
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from lmcache_connector.metrics.prometheus import ConnectorStats, TablePromMetrics
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import Metric
 from lmcache_connector.plans import StepOutput
 from lmcache_connector.startup import log_through
+from lmcache_connector.vllm_compat.api.names import (
+    STANDING,
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    MultiConnector,
+    SupportsHMA,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
+from lmcache_connector.vllm_compat.api.versions import warnings
 from lmcache_connector.vllm_compat.short_loads import ShortLoad, compute_the_rest
-from lmcache_connector.vllm_compat.support import check_versions
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+
+    from lmcache_connector.vllm_compat.api.names import (
+        AttentionMetadata,
+        ForwardContext,
+        KVCacheConfig,
+        KVConnectorOutput,
+        Request,
+        SchedulerOutput,
+        VllmConfig,
+    )
+
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerPart(Protocol):
@@ -126,6 +134,15 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         return ReportMetadata(self.reports + other.reports)
 
 
+@dataclass(slots=True)
+class _Step:
+    """The plan of the step under way, and which parts of it the worker side has been told."""
+
+    plan: Any
+    loads_started: bool = False
+    forward_ended: bool = False
+
+
 class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
     """Passes vLLM's calls on to the side that this process has.
 
@@ -141,11 +158,13 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         log_through("vllm")
-        check_versions()
         super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            for text in warnings(STANDING):
+                logger.warning("%s", text)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
-        self._plan: Any = None
+        self._step: _Step | None = None
         self._step_output: StepOutput[Any] | None = None
 
     # -- scheduler side ------------------------------------------------------------------------
@@ -188,19 +207,33 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
 
     # -- worker side ---------------------------------------------------------------------------
 
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Build the worker side."""
+        raise NotImplementedError
+
+    def unregister_kv_caches(self) -> None:
+        """Since vLLM 0.33 the last call before the paged cache's memory is taken away, to sleep. It
+        comes back at the same addresses."""
+        if self._worker is not None:
+            self._worker.let_go()
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._end_step()
         if isinstance(kv_connector_metadata, PlanMetadata):
             self._worker_side.handle_preemptions(kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The last call before the forward pass."""
+        self._end_step()
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
-            self._plan = connector_metadata.plan
-            self._worker.start_forward(self._plan)
+            self._step = _Step(connector_metadata.plan)
+            self._worker.start_forward(self._step.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker_side.start_loads(self._plan)
+        if self._step is not None and not self._step.loads_started:
+            self._step.loads_started = True
+            self._worker_side.start_loads(self._step.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: what a forward pass reads has arrived before it starts."""
@@ -215,7 +248,15 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         """Nothing, unless a connector saves layer by layer."""
 
     def wait_for_save(self) -> None:
-        self._worker_side.end_forward(self._plan)
+        """Before ``get_finished``, or after it where a speculator runs in between."""
+        if self._step is not None and not self._step.forward_ended:
+            self._step.forward_ended = True
+            self._worker_side.end_forward(self._step.plan)
+
+    def clear_connector_metadata(self) -> None:
+        """The last call of a step."""
+        self._end_step()
+        super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         self._step_output = output = self._worker_side.finish_step()
@@ -260,6 +301,17 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         raise NotImplementedError
 
     # -- details -------------------------------------------------------------------------------
+
+    def _end_step(self) -> None:
+        """What the step under way planned is done, whatever vLLM has called: it may have nothing to
+        compute and leave calls out, as vLLM 0.30 did."""
+        if self._step is None:
+            return
+        step, self._step = self._step, None
+        if not step.loads_started:
+            self._worker_side.start_loads(step.plan)
+        if not step.forward_ended:
+            self._worker_side.end_forward(step.plan)
 
     def _workers_here(self) -> list[WorkerT]:
         """The worker sides of this connector in the scheduler's process, if they are there."""

@@ -49,20 +49,52 @@ class LoadedAdapterList:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreJob:
+class PartRun:
+    """Chunks of one part of the model, in order, and the blocks they are copied from or to.
+
+    ``keys[i]`` names what is stored of chunk i: see :mod:`lmcache_connector.kv_parts.part`.
+    ``chunks[i]`` is the place of chunk i in its request. ``block_ids[g]`` lists the blocks of all
+    chunks in the part's g-th KV cache group one after the other, equally many per chunk. A load
+    leaves the first ``skip_blocks`` of the first chunk out: vLLM has them, or needs none.
+    """
+
+    part: int
+    keys: tuple[bytes, ...]
+    chunks: tuple[int, ...]
+    block_ids: BlockIds
+    skip_blocks: int = 0
+
+
+class _Runs:
+    """What a job has with its runs."""
+
+    __slots__ = ()
+    runs: tuple[PartRun, ...]
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Of all runs, one after the other."""
+        if len(self.runs) == 1:
+            return self.runs[0].keys
+        return tuple(key for run in self.runs for key in run.keys)
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """All blocks that are read or written."""
+        return frozenset(i for run in self.runs for ids in run.block_ids for i in ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob(_Runs):
     """Copy full chunks out of the paged cache.
 
-    ``block_ids[g]`` lists the blocks of all chunks one after the other, equally many per chunk.
-    ``chunk_indices[i]`` is the place of chunk i in its request. ``redis_keys`` names the chunks
-    that shall go on to Redis, copied by this job or not; ``None`` means those it copies. A rank
-    that has not loaded ``adapter`` copies nothing.
+    ``redis_keys`` names the chunks that shall go on to Redis, copied by this job or not; ``None``
+    means those it copies. A rank that has not loaded ``adapter`` copies nothing.
     """
 
     job_id: int
     request_id: str
-    keys: tuple[bytes, ...]
-    chunk_indices: tuple[int, ...]
-    block_ids: BlockIds
+    runs: tuple[PartRun, ...]
     redis_keys: frozenset[bytes] | None = None
     adapter: AdapterRef | None = None
 
@@ -79,19 +111,16 @@ class AuditJob(StoreJob):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadJob:
-    """Copy consecutive chunks into the paged cache.
+class LoadJob(_Runs):
+    """Copy consecutive chunks into the paged cache, run after run.
 
-    ``block_ids[g]`` covers the chunks from block ``skip_blocks`` of the first one on; vLLM already
-    has the blocks before. ``needs_redis`` says that some chunk may have to come from Redis;
-    ``after_job`` is the last planned store this load relies on (0: none).
+    ``needs_redis`` says that some chunk may have to come from Redis; ``after_job`` is the last
+    planned store this load relies on (0: none).
     """
 
     job_id: int
     request_id: str
-    keys: tuple[bytes, ...]
-    block_ids: BlockIds
-    skip_blocks: int
+    runs: tuple[PartRun, ...]
     deadline_seconds: float
     needs_redis: bool
     after_job: int

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.engines.instance import VllmInstance, forks_from
 from tests.support.engines.tiny_model import TINY, build_tiny_model
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, redis_binary, running_valkey
 
 VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
 
@@ -26,8 +26,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("tiny"), TINY)
 
 
+@pytest.fixture(scope="session")
+def redis_path() -> str:
+    """The machine's own redis-server, which has TLS."""
+    binary = redis_binary()
+    if binary is None:
+        pytest.skip("needs redis-server; .ci/run installs Debian's redis-server package")
+    return binary
+
+
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[Server]:
     """A Valkey that the tests of one file share."""
-    with running_server(valkey_binary() or "valkey-server") as server:
+    with running_valkey() as server:
         yield server

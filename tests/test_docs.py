@@ -255,17 +255,23 @@ def test_the_tree_of_the_architecture_is_the_real_one() -> None:
 def test_the_arrows_of_the_architecture_are_those_that_hold() -> None:
     page = (DOCS / "architecture.md").read_text()
     (drawn,) = re.findall(r"^```text\n(cli\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    lines = [re.findall(r"\w+", line) for line in drawn.splitlines()]
+    lines = [re.findall(r"[\w/]+", line) for line in drawn.splitlines()]
+    named = {name for names in lines for name in names}
     floors = [
-        [number for number, rooms in enumerate(FLOORS) for room in rooms if is_part(room, names)]
+        [
+            number
+            for number, rooms in enumerate(FLOORS)
+            for room in rooms
+            if drawn_as(room, named) in names
+        ]
         for names in lines
     ]
     for above, below in itertools.pairwise(floors):
         assert max(above) <= min(below)
     everything = {room for rooms in FLOORS for room in rooms} - {"startup", "errors"}
-    named = [name for names in lines for name in names]
-    assert {room for room in everything if not is_part(room, named)} == set()
+    assert {room for room in everything if drawn_as(room, named) is None} == set()
 
 
-def is_part(room: str, names: list[str]) -> bool:
-    return room.split("/")[0] in names
+def drawn_as(room: str, names: set[str]) -> str | None:
+    """The smallest part of the picture that a room is in."""
+    return max((name for name in names if f"{room}/".startswith(f"{name}/")), key=len, default=None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis import servers
+from tests.support.redis.servers import CACHE, Server
 
 _FILLER = bytes(512 << 10)
 _FILLERS_PER_MIB = (1 << 20) // len(_FILLER)
@@ -14,8 +15,7 @@ _FILLERS_PER_MIB = (1 << 20) // len(_FILLER)
 @contextmanager
 def running_valkey(mib: int) -> Iterator[Server]:
     """An empty Valkey with ``mib`` of memory, which evicts what was not used for longest."""
-    settings = {"maxmemory": f"{mib}mb", "maxmemory-policy": "allkeys-lru"}
-    with running_server(valkey_binary() or "valkey-server", settings) as server:
+    with servers.running_valkey(CACHE | {"maxmemory": f"{mib}mb"}) as server:
         yield server
 
 

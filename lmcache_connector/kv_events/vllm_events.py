@@ -1,4 +1,7 @@
-"""Turns vLLM's requests into our descriptions of blocks, and our events into vLLM's."""
+"""Turns vLLM's requests into our descriptions of blocks, and our events into vLLM's.
+
+vLLM's names are imported when they are used: an engine that publishes no events runs without them.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,11 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
-
 from lmcache_connector.kv_events.log import BlockRun, BlocksStored, KvEvent
 from lmcache_connector.plans import Tier
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
+    from lmcache_connector.vllm_compat.api.names import KVCacheEvent, Request
 
 _MEDIUM = {Tier.CPU: "CPU", Tier.REDIS: "STORAGE"}
 _LOCALITY = {Tier.CPU: "LOCAL", Tier.REDIS: "REMOTE"}
@@ -33,6 +28,11 @@ def describe_chunk(
     Where vLLM's prefix caching is off, its blocks have no names: the chunk then counts as one
     block, named by its key.
     """
+    from lmcache_connector.vllm_compat.api.kv_event_names import (
+        BlockHash,
+        generate_block_hash_extra_keys,
+    )
+
     start, per_chunk = index * chunk_size, chunk_size // block_size
     hashes = request.block_hashes[index * per_chunk : (index + 1) * per_chunk]
     parent = request.block_hashes[index * per_chunk - 1] if index and hashes else None
@@ -55,6 +55,14 @@ def describe_chunk(
 
 def to_vllm(event: KvEvent) -> KVCacheEvent:
     """The same event as vLLM publishes it."""
+    from lmcache_connector.vllm_compat.api.kv_event_names import (
+        BlockHash,
+        BlockRemoved,
+        BlockStored,
+        maybe_convert_block_hash,
+        to_event_extra_keys,
+    )
+
     medium, locality = _MEDIUM[event.tier], _LOCALITY[event.tier]
     if not isinstance(event, BlocksStored):
         return BlockRemoved(

@@ -10,17 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
-
 from lmcache_connector.metrics.log_line import log_fields
 from lmcache_connector.metrics.samples import Samples, sample_key, split_key
 from lmcache_connector.metrics.table import Kind, Metric
+from lmcache_connector.vllm_compat.api.names import KVConnectorPromMetrics, KVConnectorStats
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from lmcache_connector.vllm_compat.api.names import VllmConfig
 
 
 @dataclass

@@ -22,10 +22,9 @@ from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
+    from lmcache_connector.vllm_compat.api.names import KVCacheConfig, KVTransferConfig, VllmConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import RequestStatus
-
 from lmcache_connector.connector_base import ConnectorBase
 from lmcache_connector.metrics.prometheus import ConnectorStats
 from lmcache_connector.metrics.samples import Samples
@@ -18,16 +14,19 @@ from lmcache_connector.p2p.config import parse_p2p_config
 from lmcache_connector.p2p.heartbeat import Heartbeat
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.metrics import METRICS, log_fields
+from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, RequestStatus
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
     from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter  # noqa: F401 - named in a string
+    from lmcache_connector.vllm_compat.api.names import (
+        AttentionMetadata,
+        KVCacheBlocks,
+        KVCacheConfig,
+        Request,
+        VllmConfig,
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,6 @@ class P2PStats(ConnectorStats):
 class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]):
     """Hands the KV of prompts from prefill to decode instances. See docs/disaggregated.md."""
 
-    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
     _metrics = METRICS
     _stats_type = P2PStats
 
@@ -55,7 +53,8 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = parse_p2p_config(self._kv_transfer_config.kv_connector_extra_config)
+        config = parse_p2p_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._config = config.model_copy(update={"namespace": STANDING.namespace(config.namespace)})
         self._heartbeat: Heartbeat | None = None
         if role is KVConnectorRole.SCHEDULER:
             instance = describe(vllm_config, kv_cache_config, self._config)

@@ -13,7 +13,7 @@ from lmcache_connector.requests.background_read import BackgroundReads, Reading
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
+    from lmcache_connector.vllm_compat.api.names import Request
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from lmcache_connector.keys.request_keys import MultimodalSpan
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
+    from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
 Spans = tuple[MultimodalSpan, ...]
 

@@ -25,7 +25,7 @@ from lmcache_connector.requests.content_digest import (
 from lmcache_connector.requests.unknown_fields import UnknownFields
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
+    from lmcache_connector.vllm_compat.api.names import Request
 
 logger = logging.getLogger(__name__)
 

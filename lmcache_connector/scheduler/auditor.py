@@ -23,12 +23,11 @@ from itertools import chain
 
 from lmcache_connector.audit.limits import ChunkError, NoiseGauge, Verdict, combine
 from lmcache_connector.audit.sampler import AuditSampler
-from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.lookup.background_lookup import PENDING, Pending
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import AuditJob, BlockIds, JobResult, LoadJob, StoreJob
-from lmcache_connector.scheduler.background_lookup import PENDING, Pending
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
-from lmcache_connector.scheduler.hit_finder import HitFinder
+from lmcache_connector.plans import AuditJob, BlockIds, JobResult, LoadJob, PartRun, StoreJob
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
 
@@ -84,7 +83,6 @@ class Auditor:
     """Chooses what is audited, plans the jobs, and judges what they found.
 
     Owns the audit part of every request's state. ``model`` names the model in log lines.
-    ``after_reset``: whether audits shall find out what a reset leaves open.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class Auditor:
         tally: Tally,
         *,
         model: str,
-        after_reset: bool,
     ) -> None:
         self._settings = settings
         self._index = index
@@ -104,7 +101,6 @@ class Auditor:
         self._noise = noise
         self._tally = tally
         self._model = model
-        self.after_reset = after_reset
         self._own = OwnChunks()
         self._open: dict[int, _OpenAudit] = {}
         self._on_trial: set[bytes] = set()  # roots on probation with an audit under way
@@ -127,13 +123,6 @@ class Auditor:
         if audit.chunk is None or audit.chunk >= hit.stop:
             return hit
         return range(hit.start, max(hit.start, audit.chunk))
-
-    def put_on_probation(self, state: RequestState, keys: RequestKeys) -> None:
-        """``keys``: of the request if its root were shared."""
-        keys.extend(state.request.all_token_ids)
-        shared = RequestState(state.request, keys)
-        shared.lookup.is_counted = True
-        state.audit.shared = shared
 
     def ask(self, state: RequestState, hits: HitFinder) -> None:
         """Ask slow tiers for what :meth:`find_shared` will want."""
@@ -225,12 +214,11 @@ class Auditor:
         audit = state.audit
         assert audit.chunk is not None
         assert audit.subject is not None
+        blocks = self._blocks_of(resolve_block_ids(), audit.chunk)
         job = AuditJob(
             job_id=job_id,
             request_id=state.request.request_id,
-            keys=(audit.key,),
-            chunk_indices=(audit.chunk,),
-            block_ids=self._blocks_of(resolve_block_ids(), audit.chunk),
+            runs=(PartRun(0, (audit.key,), (audit.chunk,), blocks),),
             redis_keys=frozenset(),
             adapter=adapter_of(state),
             needs_redis=audit.needs_redis,

@@ -144,19 +144,17 @@ class BlockWitness:
         self._vouch(state, num_tokens)
         return num_tokens
 
-    def loaded(self, state: RequestState, job: LoadJob, first_chunk: int, num_chunks: int) -> None:
-        """The leading ``num_chunks`` of the job are in the request's blocks, on all ranks.
-
-        ``first_chunk``: where the job begins in its request.
-        """
-        end_chunk = first_chunk + num_chunks
-        if tuple(state.keys.keys[first_chunk:end_chunk]) != job.keys[:num_chunks]:
+    def loaded(self, state: RequestState, job: LoadJob, num_chunks: int) -> None:
+        """The leading ``num_chunks`` of the job are in the request's blocks, on all ranks."""
+        run = job.runs[0]
+        first_chunk, end_chunk = run.chunks[0], run.chunks[0] + num_chunks
+        if tuple(state.keys.keys[first_chunk:end_chunk]) != run.keys[:num_chunks]:
             return  # since a reset the request has other keys
-        first, end = first_chunk * self._per_chunk + job.skip_blocks, end_chunk * self._per_chunk
+        first, end = first_chunk * self._per_chunk + run.skip_blocks, end_chunk * self._per_chunk
         lineages = self._lineages_of(state, first, end)
         if self._manager is not None:
             blocks = self._manager.block_pool.blocks
-            self._remember([blocks[i] for i in job.block_ids[0][: len(lineages)]], lineages)
+            self._remember([blocks[i] for i in run.block_ids[0][: len(lineages)]], lineages)
 
     # -- details ---------------------------------------------------------------------------------
 

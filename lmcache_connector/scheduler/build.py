@@ -19,19 +19,20 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_events.log import KvEventLog, KvEventSink
+from lmcache_connector.lookup.background_lookup import BackgroundLookup
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
+from lmcache_connector.lookup.wanted_chunks import WantedChunks, WantedSink
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.auditor import Auditor
-from lmcache_connector.scheduler.background_lookup import BackgroundLookup
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
 from lmcache_connector.scheduler.engine_start import EngineStart
-from lmcache_connector.scheduler.hit_finder import HitFinder, RedisHitFinder
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
+from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
-from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.model import ModelDescription
@@ -55,51 +56,89 @@ def build_scheduler(
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model)
     events = KvEventLog(model.world_size) if kv_events else KvEventSink()
-    tier_config = config.redis_tier_config()
-    if tier_config is None:
-        hits = HitFinder(settings, index, tally)
-        metrics = SchedulerMetrics(tally, time.monotonic)
-    else:
-        from lmcache_connector.storage.redis.lookup import RedisLookup
-
-        redis = RedisLookup(tier_config, model.geometries)
-        lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, time.monotonic)
-        hits = RedisHitFinder(settings, index, tally, lookup, policy, events, time.monotonic)
-        metrics = SchedulerMetrics(tally, time.monotonic, lookup.take_seconds, redis.servers)
-    epochs = RootEpochs(
-        read_weights_label(config.weights_label),
-        lambda: uuid.uuid4().hex,
-        is_named=names_weights_at_start(config.weights_label),
-    )
-    auditor = Auditor(
-        settings,
-        index,
-        AuditSampler(config.audit_share, random.Random().random),
-        NoiseGauge(model.formats),
-        tally,
-        model=model.name,
-        after_reset=config.audit_share > 0 and config.share_after_reset == "audited",
-    )
+    hits, metrics = _make_hits(config, model, index, policy, events, tally)
+    loaded = LoadedAdapters(model.world_size)
+    writes_redis = stores and config.redis_tier_config() is not None
     return SchedulerAdapter(
         settings,
-        EngineStart(model.world_size, partial(_make_hasher, config, weights), time.monotonic),
-        RequestIdentifier(
-            config.require_cache_salt,
-            AdapterReader(find_adapter, LoadedAdapters(model.world_size)),
-            config.chunk_size,
-            lambda reason: tally.count("bypassed_requests", reason.value),
-        ),
+        _make_book(config, model, weights, AdapterReader(find_adapter, loaded), tally),
         index=index,
         hits=hits,
         policy=policy,
         kv_events=events,
         tally=tally,
         metrics=metrics,
-        wanted=WantedChunks(index, time.monotonic) if tier_config and stores else None,
-        epochs=epochs,
-        auditor=auditor,
-        read_label=partial(read_weights_label, config.weights_label),
+        auditor=_make_auditor(config, model, settings, index, tally),
+        loaded_adapters=loaded,
+        wanted=WantedChunks(index, time.monotonic) if writes_redis else WantedSink(),
     )
+
+
+def _make_hits(
+    config: ConnectorConfig,
+    model: ModelDescription,
+    index: ChunkIndex,
+    policy: LoadPolicy,
+    events: KvEventSink,
+    tally: Tally,
+) -> tuple[HitFinder, SchedulerMetrics]:
+    """And the metrics, which tell of Redis if it is asked."""
+    tier_config, clock = config.redis_tier_config(), time.monotonic
+    if tier_config is None:
+        return HitFinder(config.chunk_size, index, tally), SchedulerMetrics(tally, clock)
+    from lmcache_connector.storage.redis.lookup import RedisLookup
+
+    redis = RedisLookup(tier_config, model.geometries)
+    lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, clock)
+    hits = RedisHitFinder(
+        config.chunk_size,
+        index,
+        tally,
+        lookup,
+        policy,
+        events,
+        clock,
+        wait_seconds=config.lookup_wait_seconds,
+    )
+    return hits, SchedulerMetrics(tally, clock, lookup.take_seconds, redis.servers)
+
+
+def _make_book(
+    config: ConnectorConfig,
+    model: ModelDescription,
+    weights: str,
+    adapters: AdapterReader,
+    tally: Tally,
+) -> RequestBook:
+    return RequestBook(
+        EngineStart(model.world_size, partial(_make_hasher, config, weights), time.monotonic),
+        RequestIdentifier(
+            config.require_cache_salt,
+            adapters,
+            config.chunk_size,
+            lambda reason: tally.count("bypassed_requests", reason.value),
+        ),
+        RootEpochs(
+            read_weights_label(config.weights_label),
+            lambda: uuid.uuid4().hex,
+            is_named=names_weights_at_start(config.weights_label),
+        ),
+        tally,
+        partial(read_weights_label, config.weights_label),
+        audits=config.audit_share > 0 and config.share_after_reset == "audited",
+    )
+
+
+def _make_auditor(
+    config: ConnectorConfig,
+    model: ModelDescription,
+    settings: SchedulerSettings,
+    index: ChunkIndex,
+    tally: Tally,
+) -> Auditor:
+    sampler = AuditSampler(config.audit_share, random.Random().random)
+    noise = NoiseGauge(model.formats)
+    return Auditor(settings, index, sampler, noise, tally, model=model.name)
 
 
 def _make_hasher(
@@ -126,7 +165,6 @@ def _settings(
         redis_only_reused=config.redis_admission == "reused",
         weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
-        lookup_wait_seconds=config.lookup_wait_seconds,
     )
 
 

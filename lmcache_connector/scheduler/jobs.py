@@ -56,7 +56,7 @@ class PlannedJobs:
         if isinstance(job, LoadJob):
             self._loads.append(job)
         else:
-            planned.reads = frozenset(job.block_ids[0])
+            planned.reads = job.blocks
             self._stores.append(job)
 
     def cancel_load(self, job: LoadJob) -> None:
@@ -85,7 +85,7 @@ class PlannedJobs:
     def blocks_read_of(self, state: RequestState) -> list[int]:
         """Blocks that the request's open stores read."""
         planned = [self._jobs[job_id] for job_id in state.store.job_ids]
-        return [block for p in planned if p.reads for block in p.job.block_ids[0]]
+        return [block for p in planned if p.reads for block in p.reads]
 
     def blocks_read_after_the_end(self) -> list[int]:
         """Blocks that stores of finished requests read. Asked for once a step: after
@@ -94,7 +94,7 @@ class PlannedJobs:
         for planned in self._jobs.values():
             if planned.reads and planned.state.is_finished and planned.num_kept < _MAX_KEPT_STEPS:
                 planned.num_kept += 1
-                blocks += planned.job.block_ids[0]
+                blocks += planned.reads
         return blocks
 
     def is_open(self, job_id: int) -> bool:

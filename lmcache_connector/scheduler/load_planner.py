@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import BlockIds, JobResult, LoadJob, Tier
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.plans import BlockIds, JobResult, LoadJob, PartRun, Tier
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -57,15 +57,21 @@ class LoadPlanner:
         blocks (per KV cache group)."""
         load, chunk_size = state.load, self._settings.chunk_size
         end = load.offered_from + num_tokens
-        keys = tuple(state.keys.keys[load.offered_from // chunk_size : -(-end // chunk_size)])
+        chunks = range(load.offered_from // chunk_size, -(-end // chunk_size))
+        keys = tuple(state.keys.keys[chunks.start : chunks.stop])
         are_in_cpu = self._index.has_each(keys)
         redis_keys = tuple(key for key, in_cpu in zip(keys, are_in_cpu, strict=True) if not in_cpu)
+        run = PartRun(
+            part=0,
+            keys=keys,
+            chunks=tuple(chunks),
+            block_ids=self._blocks_between(block_ids, load.offered_from, end),
+            skip_blocks=load.offered_from % chunk_size // self._settings.block_sizes[0],
+        )
         job = LoadJob(
             job_id=self._new_job_id(),
             request_id=state.request.request_id,
-            keys=keys,
-            block_ids=self._blocks_between(block_ids, load.offered_from, end),
-            skip_blocks=load.offered_from % chunk_size // self._settings.block_sizes[0],
+            runs=(run,),
             deadline_seconds=load.deadline_seconds,
             needs_redis=bool(redis_keys),
             after_job=max(map(self._index.planned_job, keys)),
@@ -118,7 +124,7 @@ class LoadPlanner:
         )
 
     def _skipped_tokens(self, job: LoadJob) -> int:
-        return job.skip_blocks * self._settings.block_sizes[0]
+        return job.runs[0].skip_blocks * self._settings.block_sizes[0]
 
     def _count_saved(self, start: int, num_tokens: int) -> None:
         """Tokens from ``start`` on were loaded instead of computed."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lmcache_connector.cost_model.prefill_speed import MIN_PREFILL_TOKENS
 from lmcache_connector.plans import PrefillWork
-from lmcache_connector.scheduler.request_state import RequestState
+from lmcache_connector.scheduler.request_book import RequestBook
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from lmcache_connector.vllm_compat.api.names import SchedulerOutput
 
 
-def prefill_work(
-    scheduler_output: SchedulerOutput, states: Mapping[str, RequestState]
-) -> PrefillWork | None:
+def prefill_work(scheduler_output: SchedulerOutput, book: RequestBook) -> PrefillWork | None:
     """The prompt tokens that a step computes; ``None`` if its duration would teach nothing.
 
     Returns at once for a step that only decodes.
@@ -27,7 +24,7 @@ def prefill_work(
     for request_id, count in scheduled.items():
         if count == 1:
             continue
-        state = states.get(request_id)
+        state = book.get(request_id)
         if state is None:
             return None  # a request that bypasses the cache
         context = state.request.num_computed_tokens

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.plans import LoadJob
-from lmcache_connector.scheduler.background_lookup import PendingLookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,32 +23,6 @@ class SchedulerSettings:
     redis_only_reused: bool = False
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
-    lookup_wait_seconds: float = 0.001
-
-
-@dataclass(slots=True)
-class LookupState:
-    """What the tiers were asked about a request. Written by its :class:`HitFinder`.
-
-    Chunks are numbered by their place in the request; times are readings of the hit finder's clock.
-    """
-
-    pending: PendingLookup | None = None
-    asked_at: float = 0.0
-    wait_until: float | None = None  # set when the request first waits for the answer
-    asked_chunks: tuple[int, ...] = ()
-    redis_chunks: frozenset[int] = frozenset()
-    is_counted: bool = False
-
-    def cancel(self) -> None:
-        """Nobody waits for the answer any more."""
-        if self.pending is not None:
-            self.pending.cancel()
-            self.pending = None
-
-    def reset(self) -> None:
-        self.cancel()
-        self.asked_chunks, self.redis_chunks = (), frozenset()
 
 
 @dataclass(slots=True)
@@ -127,7 +101,7 @@ class AuditState:
 
     ``chunk`` is left to compute, and compared with what is stored under ``key``; ``None``: no
     audit, or none any more. ``is_computing``: its forward passes have begun. ``shared``: on
-    probation, the request as it would be looked up if its root were shared.
+    probation, how the request is looked up as if its root were shared.
     """
 
     is_decided: bool = False
@@ -136,13 +110,13 @@ class AuditState:
     needs_redis: bool = False
     subject: AuditSubject | None = None
     is_computing: bool = False
-    shared: RequestState | None = None
+    shared: RequestLookup | None = None
 
     def drop(self) -> None:
         """Nothing is to be audited any more. ``key`` stays: the chunk is not to be stored."""
         self.is_decided, self.chunk = True, None
         if self.shared is not None:
-            self.shared.lookup.cancel()
+            self.shared.cancel()
             self.shared = None
 
 
@@ -152,12 +126,15 @@ class RequestState:
 
     request: Any
     keys: RequestKeys
-    lookup: LookupState = field(default_factory=LookupState)
+    lookup: RequestLookup = field(init=False)
     load: LoadState = field(default_factory=LoadState)
     witness: WitnessState = field(default_factory=WitnessState)
     store: StoreState = field(default_factory=StoreState)
     audit: AuditState = field(default_factory=AuditState)
     is_finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.lookup = RequestLookup(self.request, self.keys)
 
     def restart(self) -> None:
         """The request was preempted: it is computed, or loaded, from its first token again."""
@@ -168,7 +145,7 @@ class RequestState:
     def reset(self, keys: RequestKeys) -> None:
         """The cache was reset: the request goes on under other keys."""
         self.keys = keys
-        self.lookup.reset()
+        self.lookup.reset(keys)
         self.load.reset()
         self.witness.restart()
         self.store.restart()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, StoreJob
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, PartRun, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 GENERATED_RUN_CHUNKS = 4
@@ -91,12 +91,16 @@ class StorePlanner:
         store.next_chunk = end
         if not chunks:
             return None
+        run = PartRun(
+            part=0,
+            keys=tuple(keys[i] for i in chunks),
+            chunks=chunks,
+            block_ids=self._blocks_of(resolve_block_ids(), chunks),
+        )
         job = StoreJob(
             job_id=self._new_job_id(),
             request_id=state.request.request_id,
-            keys=tuple(keys[i] for i in chunks),
-            chunk_indices=chunks,
-            block_ids=self._blocks_of(resolve_block_ids(), chunks),
+            runs=(run,),
             redis_keys=redis_keys,
             adapter=adapter_of(state),
         )

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 
+from lmcache_connector.vllm_compat.api.contract import Feature
+from lmcache_connector.vllm_compat.api.names import STANDING
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -13,10 +16,12 @@ if TYPE_CHECKING:
 def may_sleep_unseen(vllm_config: VllmConfig) -> bool:
     """Whether that may happen between two steps, and without a word to the ranks' connectors.
 
-    An engine in a process of its own first makes steps until no copy runs. One that its user steps
-    does not; there the scheduler side stops the copies of ranks in its own process, but cannot
-    reach others.
+    Since 0.33 every rank is told. Before that, an engine in a process of its own first makes steps
+    until no copy runs. One that its user steps does not; there the scheduler side stops the copies
+    of ranks in its own process, but cannot reach others.
     """
+    if Feature.SLEEP_NOTICE not in STANDING.lost:
+        return False
     sleeps = bool(vllm_config.model_config.enable_sleep_mode)
     parallel = vllm_config.parallel_config
     has_workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1

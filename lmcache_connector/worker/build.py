@@ -28,10 +28,9 @@ from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.vllm_compat.api.names import KVCacheConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 

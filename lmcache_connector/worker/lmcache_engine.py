@@ -109,14 +109,15 @@ class LMCacheEngineAdapter:
         Chunks it has are not copied, but go on to Redis if the job says so. What does not pass the
         ``gate`` is dropped. Raises what the copy raises.
         """
-        held = {key for key in job.keys if self._holds(key)}
+        (run,) = job.runs
+        held = {key for key in run.keys if self._holds(key)}
         self._events.confirm(held)
-        missing = [i for i, key in enumerate(job.keys) if key not in held]
-        per_chunk = len(job.block_ids[0]) // len(job.keys)
+        missing = [i for i, key in enumerate(run.keys) if key not in held]
+        per_chunk = len(run.block_ids[0]) // len(run.keys)
         transfer = JobTransfer(
-            keys=tuple(job.keys[i] for i in missing),
+            keys=tuple(run.keys[i] for i in missing),
             block_ids=tuple(
-                b for i in missing for b in job.block_ids[0][i * per_chunk : (i + 1) * per_chunk]
+                b for i in missing for b in run.block_ids[0][i * per_chunk : (i + 1) * per_chunk]
             ),
             skip_blocks=0,
             fence=fence,
@@ -142,10 +143,11 @@ class LMCacheEngineAdapter:
         never asks Redis: if a chunk was evicted meanwhile, a slow Redis shall not hold up the lane
         of loads that find theirs. Raises what the copy raises.
         """
+        (run,) = job.runs
         transfer = JobTransfer(
-            keys=job.keys,
-            block_ids=job.block_ids[0],
-            skip_blocks=job.skip_blocks,
+            keys=run.keys,
+            block_ids=run.block_ids[0],
+            skip_blocks=run.skip_blocks,
             fence=fence,
             cancelled=cancelled,
         )
@@ -168,7 +170,8 @@ class LMCacheEngineAdapter:
         back. ``has_read`` is called once the blocks are needed no more. Raises what the copy
         raises.
         """
-        transfer = Comparison(job.keys, job.block_ids[0], 0, fence, cancelled, gate)
+        (run,) = job.runs
+        transfer = Comparison(run.keys, run.block_ids[0], 0, fence, cancelled, gate)
         computed = bytearray(self._geometry.chunk_bytes)
         self._blocks.copy_out(transfer, np.frombuffer(computed, np.uint8))
         transfer.compare = lambda stored: compare_chunks(
@@ -271,7 +274,7 @@ class LMCacheEngineAdapter:
         if self._plugin is None:
             return nullcontext()
         context: AbstractContextManager[None] = self._plugin.store_context(
-            job.chunk_indices[first], self._write_ended, job.redis_keys
+            job.runs[0].chunks[first], self._write_ended, job.redis_keys
         )
         return context
 

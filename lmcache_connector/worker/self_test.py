@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
-from lmcache_connector.plans import LoadJob, StoreJob
+from lmcache_connector.plans import LoadJob, PartRun, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.step_gate import StepGate
 
@@ -76,12 +76,13 @@ class _Trial:
     def round_trip(self, pattern: Sequence[torch.Tensor]) -> SelfTestResult:
         self.write(pattern)
         never, started = threading.Event(), self.clock()
-        store = StoreJob(0, "self-test", (_KEY,), (0,), (self.block_ids,))
+        run = PartRun(0, (_KEY,), (0,), (self.block_ids,))
+        store = StoreJob(0, "self-test", (run,))
         stored = self.engine.store(store, None, never, StepGate())
         store_seconds = self.clock() - started
         self.write([torch.zeros_like(layer) for layer in pattern])
         started = self.clock()
-        load = LoadJob(0, "self-test", (_KEY,), (self.block_ids,), 0, _DEADLINE_SECONDS, False, 0)
+        load = LoadJob(0, "self-test", (run,), _DEADLINE_SECONDS, False, 0)
         loaded = self.engine.load(load, None, never, started + _DEADLINE_SECONDS)
         load_seconds = self.clock() - started
         if stored.num_chunks != 1 or loaded.num_chunks != 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.command_line import Cli, call_cli
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import CACHE, Server, running_valkey
 
 
 @pytest.fixture
@@ -17,8 +17,7 @@ def cli() -> Cli:
 
 @pytest.fixture(scope="module")
 def cli_valkey() -> Iterator[Server]:
-    settings = {"maxmemory": "512mb", "maxmemory-policy": "allkeys-lru"}
-    with running_server(valkey_binary() or "valkey-server", settings) as server:
+    with running_valkey(CACHE) as server:
         yield server
 
 

@@ -4,45 +4,40 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 
-from lmcache_connector.storage.redis.lookup import RedisLookup
-from tests.support import ROOT
 from tests.support.command_line import Cli
 from tests.support.redis.chunks import (
-    GEOMETRY,
     chunk_data,
     chunk_key,
-    config,
+    count_found,
     get_all,
     open_tier,
     put_all,
 )
+from tests.support.redis.rights import PASSWORD, grant
 from tests.support.redis.server_groups import (
     certificates,
     running_cluster,
     running_sentinels,
+    running_tls_server,
     wait_until,
 )
-from tests.support.redis.servers import Server, redis_binary, running_server, valkey_binary
+from tests.support.redis.servers import (
+    CACHE,
+    Server,
+    redis_binary,
+    running_valkey,
+    valkey_binary,
+)
 
 VALUES_PER_CHUNK = 4
-PASSWORD = "pass-word"
-MEMORY = {"maxmemory": "512mb", "maxmemory-policy": "allkeys-lru"}
 VALKEY = valkey_binary() or "valkey-server"
-
-
-def documented(user: str) -> list[list[str]]:
-    """The rules of each line about ``user``."""
-    text = (ROOT / "docs" / "security.md").read_text()
-    lines = re.findall(rf"^ACL SETUSER {user} (.*)$", text, re.MULTILINE)
-    assert lines
-    return [line.replace("PASSWORD", PASSWORD).split() for line in lines]
 
 
 @dataclass
@@ -59,17 +54,15 @@ class Guarded:
         for server in self.servers:
             with server.client() as client:
                 is_old = client.info("server")["redis_version"] < "7.2"
-                left_out = {"+client|no-touch"} if is_old else set()
-                left_out |= set() if in_cluster else {"+cluster|slots"}
-                for user in ("engine", "operator"):
-                    for rules in documented(user):
-                        if left_out.isdisjoint(rules):
-                            client.execute_command("ACL", "SETUSER", user, *rules)
+            left_out = {"+client|no-touch"} if is_old else set()
+            left_out |= set() if in_cluster else {"+cluster|slots"}
+            for user in ("engine", "operator"):
+                grant(server, user, leave_out=frozenset(left_out))
 
 
 @contextmanager
 def one(form: Callable[[Server], str]) -> Iterator[Guarded]:
-    with running_server(VALKEY, MEMORY) as server:
+    with running_valkey(CACHE) as server:
         guarded = Guarded([server], form(server))
         guarded.allow()
         yield guarded
@@ -78,17 +71,15 @@ def one(form: Callable[[Server], str]) -> Iterator[Guarded]:
 @contextmanager
 def tls() -> Iterator[Guarded]:
     binary = redis_binary()
-    if binary is None:
-        pytest.skip("needs redis-server; .ci/run installs Debian's redis-server package")
-    with certificates() as pem:
-        files = {"cert": pem.certificate, "key": pem.key, "ca-cert": pem.ca}
-        settings = {f"tls-{name}-file": str(path) for name, path in files.items()}
-        settings |= {"port": "0", "tls-auth-clients": "no", **MEMORY}
-        with running_server(binary, settings, tls=pem) as server:
-            url = f"rediss://USER@127.0.0.1:{server.port}/1?ssl_ca_certs={pem.ca}"
-            guarded = Guarded([server], url)
-            guarded.allow()
-            yield guarded
+    assert binary is not None
+    with (
+        certificates() as pem,
+        running_tls_server(binary, pem, CACHE, asks_clients=False) as server,
+    ):
+        url = f"rediss://USER@127.0.0.1:{server.port}/1?ssl_ca_certs={pem.ca}"
+        guarded = Guarded([server], url)
+        guarded.allow()
+        yield guarded
 
 
 @contextmanager
@@ -98,22 +89,20 @@ def cluster() -> Iterator[Guarded]:
         guarded.allow(in_cluster=True)
         for master in group.masters:
             with master.client() as client:
-                client.config_set("maxmemory", "512mb", "maxmemory-policy", "allkeys-lru")
+                client.config_set(*chain(*CACHE.items()))
         yield guarded
 
 
 @contextmanager
 def sentinels() -> Iterator[Guarded]:
     with running_sentinels(VALKEY) as watched:
-        (finder,) = documented("finder")
         for sentinel in watched.sentinels:
-            with sentinel.client() as client:
-                client.execute_command("ACL", "SETUSER", "finder", *finder)
+            grant(sentinel, "finder")
         login = f"?sentinel_username=finder&sentinel_password={PASSWORD}"
         url = watched.url.replace("//", "//USER@") + "/2" + login
         guarded = Guarded([watched.master], url)
         with watched.master.client() as client:
-            client.config_set("maxmemory", "512mb", "maxmemory-policy", "allkeys-lru")
+            client.config_set(*chain(*CACHE.items()))
         guarded.allow()
         yield guarded
 
@@ -131,8 +120,10 @@ FORMS = {
 
 @pytest.fixture(scope="module", params=FORMS, ids=str)
 def guarded(request: pytest.FixtureRequest) -> Iterator[Guarded]:
-    with ExitStack() as stack:
-        yield stack.enter_context(FORMS[request.param]())
+    if FORMS[request.param] is tls:
+        request.getfixturevalue("redis_path")  # skips where there is none
+    with FORMS[request.param]() as guarded:
+        yield guarded
 
 
 def test_an_engines_rights_are_enough(guarded: Guarded) -> None:
@@ -145,9 +136,9 @@ def test_an_engines_rights_are_enough(guarded: Guarded) -> None:
         assert get_all(tier, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)])
         spoil(guarded, 1)
         assert get_all(tier, range(3))[0][:2] == [True, False]
-        wait_until(lambda: found(url) == 1, "the damaged value was not removed")
+        wait_until(lambda: count_found(url, 3) == 1, "the damaged value was not removed")
         assert put_all(tier, range(3)) == [True] * 3
-        assert found(url) == 3
+        assert count_found(url, 3) == 3
 
 
 def test_an_operators_rights_are_enough(cli: Cli, guarded: Guarded) -> None:
@@ -167,14 +158,6 @@ def test_an_operators_rights_are_enough(cli: Cli, guarded: Guarded) -> None:
     assert cli("inspect", chunk_key(1).hex(), "--redis-url", url).code == 0
     purged = cli("purge", "--redis-url", url, "--all", "--yes", "--json").document
     assert purged["removed_values"] == 3 * VALUES_PER_CHUNK
-
-
-def found(url: str) -> int:
-    lookup = RedisLookup(config(url), [GEOMETRY])
-    try:
-        return lookup.exists_prefix([chunk_key(i) for i in range(3)], time.monotonic() + 5.0)
-    finally:
-        lookup.close()
 
 
 def spoil(guarded: Guarded, index: int) -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support import ROOT
 from tests.support.command_line import Cli
 from tests.support.redis.chunks import chunk_key, open_tier, put_all
-from tests.support.redis.server_groups import Cluster, certificates, running_cluster
-from tests.support.redis.servers import Server, redis_binary, running_server, valkey_binary
+from tests.support.redis.rights import PASSWORD, documented_rules, grant
+from tests.support.redis.server_groups import (
+    Cluster,
+    certificates,
+    running_cluster,
+    running_tls_server,
+)
+from tests.support.redis.servers import CACHE, Server, running_valkey, valkey_binary
 
 VALUES_PER_CHUNK = 4
+# For clusters, and for what `ls` can do without.
+ELSEWHERE = frozenset({"+cluster|slots", "+client|no-touch"})
 
 
 def transfer(url: str) -> str:
@@ -48,27 +54,18 @@ def test_a_cluster_is_one_cache_to_every_command(cli: Cli, cluster: Cluster) -> 
     assert cli("ls", *url, "--json").document["groups"] == []
 
 
-def documented_rights(user: str) -> list[str]:
-    text = (ROOT / "docs" / "security.md").read_text()
-    found = re.search(rf"^ACL SETUSER {user} on >PASSWORD (.*)$", text, re.MULTILINE)
-    assert found is not None
-    return found[1].split()
-
-
 @pytest.fixture
 def guarded() -> Iterator[Server]:
-    settings = {"maxmemory": "512mb", "maxmemory-policy": "allkeys-lru"}
-    with running_server(valkey_binary() or "valkey-server", settings) as server:
+    with running_valkey(CACHE) as server:
+        for user in ("engine", "operator"):
+            grant(server, user, leave_out=ELSEWHERE)
         with server.client() as client:
-            for user in ("engine", "operator"):
-                rights = documented_rights(user)
-                client.execute_command("ACL", "SETUSER", user, "on", ">pass-word", *rights)
             client.execute_command("ACL", "SETUSER", "default", "off")
         yield server
 
 
 def url_of(server: Server, user: str) -> str:
-    return server.url.replace("//", f"//{user}:pass-word@")
+    return server.url.replace("//", f"//{user}:{PASSWORD}@")
 
 
 def test_an_engines_user_may_not_list_or_remove(cli: Cli, guarded: Server) -> None:
@@ -77,17 +74,16 @@ def test_an_engines_user_may_not_list_or_remove(cli: Cli, guarded: Server) -> No
         assert outcome.code == 3
         assert "no permissions" in outcome.err.lower()
         assert "ACL SETUSER" in outcome.err
-        assert "pass-word" not in outcome.err
+        assert PASSWORD not in outcome.err
 
 
 def test_the_rights_of_the_hint_are_enough(cli: Cli) -> None:
     """An engine's own user may not run ``check``; what the hint adds is all that lacks."""
-    settings = {"maxmemory": "512mb", "maxmemory-policy": "allkeys-lru"}
-    with running_server(valkey_binary() or "valkey-server", settings) as server:
+    rules, *_ = documented_rules("operator")
+    with running_valkey(CACHE) as server:
         url = url_of(server, "engine")
+        grant(server, "engine", leave_out=ELSEWHERE)
         with server.client() as client:
-            rights = documented_rights("engine")
-            client.execute_command("ACL", "SETUSER", "engine", "on", ">pass-word", *rights)
             refused = cli("check", transfer(url), "--json")
             assert refused.code == 3
             (hint,) = [f["hint"] for f in refused.document["findings"] if f["verdict"] == "error"]
@@ -95,31 +91,21 @@ def test_the_rights_of_the_hint_are_enough(cli: Cli) -> None:
             client.execute_command("ACL", "SETUSER", "engine", *added)
         assert cli("check", transfer(url)).code == 0
         assert cli("ls", "--redis-url", url).code == 0
-    assert {*added, "resetchannels", "-@all"} == set(documented_rights("operator"))
+    assert {*added, "on", f">{PASSWORD}", "resetchannels", "-@all"} == set(rules)
     assert "+client|no-touch" in hint
 
 
 @pytest.mark.redis_server
-def test_tls_is_checked_and_what_is_wrong_with_it_said(cli: Cli) -> None:
-    binary = redis_binary()
-    if binary is None:
-        pytest.skip("needs redis-server; .ci/run installs Debian's redis-server package")
-    with certificates() as pem:
-        settings = {
-            "port": "0",
-            "tls-cert-file": str(pem.certificate),
-            "tls-key-file": str(pem.key),
-            "tls-ca-cert-file": str(pem.ca),
-            "tls-auth-clients": "no",
-            "maxmemory": "512mb",
-            "maxmemory-policy": "allkeys-lru",
-        }
-        with running_server(binary, settings, tls=pem) as server:
-            url = f"rediss://127.0.0.1:{server.port}"
-            assert cli("check", transfer(f"{url}?ssl_ca_certs={pem.ca}")).code == 0
-            unknown = cli("check", transfer(url))
-            assert unknown.code == 3
-            assert "ssl_ca_certs" in unknown.out
-            plain = cli("check", transfer(url.replace("rediss", "redis")))
-            assert plain.code == 3
-            assert "rediss://" in plain.out
+def test_tls_is_checked_and_what_is_wrong_with_it_said(cli: Cli, redis_path: str) -> None:
+    with (
+        certificates() as pem,
+        running_tls_server(redis_path, pem, CACHE, asks_clients=False) as server,
+    ):
+        url = f"rediss://127.0.0.1:{server.port}"
+        assert cli("check", transfer(f"{url}?ssl_ca_certs={pem.ca}")).code == 0
+        unknown = cli("check", transfer(url))
+        assert unknown.code == 3
+        assert "ssl_ca_certs" in unknown.out
+        plain = cli("check", transfer(url.replace("rediss", "redis")))
+        assert plain.code == 3
+        assert "rediss://" in plain.out

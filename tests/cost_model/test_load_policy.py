@@ -20,6 +20,7 @@ from lmcache_connector.plans import (
     Tier,
     TransferTime,
 )
+from tests.support import jobs
 
 CHUNK_TOKENS, CHUNK_BYTES = 256, 1 << 20
 PROMPT = 32 * CHUNK_TOKENS
@@ -64,7 +65,7 @@ def probed(num_bytes: int, seconds: float, rank: int = 0) -> RankReport:
 
 
 def load_job(job_id: int, keys: list[bytes]) -> LoadJob:
-    return LoadJob(job_id, f"r{job_id}", tuple(keys), ((),), 0, 1.0, True, 0)
+    return jobs.load_job(job_id, f"r{job_id}", tuple(keys), ((),), needs_redis=True)
 
 
 def decide(policy: LoadPolicy, keys: list[bytes], num_cpu: int = 0) -> int:

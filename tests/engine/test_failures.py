@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_connector.scheduler.background_lookup import PENDING
+from lmcache_connector.lookup.background_lookup import PENDING
 from tests.support.engines.calls import check_integrity, forget_unseen, worker_of
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
@@ -146,9 +146,9 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
     hits = probe.connector._scheduler.hits
     find = hits.find
 
-    def vanish(state, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
-        hit = find(state, num_computed_tokens, is_idle=is_idle)
-        if hit is not PENDING and state.lookup.redis_chunks:
+    def vanish(asked, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
+        hit = find(asked, num_computed_tokens, is_idle=is_idle)
+        if hit is not PENDING and asked.redis_chunks:
             redis.Redis(port=port).flushall()
         return hit
 
@@ -211,9 +211,9 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
     hits = probe.connector._scheduler.hits
     find = hits.find
 
-    def stall(state, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
-        hit = find(state, num_computed_tokens, is_idle=is_idle)
-        if hit is not PENDING and state.lookup.redis_chunks:
+    def stall(asked, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
+        hit = find(asked, num_computed_tokens, is_idle=is_idle)
+        if hit is not PENDING and asked.redis_chunks:
             os.kill(pid, signal.SIGSTOP)
         return hit
 

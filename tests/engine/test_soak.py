@@ -10,7 +10,7 @@ from tests.support.engines.calls import check_integrity
 from tests.support.engines.instance import StartInstance
 from tests.support.engines.settings import kv_transfer
 from tests.support.engines.storm import StormReport, run_storm
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import CACHE, Server, running_valkey
 
 MIB = 1 << 20
 _FLAT_BYTES = 100 * MIB
@@ -19,8 +19,7 @@ _FLAT_BYTES = 100 * MIB
 @pytest.fixture
 def small_valkey() -> Iterator[Server]:
     """Room for some 40 chunks."""
-    settings = {"maxmemory": "48mb", "maxmemory-policy": "allkeys-lru"}
-    with running_server(valkey_binary() or "valkey-server", settings) as server:
+    with running_valkey(CACHE | {"maxmemory": "48mb"}) as server:
         yield server
 
 

@@ -165,4 +165,4 @@ def test_another_process_finds_it_in_redis(
 
 def _as_if_no_weights_had_changed(probe: EngineProbe) -> None:
     """Undo what a reset before left behind, so that others share again."""
-    probe.connector._scheduler._epochs._default = RootState.SHARED
+    probe.connector._scheduler.book.epochs._default = RootState.SHARED

@@ -22,7 +22,7 @@ from lmcache_connector.cli.target import connector_config
 from tests.support import ROOT
 from tests.support.redis.chunks import get_all, open_tier, put_all
 from tests.support.redis.server_groups import certificates, wait_until
-from tests.support.redis.servers import free_port, redis_binary
+from tests.support.redis.servers import free_port
 
 API_VERSION = "1.34"
 FILE = ROOT / "examples" / "kubernetes" / "vllm-shared-cache.yaml"
@@ -108,10 +108,9 @@ def run_check(folder: Path, password: str, authority: Path, port: int) -> int:
 
 
 @pytest.mark.redis_server
-def test_its_server_takes_engines_over_tls_and_pods_start_without_it(tmp_path: Path) -> None:
-    binary = redis_binary()
-    if binary is None:
-        pytest.skip("needs redis-server; .ci/run installs Debian's redis-server package")
+def test_its_server_takes_engines_over_tls_and_pods_start_without_it(
+    tmp_path: Path, redis_path: str
+) -> None:
     for folder in ("config", "tls", "run"):
         (tmp_path / folder).mkdir()
     port = free_port()
@@ -125,7 +124,7 @@ def test_its_server_takes_engines_over_tls_and_pods_start_without_it(tmp_path: P
         acl = named("ConfigMap", "kv-transfer")["data"]["users.acl"]
         (tmp_path / "config" / "users.acl").write_text(acl)
         (valkey,) = [c for c in containers() if c["name"] == "valkey"]
-        script = valkey["args"][0].replace("valkey-server", binary).replace("6379", str(port))
+        script = valkey["args"][0].replace("valkey-server", redis_path).replace("6379", str(port))
         for mount in ("config", "tls"):
             script = script.replace(f"/{mount}/", f"{tmp_path}/{mount}/")
         script = script.replace("/run/valkey/", f"{tmp_path}/run/").replace("56gb", "64mb")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored, KvEventLog
+from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored
 from lmcache_connector.metrics.samples import split_key
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.plans import Outcome
@@ -223,10 +223,9 @@ def test_every_reset_leaves_all_keys_behind_and_shares_with_nobody(model: Path) 
 def test_a_reset_takes_back_what_routers_were_told(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+    engine = ShadowEngine(model, Shape(kv_events=True), 0, Faults(slow=0.0))
     # Else vLLM's scheduler takes them with every step, for the routers.
     monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
-    engine.adapter.kv_events = KvEventLog(world_size=1)
     engine.add(prompt(1, 2 * CHUNK), max_tokens=1)
     engine.run_until_idle()
     stored = engine.adapter.kv_events.take()

@@ -57,7 +57,7 @@ def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(model: Path) -
     serve(engine, tokens)
     assert loaded(engine) == 2
     (job,) = audit_jobs(engine)
-    assert job.chunk_indices == (2,)
+    assert job.runs[0].chunks == (2,)
     assert audits(engine) == {"match": 1}
     serve(engine, tokens)
     assert loaded(engine) == 5  # the second hit is loaded whole
@@ -194,7 +194,7 @@ def queued_on_probation(model: Path, verdicts: list[Verdict]) -> ShadowEngine:
 def test_weights_found_to_be_others_stay_so_whatever_a_later_chunk_says(model: Path) -> None:
     """Few tokens' rows may have changed: the second request has none of them."""
     engine = queued_on_probation(model, [Verdict.MISMATCH, Verdict.MATCH])
-    assert set(engine.adapter._epochs._states.values()) == {RootState.APART}
+    assert set(engine.adapter.book.epochs._states.values()) == {RootState.APART}
     serve(engine, prompt(1, 3 * CHUNK + 5))
 
 
@@ -202,9 +202,9 @@ def test_a_mismatch_after_sharing_has_begun_again_leaves_nothing_that_was_loaded
     model: Path,
 ) -> None:
     engine = queued_on_probation(model, [Verdict.MATCH, Verdict.MISMATCH])
-    (root,) = engine.adapter._epochs._states
-    assert engine.adapter._epochs.state(root) is RootState.APART
-    assert root in engine.adapter._epochs._nonces, "new keys"
+    (root,) = engine.adapter.book.epochs._states
+    assert engine.adapter.book.epochs.state(root) is RootState.APART
+    assert root in engine.adapter.book.epochs._nonces, "new keys"
     assert len(engine.adapter.witness) == 0
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
+from lmcache_connector.plans import JobResult, Outcome, StepPlan
 from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.request_state import RequestState
+from tests.support.jobs import load_job, store_job
 
 STATE = RequestState(
     SimpleNamespace(request_id="r"), RequestKeys(PrefixHasher({}, 256), RequestIdentity())
@@ -26,7 +27,7 @@ def test_a_job_is_in_one_plan_and_ends_with_what_arrived_on_all_ranks(
     arrived: tuple[int, int],
 ) -> None:
     jobs = PlannedJobs(num_ranks=2)
-    job = LoadJob(jobs.new_id(), "r", (b"a", b"b", b"c"), ((0, 1, 2),), 0, 1.0, False, 0)
+    job = load_job(jobs.new_id(), "r", (b"a", b"b", b"c"), ((0, 1, 2),))
     jobs.add(STATE, job)
     assert take(jobs) == StepPlan(loads=(job,))
     assert take(jobs) == StepPlan()
@@ -42,12 +43,12 @@ def test_a_job_is_in_one_plan_and_ends_with_what_arrived_on_all_ranks(
 
 def test_a_store_is_cancelled_when_vLLM_hands_out_a_block_it_reads() -> None:
     jobs = PlannedJobs(num_ranks=1)
-    sent = StoreJob(jobs.new_id(), "r", (b"a",), (0,), ((1, 2),))
-    other = StoreJob(jobs.new_id(), "r", (b"b",), (1,), ((3, 4),))
+    sent = store_job(jobs.new_id(), "r", (b"a",), ((1, 2),))
+    other = store_job(jobs.new_id(), "r", (b"b",), ((3, 4),))
     jobs.add(STATE, sent)
     jobs.add(STATE, other)
     assert take(jobs).stores == (sent, other)
-    unsent = StoreJob(jobs.new_id(), "r", (b"c",), (2,), ((2, 5),))
+    unsent = store_job(jobs.new_id(), "r", (b"c",), ((2, 5),))
     jobs.add(STATE, unsent)
     vacated = jobs.vacate({2, 9})
     assert [planned.job for planned in vacated] == [sent, unsent]

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-from lmcache_connector.scheduler.background_lookup import PendingLookup
-from lmcache_connector.scheduler.request_state import LookupState, RequestState, WitnessState
+from lmcache_connector.lookup.background_lookup import PendingLookup
+from lmcache_connector.lookup.request_lookup import RequestLookup
+from lmcache_connector.scheduler.request_state import RequestState, WitnessState
 
 
 def keys(salt: str) -> RequestKeys:
@@ -34,7 +35,7 @@ def test_after_a_reset_a_request_goes_on_as_one_of_its_own() -> None:
     state.reset(after)
     assert state.keys is after
     assert question.is_cancelled
-    assert state.lookup == LookupState(is_counted=True)
+    assert state.lookup == RequestLookup(state.request, after, is_counted=True)
     assert (state.load.is_allowed, state.load.end) == (False, None)
     assert state.witness == WitnessState(), "what it has was computed before the reset"
     assert (state.store.next_chunk, state.store.num_sighted) == (0, 3)

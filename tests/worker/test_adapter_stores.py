@@ -13,13 +13,13 @@ from lmcache_connector.plans import (
     Outcome,
     RankReport,
     StepPlan,
-    StoreJob,
 )
 from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.lora_loads import NoLoraLoads
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from tests.support.jobs import store_job
 
 GEOMETRY = ChunkGeometry(32, 0, (128,), (0, 1), 2, "bfloat16")
 MINE = AdapterRef(1, "mine")
@@ -82,7 +82,7 @@ def run(worker: WorkerAdapter, plan: StepPlan) -> RankReport | None:
 
 def store(job_id: int, adapter: AdapterRef | None = MINE) -> StepPlan:
     key = bytes([job_id]) * 32
-    return StepPlan(stores=(StoreJob(job_id, "r", (key,), (0,), ((0, 1),), adapter=adapter),))
+    return StepPlan(stores=(store_job(job_id, "r", (key,), ((0, 1),), adapter=adapter),))
 
 
 def outcome(worker: WorkerAdapter, report: RankReport | None) -> Outcome:

@@ -9,12 +9,13 @@ import pytest
 
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
+from tests.support.jobs import load_job, store_job
 
 LONG = 30.0  # seconds nothing here ever takes
 
 
 def store(job_id: int) -> StoreJob:
-    return StoreJob(job_id, f"r{job_id}", (b"k",), (0,), ((1,),))
+    return store_job(job_id, f"r{job_id}", (b"k",), ((1,),))
 
 
 def load(
@@ -24,12 +25,11 @@ def load(
     deadline_seconds: float = LONG,
     keys: tuple[bytes, ...] = (),
 ) -> LoadJob:
-    return LoadJob(
-        job_id=job_id,
-        request_id=f"r{job_id}",
-        keys=keys or (b"chunk %d" % job_id,),
-        block_ids=((1,),),
-        skip_blocks=0,
+    return load_job(
+        job_id,
+        f"r{job_id}",
+        keys or (b"chunk %d" % job_id,),
+        ((1,),),
         deadline_seconds=deadline_seconds,
         needs_redis=needs_redis,
         after_job=after_job,
@@ -345,7 +345,9 @@ def test_an_audit_holds_up_neither_stores_nor_a_step_once_it_has_copied(
 ) -> None:
     """It may wait for Redis then."""
     gate = runner.gate(1)
-    audit = AuditJob(1, "r1", (b"k",), (0,), ((1,),), needs_redis=True, deadline_seconds=LONG)
+    audit = store_job(
+        1, "r1", (b"k",), ((1,),), job_type=AuditJob, needs_redis=True, deadline_seconds=LONG
+    )
     jobs.submit(audit, None)
     assert runner.started(1).wait(LONG)
     jobs.submit(store(2), None)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from lmcache_connector.plans import CacheEvent, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.plans import CacheEvent, JobResult, Outcome
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
+from tests.support.jobs import load_job, store_job
 
-LOAD = LoadJob(1, "r", (b"k",), ((0,),), 0, 1.0, True, 0)
-STORE = StoreJob(2, "r", (b"k",), (0,), ((0,),))
+LOAD = load_job(1, "r", (b"k",), ((0,),), needs_redis=True)
+STORE = store_job(2, "r", (b"k",), ((0,),))
 TIER = RedisTierStats(
     counts=TierCounts(
         chunks_hit=3,

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.plans import StepPlan, StoreJob
+from lmcache_connector.plans import StepPlan
 from lmcache_connector.worker.reconciler import Offers, Pace, Reconciler
+from tests.support.jobs import store_job
 from tests.support.redis.server_groups import wait_until
-from tests.support.redis.servers import Server, running_server, valkey_binary
+from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names
 from tests.worker.test_adapter import KEYS, Instance, make_instance
 
@@ -104,7 +105,7 @@ def test_offers_leave_room_for_fresh_writes() -> None:
 
 @pytest.fixture
 def own_server() -> Iterator[Server]:
-    with running_server(valkey_binary() or "valkey-server") as server:
+    with running_valkey() as server:
         yield server
 
 
@@ -118,7 +119,7 @@ def instance(own_server: Server) -> Iterator[Instance]:
 def store(instance: Instance) -> None:
     block_ids = tuple(range(2 * NUM_CHUNKS))
     keys = KEYS[:NUM_CHUNKS]
-    job = StoreJob(1, "r", keys, tuple(range(NUM_CHUNKS)), (block_ids,))
+    job = store_job(1, "r", keys, (block_ids,))
     instance.run(StepPlan(stores=(job,)))
     instance.wait_for(1)
 

@@ -15,19 +15,20 @@ import pytest
 import torch
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
+from lmcache_connector.plans import JobResult, Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker import adapter
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.step_gate import StepGate
+from tests.support.jobs import load_job, store_job
 
 LONG = 60.0
 BLOCK_SIZE, WIDTH, NUM_BLOCKS = 16, 64, 8
 GEOMETRY = ChunkGeometry(2 * BLOCK_SIZE, 0, (WIDTH,), (0,), 1, "bfloat16")
 KEY = b"k" * 32
-STORE = StoreJob(1, "r", (KEY,), (0,), ((0, 1),))
-LOAD = LoadJob(2, "s", (KEY,), ((4, 5),), 0, LONG, False, 0)
+STORE = store_job(1, "r", (KEY,), ((0, 1),))
+LOAD = load_job(2, "s", (KEY,), ((4, 5),), deadline_seconds=LONG)
 IDLE = StepPlan(idle=True)
 
 

@@ -24,10 +24,8 @@ from lmcache_connector.p2p.scheduler.transfer_params import Produce
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
     from lmcache_connector.keys.request_keys import RequestIdentity
+    from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from lmcache_connector.p2p.scheduler.transfer_params import Consume
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
+    from lmcache_connector.vllm_compat.api.names import Request
 
 logger = logging.getLogger(__name__)
 

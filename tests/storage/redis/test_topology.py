@@ -19,6 +19,7 @@ from tests.support.redis.chunks import (
     chunk_data,
     chunk_key,
     config,
+    count_found,
     get_all,
     open_tier,
     put_all,
@@ -30,6 +31,7 @@ from tests.support.redis.server_groups import (
     certificates,
     running_cluster,
     running_sentinels,
+    running_tls_server,
     wait_until,
 )
 from tests.support.redis.servers import Server, running_server
@@ -268,14 +270,7 @@ class TestTls:
 
     @pytest.fixture(scope="class")
     def server(self, redis_path: str, pem: Certificates) -> Iterator[Server]:
-        settings = {
-            "port": "0",
-            "tls-cert-file": str(pem.certificate),
-            "tls-key-file": str(pem.key),
-            "tls-ca-cert-file": str(pem.ca),
-            "tls-auth-clients": "yes",
-        }
-        with running_server(redis_path, settings, tls=pem) as server:
+        with running_tls_server(redis_path, pem, asks_clients=True) as server:
             yield server
 
     def url(self, server: Server, pem: Certificates, **changes: object) -> str:
@@ -289,10 +284,7 @@ class TestTls:
             assert holds(tier, range(10))
             assert get_all(tier, [99])[0] == [False]
             assert holds(tier, range(10))
-        lookup = RedisLookup(config(self.url(server, pem)), [GEOMETRY])
-        keys = [chunk_key(i) for i in range(12)]
-        assert lookup.exists_prefix(keys, time.monotonic() + 5.0) == 10
-        lookup.close()
+        assert count_found(self.url(server, pem), 12) == 10
 
     def test_a_client_without_a_certificate_gets_nothing(
         self, server: Server, pem: Certificates

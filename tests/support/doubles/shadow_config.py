@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.config import (
     CacheConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
@@ -49,6 +50,7 @@ class Shape:
     beside: int | None = None
     zeroes: bool = False
     audit_share: float = 0.0
+    kv_events: bool = False
 
 
 def build_scheduler(model: Path, shape: Shape) -> Scheduler:
@@ -73,6 +75,9 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
             distributed_executor_backend="mp" if shape.world_size > 1 else None,
         ),
         kv_transfer_config=_transfer(shape),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if shape.kv_events
+        else None,
     )
     # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
     config.scheduler_config.async_scheduling = shape.depth > 1

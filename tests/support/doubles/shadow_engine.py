@@ -30,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
+from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.plans import (
     AuditJob,
     Calibration,
@@ -40,7 +41,6 @@ from lmcache_connector.plans import (
     StoreJob,
 )
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
-from lmcache_connector.scheduler.wanted_chunks import WantedChunks
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
 from tests.support.doubles.shadow_config import Shape, build_scheduler
 from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
@@ -102,7 +102,7 @@ class ShadowEngine:
         self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
         self.adapter: SchedulerAdapter = ours._scheduler_side
         if not reads_requests:
-            vars(self.adapter).update(
+            vars(self.adapter.book).update(
                 _identifier=ShadowIdentifier(self._sources.__getitem__),
                 _encoders=ShadowEncoders(),
             )
@@ -334,16 +334,14 @@ class ShadowEngine:
         for job in jobs:
             if isinstance(job, AuditJob):
                 continue  # it may name what other weights have computed
+            (run,) = job.runs
             if isinstance(job, LoadJob):
-                start = tables[job.request_id].index(job.block_ids[0][0]) * BLOCK_SIZE
-                first = start // size
-                assert job.skip_blocks == start % size // BLOCK_SIZE
-                indices: Sequence[int] = range(first, first + len(job.keys))
-            else:
-                indices = job.chunk_indices
+                start = tables[job.request_id].index(run.block_ids[0][0]) * BLOCK_SIZE
+                assert run.chunks[0] == start // size
+                assert run.skip_blocks == start % size // BLOCK_SIZE
             tokens = list(self.requests[job.request_id].all_token_ids)
             cells = self._cells(job.request_id, tokens)
-            for key, i in zip(job.keys, indices, strict=True):
+            for key, i in zip(run.keys, run.chunks, strict=True):
                 if len(cells) < (i + 1) * size:
                     raise WrongKV("a chunk of tokens that are not known yet")
                 self.book.check(key, cells[i * size : (i + 1) * size])

@@ -255,7 +255,8 @@ class ShadowRank:
         self._done.append((job, result))
 
     def _copy(self, job: StoreJob) -> None:
-        read = self.memory.read(job.block_ids[0], len(job.block_ids[0]) * BLOCK_SIZE)
+        block_ids = job.runs[0].block_ids[0]
+        read = self.memory.read(block_ids, len(block_ids) * BLOCK_SIZE)
         self._at_gate.append((job, read))
         if not self._gate_is_closed:
             self._open_gate()
@@ -315,10 +316,11 @@ class ShadowRank:
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
 
     def _write(self, job: LoadJob, cells: list[int]) -> None:
-        self.memory.write(job.block_ids[0], 0, cells[job.skip_blocks * BLOCK_SIZE :])
+        run = job.runs[0]
+        self.memory.write(run.block_ids[0], 0, cells[run.skip_blocks * BLOCK_SIZE :])
 
     def _check_owned(self, job: LoadJob) -> None:
-        blocks = set(job.block_ids[0])
+        blocks = job.blocks
         if not blocks.issubset(self._tables.get(job.request_id, ())):
             raise WrongKV(f"a load of {job.request_id} writes blocks that are not its own")
         for other, table in self._tables.items():

@@ -15,13 +15,13 @@ from lmcache_connector.plans import (
     Calibration,
     ForwardTime,
     JobResult,
-    LoadJob,
     Outcome,
     PrefillWork,
     RankReport,
     Tier,
     TransferTime,
 )
+from tests.support.jobs import load_job
 
 CHUNK_TOKENS = 256
 CHUNK_BYTES = 2 << 20
@@ -125,7 +125,14 @@ class SimulatedInstance:
         keys = tuple(_KEYS[: len(tiers)])
         self._job_id += 1
         self.policy.load_planned(
-            LoadJob(self._job_id, "r", keys, ((),), 0, decision.deadline_seconds, True, 0),
+            load_job(
+                self._job_id,
+                "r",
+                keys,
+                ((),),
+                deadline_seconds=decision.deadline_seconds,
+                needs_redis=True,
+            ),
             keys[num_cpu:],
         )
         arrivals = self.tiers[Tier.REDIS].arrivals(num_redis, self._some_noise())

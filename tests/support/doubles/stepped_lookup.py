@@ -6,14 +6,14 @@ import random
 import time
 from collections.abc import Sequence
 
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
-from lmcache_connector.scheduler.background_lookup import (
+from lmcache_connector.lookup.background_lookup import (
     PENDING,
     BackgroundLookup,
     Found,
     LookupAnswer,
 )
-from lmcache_connector.scheduler.hit_finder import RedisHitFinder
+from lmcache_connector.lookup.hit_finder import RedisHitFinder
+from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from tests.support.doubles.shadow_worker import ShadowRank
 
 
@@ -60,11 +60,12 @@ class SteppedAnswer:
 
 def finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
     return RedisHitFinder(
-        adapter._settings,
+        adapter._settings.chunk_size,
         adapter.index,
         adapter.tally,
         lookup,
         adapter.policy,
         adapter.kv_events,
         time.monotonic,
+        wait_seconds=0.001,
     )

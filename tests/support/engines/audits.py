@@ -65,7 +65,7 @@ def name_adapters_alike(probe: EngineProbe) -> None:
         return replace(identity, lora="path of the adapter") if identity.lora else identity
 
     _forge_identities(probe, forge)
-    adapters = tiered_of(probe.connector)._scheduler._identifier.adapters
+    adapters = tiered_of(probe.connector)._scheduler.book._identifier.adapters
     adapters.will_compute = adapters.may_compute = lambda *_: True
     worker_of(probe)._was_computed_with_its_adapter = lambda job: True
 
@@ -73,7 +73,7 @@ def name_adapters_alike(probe: EngineProbe) -> None:
 def _forge_identities(
     probe: EngineProbe, forge: Callable[[RequestIdentity], RequestIdentity]
 ) -> None:
-    identifier = tiered_of(probe.connector)._scheduler._identifier
+    identifier = tiered_of(probe.connector)._scheduler.book._identifier
     identify = identifier.identify
 
     def forged(*args: Any) -> Any:
@@ -87,7 +87,7 @@ def forget_model_lengths(probe: EngineProbe) -> None:
     """One root for all ``max_model_len``."""
     from lmcache_connector.keys.prefix_hash import PrefixHasher
 
-    start = tiered_of(probe.connector)._scheduler._engine_start
+    start = tiered_of(probe.connector)._scheduler.book.start
     hasher = PrefixHasher({"model": "whatever its length"}, CHUNK_SIZE)
     start._make_hasher = lambda configuration: hasher
     if start.hasher is not None:

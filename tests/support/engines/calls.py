@@ -61,8 +61,9 @@ def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
     """Keys of a prompt's full chunks."""
     from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 
-    adapter = tiered_of(probe.connector)._scheduler
-    keys = RequestKeys(adapter._hasher, RequestIdentity(weight_epoch=adapter._epochs.shared_epoch))
+    book = tiered_of(probe.connector)._scheduler.book
+    identity = RequestIdentity(weight_epoch=book.epochs.shared_epoch)
+    keys = RequestKeys(book.start.known_hasher, identity)
     keys.extend(prompt)
     return list(keys.keys)
 

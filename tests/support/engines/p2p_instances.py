@@ -241,55 +241,70 @@ def running_instance(
     make_transport: Callable[[P2PConfig], Transport] | None = None,
     **config: object,
 ) -> Iterator[FakeInstance]:
+    """All ranks of one instance on free ports. ``config``: settings other than the tests' own."""
     settings = P2PConfig(**{"stall_seconds": 1.0, "kv_buffer_size": 1 << 24, **config})  # type: ignore[arg-type]
     address = PeerAddress("127.0.0.1", free_ports(tp_size))
-    engine_id = f"engine at {address}"
-    ranks: list[FakeRank] = []
+    instance = FakeInstance(address, [])
     try:
         for topology in all_ranks(
             tp_size=tp_size, layer_counts=(NUM_LAYERS,), num_kv_heads=num_heads
         ):
-            heads = len(topology.read_shards)
-            caches = {
-                name: torch.zeros(NUM_BLOCKS, heads, block_size, WIDTH, dtype=torch.uint8)
-                for name in LAYERS
-            }
-            geometry = ChunkGeometry(
-                block_size, 0, (WIDTH,) * NUM_LAYERS, topology.read_shards, num_heads, "uint8"
-            )
-            worker_settings = P2PWorkerSettings(
-                config=settings,
-                card=Card(
-                    engine_id=engine_id,
-                    host=address.host,
-                    port=address.port,
-                    rank=topology.rank,
-                    model={"weights": model},
-                    block_size=block_size,
-                    tp_size=tp_size,
-                    layer_counts=(NUM_LAYERS,),
-                    num_kv_heads=num_heads,
-                    is_mla=False,
-                    transports={},
-                ),
-                own=topology,
-                block_geometry=geometry,
-                layer_widths=dict.fromkeys(LAYERS, WIDTH),
-                num_kv_heads=heads,
-                max_block_bytes=geometry.chunk_bytes,
-                max_blocks=NUM_BLOCKS,
-                produces=produces,
-                consumes=consumes,
-            )
-            transports = {}
-            if make_transport is not None:
-                transport = make_transport(settings)
-                transports[transport.name] = transport
-            worker = P2PWorkerAdapter(
-                worker_settings, caches, transports=transports, copier=_copier()
-            )
-            ranks.append(FakeRank(topology, caches, worker))
-        yield FakeInstance(address, ranks)
+            card = _card(address, topology, model, block_size, tp_size)
+            rank_settings = _worker_settings(settings, card, topology, produces, consumes)
+            transports = [make_transport(settings)] if make_transport is not None else []
+            instance.ranks.append(_start_rank(rank_settings, transports))
+        yield instance
     finally:
-        for rank in ranks:
+        for rank in instance.ranks:
             rank.worker.shutdown()
+
+
+def _card(
+    address: PeerAddress, topology: RankTopology, model: str, block_size: int, tp_size: int
+) -> Card:
+    return Card(
+        engine_id=f"engine at {address}",
+        host=address.host,
+        port=address.port,
+        rank=topology.rank,
+        model={"weights": model},
+        block_size=block_size,
+        tp_size=tp_size,
+        layer_counts=(NUM_LAYERS,),
+        num_kv_heads=topology.num_shards_total,
+        is_mla=False,
+        transports={},
+    )
+
+
+def _worker_settings(
+    config: P2PConfig, card: Card, topology: RankTopology, produces: bool, consumes: bool
+) -> P2PWorkerSettings:
+    geometry = ChunkGeometry(
+        card.block_size,
+        0,
+        (WIDTH,) * NUM_LAYERS,
+        topology.read_shards,
+        card.num_kv_heads,
+        "uint8",
+    )
+    return P2PWorkerSettings(
+        config=config,
+        card=card,
+        own=topology,
+        block_geometry=geometry,
+        layer_widths=dict.fromkeys(LAYERS, WIDTH),
+        num_kv_heads=len(topology.read_shards),
+        max_block_bytes=geometry.chunk_bytes,
+        max_blocks=NUM_BLOCKS,
+        produces=produces,
+        consumes=consumes,
+    )
+
+
+def _start_rank(settings: P2PWorkerSettings, transports: Sequence[Transport]) -> FakeRank:
+    shape = (NUM_BLOCKS, settings.num_kv_heads, settings.card.block_size, WIDTH)
+    caches = {name: torch.zeros(shape, dtype=torch.uint8) for name in LAYERS}
+    by_name = {transport.name: transport for transport in transports}
+    worker = P2PWorkerAdapter(settings, caches, transports=by_name, copier=_copier())
+    return FakeRank(settings.own, caches, worker)

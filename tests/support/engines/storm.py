@@ -74,7 +74,8 @@ class Witness:
 
     def store(self, job: StoreJob, *rest: Any) -> Any:
         # Before the copy, which fails if the blocks are taken back by its end.
-        digests = [self._digest(block) for block in job.block_ids[0]]
+        (run,) = job.runs
+        digests = [self._digest(block) for block in run.block_ids[0]]
         transfer = self._store(job, *rest)
         per_chunk = len(digests) // len(job.keys)
         with self._lock:
@@ -86,9 +87,10 @@ class Witness:
 
     def load(self, job: LoadJob, *rest: Any) -> Any:
         transfer = self._load(job, *rest)
-        per_chunk = (len(job.block_ids[0]) + job.skip_blocks) // len(job.keys)
-        arrived = transfer.num_chunks * per_chunk - job.skip_blocks
-        for at, block in enumerate(job.block_ids[0][: max(0, arrived)], start=job.skip_blocks):
+        (run,) = job.runs
+        per_chunk = (len(run.block_ids[0]) + run.skip_blocks) // len(run.keys)
+        arrived = transfer.num_chunks * per_chunk - run.skip_blocks
+        for at, block in enumerate(run.block_ids[0][: max(0, arrived)], start=run.skip_blocks):
             digest = self._digest(block)
             with self._lock:
                 self._report.checked_blocks += 1

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 
 # 16 tokens, 4 layers of 64 bytes, 2 heads: 8 KiB a chunk.
@@ -82,6 +83,15 @@ def put_all(tier: RedisTier, indices: range | list[int]) -> list[bool]:
         data = memoryview(chunk_data(index, tier.geometry))
         tier.put(chunk_key(index), data, ends, order)
     return ends.wait(len(indices))
+
+
+def count_found(url: str, count: int) -> int:
+    """How many of the first ``count`` chunks a look-up finds, up to the first that is missing."""
+    lookup = RedisLookup(config(url), [GEOMETRY])
+    try:
+        return lookup.exists_prefix([chunk_key(i) for i in range(count)], time.monotonic() + 5.0)
+    finally:
+        lookup.close()
 
 
 def get_all(

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -206,6 +206,22 @@ def certificates() -> Iterator[Certificates]:
         yield Certificates(ca, folder / "peer.crt", key, stranger, stranger_key)
     finally:
         shutil.rmtree(folder)
+
+
+@contextmanager
+def running_tls_server(
+    binary: str, pem: Certificates, settings: Mapping[str, str] | None = None, *, asks_clients: bool
+) -> Iterator[Server]:
+    """A server that speaks TLS only. ``asks_clients``: for a certificate of theirs."""
+    tls = {
+        "port": "0",
+        "tls-cert-file": str(pem.certificate),
+        "tls-key-file": str(pem.key),
+        "tls-ca-cert-file": str(pem.ca),
+        "tls-auth-clients": "yes" if asks_clients else "no",
+    }
+    with running_server(binary, {**tls, **(settings or {})}, tls=pem) as server:
+        yield server
 
 
 def _self_signed(folder: Path, name: str) -> tuple[Path, Path]:

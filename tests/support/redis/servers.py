@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -19,6 +19,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 _START_SECONDS = 20.0
+
+CACHE = {"maxmemory": "512mb", "maxmemory-policy": "allkeys-lru"}
+"""Settings of a server that forgets what was not used for longest."""
 
 
 def valkey_binary() -> str | None:
@@ -170,3 +173,8 @@ def running_server(
     finally:
         server.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def running_valkey(settings: Mapping[str, str] | None = None) -> AbstractContextManager[Server]:
+    """:func:`running_server` with the Valkey of the development dependencies."""
+    return running_server(valkey_binary() or "valkey-server", settings)

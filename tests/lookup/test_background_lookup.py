@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from lmcache_connector.scheduler.background_lookup import (
+from lmcache_connector.lookup.background_lookup import (
     MISS,
     PENDING,
     BackgroundLookup,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import CacheEvent
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 A, B = KEYS[:2]

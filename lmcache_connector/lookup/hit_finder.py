@@ -10,21 +10,17 @@ from collections.abc import Callable
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEventSink
-from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import Tier
-from lmcache_connector.scheduler.background_lookup import (
+from lmcache_connector.lookup.background_lookup import (
     MISS,
     PENDING,
     BackgroundLookup,
     Found,
     Pending,
 )
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
-from lmcache_connector.scheduler.request_state import (
-    LookupState,
-    RequestState,
-    SchedulerSettings,
-)
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.request_lookup import RequestLookup
+from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.plans import Tier
 
 # For an answer from Redis while nothing runs: an idle step would take no less.
 _IDLE_WAIT_SECONDS = 0.005
@@ -36,92 +32,99 @@ _STALE_SECONDS = 0.25
 class HitFinder:
     """Finds hits in the CPU tiers, the only ones there are.
 
-    Owns the look-up part of every request's state.
+    ``chunk_size`` in tokens. Owns the :class:`RequestLookup` of every request.
     """
 
-    def __init__(self, settings: SchedulerSettings, index: ChunkIndex, tally: Tally) -> None:
-        self._settings = settings
+    def __init__(self, chunk_size: int, index: ChunkIndex, tally: Tally) -> None:
+        self._chunk_size = chunk_size
         self._index = index
         self._tally = tally
 
     def next_step(self) -> None:
         """A new engine step begins."""
 
-    def ask(self, state: RequestState, first: int) -> None:
+    def ask(self, asked: RequestLookup, first: int) -> None:
         """Ask slow tiers for the chunks from ``first`` on, ahead of :meth:`find`."""
 
     def close(self) -> None:
         """Let go of connections and threads."""
 
     def find(
-        self, state: RequestState, num_computed_tokens: int, *, is_idle: bool
+        self, asked: RequestLookup, num_computed_tokens: int, *, is_idle: bool
     ) -> range | Pending:
         """The chunks that can be loaded, from the one being computed on; none: a miss.
 
         ``PENDING``: call again in the next step. ``is_idle``: no request runs, so that waiting
         holds up nobody.
         """
-        first = num_computed_tokens // self._settings.chunk_size
-        self.ask(state, first)
-        redis_chunks = self._redis_chunks(state, num_computed_tokens, is_idle)
+        first = num_computed_tokens // self._chunk_size
+        self.ask(asked, first)
+        redis_chunks = self._redis_chunks(asked, num_computed_tokens, is_idle)
         if redis_chunks is PENDING:
             return PENDING
-        are_in_cpu = self._index.has_each(state.keys.keys[first:])
+        are_in_cpu = self._index.has_each(asked.keys.keys[first:])
         end = first
         for in_cpu in are_in_cpu:
             if not in_cpu and end not in redis_chunks:
                 break
             end += 1
-        if not state.lookup.is_counted:
-            self._count(state, num_computed_tokens, are_in_cpu[: end - first])
+        if not asked.is_counted:
+            self._count(asked, num_computed_tokens, are_in_cpu[: end - first])
         return range(first, end)
 
     def _redis_chunks(
-        self, state: RequestState, num_computed_tokens: int, is_idle: bool
+        self, asked: RequestLookup, num_computed_tokens: int, is_idle: bool
     ) -> frozenset[int] | Pending:
         """The chunks that only Redis holds, as far as it was asked."""
         return frozenset()
 
-    def _count(self, state: RequestState, num_computed_tokens: int, are_in_cpu: list[bool]) -> None:
-        state.lookup.is_counted = True
+    def _count(
+        self, asked: RequestLookup, num_computed_tokens: int, are_in_cpu: list[bool]
+    ) -> None:
+        asked.is_counted = True
         tally = self._tally
         tally.count("lookups", Tier.CPU.value)
-        tally.count("queried_tokens", amount=max(0, state.request.num_tokens - num_computed_tokens))
+        tally.count("queried_tokens", amount=max(0, asked.request.num_tokens - num_computed_tokens))
         tally.count("lookup_hits", Tier.CPU.value, amount=any(are_in_cpu))
         tally.count("lookup_hits", Tier.REDIS.value, amount=not all(are_in_cpu))
 
 
 class RedisHitFinder(HitFinder):
-    """Finds hits in the CPU tiers and in Redis, which ``lookup`` asks."""
+    """Finds hits in the CPU tiers and in Redis, which ``lookup`` asks.
+
+    ``wait_seconds``: how long an engine step may wait for answers, all requests together.
+    """
 
     def __init__(
         self,
-        settings: SchedulerSettings,
+        chunk_size: int,
         index: ChunkIndex,
         tally: Tally,
         lookup: BackgroundLookup,
         policy: LoadPolicy,
         kv_events: KvEventSink,
         clock: Callable[[], float],
+        *,
+        wait_seconds: float,
     ) -> None:
-        super().__init__(settings, index, tally)
+        super().__init__(chunk_size, index, tally)
+        self._wait_seconds = wait_seconds
         self._lookup = lookup
         self._policy = policy
         self._kv_events = kv_events
         self._clock = clock
         # What this step may still wait: a slow server costs a step one wait, however many requests.
-        self._step_wait_seconds = settings.lookup_wait_seconds
+        self._step_wait_seconds = wait_seconds
 
     def next_step(self) -> None:
-        self._step_wait_seconds = self._settings.lookup_wait_seconds
+        self._step_wait_seconds = self._wait_seconds
 
-    def ask(self, state: RequestState, first: int) -> None:
+    def ask(self, asked: RequestLookup, first: int) -> None:
         """Ask for chunks that are not in the index: once, and again for a request that has queued
         for long."""
-        asked = state.lookup
         if asked.asked_chunks and not self._is_stale(asked):
             return
-        keys = state.keys.keys
+        keys = asked.keys.keys
         are_in_cpu = self._index.has_each(keys[first:])
         missing = tuple(i for i, in_cpu in enumerate(are_in_cpu, first) if not in_cpu)
         if missing:
@@ -133,21 +136,20 @@ class RedisHitFinder(HitFinder):
     def close(self) -> None:
         self._lookup.close()
 
-    def _is_stale(self, asked: LookupState) -> bool:
+    def _is_stale(self, asked: RequestLookup) -> bool:
         """Whether a new answer may say more: the old one is old, and not all was there."""
         if asked.pending is None or self._clock() - asked.asked_at < _STALE_SECONDS:
             return False
         return asked.pending.answer not in (PENDING, Found(len(asked.asked_chunks)))
 
     def _redis_chunks(
-        self, state: RequestState, num_computed_tokens: int, is_idle: bool
+        self, asked: RequestLookup, num_computed_tokens: int, is_idle: bool
     ) -> frozenset[int] | Pending:
         """Waits a moment if that is worth it, longer if ``is_idle``."""
-        asked = state.lookup
         if asked.pending is None:
             return asked.redis_chunks
-        remaining = self._remaining_seconds(state, num_computed_tokens)
-        answer = asked.pending.wait(min(self._wait_seconds(is_idle), max(0.0, remaining)))
+        remaining = self._remaining_seconds(asked, num_computed_tokens)
+        answer = asked.pending.wait(min(self._wait_now(is_idle), max(0.0, remaining)))
         if answer is PENDING:
             if remaining > 0:
                 self._step_wait_seconds = 0.0
@@ -156,20 +158,20 @@ class RedisHitFinder(HitFinder):
             self._tally.count("lookups_given_up")
             answer = MISS
         elif answer.num_chunks < len(asked.asked_chunks):
-            self._kv_events.missing(state.keys.keys[asked.asked_chunks[answer.num_chunks]])
+            self._kv_events.missing(asked.keys.keys[asked.asked_chunks[answer.num_chunks]])
         asked.redis_chunks = frozenset(asked.asked_chunks[: answer.num_chunks])
         asked.pending = None
         return asked.redis_chunks
 
-    def _wait_seconds(self, is_idle: bool) -> float:
+    def _wait_now(self, is_idle: bool) -> float:
         wait_seconds = self._step_wait_seconds
         return max(wait_seconds, _IDLE_WAIT_SECONDS) if is_idle and wait_seconds else wait_seconds
 
-    def _remaining_seconds(self, state: RequestState, num_computed_tokens: int) -> float:
+    def _remaining_seconds(self, asked: RequestLookup, num_computed_tokens: int) -> float:
         """Seconds for which this request may still wait for Redis' answer."""
-        asked, now = state.lookup, self._clock()
+        now = self._clock()
         if asked.wait_until is None:
             asked.wait_until = now + self._policy.lookup_seconds(
-                num_computed_tokens, state.request.num_tokens, self._lookup.last_seconds
+                num_computed_tokens, asked.request.num_tokens, self._lookup.last_seconds
             )
         return asked.wait_until - now

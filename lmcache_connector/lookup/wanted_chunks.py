@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
+from lmcache_connector.lookup.chunk_index import ChunkIndex
 
 INTERVAL_SECONDS = 15.0
 """A chunk is told of once in that time, however many requests want it."""
@@ -17,7 +17,18 @@ _MAX_PER_STEP = 256
 _MAX_TRACKED = 1 << 16
 
 
-class WantedChunks:
+class WantedSink:
+    """Takes what requests want and forgets it: for an engine that writes to no Redis."""
+
+    def sight(self, keys: Sequence[bytes]) -> None:
+        """A request has this prompt."""
+
+    def take(self) -> tuple[bytes, ...]:
+        """What there is to tell the workers, at most 256 chunks."""
+        return ()
+
+
+class WantedChunks(WantedSink):
     """Remembers the chunks told of last. O(1) per chunk. ``clock`` returns seconds."""
 
     def __init__(self, index: ChunkIndex, clock: Callable[[], float]) -> None:
@@ -27,7 +38,6 @@ class WantedChunks:
         self._news: list[bytes] = []
 
     def sight(self, keys: Sequence[bytes]) -> None:
-        """A request has this prompt."""
         now = self._clock()
         for key, is_held in zip(keys, self._index.has_each(keys), strict=True):
             if len(self._news) >= _MAX_PER_STEP:
@@ -40,7 +50,6 @@ class WantedChunks:
             self._told_at.popitem(last=False)
 
     def take(self) -> tuple[bytes, ...]:
-        """What there is to tell the workers, at most 256 chunks."""
         if not self._news:
             return ()
         news, self._news = tuple(self._news), []

@@ -14,8 +14,7 @@ from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_events.log import KvEventSink
-from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.scheduler.background_lookup import (
+from lmcache_connector.lookup.background_lookup import (
     PENDING,
     BackgroundLookup,
     Found,
@@ -23,9 +22,10 @@ from lmcache_connector.scheduler.background_lookup import (
     Pending,
     PendingLookup,
 )
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
-from lmcache_connector.scheduler.hit_finder import RedisHitFinder
-from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.hit_finder import RedisHitFinder
+from lmcache_connector.lookup.request_lookup import RequestLookup
+from lmcache_connector.metrics.tally import Tally
 
 CHUNK = 256
 PROMPT_TOKENS = 4 * CHUNK
@@ -70,45 +70,38 @@ class Scene:
         self.tier = SlowLookup(self.clock)
         self.remote = BackgroundLookup(self.tier, 5.0, self.clock)
         self.tally = Tally()
-        settings = SchedulerSettings(
-            chunk_size=CHUNK,
-            block_sizes=(16,),
-            world_size=1,
-            loads=True,
-            stores=True,
-            lookup_wait_seconds=lookup_wait_seconds,
-        )
         model = CostModel(clock=self.clock, max_deadline_seconds=10.0)
         for _ in range(8):
             model.observe_prefill(PROMPT_TOKENS, 0, 1.0)
         self.finder = RedisHitFinder(
-            settings,
+            CHUNK,
             ChunkIndex(1),
             self.tally,
             self.remote,
             LoadPolicy(model, CHUNK, 1 << 20, self.clock),
             KvEventSink(),
             self.clock,
+            wait_seconds=lookup_wait_seconds,
         )
 
-    def request(self, seed: int) -> RequestState:
+    def request(self, seed: int) -> RequestLookup:
         """A new request whose question is on its way."""
         rng = random.Random(seed)
         keys = RequestKeys(PrefixHasher({}, CHUNK), RequestIdentity())
         keys.extend([rng.randrange(100) for _ in range(PROMPT_TOKENS)])
-        state = RequestState(SimpleNamespace(num_tokens=PROMPT_TOKENS), keys)
+        asked = RequestLookup(SimpleNamespace(num_tokens=PROMPT_TOKENS), keys)
         self.finder.next_step()
-        self.finder.ask(state, 0)
-        return state
+        self.finder.ask(asked, 0)
+        return asked
 
-    def find(self, state: RequestState, is_idle: bool = False) -> range | Pending:
-        return self.finder.find(state, 0, is_idle=is_idle)
+    def find(self, asked: RequestLookup, is_idle: bool = False) -> range | Pending:
+        return self.finder.find(asked, 0, is_idle=is_idle)
 
 
-def pending(state: RequestState) -> PendingLookup:
+def pending(asked: RequestLookup) -> PendingLookup:
     """The question that is on its way."""
-    assert state.lookup.pending is not None
-    return state.lookup.pending
+    assert asked.pending is not None
+    return asked.pending
 
 
 @pytest.fixture
@@ -143,31 +136,31 @@ def test_a_request_that_has_queued_is_asked_for_once_more(scene: Scene) -> None:
     """While it did, another one stored what they share."""
     scene.tier.seconds = [0.0, 0.0]
     scene.tier.num_held = 1
-    state = scene.request(1)
-    first = pending(state)
+    asked = scene.request(1)
+    first = pending(asked)
     assert first.wait(4.0) == Found(1)
     scene.tier.num_held = 4
     scene.clock.now += 0.1
-    scene.finder.ask(state, 0)
-    assert pending(state) is first, "asked a moment ago"
+    scene.finder.ask(asked, 0)
+    assert pending(asked) is first, "asked a moment ago"
     scene.clock.now += 1.0
-    scene.finder.ask(state, 0)
-    assert pending(state) is not first
-    assert pending(state).wait(4.0) == Found(4)
-    assert scene.find(state) == range(4)
+    scene.finder.ask(asked, 0)
+    assert pending(asked) is not first
+    assert pending(asked).wait(4.0) == Found(4)
+    assert scene.find(asked) == range(4)
     scene.clock.now += 1.0
-    scene.finder.ask(state, 0)
-    assert state.lookup.pending is None, "it has been decided"
+    scene.finder.ask(asked, 0)
+    assert asked.pending is None, "it has been decided"
 
 
 def test_a_whole_hit_is_not_asked_for_again(scene: Scene) -> None:
     scene.tier.seconds = [0.0]
-    state = scene.request(1)
-    first = pending(state)
+    asked = scene.request(1)
+    first = pending(asked)
     assert first.wait(4.0) == Found(4)
     scene.clock.now += 1.0
-    scene.finder.ask(state, 0)
-    assert pending(state) is first
+    scene.finder.ask(asked, 0)
+    assert pending(asked) is first
 
 
 class Unanswered:
@@ -190,10 +183,10 @@ def test_a_step_waits_once_and_longer_where_it_holds_up_nobody(
 ) -> None:
     scene = Scene(lookup_wait_seconds=setting)
     scene.tier.seconds = [0.0]
-    state = scene.request(1)
+    asked = scene.request(1)
     question = Unanswered()
-    state.lookup.pending = question  # type: ignore[assignment]
+    asked.pending = question  # type: ignore[assignment]
     for _ in waits:
-        assert scene.find(state, is_idle) is PENDING
+        assert scene.find(asked, is_idle) is PENDING
     assert question.waits == waits
     scene.remote.close()

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.wanted_chunks import INTERVAL_SECONDS, WantedChunks
 from lmcache_connector.plans import CacheEvent
-from lmcache_connector.scheduler.chunk_index import ChunkIndex
-from lmcache_connector.scheduler.wanted_chunks import INTERVAL_SECONDS, WantedChunks
 
 KEYS = [i.to_bytes(32, "big") for i in range(600)]
 

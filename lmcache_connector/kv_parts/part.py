@@ -1,0 +1,70 @@
+"""The parts of a model's KV: layers that follow one rule of what must be there to go on.
+
+With full attention a model goes on at token E once it has all tokens before E. A sliding window
+needs the last few only, a recurrent state one snapshot at E. vLLM splits such layers into KV cache
+groups as it suits its memory; a *part* is all layers of one rule and one shape, whatever groups
+they are in, so that instances that group them differently share what they store.
+
+What is stored of a chunk is one value per part, under a key of its own. The hit ends where every
+part has what it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
+
+MAX_PARTS = 256
+"""The last byte of a key tells the parts apart."""
+
+
+class Rule(Enum):
+    """Which tokens before E a part needs, to go on at E."""
+
+    PREFIX = "prefix"
+    """All of them."""
+    WINDOW = "window"
+    """The last ``span - 1``."""
+    CHUNKED = "chunked"
+    """Those from the last multiple of ``span`` on."""
+    STATE = "state"
+    """None, but a snapshot of the state at E."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part. ``groups``: the KV cache groups its layers are in. ``span`` and ``block_size`` are
+    in tokens; a state's block holds one snapshot. ``span`` is 0 for rules without one.
+    """
+
+    rule: Rule
+    groups: tuple[int, ...]
+    block_size: int
+    span: int = 0
+
+    def first_needed(self, end: int) -> int:
+        """The first token that must be there to go on at token ``end``; ``end`` if none must."""
+        if self.rule is Rule.PREFIX:
+            return 0
+        if self.rule is Rule.WINDOW:
+            return max(0, end - self.span + 1)
+        if self.rule is Rule.CHUNKED:
+            return end // self.span * self.span
+        return max(0, end - 1)
+
+
+def part_key(chunk_key: bytes, part: int, num_parts: int) -> bytes:
+    """The name of what is stored of a chunk for part number ``part`` of ``num_parts``.
+
+    A model of one part stores under the chunk's own key. With more, the last byte says which.
+    """
+    if num_parts == 1:
+        return chunk_key
+    return chunk_key[: CHUNK_KEY_BYTES - 1] + bytes((part,))
+
+
+def part_of(key: bytes, num_parts: int) -> int:
+    """Which part a key of :func:`part_key` names."""
+    return key[-1] if num_parts > 1 else 0

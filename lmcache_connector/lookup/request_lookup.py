@@ -1,0 +1,38 @@
+"""What the tiers were asked about one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.lookup.background_lookup import PendingLookup
+
+
+@dataclass(slots=True)
+class RequestLookup:
+    """A vLLM request under the ``keys`` it is looked up by, and the answers. Written by its
+    :class:`HitFinder`.
+
+    Chunks are numbered by their place in the request; times are readings of the hit finder's clock.
+    """
+
+    request: Any
+    keys: RequestKeys
+    pending: PendingLookup | None = None
+    asked_at: float = 0.0
+    wait_until: float | None = None  # set when the request first waits for the answer
+    asked_chunks: tuple[int, ...] = ()
+    redis_chunks: frozenset[int] = frozenset()
+    is_counted: bool = False
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self.pending is not None:
+            self.pending.cancel()
+            self.pending = None
+
+    def reset(self, keys: RequestKeys) -> None:
+        """Answers about the keys from before are worth nothing."""
+        self.cancel()
+        self.keys, self.asked_chunks, self.redis_chunks = keys, (), frozenset()

@@ -1,0 +1,188 @@
+"""From a request's blocks to its jobs, and from the ranks' results back to its state.
+
+The load planner, the store planner and the auditor each say what a job of theirs is; here it is
+started, handed to the workers, and ended. Whoever must hear of that is told here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lmcache_connector.kv_events.log import KvEventSink
+from lmcache_connector.kv_events.vllm_events import describe_chunk
+from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob, Tier
+from lmcache_connector.scheduler.auditor import Auditor
+from lmcache_connector.scheduler.block_witness import BlockWitness
+from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
+from lmcache_connector.scheduler.load_planner import LoadPlanner
+from lmcache_connector.scheduler.request_book import RequestBook
+from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
+from lmcache_connector.scheduler.store_planner import StorePlanner
+from lmcache_connector.vllm_compat.short_loads import ShortLoad
+
+if TYPE_CHECKING:
+    from lmcache_connector.vllm_compat.api.names import SchedulerOutput
+
+
+class JobDispatcher:
+    """Starts and ends all jobs. ``kv_events`` is told what they may bring to the tiers."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        book: RequestBook,
+        index: ChunkIndex,
+        jobs: PlannedJobs,
+        loads: LoadPlanner,
+        stores: StorePlanner,
+        auditor: Auditor,
+        witness: BlockWitness,
+        kv_events: KvEventSink,
+    ) -> None:
+        self._settings = settings
+        self._book = book
+        self._index = index
+        self._jobs = jobs
+        self._loads = loads
+        self._stores = stores
+        self._auditor = auditor
+        self._witness = witness
+        self._kv_events = kv_events
+        self._short_loads: list[ShortLoad] = []
+        self._keeps_blocks = False  # in the step being scheduled
+
+    # -- planning ------------------------------------------------------------------------------
+
+    def plan_load(
+        self, state: RequestState, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> None:
+        """Of ``num_tokens`` into the request's blocks, listed per KV cache group."""
+        self._start(state, self._loads.plan(state, block_ids, num_tokens))
+
+    def plan_step(self, scheduler_output: SchedulerOutput) -> None:
+        """The stores and audits that a step makes possible by what it computes."""
+        block_state = scheduler_output.kv_connector_block_state
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            state = self._book.get(request_id)
+            if state is None:
+                continue
+            num_own = num_scheduled if self._book.computes_its_own(state, num_scheduled) else 0
+            if not self._witness.scheduled(state, num_own):
+                continue
+            num_tokens = state.witness.num_tokens or 0
+            block_ids = partial(block_state.get_block_ids, request_id)
+            if self._settings.stores and self._stores.is_due(state, num_tokens):
+                self._plan_store(state, num_tokens, block_ids)
+            if self._auditor.is_due(state, num_tokens):
+                self._start(state, self._auditor.plan(state, self._jobs.new_id(), block_ids))
+
+    def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request has ended: what is left of it to store is stored, nothing more is loaded."""
+        self._auditor.drop(state)
+        request = state.request
+        if state.load.job is not None:
+            # vLLM itself keeps the blocks of an aborted load until it is reported.
+            self._jobs.cancel_load(state.load.job)
+        elif self._settings.stores:
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            self._plan_store(state, self._witness.finished(state, computed), lambda: block_ids)
+        self._book.forget_if_done(state)
+
+    def abandon(self, states: Iterable[RequestState]) -> None:
+        """These requests have other keys now: nobody wants what is loaded or audited for them."""
+        for state in states:
+            if state.load.job is not None:
+                self._jobs.cancel_load(state.load.job)
+            self._auditor.drop(state)
+
+    # -- blocks that stores read -----------------------------------------------------------------
+
+    def keep_read_blocks(self) -> None:
+        """While others run, a request that waits may wait for a store to have read its blocks.
+        Once a step; until :meth:`put_back`.
+
+        Blocks are kept within vLLM's call to schedule a step, or to see to its output, and never
+        between two calls: a reset would find them.
+        """
+        if not self._keeps_blocks:
+            self._witness.keep(self._jobs.blocks_read_after_the_end())
+        self._keeps_blocks = True
+
+    def keep_blocks_of(self, state: RequestState) -> None:
+        """Those that the request's stores read, until :meth:`put_back`."""
+        self._witness.keep(self._jobs.blocks_read_of(state))
+
+    def put_back(self) -> None:
+        """What was kept is handed out last."""
+        self._witness.put_last()
+        self._keeps_blocks = False
+
+    def cancel_overwritten(self) -> None:
+        """Stores that read blocks vLLM has handed out: the step being planned overwrites them."""
+        if reused := self._witness.take_reused():
+            for planned in self._jobs.vacate(reused):
+                self._index.settle(planned.job.keys, planned.job.job_id)  # no hits any more
+                if not self._jobs.is_open(planned.job.job_id):
+                    self._end(planned)
+
+    # -- reports ---------------------------------------------------------------------------------
+
+    def report(self, rank: int, result: JobResult) -> None:
+        """What one rank says of one job."""
+        planned, has_ended = self._jobs.report(result)
+        if isinstance(planned.job, LoadJob) and result.outcome is Outcome.MISSING:
+            self._learn_missing(rank, planned.job.keys[result.num_chunks])
+        if has_ended:
+            self._end(planned)
+
+    def take_short_loads(self) -> list[ShortLoad]:
+        """Loads that have ended since the last call and did not bring everything."""
+        short_loads, self._short_loads = self._short_loads, []
+        return short_loads
+
+    # -- details ---------------------------------------------------------------------------------
+
+    def _plan_store(
+        self,
+        state: RequestState,
+        num_witnessed_tokens: int,
+        resolve_block_ids: Callable[[], Sequence[Sequence[int]]],
+    ) -> None:
+        job = self._stores.plan(state, num_witnessed_tokens, resolve_block_ids)
+        if job is not None:
+            self._start(state, job)
+
+    def _start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
+        chunks = job.runs[0].chunks
+        keys, sizes = state.keys.keys, (self._settings.chunk_size, self._settings.block_sizes[0])
+        self._kv_events.describe(
+            job.keys, lambda i: describe_chunk(state.request, chunks[i], keys, *sizes)
+        )
+        self._auditor.learn(job)
+        self._jobs.add(state, job)
+
+    def _learn_missing(self, rank: int, key: bytes) -> None:
+        """Whatever the events said, or no request would ever store this chunk again."""
+        self._index.drop(rank, key)
+        for tier in Tier:
+            self._kv_events.gone(tier, rank, key)
+
+    def _end(self, planned: PlannedJob) -> None:
+        state, job = planned.state, planned.job
+        if isinstance(job, LoadJob):
+            self._witness.loaded(state, job, planned.num_chunks)
+            short = self._loads.ended(state, job, planned.num_chunks, planned.results)
+            self._short_loads += [short] if short is not None else []
+        elif isinstance(job, AuditJob):
+            rekeyed = self._book.follow(self._auditor.ended(state, job, planned.results))
+            if rekeyed is not None:
+                self._witness.disown()
+                self.abandon(rekeyed)
+        else:
+            self._stores.ended(state, job, planned.results)
+        self._kv_events.settle(job.keys)
+        self._book.forget_if_done(state)

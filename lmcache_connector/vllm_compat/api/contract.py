@@ -1,0 +1,106 @@
+"""What of another package's API is used, as data, and whether a version of it still has that.
+
+A *table* lists uses. A *surface* says what a version has. The same rules are applied to what is
+installed (:mod:`~lmcache_connector.vllm_compat.api.installed`) when an engine starts, and in tests
+to the source trees of versions that are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Feature(StrEnum):
+    """What the connector can do without, by the loss."""
+
+    HIT_SOURCES = "vLLM's metrics do not tell hits in CPU memory from hits in Redis"
+    SLEEP_NOTICE = "engines that may sleep finish their stores in every step"
+    KV_EVENTS = "no KV cache events are published"
+    ADAPTERS = "requests with LoRA adapters bypass the tiers"
+    CPU = "machines without a GPU are refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A class, function or object, and what of it is used.
+
+    ``name`` is that in ``module``; ``Class.method`` for a method. ``passes``: parameters that we
+    call it with. ``takes``: parameters that it calls ours with, where we override it. ``members``:
+    fields and methods. ``abstract``: methods that whoever derives from it must have, and we do.
+    ``feature``: lost without it; ``None``: nothing works without it. ``since``: the first version
+    that has it, where the oldest supported one does not.
+    """
+
+    module: str
+    name: str
+    passes: tuple[str, ...] | None = None
+    takes: tuple[str, ...] | None = None
+    members: tuple[str, ...] = ()
+    abstract: tuple[str, ...] | None = None
+    feature: Feature | None = None
+    since: str | None = None
+    late: bool = False
+    """Its module is imported when it is needed, and not looked at before."""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a version has under a name.
+
+    ``parameters`` without ``self``, each with whether it must be passed; ``None``: not known, or no
+    function. ``takes_any``: further keywords are accepted.
+    """
+
+    parameters: tuple[tuple[str, bool], ...] | None = None
+    takes_any: bool = False
+    members: frozenset[str] = frozenset()
+    abstract: frozenset[str] = frozenset()
+
+
+Surface = Callable[[str, str], Found | None]
+"""What a module has under a name; ``None``: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Something used that is not there, or is another."""
+
+    use: Use
+    what: str
+
+
+def missing(table: Iterable[Use], surface: Surface) -> list[Missing]:
+    """All of the table that does not hold of a version."""
+    return [Missing(use, what) for use in table for what in _missing(use, surface)]
+
+
+def _missing(use: Use, surface: Surface) -> Iterator[str]:
+    found = surface(use.module, use.name)
+    if found is None:
+        yield str(use)
+        return
+    for member in use.members:
+        if member not in found.members:
+            yield f"{use}.{member}"
+    if use.abstract is not None:
+        for method in sorted(found.abstract - set(use.abstract)):
+            yield f"{use} asks for a method {method} that is not known here"
+    if found.parameters is None:
+        return
+    names = {name for name, _ in found.parameters}
+    if use.passes is not None:
+        for name in use.passes:
+            if name not in names and not found.takes_any:
+                yield f"{use}({name})"
+        for name, is_needed in found.parameters:
+            if is_needed and name not in use.passes:
+                yield f"{use} asks for a parameter {name} that is not known here"
+    if use.takes is not None:
+        for name, _ in found.parameters:
+            if name not in use.takes:
+                yield f"{use} is called with a parameter {name} that is not known here"

@@ -1,0 +1,133 @@
+"""Everything of LMCache's in-process engine that the connector uses, in ``worker/lmcache_*.py``."""
+
+from __future__ import annotations
+
+from lmcache_connector.vllm_compat.api.contract import Use
+
+_ENGINE = "lmcache.v1.cache_engine"
+_GPU = "lmcache.v1.gpu_connector.gpu_connectors"
+_CPU = "lmcache.v1.storage_backend.local_cpu_backend"
+_PLUGIN = "lmcache.v1.storage_backend.abstract_backend"
+
+LMCACHE: tuple[Use, ...] = (
+    Use(
+        _ENGINE,
+        "LMCacheEngine.__init__",
+        passes=(
+            "config",
+            "metadata",
+            "token_database",
+            "gpu_connector",
+            "broadcast_fn",
+            "broadcast_object_fn",
+        ),
+    ),
+    Use(_ENGINE, "LMCacheEngine", members=("stats_monitor", "storage_manager")),
+    Use(_ENGINE, "LMCacheEngine.close", passes=()),
+    Use(_ENGINE, "LMCacheEngine.post_init", passes=()),
+    Use(_ENGINE, "LMCacheEngine.retrieve", passes=("tokens", "transfer")),
+    Use(_ENGINE, "LMCacheEngine.store", passes=("tokens", "transfer")),
+    Use("lmcache.observability", "LMCStatsMonitor", members=("get_stats_and_clear",)),
+    Use(
+        "lmcache.v1.storage_backend.storage_manager",
+        "StorageManager",
+        members=("storage_backends",),
+    ),
+    # The methods of the settings' class are attached when its module is imported.
+    Use("lmcache.v1.config", "LMCacheEngineConfig"),
+    Use(
+        "lmcache.v1.metadata",
+        "LMCacheMetadata",
+        members=(
+            "chunk_size",
+            "kv_dtype",
+            "kv_shape",
+            "local_worker_id",
+            "local_world_size",
+            "model_name",
+            "role",
+            "use_mla",
+            "worker_id",
+            "world_size",
+        ),
+    ),
+    Use(
+        "lmcache.v1.token_database",
+        "TokenDatabase",
+        members=("_make_key_by_hash",),
+        abstract=("__init__", "process_tokens"),
+    ),
+    Use("lmcache.utils", "CacheEngineKey", members=("chunk_hash",)),
+    Use("lmcache.v1.cache_controller.message", "OpType", members=("ADMIT",)),
+    Use(
+        _GPU,
+        "GPUConnectorInterface",
+        abstract=("batched_from_gpu", "batched_to_gpu", "from_gpu", "get_shape", "to_gpu"),
+    ),
+    Use(_GPU, "GPUConnectorInterface.batched_from_gpu", takes=("memory_objs", "starts", "ends")),
+    Use(_GPU, "GPUConnectorInterface.batched_to_gpu", takes=("memory_objs", "starts", "ends")),
+    Use(_GPU, "GPUConnectorInterface.get_shape", takes=("num_tokens",)),
+    Use(
+        "lmcache.v1.memory_management",
+        "MemoryObj",
+        members=("byte_array", "data_ptr", "ref_count_down", "ref_count_up"),
+    ),
+    Use(
+        _CPU,
+        "LocalCPUBackend",
+        members=(
+            "batched_msg_sender",
+            "cache_policy",
+            "cpu_lock",
+            "hot_cache",
+        ),
+    ),
+    Use(_CPU, "LocalCPUBackend.allocate", passes=("shapes", "dtypes", "busy_loop")),
+    Use(_CPU, "LocalCPUBackend.contains", passes=("key",)),
+    Use(_CPU, "LocalCPUBackend.get_blocking", passes=("key",)),
+    Use(_CPU, "LocalCPUBackend.remove", passes=("key",)),
+    Use(_CPU, "LocalCPUBackend.submit_put_task", passes=("key", "memory_obj")),
+    Use(
+        "lmcache.v1.storage_backend.cache_policy.lru",
+        "LRUCachePolicy",
+        members=("chunk_hash_to_init_timestamp",),
+    ),
+    Use(
+        "lmcache.v1.storage_backend.batched_message_sender",
+        "BatchedMessageSender.add_kv_op",
+        takes=("op_type", "key"),
+    ),
+    Use(
+        _PLUGIN,
+        "StoragePluginInterface",
+        abstract=(
+            "batched_submit_put_task",
+            "close",
+            "contains",
+            "exists_in_put_tasks",
+            "get_allocator_backend",
+            "get_blocking",
+            "pin",
+            "remove",
+            "unpin",
+        ),
+    ),
+    Use(
+        _PLUGIN,
+        "StoragePluginInterface.__init__",
+        passes=("dst_device", "config", "metadata", "local_cpu_backend", "loop"),
+    ),
+    Use(_PLUGIN, "StoragePluginInterface.batched_contains", takes=("keys", "pin")),
+    Use(_PLUGIN, "StoragePluginInterface.batched_get_blocking", takes=("keys",)),
+    Use(
+        _PLUGIN,
+        "StoragePluginInterface.batched_submit_put_task",
+        takes=("keys", "objs", "transfer_spec", "on_complete_callback"),
+    ),
+    Use(_PLUGIN, "StoragePluginInterface.contains", takes=("key", "pin")),
+    Use(_PLUGIN, "StoragePluginInterface.exists_in_put_tasks", takes=("key",)),
+    Use(_PLUGIN, "StoragePluginInterface.get_blocking", takes=("key",)),
+    Use(_PLUGIN, "StoragePluginInterface.pin", takes=("key",)),
+    Use(_PLUGIN, "StoragePluginInterface.remove", takes=("key", "force")),
+    Use(_PLUGIN, "StoragePluginInterface.unpin", takes=("key",)),
+)

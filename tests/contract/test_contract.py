@@ -1,0 +1,207 @@
+"""The tables hold of every version that the release names, read from their sources."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.vllm_compat.api.contract import Feature, Found, Use, missing
+from lmcache_connector.vllm_compat.api.installed import installed
+from lmcache_connector.vllm_compat.api.versions import (
+    LMCACHE_PACKAGE,
+    VLLM_PACKAGE,
+    Package,
+    installed_version,
+    release_of,
+)
+from tests.contract import kept
+from tests.contract.source_tree import SourceTree
+from tests.support import ROOT
+
+KEPT = [
+    pytest.param(package, file, id=file.stem)
+    for package in (VLLM_PACKAGE, LMCACHE_PACKAGE)
+    for file in kept.versions(package.distributions[0])
+]
+
+
+@pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
+def test_every_release_that_is_named_is_kept(package: Package) -> None:
+    found = {
+        release_of(package, kept.read(f).version) for f in kept.versions(package.distributions[0])
+    }
+    assert found >= set(package.releases)
+
+
+@pytest.mark.parametrize(("package", "file"), KEPT)
+def test_a_version_has_all_that_is_used_of_it(package: Package, file: Path) -> None:
+    version = kept.read(file)
+    release = release_of(package, version.version)
+    if release not in package.releases:
+        pytest.skip("no version that this release names")
+    faults = missing(package.table, version.surface)
+    expected = {
+        use for use in package.table if use.since and release < release_of(package, use.since)
+    }
+    assert {fault.use for fault in faults} == expected
+
+
+def test_what_came_later_is_a_feature() -> None:
+    """The oldest version runs without it."""
+    for use in (*VLLM_PACKAGE.table, *LMCACHE_PACKAGE.table):
+        assert use.since is None or use.feature is not None, use
+
+
+def test_only_features_are_looked_at_late() -> None:
+    """What nothing works without is looked at before anything else."""
+    for use in (*VLLM_PACKAGE.table, *LMCACHE_PACKAGE.table):
+        assert not use.late or use.feature is not None, use
+
+
+@pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
+def test_the_source_tree_says_what_the_running_process_says(package: Package) -> None:
+    name = package.distributions[0]
+    version = installed_version(package)
+    files = [f for f in kept.versions(name) if kept.read(f).version == version]
+    if not files:
+        pytest.skip(f"{name} {version} is not kept")
+    surface = kept.read(files[0]).surface
+    table = [use for use in package.table if not use.late]
+    assert missing(table, installed) == missing(table, surface)
+
+
+def product_imports(package: str) -> set[tuple[str, str]]:
+    """(module, name) of every import from a package, those for type checkers included."""
+    found = set()
+    for file in (ROOT / "lmcache_connector").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
+                found |= {(node.module or "", alias.name) for alias in node.names}
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+                found |= {(name, "") for name in names if name.split(".")[0] == package}
+    return found
+
+
+@pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
+def test_every_name_that_is_imported_is_in_the_table(package: Package) -> None:
+    declared = {(use.module, use.name.partition(".")[0]) for use in package.table}
+    imported = product_imports(package.distributions[0])
+    assert len(imported) > 5
+    assert imported <= declared
+
+
+# -- the rules ------------------------------------------------------------------------------------
+
+FOUND = Found((("a", True), ("b", False)))
+
+
+def faults(use: Use, found: Found | None) -> list[str]:
+    return [fault.what for fault in missing([use], lambda module, name: found)]
+
+
+def test_a_call_with_what_is_taken_passes() -> None:
+    assert faults(Use("m", "f", passes=("a",)), FOUND) == []
+
+
+def test_a_call_with_more_is_found() -> None:
+    assert faults(Use("m", "f", passes=("a", "c")), FOUND) == ["m.f(c)"]
+    assert faults(Use("m", "f", passes=("a", "c")), Found(FOUND.parameters, takes_any=True)) == []
+
+
+def test_a_call_with_too_little_is_found() -> None:
+    assert faults(Use("m", "f", passes=()), FOUND) == [
+        "m.f asks for a parameter a that is not known here"
+    ]
+
+
+def test_a_call_of_ours_with_more_is_found() -> None:
+    assert faults(Use("m", "C.f", takes=("a", "b")), FOUND) == []
+    assert faults(Use("m", "C.f", takes=("a",)), FOUND) == [
+        "m.C.f is called with a parameter b that is not known here"
+    ]
+
+
+def test_a_new_abstract_method_is_found() -> None:
+    found = Found(abstract=frozenset({"f", "g"}))
+    assert faults(Use("m", "C", abstract=("f",)), found) == [
+        "m.C asks for a method g that is not known here"
+    ]
+    assert faults(Use("m", "C", abstract=("f", "g", "h")), found) == []
+
+
+def test_missing_members_and_names_are_found() -> None:
+    use = Use("m", "C", members=("x", "y"), feature=Feature.ADAPTERS)
+    assert faults(use, Found(members=frozenset({"y"}))) == ["m.C.x"]
+    assert faults(use, None) == ["m.C"]
+
+
+# -- reading sources ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> SourceTree:
+    files = {
+        "p/__init__.py": "from p.a import Child as Renamed\nfrom elsewhere import Foreign\n",
+        "p/a.py": """
+            from abc import ABC, abstractmethod
+            from typing import TYPE_CHECKING, Generic, TypeVar
+            from .b import Base
+            if TYPE_CHECKING:
+                lazily: int
+            try:
+                from .b import helper
+            except ImportError:
+                def helper(x): ...
+            T = TypeVar("T")
+            class Child(Base[T], Generic[T]):
+                field: int
+                def concrete(self, one, two=2, *rest, three, four=4, **more): ...
+                @staticmethod
+                def static(one): ...
+                @classmethod
+                def of(cls, one): ...
+        """,
+        "p/b.py": """
+            from abc import ABC, abstractmethod
+            class Base(ABC):
+                def __init__(self, x):
+                    self.inherited = x
+                @abstractmethod
+                def concrete(self): ...
+                @abstractmethod
+                def open(self): ...
+            def helper(y=1): ...
+        """,
+    }
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+    return SourceTree(tmp_path)
+
+
+def test_classes_are_read_with_their_bases(tree: SourceTree) -> None:
+    found = tree.surface("p", "Renamed")
+    assert found is not None
+    assert found.members >= {"field", "inherited", "concrete", "open", "of"}
+    assert found.abstract == {"open"}
+
+
+def test_signatures_are_read(tree: SourceTree) -> None:
+    concrete = (("one", True), ("two", False), ("three", True), ("four", False))
+    assert tree.surface("p.a", "Child.concrete") == Found(concrete, takes_any=True)
+    assert tree.surface("p.a", "Child.static") == Found((("one", True),))
+    assert tree.surface("p.a", "Child.of") == Found((("one", True),))
+    assert tree.surface("p.a", "Child.__init__") == Found((("x", True),))
+    assert tree.surface("p.a", "helper") == Found((("x", True),))
+
+
+def test_modules_and_foreign_names_are_there(tree: SourceTree) -> None:
+    for module, name in (("p", "b"), ("p", "Foreign"), ("p.a", "lazily")):
+        assert tree.surface(module, name) is not None
+    for module, name in (("p", "c"), ("p.a", "Nothing"), ("p.a", "Child.nothing"), ("q", "x")):
+        assert tree.surface(module, name) is None

@@ -1,0 +1,38 @@
+"""Jobs of models that have one part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_connector.plans import BlockIds, LoadJob, PartRun, StoreJob
+
+
+def store_job(
+    job_id: int,
+    request_id: str,
+    keys: tuple[bytes, ...],
+    block_ids: BlockIds,
+    chunks: Sequence[int] | None = None,
+    job_type: type[StoreJob] = StoreJob,
+    **more: Any,
+) -> StoreJob:
+    """``chunks``: where they are in their request; ``None``: they are its first."""
+    run = PartRun(0, keys, tuple(chunks or range(len(keys))), block_ids)
+    return job_type(job_id, request_id, (run,), **more)
+
+
+def load_job(
+    job_id: int,
+    request_id: str,
+    keys: tuple[bytes, ...],
+    block_ids: BlockIds,
+    *,
+    deadline_seconds: float = 1.0,
+    needs_redis: bool = False,
+    after_job: int = 0,
+    skip_blocks: int = 0,
+) -> LoadJob:
+    """The first chunks of a request."""
+    run = PartRun(0, keys, tuple(range(len(keys))), block_ids, skip_blocks)
+    return LoadJob(job_id, request_id, (run,), deadline_seconds, needs_redis, after_job)
