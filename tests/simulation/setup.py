@@ -79,7 +79,7 @@ class _SlowCopier:
 
 def _quicken() -> None:
     """What is offered to Redis again takes half a minute in real life: most of a world's time."""
-    pace, wanted = _module("worker.reconciler").Pace, _module("scheduler.wanted_chunks")
+    pace, wanted = _module("worker.reconciler").Pace, _module("lookup.wanted_chunks")
     wanted.INTERVAL_SECONDS = 3.0
 
     def for_lifetime(ttl_seconds: float | None) -> Any:
