@@ -39,6 +39,14 @@ def layer_specs(group: KVCacheGroupSpec) -> dict[str, Any]:
     return dict.fromkeys(group.layer_names, spec)
 
 
+def first_spec(group: KVCacheGroupSpec) -> Any:
+    """The one that vLLM shows to its scheduler's process."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return next(iter(spec.kv_cache_specs.values()))
+    return spec
+
+
 def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, str]]:
     """What is not supported, and what to do about it."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
