@@ -50,7 +50,7 @@ ONLY = {
     "storage/redis/client": {"net"},
     "audit": {"plans", "storage"},
     "kv_events": {"plans", "vllm_compat/api"},
-    "cost_model": {"plans"},
+    "cost_model": {"kv_parts", "plans"},
     "lookup": {"cost_model", "kv_events", "kv_parts", "keys", "metrics", "plans", "threads"},
 }
 MAX_FILES = 16

@@ -46,7 +46,7 @@ LookupAnswer = Found | Pending
 class TierLookup(Protocol):
     """A tier that can say what it holds. One thread owns it."""
 
-    def which_exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+    def exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         """Blocks until ``deadline``, a reading of the clock, at most. False on any trouble."""
         ...
 
@@ -139,7 +139,7 @@ class BackgroundLookup:
         if asked >= pending.deadline or pending.is_cancelled:
             return MISS
         try:
-            exist = self._lookup.which_exist(pending.keys, pending.deadline)
+            exist = self._lookup.exist(pending.keys, pending.deadline)
             found = Found(frozenset(compress(pending.keys, exist)))
         except Exception:  # the next question may fare better
             logger.exception("A look-up failed; its chunks count as misses")

@@ -24,6 +24,7 @@ from itertools import chain
 from lmcache_connector.audit.limits import ChunkError, NoiseGauge, Verdict, combine
 from lmcache_connector.audit.sampler import AuditSampler
 from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.lookup.background_lookup import PENDING, Pending
@@ -31,7 +32,6 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PartRun, StoreJob
-from lmcache_connector.scheduler.part_blocks import are_there, blocks_of
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
 

@@ -26,9 +26,9 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from lmcache_connector.kv_parts.blocks import NULL_BLOCK
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.plans import LoadJob
-from lmcache_connector.scheduler.part_blocks import NULL_BLOCK
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 

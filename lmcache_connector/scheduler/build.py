@@ -19,7 +19,7 @@ from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_events.log import KvEventLog, KvEventSink
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
@@ -36,8 +36,7 @@ from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 
 if TYPE_CHECKING:
-    from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.vllm_compat.model import ModelDescription
+    from lmcache_connector.vllm_compat.model import ModelDescription
 
 
 def build_scheduler(
@@ -90,9 +89,11 @@ def _make_hits(
     if tier_config is None:
         finder = HitFinder(settings.parts, settings.chunk_size, index, tally)
         return finder, SchedulerMetrics(tally, clock)
+    from lmcache_connector.storage.geometry import PartGeometries
     from lmcache_connector.storage.redis.lookup import RedisLookup
 
-    redis = RedisLookup(tier_config, [PartGeometries((rank,)) for rank in model.geometries])
+    ranks = zip(*(part.geometries for part in model.parts), strict=True)
+    redis = RedisLookup(tier_config, [PartGeometries(parts) for parts in ranks])
     lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, clock)
     hits = RedisHitFinder(
         settings.parts,
@@ -162,7 +163,7 @@ def _settings(
 ) -> SchedulerSettings:
     return SchedulerSettings(
         chunk_size=config.chunk_size,
-        parts=(Part(Rule.PREFIX, (0,), model.block_size),),
+        parts=tuple(part.part for part in model.parts),
         world_size=model.world_size,
         loads=loads,
         stores=stores,
@@ -182,7 +183,8 @@ def _make_policy(config: ConnectorConfig, model: ModelDescription) -> LoadPolicy
     return LoadPolicy(
         cost_model,
         chunk_tokens=config.chunk_size,
-        value_bytes=(max(geometry.chunk_bytes for geometry in model.geometries),),
+        value_bytes=[max(rank.chunk_bytes for rank in part.geometries) for part in model.parts],
         clock=time.monotonic,
         num_stages=len({rank.layer_start for rank in model.ranks}),
+        num_prefix_parts=sum(part.part.rule is Rule.PREFIX for part in model.parts),
     )

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 
+from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import Rule, keys_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, PartRun, StoreJob
-from lmcache_connector.scheduler.part_blocks import are_there, blocks_of
 from lmcache_connector.scheduler.planned_ends import PlannedEnds
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 

@@ -57,14 +57,14 @@ class RedisLookup:
     def exists_prefix(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> int:
-        """How many leading ones of :meth:`which_exist` there are."""
-        exist = self.which_exist(keys, deadline, cancelled)
-        return next((i for i, is_there in enumerate(exist) if not is_there), len(exist))
+        """The number of leading keys that are known to be wholly in Redis: see `exist`."""
+        found = self.exist(keys, deadline, cancelled)
+        return found.index(False) if False in found else len(found)
 
-    def which_exist(
+    def exist(
         self, keys: Sequence[bytes], deadline: float, cancelled: Callable[[], bool] = never
     ) -> list[bool]:
-        """Which chunks are known to be wholly in Redis.
+        """Whether what each key names is known to be wholly in Redis.
 
         ``deadline`` is a reading of the clock, in seconds. Blocks until then at most.
         """

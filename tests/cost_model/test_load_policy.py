@@ -184,7 +184,9 @@ ANSWERED = RankReport(0, (), (), redis=TransferTime(0, 0.001, latency_seconds=0.
 @pytest.fixture
 def reader(clock: Clock) -> LoadPolicy:
     """Of a Redis that may not be written to: a probe has nothing to read."""
-    made = LoadPolicy(CostModel(clock, max_deadline_seconds=10.0), CHUNK_TOKENS, CHUNK_BYTES, clock)
+    made = LoadPolicy(
+        CostModel(clock, max_deadline_seconds=10.0), CHUNK_TOKENS, (CHUNK_BYTES,), clock
+    )
     answer = TransferTime(0, 0.001, latency_seconds=0.001)
     made.calibrate([Calibration(TransferTime(CHUNK_BYTES, 0.0002), answer)])
     made.observe_reports([forward(PROMPT, RECOMPUTE)])

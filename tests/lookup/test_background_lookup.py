@@ -37,7 +37,7 @@ class GatedLookup:
         self.closed = False
         self.error: Exception | None = None
 
-    def which_exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+    def exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         self.asked.append((keys, deadline))
         self.started.set()
         assert self.gate.wait(30)

@@ -51,7 +51,7 @@ class SlowLookup:
         self.gate = threading.Event()
         self.gate.set()
 
-    def which_exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+    def exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
         assert self.gate.wait(30.0)
         self._clock.now += self.seconds.pop(0)
         num_held = len(keys) if self.num_held is None else self.num_held

@@ -322,7 +322,7 @@ def test_a_look_up_knows_the_values_of_each_part(valkey: Server) -> None:
         client.delete(gone)
     config = RedisTierConfig(url=valkey.url)
     lookup = RedisLookup(config, [geometries(1, 0)])
-    found = lookup.which_exist(keys, time.monotonic() + LONG)
+    found = lookup.exist(keys, time.monotonic() + LONG)
     lookup.close()
     there = KEYS - {key(2, WINDOW)}
     assert [each for each, is_there in zip(keys, found, strict=True) if is_there] == [
