@@ -38,6 +38,7 @@ BENCHMARKS = {
     "convoy": "eight requests on one shared prefix that arrive together, against vLLM alone",
     "copy": "KV blocks between a paged cache and chunks, against one long memcpy",
     "growth": "how costs grow with prompts, cached chunks, requests and instances",
+    "models": "families of models with windows and states: hits, bytes and times, tier by tier",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
     "p2p": "KV from a prefill to a decode engine, against a plain socket and recompute",
     "slowlink": "time to first token over slow and silent links, against recompute",

@@ -299,7 +299,6 @@ PLAIN_LOAD_FORMATS = frozenset(
         "instanttensor",
         "mistral",
         "pt",
-        "npcache",
         "runai_streamer",
         "dummy",
     }

@@ -9,7 +9,6 @@ from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_layout.paged_cache import Plane
 from lmcache_connector.kv_layout.part_layout import PartLayout
 from lmcache_connector.kv_layout.topology import RankTopology
-from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.parts import block_size_of, find_parts
@@ -83,21 +82,6 @@ def describe_model(
     ``chunk_size`` is in tokens; ``None``: 128, or the next size that holds whole blocks.
     Raises :class:`UnsupportedError` with one sentence on what cannot be cached.
     """
-    model = describe_any_model(vllm_config, kv_cache_config, chunk_size=chunk_size)
-    if len(model.parts) > 1 or model.parts[0].part.rule is not Rule.PREFIX:
-        raise UnsupportedError(
-            f"lmcache-connector does not support models with several KV cache groups or with "
-            f"windows yet (this one has {len(kv_cache_config.kv_cache_groups)} groups): start "
-            "without --kv-transfer-config, or, where the model allows it, with "
-            "--disable-hybrid-kv-cache-manager."
-        )
-    return model
-
-
-def describe_any_model(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, chunk_size: int | None
-) -> ModelDescription:
-    """As :func:`describe_model`, of models that the two sides cannot serve yet, too."""
     check_setup(vllm_config, kv_cache_config)
     chunk_size = _chunk_size(kv_cache_config, chunk_size)
     parts, packings = find_parts(vllm_config, kv_cache_config, chunk_size)

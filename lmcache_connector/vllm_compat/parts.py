@@ -12,22 +12,30 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+from lmcache_connector.audit.compare import DECODERS, OPAQUE
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_layout.part_layout import GroupLayers, PartLayout
 from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
 from lmcache_connector.kv_parts.part import MAX_PARTS, Part, Rule
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
-from lmcache_connector.vllm_compat.element_formats import element_format
 from lmcache_connector.vllm_compat.excused import IN_TOKEN_ORDER
 from lmcache_connector.vllm_compat.rules import rule_of
-from lmcache_connector.vllm_compat.support import layer_specs, unsupported
+from lmcache_connector.vllm_compat.support import first_spec, layer_specs, unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _RULES = tuple(Rule)
+# vLLM keeps these in bytes and says what they mean beside them. Every other name either is one of
+# a plain dtype, or packs elements together with their scales.
+_BYTES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "int8": "int8",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +100,16 @@ def _layers(kv_cache_config: KVCacheConfig) -> list[_Layer]:
     cacheable = kv_cache_config.prefix_cacheable_group_ids
     found = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        specs = layer_specs(group)
-        for name, spec in specs.items():
+        # Where layers of other widths share a block table, the scheduler's process sees one of
+        # them only; the parts must be the same there.
+        first = first_spec(group)
+        shape = (first.num_heads, first.state_content_size_bytes, str(_dtype(first)))
+        for name, spec in layer_specs(group).items():
             rule, span = rule_of(name, spec)
             if number not in cacheable:
                 raise unsupported(f"layer {name}, whose KV vLLM does not let others keep")
-            widths = {each.state_content_size_bytes for each in specs.values()}
-            # Layers that share a block table stay together, whatever their widths.
-            shape = (spec.num_heads, number if len(widths) > 1 else (*widths, str(_dtype(spec))))
+            if (rule, span, spec.num_heads) != (*rule_of(name, first), first.num_heads):
+                raise unsupported(f"layer {name}, which is unlike others of its KV cache group")
             found.append(_Layer(name, number, spec, rule, span, shape))
     return found
 
@@ -134,7 +144,7 @@ def _part(
         ),
         num_kv_heads=1 if is_state else first.spec.num_kv_heads,
         planes=packing.planes,
-        formats=tuple(element_format(_dtype(layer.spec), cache_dtype) for layer in layers),
+        formats=tuple(_element_format(layer.spec, cache_dtype) for layer in layers),
     )
 
 
@@ -142,6 +152,15 @@ def _in_group(layers: list[_Layer], group: int) -> GroupLayers:
     found = [(layer.name, i) for i, layer in enumerate(layers) if layer.group == group]
     names, positions = zip(*found, strict=True)
     return GroupLayers(names, positions)
+
+
+def _element_format(spec: Any, cache_dtype: str) -> str:
+    """How elements are stored, in the names of :mod:`..audit.compare`. ``cache_dtype`` as vLLM has
+    resolved it."""
+    name = str(_dtype(spec)).removeprefix("torch.")
+    if name in ("uint8", "int8"):
+        return _BYTES.get(cache_dtype, OPAQUE)
+    return name if name in DECODERS else OPAQUE
 
 
 # -- ranks ---------------------------------------------------------------------------------------

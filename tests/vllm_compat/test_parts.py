@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_parts.part import Part, Rule
-from lmcache_connector.vllm_compat.model import ModelDescription, describe_any_model
+from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
 
 SHAPE = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16, "block_size": BLOCK_SIZE}
@@ -45,7 +45,7 @@ def grouped(specs: Sequence[Any]) -> KVCacheConfig:
 
 
 def described(model: Path, cache: KVCacheConfig, **parallel: Any) -> ModelDescription:
-    return describe_any_model(vllm_config(model, **parallel), cache, chunk_size=None)
+    return describe_model(vllm_config(model, **parallel), cache, chunk_size=None)
 
 
 def positions(found: ModelDescription, part: int) -> list[list[int]]:
@@ -116,10 +116,10 @@ def test_heads_and_blocks_of_other_sizes(model: Path) -> None:
 
 def test_chunks_hold_whole_blocks_of_every_group(model: Path) -> None:
     cache = grouped([window(block_size=48), full(block_size=64)])
-    found = describe_any_model(vllm_config(model), cache, chunk_size=None)
+    found = describe_model(vllm_config(model), cache, chunk_size=None)
     assert found.chunk_size == 192
     with pytest.raises(UnsupportedError, match="128 is not a multiple of vLLM's block size 192"):
-        describe_any_model(vllm_config(model), cache, chunk_size=128)
+        describe_model(vllm_config(model), cache, chunk_size=128)
 
 
 def test_chunked_local_attention(model: Path) -> None:

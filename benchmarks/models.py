@@ -1,0 +1,151 @@
+"""Models of the families people serve, whose layers follow several rules: hits, bytes and times.
+
+Each family is a tiny model with random weights on an engine of its own, beside a Valkey. A prompt
+is served cold, from CPU memory, and from Valkey; vLLM's own prefix cache is emptied before each
+hit, and the CPU tier too before the last. ``hit_tokens`` is what the connector brought of
+``prompt_tokens``, the least of all hits. ``kv_bytes_equal``: after either hit every layer holds the
+bytes of the cold run, in all blocks before the hit's end that both runs still have.
+``bytes_per_token`` is what Valkey holds of the prompt, ``bytes_per_token_dense`` what every layer's
+KV at every token takes. Times are medians over ``--rounds`` prompts. Speculative decoding with a
+drafter that has KV of its own is refused, so there is no acceptance to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks.harness.engine_timings import come_to_rest, empty_cpu_tier
+from benchmarks.harness.servers import running_valkey
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.layer_digests import differences
+from tests.support.engines.probe import EngineProbe, Served
+from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+
+_WARM_UP_TOKENS = 2000
+_VALKEY_MIB = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--families", nargs="*", choices=tuple(FAMILIES), default=tuple(FAMILIES))
+    parser.add_argument("--tokens", type=int, default=6000, help="of a prompt")
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of each family")
+
+
+def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    cases = [
+        _case(family, args.tokens, args.rounds)
+        for family in progress.track(args.families, description="families")
+    ]
+    return {
+        "least_hit_share": round(min(c["hit_tokens"] / c["prompt_tokens"] for c in cases), 3),
+        "all_bytes_equal": all(case["kv_bytes_equal"] for case in cases),
+        "worst_cpu_hit_vs_cold": round(
+            max(case["ttft_cpu_hit_s"] / case["ttft_cold_s"] for case in cases), 3
+        ),
+        "cases": cases,
+    }
+
+
+def _case(family: str, num_tokens: int, rounds: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-families-")))
+        valkey = stack.enter_context(running_valkey(_VALKEY_MIB))
+        engine = stack.enter_context(_engine(family, folder, valkey))
+        _serve_all_ways(engine, random_prompt(1, _WARM_UP_TOKENS))
+        with valkey.client() as client:
+            client.flushall()
+        prompts = [random_prompt(2 + number, num_tokens) for number in range(rounds)]
+        served = [_serve_all_ways(engine, prompt) for prompt in prompts]
+        stored = _value_bytes(valkey) / rounds
+        groups, dense = engine.call(_groups_and_dense_bytes)
+    cold, cpu, redis = zip(*served, strict=True)
+    return {
+        "family": family,
+        "groups": groups,
+        "prompt_tokens": num_tokens,
+        "hit_tokens": min(hit.external_hit_tokens for hit in (*cpu, *redis)),
+        "kv_bytes_equal": all(
+            _is_equal(hit, first)
+            for hits in (cpu, redis)
+            for hit, first in zip(hits, cold, strict=True)
+        ),
+        "ttft_cold_s": _median(cold),
+        "ttft_cpu_hit_s": _median(cpu),
+        "ttft_redis_hit_s": _median(redis),
+        "bytes_per_token": round(stored / num_tokens),
+        "bytes_per_token_dense": dense,
+        "acceptance_cold": None,
+        "acceptance_hit": None,
+    }
+
+
+def _engine(family: str, folder: Path, valkey: Server) -> VllmInstance:
+    transfer = tiered_transfer(
+        cpu_gib=0.5,
+        redis_url=valkey.url,
+        compute_or_load="always",
+        audit_share=0.0,
+        lookup_deadline_seconds=10.0,
+    )
+    return VllmInstance(
+        build_family(family, folder / "model"),
+        transfer,
+        folder / "log",
+        kv_cache_memory_bytes=256 << 20,
+        max_model_len=8192,
+        **FAMILIES[family].engine_args,
+    )
+
+
+def _serve_all_ways(engine: VllmInstance, prompt: Sequence[int]) -> tuple[Served, Served, Served]:
+    """Cold, from CPU memory, from Valkey."""
+    cold = engine.serve(prompt, 1)
+    engine.call(come_to_rest)
+    from_cpu = engine.serve(prompt, 1)
+    engine.call(empty_cpu_tier)
+    from_redis = engine.serve(prompt, 1)
+    engine.call(come_to_rest)
+    return cold, from_cpu, from_redis
+
+
+def _is_equal(hit: Served, cold: Served) -> bool:
+    both = hit.layer_digests.keys() & cold.layer_digests.keys()
+    wrong = differences(hit.layer_digests, cold.layer_digests)
+    layers = {place.layer for place in hit.layer_digests}
+    end = hit.cached_tokens
+    return {place.layer for place in both if place.first_token < end} == layers and not [
+        place for place in wrong if place.first_token < end
+    ]
+
+
+def _median(served: Sequence[Served]) -> float:
+    return round(statistics.median(one.ttft_seconds for one in served), 4)
+
+
+def _value_bytes(valkey: Server) -> int:
+    with valkey.client() as client:
+        return sum(client.strlen(name) for name in client.keys("lmc:*-*"))
+
+
+def _groups_and_dense_bytes(probe: EngineProbe) -> tuple[int, int]:
+    """How many KV cache groups vLLM made, and the bytes of one token's KV in all layers that keep
+    any by the token."""
+    config = probe.scheduler.kv_cache_config
+    dense = 0
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if spec.tokens_per_state == 1:
+            width = spec.num_heads * spec.state_content_size_bytes
+            dense += width * len(group.layer_names)
+    return len(config.kv_cache_groups), dense

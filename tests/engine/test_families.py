@@ -1,0 +1,157 @@
+"""Models whose layers follow several rules, or a window: each family with real engines.
+
+The bytes of every layer are compared, block by block, as far as both runs still hold them. Prompts
+are computed in several steps, so that windows let go of blocks before they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.calls import abort_after, check_integrity, tiered_of, wait_for_writes
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.layer_digests import differences
+from tests.support.engines.probe import EngineProbe, Served
+from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+
+BLOCK_SIZE = 128
+MANY = 8  # chunks of most prompts
+
+
+def transfer(valkey: Server) -> dict[str, Any]:
+    return tiered_transfer(
+        cpu_gib=0.25,
+        compute_or_load="always",
+        audit_share=0.0,
+        redis_url=valkey.url,
+        lookup_deadline_seconds=10.0,
+    )
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_family(family, tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture(scope="module")
+def one(start: StartInstance, folder: Path, family: str, valkey: Server) -> Iterator[VllmInstance]:
+    args = {"max_num_batched_tokens": 512} | FAMILIES[family].engine_args
+    with start(transfer(valkey), folder, **args) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+@pytest.fixture(scope="module")
+def two(start: StartInstance, folder: Path, family: str, valkey: Server) -> Iterator[VllmInstance]:
+    """Another process, which has only what the first has written to Valkey."""
+    with start(transfer(valkey), folder, **FAMILIES[family].engine_args) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def chunk_size(one: VllmInstance) -> int:
+    size: int = one.call(chunk_size_of)
+    return size
+
+
+def chunk_size_of(probe: EngineProbe) -> int:
+    size: int = tiered_of(probe.connector)._scheduler._settings.chunk_size
+    return size
+
+
+def assert_loaded(hit: Served, cold: Served, end: int, start: int = 0) -> None:
+    """Tokens from ``start`` to ``end`` came from the connector, and every layer's blocks before
+    ``end`` are the cold run's."""
+    assert hit.external_hit_tokens == end - start
+    assert hit.cached_tokens == end
+    both = hit.layer_digests.keys() & cold.layer_digests.keys()
+    layers = {place.layer for place in hit.layer_digests}
+    assert {place.layer for place in both if place.first_token < end} == layers
+    wrong = differences(hit.layer_digests, cold.layer_digests)
+    assert [place for place in wrong if place.first_token < end] == []
+
+
+def again(instance: VllmInstance, prompt: list[int], max_tokens: int = 3) -> Served:
+    instance.reset_prefix_cache()
+    return instance.serve(prompt, max_tokens)
+
+
+@pytest.mark.parametrize("beyond", [0, 1, BLOCK_SIZE], ids=lambda n: f"border+{n}")
+def test_a_prompt_comes_back(one: VllmInstance, chunk_size: int, beyond: int) -> None:
+    prompt = random_prompt(beyond, MANY * chunk_size + beyond)
+    cold = one.serve(prompt, 3)
+    assert cold.external_hit_tokens == 0
+    hit = again(one, prompt)
+    # A window that ends with the prompt does not reach back far enough for its last token.
+    assert_loaded(hit, cold, (len(prompt) - 1) // chunk_size * chunk_size)
+    assert hit.token_ids == cold.token_ids
+    one.call(check_integrity)
+
+
+def test_a_hit_goes_on_where_vllms_own_ends(one: VllmInstance, chunk_size: int) -> None:
+    prompt = random_prompt(10, MANY * chunk_size + 40)
+    cold = one.serve(prompt, 3)
+    one.reset_prefix_cache()
+    one.serve(prompt[: 3 * chunk_size + 10])
+    hit = one.serve(prompt, 3)
+    own = hit.cached_tokens - hit.external_hit_tokens
+    assert 0 < own <= 3 * chunk_size
+    assert_loaded(hit, cold, MANY * chunk_size, own)
+    assert hit.token_ids == cold.token_ids
+
+
+def test_the_next_turn_of_a_conversation(one: VllmInstance, chunk_size: int) -> None:
+    """It goes on from what was generated, past the window."""
+    prompt = random_prompt(20, MANY * chunk_size - 30)
+    first = one.serve(prompt, 60)
+    turn = [*prompt, *first.token_ids[:-1], *random_prompt(21, 700)]
+    cold = one.serve(turn, 3)
+    hit = again(one, turn)
+    assert_loaded(hit, cold, (len(turn) - 1) // chunk_size * chunk_size)
+    assert hit.token_ids == cold.token_ids
+
+
+def test_requests_that_come_and_go_together(one: VllmInstance, chunk_size: int) -> None:
+    shared = random_prompt(30, 4 * chunk_size)
+    prompts = [shared + random_prompt(31 + i, 3 * chunk_size + i) for i in range(4)]
+    cold = one.call(EngineProbe.serve_many, prompts, 3)
+    one.reset_prefix_cache()
+    hits = one.call(EngineProbe.serve_many, prompts, 3)
+    assert sum(hit.cached_tokens for hit in hits) == 4 * 7 * chunk_size - chunk_size
+    for one_hit, one_cold in zip(hits, cold, strict=True):
+        end = one_hit.cached_tokens
+        wrong = differences(one_hit.layer_digests, one_cold.layer_digests)
+        assert [place for place in wrong if place.first_token < end] == []
+    one.call(check_integrity)
+
+
+def test_an_aborted_request_leaves_nothing(one: VllmInstance, chunk_size: int) -> None:
+    prompt = random_prompt(40, MANY * chunk_size)
+    for steps in (1, 2, 3, 6):
+        one.call(abort_after, prompt, steps)
+        one.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("beyond", [1, BLOCK_SIZE], ids=lambda n: f"border+{n}")
+def test_another_process_reads_it_from_valkey(
+    one: VllmInstance, two: VllmInstance, chunk_size: int, beyond: int
+) -> None:
+    prompt = random_prompt(50 + beyond, MANY * chunk_size + beyond)
+    cold = one.serve(prompt, 3)
+    one.call(wait_for_writes)
+    hit = two.serve(prompt, 3)
+    assert_loaded(hit, cold, MANY * chunk_size)
+    assert hit.token_ids[0] == cold.token_ids[0]
+    two.call(check_integrity)
