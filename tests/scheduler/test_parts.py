@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.vllm_compat.model import describe_model
 from tests.scheduler.test_adapter import Life, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
@@ -37,11 +36,6 @@ _SHAPES = {
     "narrow windows": Shape(groups=("full", "w10"), max_batched_tokens=48, num_blocks=40),
 }
 SHAPES = {name: replace(shape, tier_chunks=30) for name, shape in _SHAPES.items()}
-
-
-@pytest.fixture(autouse=True)
-def all_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_connector.connector.describe_model", describe_model)
 
 
 def calm(model: Path, shape: Shape) -> ShadowEngine:
