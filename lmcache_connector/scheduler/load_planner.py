@@ -53,6 +53,10 @@ class LoadPlanner:
         if num_tokens <= 0:
             return 0
         load.offered_from = num_computed_tokens
+        if load.is_second:
+            # Once: what is left to compute of a request whose load failed, vLLM keeps free while
+            # it admits loads. It might never admit another one of the same request.
+            load.is_allowed = False
         return num_tokens
 
     def plan(

@@ -7,13 +7,16 @@ a GPU, with memmove for the bus.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from lmcache_connector.copy_kv_blocks.cuda_gather import RowCopyKernel
-from lmcache_connector.copy_kv_blocks.cuda_staging import stage
-from lmcache_connector.copy_kv_blocks.plan import plan_copy
+from lmcache_connector.copy_kv_blocks.cuda_staging import Tile, covers_chunks, stage
+from lmcache_connector.copy_kv_blocks.plan import BlockCopy
+from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
+from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.support.doubles.copy_reference import (
     LAYOUTS,
     Chunks,
@@ -31,24 +34,33 @@ def staged_copy(
     src: Paged | Chunks, dst: Paged | Chunks, ids: list[int], to: list[int], per_slot: int
 ) -> None:
     """What a pipeline of the CUDA copier does, one tile after the other."""
-    to_host = isinstance(dst, Chunks)
     left = src.layout if isinstance(src, Paged) else src.buffers
     right = dst.buffers if isinstance(dst, Chunks) else dst.layout
     host = dst.buffers if isinstance(dst, Chunks) else src.buffers  # type: ignore[union-attr]
-    plan = plan_copy(left, right, ids, to)
+    run_staged([BlockCopy(left, right, ids, to)], host, per_slot)
+
+
+def run_staged(copies: Sequence[BlockCopy], host: ChunkBuffers, per_slot: int) -> None:
+    plans, to_host = [copy.plan() for copy in copies], isinstance(copies[0].dst, ChunkBuffers)
     slot_bytes = per_slot * host.geometry.chunk_bytes + 5
     memory = torch.zeros(NUM_SLOTS, slot_bytes, dtype=torch.uint8)
-    staged = stage([plan], host, to_host, [slot.data_ptr() for slot in memory], slot_bytes)
-    kernel = RowCopyKernel(plan.moves, staged.rows[0])
-    moves, rows = torch.from_numpy(plan.moves), torch.from_numpy(staged.rows[0])
+    staged = stage(plans, host, to_host, [slot.data_ptr() for slot in memory], slot_bytes)
+
+    def launch(tile: Tile) -> None:
+        for plan, rows, (first, last) in zip(plans, staged.rows, tile.rows, strict=True):
+            moves = torch.from_numpy(plan.moves)
+            if first < last:
+                kernel = RowCopyKernel(plan.moves, rows)
+                kernel.launch(moves, torch.from_numpy(rows), first, last)
+
     for tile in staged.tiles:
         if to_host:
-            kernel.launch(moves, rows, *tile.rows[0])
+            launch(tile)
         for copy in tile.copies:
             ends = (copy.host, copy.staged)
             ctypes.memmove(*(ends if to_host else ends[::-1]), copy.num_bytes)
         if not to_host:
-            kernel.launch(moves, rows, *tile.rows[0])
+            launch(tile)
 
 
 @pytest.mark.parametrize("per_slot", [1, 2])
@@ -77,3 +89,37 @@ def test_staged_copies_match_the_reference(
         staged_copy(src, dst, ids, to, per_slot)
         assert same(dst.blocks(), expected)
         assert same(src.blocks(), source)
+
+
+@pytest.mark.parametrize("per_slot", [1, 2])
+def test_groups_cross_the_bus_together(per_slot: int) -> None:
+    """Layers 0 and 2 of a part are in one KV cache group, layer 1 in another, with other blocks."""
+    caches = [paged("LBHNC", layers=layers, tokens=4, seed=layers) for layers in (2, 1)]
+    geometry = ChunkGeometry(8, 0, (24,) * 3, (0, 1), 2, "uint8")
+    pool = torch.zeros(3, geometry.chunk_bytes, dtype=torch.uint8)
+    addresses, places = [chunk.data_ptr() for chunk in pool], [(0, 2), (1,)]
+    views = [ChunkBuffers(geometry, 4, addresses, pool, layers) for layers in places]
+    ids = [[6, 2, 3, 0, 5, 4], [1, 2, 0, 6, 4, 3]]
+    out = [
+        BlockCopy(cache.layout, view, each, range(6))
+        for cache, view, each in zip(caches, views, ids, strict=True)
+    ]
+    plans = [copy.plan() for copy in out]
+    assert covers_chunks(plans, views[0])
+    assert not covers_chunks(plans[:1], views[0])
+    run_staged(out, views[0], per_slot)
+    blocks = Chunks(pool, geometry, 4).blocks()
+    for cache, each, layers in zip(caches, ids, places, strict=True):
+        for layer, source in zip(layers, cache.blocks(), strict=True):
+            assert torch.equal(blocks[layer], source[each])
+    others = [paged("BLNHC", layers=layers, tokens=4, seed=9) for layers in (2, 1)]
+    expected = [cache.blocks() for cache in others]
+    for wanted, layers, each in zip(expected, places, ids, strict=True):
+        for target, layer in zip(wanted, layers, strict=True):
+            target[each[1:]] = blocks[layer][1:]
+    back = [
+        BlockCopy(view, cache.layout, range(1, 6), each[1:])
+        for cache, view, each in zip(others, views, ids, strict=True)
+    ]
+    run_staged(back, views[0], per_slot)
+    assert all(same(cache.blocks(), wanted) for cache, wanted in zip(others, expected, strict=True))

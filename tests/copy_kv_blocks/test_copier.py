@@ -21,6 +21,7 @@ from lmcache_connector.copy_kv_blocks.copier import (
 from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
+from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.support.doubles.copy_reference import (
     LAYOUTS,
     Chunks,
@@ -208,6 +209,36 @@ def test_a_view_of_some_layers_touches_no_others(copier: Copier, device: str) ->
         layer[[0, 1, 2, 3]] = source[[4, 5, 1, 0]]
     copier.copy([BlockCopy(group.layout, view, [4, 5, 1, 0], [0, 1, 2, 3])], "d2h")
     assert same(host.blocks(), expected)
+
+
+def test_groups_of_one_part_are_copied_together(copier: Copier, device: str) -> None:
+    """Layers 0 and 2 are in one KV cache group, layer 1 in another, with other blocks."""
+    places, ids = [(0, 2), (1,)], [[6, 2, 3, 0, 5, 4], [1, 2, 0, 6, 4, 3]]
+    caches = [paged("LBNHC", layers=count, device=device, seed=count) for count in (2, 1)]
+    geometry = ChunkGeometry(32, 0, (24,) * 3, (0, 1), 2, "uint8")
+    pool = torch.zeros(3, geometry.chunk_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
+    addresses = [chunk.data_ptr() for chunk in pool]
+    views = [ChunkBuffers(geometry, 16, addresses, pool, layers) for layers in places]
+    groups = list(zip(caches, views, places, ids, strict=True))
+    stored = [BlockCopy(cache.layout, view, of, range(6)) for cache, view, _, of in groups]
+    assert copier.copy(stored, "d2h", copier.fence()) == pool.nbytes
+    blocks = Chunks(pool, geometry, 16).blocks()
+    for cache, _, layers, of in groups:
+        sources = cache.blocks()
+        assert all(
+            torch.equal(blocks[i], each[of]) for i, each in zip(layers, sources, strict=True)
+        )
+    others = [paged("BLNHC", layers=count, device=device, seed=9) for count in (2, 1)]
+    expected = [cache.blocks() for cache in others]
+    for wanted, (_, _, layers, of) in zip(expected, groups, strict=True):
+        for target, layer in zip(wanted, layers, strict=True):
+            target[of[1:]] = blocks[layer][1:]
+    loaded = [
+        BlockCopy(view, cache.layout, range(1, 6), of[1:])
+        for cache, (_, view, _, of) in zip(others, groups, strict=True)
+    ]
+    copier.copy(loaded, "h2d", copier.fence())
+    assert all(same(cache.blocks(), wanted) for cache, wanted in zip(others, expected, strict=True))
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.endswith("NC")])

@@ -20,7 +20,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.doubles.foreign_connector import FOREIGN
@@ -35,6 +42,7 @@ class Shape:
 
     ``beside``: where our connector stands, with another one under a ``MultiConnector``. ``zeroes``:
     reused blocks are zeroed before the step's plan is handed over, as model runner V2 may.
+    ``groups``: the model's KV cache groups; "full", or a rule's letter and span: "w40", "c64".
     """
 
     world_size: int = 1
@@ -51,6 +59,7 @@ class Shape:
     zeroes: bool = False
     audit_share: float = 0.0
     kv_events: bool = False
+    groups: tuple[str, ...] = ("full",)
 
 
 def build_scheduler(model: Path, shape: Shape) -> Scheduler:
@@ -81,17 +90,10 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
     )
     # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
     config.scheduler_config.async_scheduling = shape.depth > 1
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE,
-        num_kv_heads=2 // shape.world_size,
-        head_size=32,
-        dtype=torch.bfloat16,
-    )
-    layers = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
     kv_cache = KVCacheConfig(
         num_blocks=shape.num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+        kv_cache_groups=[_group(shape, i, code) for i, code in enumerate(shape.groups)],
     )
     scheduler = AsyncScheduler if shape.depth > 1 else Scheduler
     built = scheduler(config, kv_cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)
@@ -99,6 +101,26 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
     for manager in built.kv_cache_manager.coordinator.single_type_managers:
         manager._record_new_block_ids = shape.zeroes
     return built
+
+
+def _group(shape: Shape, index: int, code: str) -> KVCacheGroupSpec:
+    layers = [f"model.layers.{2 * index + i}.self_attn.attn" for i in range(2)]
+    if code == "s":
+        state = {"shapes": ((4,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+        return KVCacheGroupSpec(layers, MambaSpec(block_size=BLOCK_SIZE, **state))
+    common: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "num_kv_heads": 2 // shape.world_size,
+        "head_size": 32,
+        "dtype": torch.bfloat16,
+    }
+    if code == "full":
+        return KVCacheGroupSpec(layers, FullAttentionSpec(**common))
+    rule, span = code[0], int(code[1:])
+    if rule == "w":
+        return KVCacheGroupSpec(layers, SlidingWindowSpec(**common, sliding_window=span))
+    spec = ChunkedLocalAttentionSpec(**common, attention_chunk_size=span)
+    return KVCacheGroupSpec(layers, spec)
 
 
 def _transfer(shape: Shape) -> KVTransferConfig:

@@ -30,11 +30,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
+from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.plans import (
     AuditJob,
+    BlockIds,
     Calibration,
     LoadJob,
+    PartRun,
     RankReport,
     RankStart,
     StepPlan,
@@ -57,6 +60,7 @@ from tests.support.doubles.shadow_worker import (
     StepReport,
     WrongKV,
     cells_of,
+    cells_of_part,
 )
 from tests.support.doubles.stepped_lookup import SteppedLookup, finding_in_redis
 
@@ -101,6 +105,7 @@ class ShadowEngine:
         (ours,) = [c for c in connectors if isinstance(c, LMCacheTieredConnector)]
         self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
         self.adapter: SchedulerAdapter = ours._scheduler_side
+        self.parts = self.adapter._settings.parts
         if not reads_requests:
             vars(self.adapter.book).update(
                 _identifier=ShadowIdentifier(self._sources.__getitem__),
@@ -116,6 +121,7 @@ class ShadowEngine:
                 faults=faults or Faults(),
                 book=self.book,
                 remote={},
+                parts=self.parts,
             )
             for rank in range(shape.world_size)
         ]
@@ -303,7 +309,11 @@ class ShadowEngine:
         for request_id in restarted:
             self._streams[request_id] = list(self.requests[request_id].all_token_ids)
         manager = self.scheduler.kv_cache_manager
-        tables = {rid: tuple(manager.get_block_ids(rid)[0]) for rid in self.scheduler.requests}
+        tables = {
+            rid: tuple(tuple(ids) for ids in manager.get_block_ids(rid))
+            or ((),) * len(self.shape.groups)
+            for rid in self.scheduler.requests
+        }
         self._name_keys(plan, tables)
         passes = []
         for request_id, count in output.num_scheduled_tokens.items():
@@ -341,24 +351,35 @@ class ShadowEngine:
     def _cells(self, request_id: str, tokens: Sequence[int]) -> Cells:
         return cells_of(tokens, self._sources[request_id], self.version)
 
-    def _name_keys(self, plan: StepPlan, tables: dict[str, tuple[int, ...]]) -> None:
+    def _name_keys(self, plan: StepPlan, tables: dict[str, BlockIds]) -> None:
         """Say what each key of a plan must hold, from the request's own tokens."""
         size = self.shape.chunk_size
         jobs: tuple[StoreJob | LoadJob, ...] = (*plan.stores, *plan.loads)
         for job in jobs:
             if isinstance(job, AuditJob):
                 continue  # it may name what other weights have computed
-            (run,) = job.runs
-            if isinstance(job, LoadJob):
-                start = tables[job.request_id].index(run.block_ids[0][0]) * BLOCK_SIZE
-                assert run.chunks[0] == start // size
-                assert run.skip_blocks == start % size // BLOCK_SIZE
             tokens = list(self.requests[job.request_id].all_token_ids)
             cells = self._cells(job.request_id, tokens)
-            for key, i in zip(run.keys, run.chunks, strict=True):
-                if len(cells) < (i + 1) * size:
-                    raise WrongKV("a chunk of tokens that are not known yet")
-                self.book.check(key, cells[i * size : (i + 1) * size])
+            for run in job.runs:
+                part = self.parts[run.part]
+                if isinstance(job, LoadJob):
+                    self._check_place(run, part, tables[job.request_id])
+                for key, i in zip(run.keys, run.chunks, strict=True):
+                    if len(cells) < (i + 1) * size:
+                        raise WrongKV("a chunk of tokens that are not known yet")
+                    start = (i + 1) * size - 1 if part.rule is Rule.STATE else i * size
+                    value = cells_of_part(cells[start : (i + 1) * size], run.part)
+                    self.book.check(key, value)
+
+    def _check_place(self, run: PartRun, part: Part, tables: BlockIds) -> None:
+        """A load fills the request's own blocks of those tokens, without a gap."""
+        size = self.shape.chunk_size
+        for group, ids in zip(part.groups, run.block_ids, strict=True):
+            first = tables[group].index(ids[0])
+            assert tables[group][first : first + len(ids)] == ids
+            assert (run.chunks[-1] + 1) * size == (first + len(ids)) * BLOCK_SIZE
+            if part.rule is not Rule.STATE:
+                assert run.chunks[0] * size + run.skip_blocks * BLOCK_SIZE == first * BLOCK_SIZE
 
     # -- execution ---------------------------------------------------------------------------------
 

@@ -24,10 +24,12 @@ class Memory:
     def __init__(self, num_blocks: int) -> None:
         self._blocks = [[_NOTHING] * BLOCK_SIZE for _ in range(num_blocks)]
 
-    def read(self, blocks: Sequence[int], end: int) -> Cells:
-        """The first ``end`` positions."""
-        cells = [value for block in blocks for value in self._blocks[block]]
-        return tuple(cells[:end])
+    def read(self, blocks: Sequence[int], start: int, end: int) -> Cells:
+        """Positions ``[start, end)``."""
+        first = start // BLOCK_SIZE
+        touched = blocks[first : -(-end // BLOCK_SIZE)]
+        cells = [value for block in touched for value in self._blocks[block]]
+        return tuple(cells[start - first * BLOCK_SIZE : end - first * BLOCK_SIZE])
 
     def write(self, blocks: Sequence[int], start: int, cells: Iterable[int]) -> None:
         """From position ``start`` on."""

@@ -14,13 +14,16 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.plans import (
     AuditJob,
+    BlockIds,
     CacheEvent,
     JobResult,
     LayerDifference,
     LoadJob,
     Outcome,
+    PartRun,
     RankReport,
     StepPlan,
     StoreJob,
@@ -76,6 +79,11 @@ def cells_of(tokens: Sequence[int], source: Source = Source(), weights: int = 0)
     return tuple(out)
 
 
+def cells_of_part(cells: Cells, part: int) -> Cells:
+    """As the layers of that part compute them: none can be taken for those of another part."""
+    return cells if part == 0 else tuple(cell(value, -3 - part) for value in cells)
+
+
 class WrongKV(AssertionError):
     """A block was read or written that is not the request's, or holds something else."""
 
@@ -92,7 +100,8 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one engine step asks of a rank. ``tables``: whose blocks are whose, from here on.
+    """What one engine step asks of a rank. ``tables``: whose blocks are whose, from here on, by KV
+    cache group.
 
     ``zeroed``: blocks that are zeroed before the plan is handed over. ``foreign``: what another
     connector has to do, with the right cells of each of its loads.
@@ -100,7 +109,7 @@ class Step:
 
     plan: StepPlan
     passes: tuple[Pass, ...]
-    tables: Mapping[str, tuple[int, ...]]
+    tables: Mapping[str, BlockIds]
     zeroed: tuple[int, ...] = ()
     foreign: ForeignWork = NO_FOREIGN_WORK
 
@@ -138,7 +147,7 @@ class KeyBook:
 
 @dataclass
 class ShadowRank:
-    """Memory, CPU tier and job lanes of one rank."""
+    """Memory, CPU tier and job lanes of one rank. ``parts``: of the model."""
 
     rank: int
     num_blocks: int
@@ -148,11 +157,12 @@ class ShadowRank:
     faults: Faults
     book: KeyBook
     remote: dict[bytes, Cells]  # this rank's part of every chunk in Redis
+    parts: tuple[Part, ...]
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.num_blocks)
         self.foreign = ForeignWorker(self.memory, self.chance)
-        self._tables: Mapping[str, tuple[int, ...]] = {}
+        self._tables: Mapping[str, BlockIds] = {}
         self.tier: OrderedDict[bytes, Cells] = OrderedDict()
         self._events: list[CacheEvent] = []
         self._stores: deque[StoreJob] = deque()
@@ -160,7 +170,7 @@ class ShadowRank:
         self._fetch: deque[LoadJob] = deque()
         self._open: set[int] = set()
         self._gate_is_closed = False
-        self._at_gate: list[tuple[StoreJob, Cells]] = []
+        self._at_gate: list[tuple[StoreJob, list[list[Cells]]]] = []
         self._cancelled: set[int] = set()
         self._done: list[tuple[LoadJob | StoreJob, JobResult]] = []
         self.load_outcomes: list[Outcome] = []
@@ -208,12 +218,37 @@ class ShadowRank:
     # -- the forward pass --------------------------------------------------------------------------
 
     def _forward(self, one: Pass) -> None:
-        blocks, cells = self._tables[one.request_id], one.cells
-        if self.memory.read(blocks, one.start) != one.cells[: one.start]:
+        cells = one.cells
+        if not all(self._reads_right(one, i) for i in range(len(self.parts))):
             if not self.faults.others_lie:
                 raise WrongKV(f"{one.request_id} computes on wrong KV")
             cells = tuple(cell(value, -1) for value in cells)
-        self.memory.write(blocks, one.start, cells[one.start : one.end])
+        for number, part in enumerate(self.parts):
+            own = cells_of_part(cells, number)
+            for group in part.groups:
+                table, start = self._tables[one.request_id][group], one.start
+                if part.rule is Rule.STATE:  # vLLM copies it to where the step ends, and goes on
+                    table, start = (table[(one.end - 1) // BLOCK_SIZE],), one.end - 1
+                    self.memory.write(table, 0, own[start : one.end])
+                else:
+                    self.memory.write(table, start, own[start : one.end])
+                if 0 in table[start // BLOCK_SIZE : -(-one.end // BLOCK_SIZE)]:
+                    raise WrongKV(f"{one.request_id} writes to the null block")
+
+    def _reads_right(self, one: Pass, number: int) -> bool:
+        """Whether all is there that the first token of the pass attends to."""
+        part, start = self.parts[number], one.start
+        first = part.first_needed(start)
+        expected = cells_of_part(one.cells[first:start], number)
+        for group in part.groups:
+            table = self._tables[one.request_id][group]
+            if part.rule is Rule.STATE and start:
+                found = self.memory.read((table[(start - 1) // BLOCK_SIZE],), 0, 1)
+            else:
+                found = self.memory.read(table, first, start)
+            if found != expected:
+                return False
+        return True
 
     # -- jobs ------------------------------------------------------------------------------------
 
@@ -255,8 +290,10 @@ class ShadowRank:
         self._done.append((job, result))
 
     def _copy(self, job: StoreJob) -> None:
-        block_ids = job.runs[0].block_ids[0]
-        read = self.memory.read(block_ids, len(block_ids) * BLOCK_SIZE)
+        read = [
+            [self.memory.read(ids, 0, len(ids) * BLOCK_SIZE) for ids in run.block_ids]
+            for run in job.runs
+        ]
         self._at_gate.append((job, read))
         if not self._gate_is_closed:
             self._open_gate()
@@ -267,21 +304,33 @@ class ShadowRank:
             self._end(job, self._keep(job, read))
         self._at_gate.clear()
 
-    def _keep(self, job: StoreJob, read: Cells) -> JobResult:
+    def _keep(self, job: StoreJob, read: list[list[Cells]]) -> JobResult:
         if job.job_id in self._cancelled:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
         if isinstance(job, AuditJob):
-            return self._audit(job, read)
-        for i, key in enumerate(job.keys):
-            if read[i * self.chunk_size : (i + 1) * self.chunk_size] != self.book.cells[key]:
+            return self._audit(job, read[0][0])
+        values = [
+            (run, i, groups)
+            for run, groups in zip(job.runs, read, strict=True)
+            for i in range(len(run.keys))
+        ]
+        for number, (run, i, groups) in enumerate(values):
+            key, cells = run.keys[i], self.book.cells[run.keys[i]]
+            if any(self._value(run, i, group) != cells for group in groups):
                 raise WrongKV(f"{job.request_id} stores other KV than chunk {i}'s key names")
             if self.chance.random() < self.faults.no_memory:
-                return JobResult(job.job_id, Outcome.MISSING, i, 0, 0, 0.0)
-            self._admit(key, self.book.cells[key])
+                return JobResult(job.job_id, Outcome.MISSING, number, 0, 0, 0.0)
+            self._admit(key, cells)
             if job.redis_keys is None or key in job.redis_keys:
-                self.remote[key] = self.book.cells[key]
+                self.remote[key] = cells
             self.num_stored_chunks += 1
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+
+    def _value(self, run: PartRun, index: int, cells: Cells) -> Cells:
+        """Chunk ``index`` of the run, of all that was read of a group."""
+        if self.parts[run.part].rule is Rule.STATE:
+            return cells[index * BLOCK_SIZE : index * BLOCK_SIZE + 1]
+        return cells[index * self.chunk_size : (index + 1) * self.chunk_size]
 
     def _audit(self, job: AuditJob, computed: Cells) -> JobResult:
         (key,) = job.keys
@@ -302,29 +351,36 @@ class ShadowRank:
         fail_at = len(job.keys)
         if self.chance.random() < self.faults.failed_load:
             fail_at = self.chance.randrange(len(job.keys))
-        cells: list[int] = []
-        for i, key in enumerate(job.keys):
-            found = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
-            if i >= fail_at or found is None:
-                self._write(job, [*cells, *[-1] * self.chance.randrange(self.chunk_size)])
-                outcome = self.chance.choice([Outcome.MISSING, Outcome.DEADLINE])
-                return JobResult(job.job_id, outcome, i, 0, 0, 0.0)
-            self._admit(key, found)
-            cells += found
-        self._write(job, cells)
+        done = 0
+        for run in job.runs:
+            cells: list[int] = []
+            for i, key in enumerate(run.keys, done):
+                found = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
+                if i >= fail_at or found is None:
+                    self._write(run, [*cells, *[-1] * self.chance.randrange(self.chunk_size)])
+                    outcome = self.chance.choice([Outcome.MISSING, Outcome.DEADLINE])
+                    return JobResult(job.job_id, outcome, i, 0, 0, 0.0)
+                self._admit(key, found)
+                cells += found
+            self._write(run, cells)
+            done += len(run.keys)
         self.num_loaded_chunks += len(job.keys)
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
 
-    def _write(self, job: LoadJob, cells: list[int]) -> None:
-        run = job.runs[0]
-        self.memory.write(run.block_ids[0], 0, cells[run.skip_blocks * BLOCK_SIZE :])
+    def _write(self, run: PartRun, cells: list[int]) -> None:
+        for block_ids in run.block_ids:
+            room = len(block_ids) * BLOCK_SIZE
+            self.memory.write(block_ids, 0, cells[run.skip_blocks * BLOCK_SIZE :][:room])
 
     def _check_owned(self, job: LoadJob) -> None:
-        blocks = job.blocks
-        if not blocks.issubset(self._tables.get(job.request_id, ())):
-            raise WrongKV(f"a load of {job.request_id} writes blocks that are not its own")
-        for other, table in self._tables.items():
-            if other != job.request_id and not blocks.isdisjoint(table):
+        own = self._tables.get(job.request_id)
+        for run in job.runs:
+            for group, ids in zip(self.parts[run.part].groups, run.block_ids, strict=True):
+                if own is None or 0 in ids or not set(ids).issubset(own[group]):
+                    raise WrongKV(f"a load of {job.request_id} writes blocks that are not its own")
+        for other, tables in self._tables.items():
+            held = {block for table in tables for block in table}
+            if other != job.request_id and not job.blocks.isdisjoint(held):
                 raise WrongKV(f"a load of {job.request_id} writes blocks of {other}")
 
     # -- the CPU tier ----------------------------------------------------------------------------
