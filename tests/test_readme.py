@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from tests.support import ROOT
+from tests.support.engines.tiny_families import FAMILIES
 
 README = (ROOT / "README.md").read_text()
 TYPE_WORDS = {int: "integer", float: "number", bool: "boolean", str: "string", SecretStr: "secret"}
@@ -80,6 +81,11 @@ def test_the_supported_versions_are_those_of_the_code(row: str, constant: str) -
     sources = (ROOT / "lmcache_connector" / "vllm_compat").glob("*.py")
     code = "".join(path.read_text() for path in sources)
     assert re.findall(rf'^SUPPORTED_{constant} = "(.*)"$', code, re.MULTILINE) == [said[row]]
+
+
+def test_the_families_of_models_are_those_that_tests_run() -> None:
+    rows = table_after(README, "### Models with several kinds of KV")
+    assert rows == [[family.title, family.kv] for family in FAMILIES.values()]
 
 
 def test_it_is_one_page() -> None:

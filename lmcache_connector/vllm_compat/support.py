@@ -55,7 +55,11 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
     if not kv_cache_config.kv_cache_groups:
         yield "models without a KV cache", "start without --kv-transfer-config"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        yield "context parallelism", "set its sizes to 1"
+        yield (
+            "context parallelism yet",
+            "it spreads the tokens of a chunk over ranks, and a chunk is stored whole; set "
+            "--decode-context-parallel-size and --prefill-context-parallel-size to 1",
+        )
     if _has_a_scheduler_per_rank(vllm_config):
         yield (
             "the external_launcher executor with several ranks per engine",
@@ -65,7 +69,8 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
     if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_KV:
         yield (
             f"speculative decoding with {speculative.method!r} yet",
-            "use the ngram method or none",
+            "the drafter's KV of a chunk depends on the token after it, which no chunk's name "
+            "holds; use the ngram or the suffix method, or none",
         )
 
 

@@ -15,6 +15,7 @@ from functools import cache, partial
 import pytest
 import torch
 
+from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.kv_layout.part_layout import GroupLayers, PartLayout
 from lmcache_connector.kv_layout.topology import all_ranks
 from lmcache_connector.kv_parts.part import Part, Rule, part_key
@@ -23,6 +24,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.worker import adapter
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.redis.servers import Server, running_valkey
@@ -210,6 +212,17 @@ def store(rank: Rank) -> JobResult:
     for run in RUNS:
         rank.fill(run)
     return rank.result(STORE)
+
+
+@pytest.fixture(scope="module")
+def copier() -> Copier:
+    """One for all: making one takes a second."""
+    return make_copier(torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
+    monkeypatch.setattr(adapter, "make_copier", lambda device: copier)
 
 
 @pytest.fixture(scope="module")

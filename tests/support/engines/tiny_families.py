@@ -22,10 +22,13 @@ _SHAPE = ModelShape(vocab_size=2048, max_position=16384)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``config``: class and arguments of Transformers' configuration; ``model``: class of the
-    model. ``engine_args``: what vLLM needs to be told beside the model.
+    """``title`` and ``kv``: who is of this family, and what its KV is made of, as the README says.
+    ``model``, ``config`` and ``sizes``: Transformers' classes and the arguments of the latter.
+    ``engine_args``: what vLLM needs to be told beside the model.
     """
 
+    title: str
+    kv: str
     model: str
     config: str
     sizes: dict[str, Any]
@@ -57,26 +60,36 @@ def _layers(pattern: str, repeats: int, window: str = "sliding_attention") -> di
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
     {
         "mistral": Family(
+            "Mistral 7B v0.1",
+            "a window in every layer",
             "MistralForCausalLM",
             "MistralConfig",
             {"sliding_window": WINDOW, "num_hidden_layers": 3},
         ),
         "ministral": Family(
+            "Ministral",
+            "windows and full attention, 3:1",
             "MistralForCausalLM",
             "MistralConfig",
             _layers("fwww", 1) | {"sliding_window": WINDOW},
         ),
         "gemma3": Family(
+            "Gemma 3",
+            "windows and full attention, 1:1",
             "Gemma3ForCausalLM",
             "Gemma3TextConfig",
             _layers("wf", 2) | {"sliding_window": WINDOW},
         ),
         "gemma3 5:1": Family(
+            "Gemma 3",
+            "windows and full attention, 5:1",
             "Gemma3ForCausalLM",
             "Gemma3TextConfig",
             _layers("wwwwwf", 1) | {"sliding_window": WINDOW},
         ),
         "gemma4": Family(
+            "Gemma 4",
+            "windows and full attention, with heads and blocks of other sizes",
             "Gemma4ForCausalLM",
             "Gemma4TextConfig",
             _layers("wwf", 1)
@@ -88,12 +101,16 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             },
         ),
         "gpt-oss": Family(
+            "gpt-oss",
+            "windows and full attention, with sinks",
             "GptOssForCausalLM",
             "GptOssConfig",
             _layers("wf", 2)
             | {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
         ),
         "llama4": Family(
+            "Llama 4",
+            "chunked local and full attention",
             "Llama4ForCausalLM",
             "Llama4TextConfig",
             _layers("wwwf", 1, "chunked_attention")
@@ -105,6 +122,8 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             },
         ),
         "qwen3-next": Family(
+            "Qwen3-Next",
+            "recurrent states (GDN) and full attention",
             "Qwen3NextForCausalLM",
             "Qwen3NextConfig",
             _layers("wf", 2, "linear_attention")
