@@ -74,3 +74,19 @@ def test_other_bytes_stop_the_start(copier: Copier, engines: list[LMCacheEngineA
     engines.append(make_engine(make_cache(BLOCK_SIZE), copier))
     with pytest.raises(SelfTestError, match=r"other bytes than it stored in layer layers\.0"):
         run_self_test(engines[0], [make_cache(BLOCK_SIZE)], time.monotonic)
+
+
+def test_layers_of_two_widths_share_their_blocks(
+    copier: Copier, engines: list[LMCacheEngineAdapter]
+) -> None:
+    """As those of DeepSeek V3.2: latents, and beside them what the indexer keeps."""
+    geometry = ChunkGeometry(CHUNK, 0, (576, 132), (0,), 1, "uint8")
+    caches = {
+        f"layers.{i}": torch.randint(0, 256, (NUM_BLOCKS, 1, BLOCK_SIZE, width), dtype=torch.uint8)
+        for i, width in enumerate(geometry.layer_widths)
+    }
+    part = PagedPart.from_kv_caches(one_part(geometry, BLOCK_SIZE)[0], 0, caches)
+    engines.append(make_engine(part, copier))
+    result = run_self_test(engines[0], [part], time.monotonic)
+    assert result is not None
+    assert result.num_bytes == CHUNK * (576 + 132)
