@@ -18,6 +18,7 @@ README = (ROOT / "README.md").read_text()
 TYPE_WORDS = {int: "integer", float: "number", bool: "boolean", str: "string", SecretStr: "secret"}
 UNITS = {
     "chunk_size": "tokens",
+    "window_interval": "tokens",
     "_gib": "GiB",
     "_mib": "MiB",
     "_seconds": "seconds",

@@ -170,6 +170,7 @@ def _settings(
         loads=loads,
         stores=stores,
         store_generated=config.store_generated,
+        window_interval=config.window_interval,
         redis_only_reused=config.redis_admission == "reused",
         weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
