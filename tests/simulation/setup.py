@@ -55,7 +55,7 @@ class _SlowCopier:
         kernel = RUNTIME.kernel
         moved = 0
         for first in (True, False):
-            kernel.sleep(0.0002 + 0.002 * kernel.chance.random() ** 4)
+            kernel.sleep(0.0002 + 0.02 * kernel.chance.random() ** 8)
             halves = [_half(each, first) for each in copies]
             moved += self._copier.copy(halves, direction, after)
         kernel.sleep(0.0002)
