@@ -100,18 +100,26 @@ def _layers(kv_cache_config: KVCacheConfig) -> list[_Layer]:
     cacheable = kv_cache_config.prefix_cacheable_group_ids
     found = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        # Where layers of other widths share a block table, the scheduler's process sees one of
-        # them only; the parts must be the same there.
+        # Of layers that share a block table the scheduler's process sees one, and finds the same
+        # parts, and the same names in Redis, by it.
         first = first_spec(group)
         shape = (first.num_heads, first.state_content_size_bytes, str(_dtype(first)))
         for name, spec in layer_specs(group).items():
             rule, span = rule_of(name, spec)
             if number not in cacheable:
                 raise unsupported(f"layer {name}, whose KV vLLM does not let others keep")
-            if (rule, span, spec.num_heads) != (*rule_of(name, first), first.num_heads):
-                raise unsupported(f"layer {name}, which is unlike others of its KV cache group")
+            if (rule, span) != rule_of(name, first) or not _is_no_wider(spec, first):
+                raise unsupported(
+                    f"layer {name} yet, whose KV is unlike that of other layers in its KV cache "
+                    "group, as the index of DeepSeek V3.2 is"
+                )
             found.append(_Layer(name, number, spec, rule, span, shape))
     return found
+
+
+def _is_no_wider(spec: Any, first: Any) -> bool:
+    same = (spec.num_heads, _dtype(spec)) == (first.num_heads, _dtype(first))
+    return same and bool(spec.state_content_size_bytes <= first.state_content_size_bytes)
 
 
 def _dtype(spec: Any) -> Any:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.kv_parts.part import Rule
+from lmcache_connector.plans import Outcome
 from tests.scheduler.test_adapter import Life, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
@@ -80,3 +82,172 @@ def test_random_lives_never_compute_on_wrong_kv(model: Path, name: str, seed: in
     tally = engine.adapter.tally
     assert tally.total("store_jobs") > 0
     assert tally.total("load_jobs") > 0
+
+
+# -- what is stored --------------------------------------------------------------------------------
+
+WIDE = Shape(groups=GEMMA, num_blocks=200, tier_chunks=200)
+
+
+def stored(engine: ShadowEngine, part: int) -> list[int]:
+    """The chunks whose values of one part were stored, in order."""
+    jobs = [job for plan in engine.plans for job in plan.stores]
+    return [i for job in jobs for run in job.runs if run.part == part for i in run.chunks]
+
+
+def serve(engine: ShadowEngine, tokens: list[int], max_tokens: int = 1) -> float:
+    """One request after vLLM has forgotten its own prefix cache: how many tokens are loaded."""
+    assert engine.scheduler.reset_prefix_cache()
+    before = engine.adapter.tally.total("hit_tokens")
+    request_id = engine.add(tokens, max_tokens)
+    engine.run_until_idle()
+    engine.check_answer(request_id)
+    engine.check_whole()
+    return engine.adapter.tally.total("hit_tokens") - before
+
+
+def test_windows_are_stored_where_hits_are_likely_to_end(model: Path) -> None:
+    """A window of 40 tokens reaches into two chunks of 32. Hits may end every four windows, and at
+    the end of the prompt; where another prompt parts from it only the next one finds a window."""
+    engine = calm(model, WIDE)
+    tokens = prompt(1, 10 * CHUNK + 3)
+    assert serve(engine, tokens) == 0
+    assert stored(engine, 0) == list(range(10))
+    assert stored(engine, 1) == [3, 4, 7, 8, 9]
+    shared = tokens[: 7 * CHUNK + 1]
+    assert serve(engine, shared + prompt(2, 2 * CHUNK)) == 5 * CHUNK
+    assert serve(engine, shared + prompt(3, 2 * CHUNK)) == 7 * CHUNK
+
+
+def test_of_an_answer_every_window_is_stored(model: Path) -> None:
+    """The next turn goes on wherever it broke off."""
+    engine = calm(model, WIDE)
+    serve(engine, prompt(0, 6 * CHUNK + 3), max_tokens=3 * CHUNK)
+    (first,) = engine.requests.values()
+    assert first.num_tokens == 9 * CHUNK + 3, "it did not stop early"
+    for length in (7 * CHUNK + 1, 8 * CHUNK + 1):
+        assert serve(engine, [*first.all_token_ids[:length], 1]) == length - 1
+
+
+def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
+    model: Path,
+) -> None:
+    """And hands them out in the same step."""
+    shape = replace(WIDE, num_blocks=400, prefix_caching=False, max_batched_tokens=CHUNK)
+    num_dropped = []
+    for has_pins in (True, False):
+        engine = ShadowEngine(model, shape, 0, Faults(slow=0.95))
+        if not has_pins:
+            vars(engine.adapter._dispatcher._pins).update(pin=lambda job: None)
+        for seed in range(8):
+            engine.add(prompt(seed, 12 * CHUNK + 1), 1)
+        engine.run_until_idle()
+        engine.check_whole()
+        assert len(stored(engine, 1)) == 8 * 6
+        num_dropped.append(engine.adapter.tally.total("dropped_stores"))
+    assert num_dropped[0] == 0 < num_dropped[1]
+
+
+def test_nothing_waits_for_ever_for_a_store_of_windows_that_is_stuck(model: Path) -> None:
+    faults = Faults(stuck=True)
+    shape = replace(WIDE, num_blocks=44, prefix_caching=False)
+    engine = ShadowEngine(model, shape, 0, faults)
+    ids = [engine.add(prompt(seed, 6 * CHUNK), 3) for seed in range(6)]
+    for _ in range(600):
+        engine.step()
+    assert not engine.live
+    faults.stuck = False
+    engine.run_until_idle()
+    engine.check_whole()
+    for request_id in ids:
+        engine.check_answer(request_id)
+
+
+def test_once_no_request_runs_a_store_that_is_stuck_holds_up_no_reset(model: Path) -> None:
+    faults = Faults(stuck=True)
+    engine = ShadowEngine(model, WIDE, 0, faults)
+    engine.add(prompt(1, 6 * CHUNK), 3)
+    while engine.live:
+        engine.step()
+    assert engine.adapter.has_open_stores
+    assert not engine.adapter.has_pinned_blocks
+    assert engine.scheduler.reset_prefix_cache()
+    faults.stuck = False
+    engine.run_until_idle()
+    engine.check_whole()
+
+
+def test_a_request_that_is_aborted_leaves_no_pin(model: Path) -> None:
+    engine = ShadowEngine(model, WIDE, 0, Faults(stuck=True))
+    request_id = engine.add(prompt(1, 6 * CHUNK), 3)
+    for _ in range(3):
+        engine.step()
+    assert engine.adapter.has_pinned_blocks
+    engine.abort(request_id)
+    assert not engine.adapter.has_pinned_blocks
+    assert engine.scheduler.reset_prefix_cache()
+
+
+# -- what is loaded --------------------------------------------------------------------------------
+
+
+def drop(engine: ShadowEngine, part: int, chunk: int) -> None:
+    """Out of memory, and nobody is told."""
+    keys = [
+        run.keys[run.chunks.index(chunk)]
+        for plan in engine.plans
+        for job in plan.stores
+        for run in job.runs
+        if run.part == part and chunk in run.chunks
+    ]
+    for rank in engine.ranks:
+        del rank.tier[keys[0]]
+
+
+@pytest.mark.parametrize(
+    ("part", "chunk", "second"), [(1, 9, 9), (1, 8, 5), (0, 9, 9), (0, 6, 5), (0, 1, 0)]
+)
+def test_what_is_left_of_a_hit_that_was_not_whole_is_loaded_the_second_time(
+    model: Path, part: int, chunk: int, second: int
+) -> None:
+    """Without windows all that arrives counts; with them, nothing does unless all arrives."""
+    engine = calm(model, WIDE)
+    tokens = prompt(1, 10 * CHUNK + 3)
+    serve(engine, tokens)
+    drop(engine, part, chunk)
+    while True:  # a missing chunk is reported as missing, or the deadline passed before
+        before = len(engine.ranks[0].load_outcomes)
+        serve(engine, tokens)
+        outcomes = engine.ranks[0].load_outcomes[before:]
+        if outcomes[0] is Outcome.MISSING:
+            break
+        assert outcomes == [Outcome.DEADLINE], "after a deadline it is computed"
+        drop(engine, part, chunk)
+    loads = [job for plan in engine.plans for job in plan.loads][-len(outcomes) :]
+    ends = [job.runs[-1].chunks[-1] + 1 for job in loads]
+    assert ends == ([10, second] if second else [10])
+    assert outcomes[1:] == [Outcome.DONE] * (len(ends) - 1)
+
+
+def test_a_load_brings_windows_first_and_no_more_of_them_than_is_needed(model: Path) -> None:
+    engine = calm(model, replace(WIDE, groups=("full", "w40", "c64")))
+    serve(engine, prompt(1, 10 * CHUNK + 3))
+    assert serve(engine, prompt(1, 9 * CHUNK + 3)) == 9 * CHUNK
+    (job,) = [job for plan in engine.plans for job in plan.loads]
+    runs = [(engine.parts[run.part].rule, run.chunks, run.skip_blocks) for run in job.runs]
+    assert runs == [
+        (Rule.CHUNKED, (8,), 0),
+        (Rule.WINDOW, (7, 8), 1),
+        (Rule.PREFIX, tuple(range(9)), 0),
+    ]
+
+
+def test_an_audit_leaves_the_last_chunk_to_compute_where_the_hit_may_end_before(
+    model: Path,
+) -> None:
+    engine = calm(model, replace(WIDE, audit_share=1e-9))
+    tokens = prompt(1, 8 * CHUNK + 3)
+    serve(engine, tokens)
+    assert serve(engine, tokens) == 7 * CHUNK
+    assert engine.adapter.tally.totals.by_label("audits") == {"match": 1}
+    assert serve(engine, tokens) == 8 * CHUNK

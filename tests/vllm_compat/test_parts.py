@@ -18,7 +18,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from lmcache_connector.errors import UnsupportedError
@@ -27,6 +29,9 @@ from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
 
 SHAPE = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16, "block_size": BLOCK_SIZE}
+
+
+LATENT = SHAPE | {"num_kv_heads": 1, "head_size": 576}
 
 
 def window(span: int = 64, **sizes: Any) -> SlidingWindowSpec:
@@ -41,6 +46,13 @@ def grouped(specs: Sequence[Any]) -> KVCacheConfig:
     """Layers with these specs in model order, as vLLM groups them."""
     named = {f"model.layers.{i}.self_attn.attn": spec for i, spec in enumerate(specs)}
     groups = _get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(named))
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def uniform(specs: dict[str, Any]) -> KVCacheConfig:
+    """Layers of specs that differ in size, in one group."""
+    found = UniformTypeKVCacheSpecs.from_specs(specs)
+    groups = [KVCacheGroupSpec(list(specs), found)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -182,30 +194,29 @@ def test_several_stages_of_several_parts_are_refused(model: Path) -> None:
         described(model, grouped([window(), full()]), pipeline_parallel_size=2)
 
 
-def test_a_latent_beside_an_index_is_one_part(model: Path) -> None:
-    """DeepSeek V3.2: two tensors per layer in one group, under one block table."""
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
-
-    latent = MLAAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=576, dtype=torch.bfloat16
-    )
-    index = MLAAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=132, dtype=torch.uint8
-    )
+def test_a_latent_beside_an_index_is_refused(model: Path) -> None:
+    """DeepSeek V3.2: two tensors per layer in one group, of which the scheduler's process sees
+    one: it would ask Redis for other names, and hold audits against another format."""
     specs = {
         f"model.layers.{i}.self_attn.{name}": spec
         for i in range(2)
-        for name, spec in (("attn", latent), ("indexer.k_cache", index))
+        for name, spec in (
+            ("attn", MLAAttentionSpec(**LATENT)),
+            ("indexer.k_cache", MLAAttentionSpec(**LATENT | {"dtype": torch.uint8})),
+        )
     }
-    uniform = UniformTypeKVCacheSpecs.from_specs(specs)
-    cache = KVCacheConfig(
-        num_blocks=8,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(list(specs), uniform)],
-    )
-    (layout,) = described(model, cache).parts
-    assert layout.part.rule is Rule.PREFIX
-    assert layout.geometries[0].layer_widths == (1152, 132, 1152, 132)
+    with pytest.raises(UnsupportedError, match="the index of DeepSeek V3"):
+        described(model, uniform(specs))
+
+
+def test_layers_of_several_widths_under_one_block_table_are_one_part(model: Path) -> None:
+    """In the order of the model, and the same part as the scheduler's process finds."""
+    specs = {
+        f"model.layers.{i}.self_attn.attn": MLAAttentionSpec(**LATENT | {"head_size": size})
+        for i, size in enumerate((576, 192))
+    }
+    (layout,) = described(model, uniform(specs)).parts
+    assert layout.geometries[0].layer_widths == (1152, 384)
 
 
 def test_full_attention_is_one_part_of_one_group(model: Path) -> None:
