@@ -35,7 +35,7 @@ def prepare(folder: Path) -> Path:
     _module("worker.adapter").make_copier = lambda device: copier
     _module("worker.adapter").ask_for_amx = lambda: None
     _module("worker.lmcache_engine").start_engine = lmcache_model.start_engine
-    compat = _module("vllm_compat.model")
+    compat = _module("vllm_compat.parts")
     plain = compat.Packing("simulated", ())
     compat.find_packing = lambda *_: plain
     _watch_reads(RedisTier)
