@@ -35,8 +35,8 @@ class ConnectorConfig(StrictSettings):
     """Secret that keys chunk keys and values. May be ``env:NAME`` or ``file:PATH``."""
     store_generated: bool = True
     """Store generated tokens too, for the next turn of a conversation."""
-    window_interval: Annotated[int, Field(gt=0, le=1 << 30)] | None = None
-    """Most tokens between two places of a prompt where windows are stored; none: four windows."""
+    window_interval: Annotated[int, Field(gt=0)] | None = None
+    """Most tokens between two places where a hit may end on stored windows; none: 8 windows."""
     redis_admission: Literal["all", "reused"] = "all"
     """Write every chunk to Redis, or those that a second request of this instance has wanted."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None

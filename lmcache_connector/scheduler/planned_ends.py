@@ -11,7 +11,7 @@ from lmcache_connector.kv_parts.hit import chunks_to_load
 from lmcache_connector.kv_parts.part import Part
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
-_WINDOWS_PER_END = 4
+_WINDOWS_PER_END = 8
 
 
 class PlannedEnds:

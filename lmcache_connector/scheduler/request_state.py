@@ -25,7 +25,7 @@ class SchedulerSettings:
     redis_only_reused: bool = False
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
-    window_interval: int | None = None  # None: four windows
+    window_interval: int | None = None  # None: eight windows
 
     @property
     def is_prefix_only(self) -> bool:

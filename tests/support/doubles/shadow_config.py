@@ -127,6 +127,7 @@ def _group(shape: Shape, index: int, code: str) -> KVCacheGroupSpec:
 
 
 def _transfer(shape: Shape) -> KVTransferConfig:
+    spans = [int(code[1:]) for code in shape.groups if code[1:].isdigit()]
     ours: dict[str, Any] = {
         "kv_connector": "LMCacheTieredConnector",
         "kv_connector_module_path": "lmcache_connector",
@@ -136,6 +137,8 @@ def _transfer(shape: Shape) -> KVTransferConfig:
             "compute_or_load": "always",
             "redis_admission": shape.admission,
             "audit_share": shape.audit_share,
+            # Prompts are short here, and shall have such places in them.
+            "window_interval": 4 * max(spans, default=1),
         },
     }
     if shape.beside is None:
