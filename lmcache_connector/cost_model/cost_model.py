@@ -151,8 +151,10 @@ class CostModel:
         return self._prefill.seconds(context_tokens, prompt_tokens, running_requests)
 
     def bytes_per_second(self, tier: Tier) -> float:
-        """Bandwidth of a tier after its latency; infinite when nothing is known."""
-        return self._tiers[tier].bytes_per_second
+        """Bandwidth of a tier after its latency; infinite when nothing is known. After a minute
+        without a load that is the calibration's: one slow load shall not count for ever."""
+        now, speed = self._clock(), self._tiers[tier]
+        return (speed.calibrated_only(now) if speed.is_outdated(now) else speed).bytes_per_second
 
     def is_stalled(self, tier: Tier) -> bool:
         """Nothing came from it lately."""
@@ -225,35 +227,44 @@ class CostModel:
             speed = self._tiers[offer.tiers[start]]
             if speed.on_trial:
                 return
-            start, end = border, self._end_up_to(offer, border)
-            if end <= last_end:
-                continue
-            prefix = self._prefix(offer, end)
-            excess_seconds = prefix.load_seconds - longest_seconds
-            if excess_seconds <= 0:
+            start = border
+            for end in self._ends_up_to(offer, border):
+                if end <= last_end:
+                    continue
+                prefix = self._prefix(offer, end)
+                excess_seconds = prefix.load_seconds - longest_seconds
+                if excess_seconds > 0:
+                    chunk_seconds = offer.chunk_bytes * speed.seconds_per_byte
+                    cut = ceil(excess_seconds / chunk_seconds) if chunk_seconds else end
+                    yield from self._longest(offer, last_end, end - cut)
+                    return
                 yield prefix
                 last_end = end
-                continue
-            chunk_seconds = offer.chunk_bytes * speed.seconds_per_byte
-            cut = ceil(excess_seconds / chunk_seconds) if chunk_seconds else end
-            end = self._end_up_to(offer, end - cut)
-            if end > last_end:
-                yield self._prefix(offer, end)
-            return
 
     def _loads(self, tier: Tier) -> bool:
         return not self._tiers[tier].stalled
 
-    def _end_up_to(self, offer: LoadOffer, num_chunks: int) -> int:
-        """The largest end up to there that needs nothing else of a tier that does not load; 0 if
-        there is none."""
-        end = offer.end_up_to(num_chunks)
-        while end > 0 and offer.other_bytes is not None:
-            needed = (tier for tier, count in offer.other_bytes(end).items() if count)
-            if all(self._loads(tier) and not self._tiers[tier].on_trial for tier in needed):
-                break
-            end = offer.end_up_to(end - 1)
-        return end
+    def _longest(self, offer: LoadOffer, after: int, num_chunks: int) -> Iterator[_Prefix]:
+        """The prefix that ends last, after one and before the other, if there is one."""
+        end = self._ends_up_to(offer, num_chunks)[-1]
+        if end > after:
+            yield self._prefix(offer, end)
+
+    def _ends_up_to(self, offer: LoadOffer, num_chunks: int) -> list[int]:
+        """The largest end up to there; where more is needed than the chunks before, the largest for
+        which memory has it, and the largest for which any tier has it that loads. 0 for none."""
+        if offer.other_bytes is None:
+            return [offer.end_up_to(num_chunks)]
+        usable = {t for t in Tier if self._loads(t) and not self._tiers[t].on_trial}
+        found = set()
+        for tiers in (usable - {Tier.REDIS}, usable):
+            end = offer.end_up_to(num_chunks)
+            while end > 0 and not tiers.issuperset(
+                t for t, n in offer.other_bytes(end).items() if n
+            ):
+                end = offer.end_up_to(end - 1)
+            found.add(end)
+        return sorted(found)
 
     def _prefix(self, offer: LoadOffer, num_chunks: int) -> _Prefix:
         """Tiers are taken to load one after the other."""

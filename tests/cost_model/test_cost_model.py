@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -509,3 +510,56 @@ def test_the_instances_numbers_are_the_models() -> None:
     load = 23 * CHUNK_BYTES * (1 / 1e9 + 1 / CPU_BYTES_PER_SECOND)
     assert decision.predicted_load_seconds == pytest.approx(load, rel=0.05)
     assert decision.num_chunks * CHUNK_TOKENS < PROMPT_TOKENS
+
+
+# -- models that need more than the chunks ---------------------------------------------------------
+
+
+def windows(bytes_at: dict[int, dict[Tier, int]], *tiers: Tier, **changes: Any) -> LoadOffer:
+    """A hit that may end where windows are held, which take so many bytes of each tier."""
+    more: dict[str, Any] = {"ends": sorted(bytes_at), "other_bytes": bytes_at.__getitem__}
+    return offer(*tiers, **more, **changes)
+
+
+def test_a_hit_with_windows_is_cut_only_where_it_may_end() -> None:
+    model = make_model()
+    model.calibrate(CPU, 1e9, 0.0)
+    model.calibrate(REDIS, 1e6, 0.0)  # slower than compute
+    bytes_at = {3: {CPU: 10**6}, 10: {CPU: 10**6}, 32: {CPU: 10**6}}
+    decision = model.decide(windows(bytes_at, *[CPU] * 20, *[REDIS] * 12))
+    assert decision.num_chunks == 10
+    assert decision.predicted_load_seconds == pytest.approx(11 * 10**6 / 1e9)
+
+
+def test_windows_count_for_what_they_take() -> None:
+    """Where they take longer than compute, the hit ends before, or is none."""
+    model = make_model()
+    model.calibrate(CPU, 1e9, 0.0)
+    model.calibrate(REDIS, 1e6, 0.0)
+    near = {10: {CPU: 10**6}, 32: {REDIS: 10**7}}
+    assert model.decide(windows(near, *[CPU] * 32)).num_chunks == 10
+    assert model.decide(windows({32: {REDIS: 10**7}}, *[CPU] * 32)).num_chunks == 0
+
+
+def test_windows_that_lie_in_a_tier_that_stalls_are_left_out() -> None:
+    model = make_model()
+    model.calibrate(CPU, 1e9, 0.0)
+    model.calibrate(REDIS, 1e9, 0.0)
+    model.observe_load_failed(REDIS, 5.0)
+    bytes_at = {7: {CPU: 10**6}, 10: {REDIS: 10**6}, 32: {REDIS: 10**6}}
+    assert model.decide(windows(bytes_at, *[CPU] * 32)).num_chunks == 7
+
+
+def test_a_model_of_windows_alone_has_no_bytes_before_them() -> None:
+    model = make_model()
+    model.calibrate(CPU, 1e9, 0.0)
+    decision = model.decide(windows({32: {CPU: 10**6}}, *[CPU] * 32, chunk_bytes=0))
+    assert decision.num_chunks == 32
+    with pytest.raises(ValueError, match="bytes"):
+        offer(CPU, chunk_bytes=0)
+
+
+def test_with_always_the_largest_end_is_loaded() -> None:
+    bytes_at = {3: {CPU: 10**6}, 10: {REDIS: 10**6}}
+    decision = make_model(mode="always").decide(windows(bytes_at, *[CPU] * 10))
+    assert decision.num_chunks == 10

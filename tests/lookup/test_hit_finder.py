@@ -14,7 +14,7 @@ from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_events.log import KvEventSink
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.kv_parts.part import Part, Rule, part_key, part_of
 from lmcache_connector.lookup.background_lookup import (
     PENDING,
     BackgroundLookup,
@@ -27,9 +27,11 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import RedisHitFinder
 from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.plans import CacheEvent
 
 CHUNK = 256
 PROMPT_TOKENS = 4 * CHUNK
+ONE_PART = (Part(Rule.PREFIX, (0,), 16),)
 
 
 class Clock:
@@ -67,18 +69,21 @@ class SlowLookup:
 class Scene:
     """Prefill is measured: a prompt takes 1 s, of which 0.04 s may go into waiting for Redis."""
 
-    def __init__(self, lookup_wait_seconds: float = 1.0) -> None:
+    def __init__(
+        self, lookup_wait_seconds: float = 1.0, parts: tuple[Part, ...] = ONE_PART
+    ) -> None:
         self.clock = Clock()
         self.tier = SlowLookup(self.clock)
         self.remote = BackgroundLookup(self.tier, 5.0, self.clock)
         self.tally = Tally()
+        self.index = ChunkIndex(1)
         model = CostModel(clock=self.clock, max_deadline_seconds=10.0)
         for _ in range(8):
             model.observe_prefill(PROMPT_TOKENS, 0, 1.0)
         self.finder = RedisHitFinder(
-            (Part(Rule.PREFIX, (0,), 16),),
+            parts,
             CHUNK,
-            ChunkIndex(1),
+            self.index,
             self.tally,
             self.remote,
             LoadPolicy(model, CHUNK, (1 << 20,), self.clock),
@@ -87,12 +92,15 @@ class Scene:
             wait_seconds=lookup_wait_seconds,
         )
 
-    def request(self, seed: int) -> RequestLookup:
-        """A new request whose question is on its way."""
+    def new_request(self, seed: int, num_tokens: int = PROMPT_TOKENS) -> RequestLookup:
         rng = random.Random(seed)
         keys = RequestKeys(PrefixHasher({}, CHUNK), RequestIdentity())
-        keys.extend([rng.randrange(100) for _ in range(PROMPT_TOKENS)])
-        asked = RequestLookup(SimpleNamespace(num_tokens=PROMPT_TOKENS), keys)
+        keys.extend([rng.randrange(100) for _ in range(num_tokens)])
+        return RequestLookup(SimpleNamespace(num_tokens=num_tokens), keys)
+
+    def request(self, seed: int) -> RequestLookup:
+        """A new request whose question is on its way."""
+        asked = self.new_request(seed)
         self.finder.next_step()
         self.finder.ask(asked, 0)
         return asked
@@ -202,3 +210,63 @@ def test_a_step_waits_once_and_longer_where_it_holds_up_nobody(
         assert scene.find(asked, is_idle) is PENDING
     assert question.waits == waits
     scene.remote.close()
+
+
+# -- models with windows ---------------------------------------------------------------------------
+
+WINDOWED = (Part(Rule.PREFIX, (0,), 16), Part(Rule.WINDOW, (1,), 16, CHUNK + 2))
+
+
+@pytest.fixture
+def windowed() -> Iterator[Scene]:
+    """A window reaches into two chunks."""
+    scene = Scene(parts=WINDOWED)
+    yield scene
+    scene.remote.close()
+
+
+def admit(scene: Scene, asked: RequestLookup, part: int, *chunks: int) -> None:
+    keys = [part_key(asked.keys.keys[chunk], part, 2) for chunk in chunks]
+    scene.index.apply(0, [CacheEvent(key, True) for key in keys])
+
+
+def asked_for(scene: Scene, asked: RequestLookup) -> list[tuple[int, int]]:
+    """Part and chunk of every key that Redis is asked for."""
+    scene.finder.ask(asked, 0)
+    chunks = [key[:-1] for key in asked.keys.keys]
+    return [(part_of(key, 2), chunks.index(key[:-1])) for key in asked.asked_keys]
+
+
+def test_redis_is_asked_for_what_memory_lacks_of_both(windowed: Scene) -> None:
+    windowed.tier.seconds = [0.0]
+    asked = windowed.new_request(1)
+    admit(windowed, asked, 0, 0, 1, 3)
+    admit(windowed, asked, 1, 1)
+    assert asked_for(windowed, asked) == [(0, 2), (1, 0), (1, 2)]
+    assert num_found(pending(asked)) == 3
+    assert windowed.find(asked) == 3, "the last token is left to compute"
+
+
+def test_of_windows_before_a_hit_in_memory_redis_is_not_asked(windowed: Scene) -> None:
+    asked = windowed.new_request(1, PROMPT_TOKENS + 1)
+    admit(windowed, asked, 0, 0, 1, 2)
+    admit(windowed, asked, 1, 1, 2)
+    assert asked_for(windowed, asked) == [(0, 3), (1, 3)]
+
+
+def test_redis_is_not_asked_where_memory_has_all_that_a_hit_can_have(windowed: Scene) -> None:
+    asked = windowed.new_request(1)
+    admit(windowed, asked, 0, 0, 1, 2)
+    admit(windowed, asked, 1, 1, 2)
+    assert asked_for(windowed, asked) == []
+    assert windowed.find(asked) == 3
+
+
+def test_what_redis_turns_out_not_to_have_is_no_hit_any_more(windowed: Scene) -> None:
+    windowed.tier.seconds = [0.0]
+    asked = windowed.new_request(1)
+    windowed.finder.ask(asked, 0)
+    assert num_found(pending(asked)) == 6
+    assert windowed.find(asked) == 3
+    asked.lose(part_key(asked.keys.keys[2], 1, 2))
+    assert windowed.find(asked) == 2

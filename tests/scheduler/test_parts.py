@@ -35,6 +35,11 @@ _SHAPES = {
     "windows, audited": Shape(groups=GEMMA, audit_share=1.0, num_blocks=50),
     "chunked": Shape(groups=("c64", "full"), depth=2, redis=True, num_blocks=40),
     "chunked alone": Shape(groups=("c64",)),
+    "states": Shape(groups=("s", "full"), chunk_size=BLOCK_SIZE, num_blocks=40),
+    "states, async, redis": Shape(
+        groups=("s", "full", "s"), chunk_size=BLOCK_SIZE, num_blocks=60, depth=2, redis=True
+    ),
+    "states and windows": Shape(groups=("s", "full", "w40"), chunk_size=BLOCK_SIZE, num_blocks=60),
     "narrow windows": Shape(groups=("full", "w10"), max_batched_tokens=48, num_blocks=40),
 }
 SHAPES = {name: replace(shape, tier_chunks=30) for name, shape in _SHAPES.items()}
@@ -186,6 +191,17 @@ def test_a_request_that_is_aborted_leaves_no_pin(model: Path) -> None:
     engine.abort(request_id)
     assert not engine.adapter.has_pinned_blocks
     assert engine.scheduler.reset_prefix_cache()
+
+
+def test_states_are_stored_where_vllm_offers_them(model: Path) -> None:
+    """Where a prompt ends, and where another parted from it; of all groups or none."""
+    shape = replace(WIDE, groups=("s", "full", "s"), chunk_size=BLOCK_SIZE)
+    engine = calm(model, shape)
+    tokens = prompt(1, 10 * BLOCK_SIZE + 3)
+    assert serve(engine, tokens) == 0
+    assert serve(engine, tokens) == 10 * BLOCK_SIZE
+    assert serve(engine, [*tokens, 1, 2, 3]) == 10 * BLOCK_SIZE
+    assert 9 in stored(engine, 1)
 
 
 # -- what is loaded --------------------------------------------------------------------------------

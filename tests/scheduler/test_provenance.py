@@ -34,6 +34,14 @@ SHAPES = {
     "without prefix caching": Shape(prefix_caching=False, zeroes=True, depth=2),
     "second of two, without prefix caching": Shape(beside=1, prefix_caching=False),
     "three blocks a chunk": Shape(beside=1, chunk_size=3 * BLOCK_SIZE, depth=2, num_blocks=26),
+    "windows": Shape(groups=("w40", "full", "w40"), num_blocks=50, tier_chunks=30),
+    "windows, async, redis": Shape(
+        groups=("full", "w24", "c64"), num_blocks=50, tier_chunks=30, depth=2, redis=True
+    ),
+    "windows, zeroed, without prefix caching": Shape(
+        groups=("w40", "full"), num_blocks=36, tier_chunks=30, zeroes=True, prefix_caching=False
+    ),
+    "one window": Shape(groups=("w40",)),
 }
 
 IMAGES = {"cat": 3, "dog": 20, "owl": 20}  # content: how many tokens it takes
@@ -319,10 +327,13 @@ def open_the_gate(engine: ShadowEngine) -> None:
         (count_intentions, "second of two"),
         (trust_whatever_is_there, "second of two"),
         (trust_whatever_is_there, "alone"),
+        (trust_whatever_is_there, "windows"),
         (trust_block_hashes, "alone"),
+        (trust_block_hashes, "one window"),
         (trust_names_of_images, "alone"),
         (close_gaps, "second of two, async"),
         (let_stores_run_on, "without prefix caching"),
+        (let_stores_run_on, "windows, zeroed, without prefix caching"),
         (open_the_gate, "zeroed"),
     ],
 )

@@ -57,6 +57,12 @@ class Pool:
         memory = np.full((num_chunks, chunk_bytes), _POISON, np.uint8)
         self._free = list(memory)
         self.num_chunks = num_chunks
+        self._chunk_bytes = chunk_bytes
+
+    @property
+    def total_allocated_size(self) -> int:
+        """In bytes."""
+        return (self.num_chunks - self.num_free) * self._chunk_bytes
 
     @property
     def num_free(self) -> int:
@@ -87,6 +93,7 @@ class CpuTier:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self.memory_allocator = SimpleNamespace(pin_allocator=pool)
         self.hot_cache: OrderedDict[Any, Chunk] = OrderedDict()
         self.cpu_lock = stdlib.Lock()
         self.batched_msg_sender: Any = None

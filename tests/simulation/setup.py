@@ -35,7 +35,7 @@ def prepare(folder: Path) -> Path:
     _module("worker.adapter").make_copier = lambda device: copier
     _module("worker.adapter").ask_for_amx = lambda: None
     _module("worker.lmcache_engine").start_engine = lmcache_model.start_engine
-    compat = _module("vllm_compat.model")
+    compat = _module("vllm_compat.parts")
     plain = compat.Packing("simulated", ())
     compat.find_packing = lambda *_: plain
     _watch_reads(RedisTier)
@@ -55,7 +55,7 @@ class _SlowCopier:
         kernel = RUNTIME.kernel
         moved = 0
         for first in (True, False):
-            kernel.sleep(0.0002 + 0.002 * kernel.chance.random() ** 4)
+            kernel.sleep(0.0002 + 0.02 * kernel.chance.random() ** 8)
             halves = [_half(each, first) for each in copies]
             moved += self._copier.copy(halves, direction, after)
         kernel.sleep(0.0002)

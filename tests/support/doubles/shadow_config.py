@@ -42,7 +42,8 @@ class Shape:
 
     ``beside``: where our connector stands, with another one under a ``MultiConnector``. ``zeroes``:
     reused blocks are zeroed before the step's plan is handed over, as model runner V2 may.
-    ``groups``: the model's KV cache groups; "full", or a rule's letter and span: "w40", "c64".
+    ``groups``: the model's KV cache groups; "full", or a rule's letter and span: "w40", "c64", or
+    "s" for states, whose chunks are blocks.
     """
 
     world_size: int = 1
@@ -88,6 +89,8 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
         if shape.kv_events
         else None,
     )
+    if "s" in shape.groups:
+        config.cache_config.mamba_cache_mode = "align"
     # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
     config.scheduler_config.async_scheduling = shape.depth > 1
     kv_cache = KVCacheConfig(
