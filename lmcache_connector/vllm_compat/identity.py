@@ -23,6 +23,8 @@ from vllm.model_executor.models import ModelRegistry
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.keys.weights_digest import WEIGHT_SUFFIXES, directory_digest
+from lmcache_connector.vllm_compat.api.names import STANDING
+from lmcache_connector.vllm_compat.api.versions import TOKEN_FORM
 from lmcache_connector.vllm_compat.canonical import IsExcused, canonical
 from lmcache_connector.vllm_compat.excused import (
     EXCUSED,
@@ -32,6 +34,7 @@ from lmcache_connector.vllm_compat.excused import (
     SOMETIMES,
 )
 from lmcache_connector.vllm_compat.excused_environment import EXCUSED_ENVIRONMENT
+from lmcache_connector.vllm_compat.same_form import is_new, same_form
 from lmcache_connector.vllm_compat.support import layer_specs
 
 if TYPE_CHECKING:
@@ -53,14 +56,15 @@ def configuration_digests(
 ) -> dict[str, str]:
     """Hexadecimal digests of all parts of the configuration, by name: the same on all ranks.
 
-    ``packing`` names the order of bytes inside a block. Raises :class:`UnsupportedError` for a part
+    ``packing`` names the order of bytes inside a block. Versions of vLLM that lay a token's KV out
+    alike have the same digests for the same model. Raises :class:`UnsupportedError` for a part
     without a canonical form.
     """
     is_excused = _excuses(vllm_config)
     parts: dict[str, object] = {
         name: value
         for name, value in vars(vllm_config).items()
-        if not is_excused(vllm_config, name)
+        if not is_excused(vllm_config, name) and not is_new("VllmConfig", name, value)
     }
     parts["lora_config"] = _lora_config(vllm_config)
     # A plugin may register a class of its own under a known name.
@@ -69,10 +73,13 @@ def configuration_digests(
     parts["packing"] = packing
     group = kv_cache_config.kv_cache_groups[0]
     parts["kv_cache_specs"] = _distinct(
-        canonical(spec, "kv_cache_specs", is_excused) for spec in layer_specs(group).values()
+        same_form(canonical(spec, "kv_cache_specs", is_excused))
+        for spec in layer_specs(group).values()
     )
+    if STANDING.token_form != TOKEN_FORM:
+        parts["token_form"] = STANDING.token_form
     return {
-        name: blake3(canonical_bytes(canonical(value, name, is_excused))).hexdigest()
+        name: blake3(canonical_bytes(same_form(canonical(value, name, is_excused)))).hexdigest()
         for name, value in parts.items()
     }
 
