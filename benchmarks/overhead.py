@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-requests", type=int, default=8, help="that decode together")
     parser.add_argument("--decode-tokens", type=int, default=256, help="each of them generates")
     parser.add_argument("--decode-rounds", type=int, default=3, help="per launch")
+    parser.add_argument("--audit-rounds", type=int, default=8, help="per launch")
     parser.add_argument("--chunk-size", type=int, help="of the connector, in tokens")
 
 
@@ -109,13 +110,14 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             lookups.append(both.call(lookup_microseconds, LOOKUP_TOKENS, 40))
             audited = random_prompt(90_000, args.tokens)
             both.call(ttft_seconds, audited)
-            audits += both.call(audit_seconds, audited, 2 * args.rounds)
+            audits += both.call(audit_seconds, audited, args.audit_rounds)
             store_jobs += int(both.counts().total("store_jobs"))
     ratios = _ratios(ttfts, speeds)
     return {
         "launches": args.launches,
         "rounds": len(ttfts.measured[_WITHOUT]),
         "decode_rounds": len(speeds.measured[_WITHOUT]),
+        "audit_rounds": len(audits),
         "model": args.model,
         "prompt_tokens": args.tokens,
         **{f"{name}_{_SUFFIXES[against]}": median(r) for (name, against), r in ratios.items()},

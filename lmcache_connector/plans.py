@@ -36,12 +36,16 @@ class LoadedAdapterList:
     """The LoRA adapters one rank has in memory, as pairs of number and digest.
 
     ``None`` as a digest: what was loaded is not known. ``question``: the last one this answers.
-    ``is_watched`` is false where nobody can say what vLLM loads.
+    ``is_watched`` is false where nobody can say what vLLM loads. ``number``: lists of a rank count
+    from 1. ``replaced``: what was in memory under these numbers at the last list or since, and is
+    no more, in this order.
     """
 
     question: int
     digests: tuple[tuple[int, str | None], ...] = ()
     is_watched: bool = True
+    number: int = 0
+    replaced: tuple[tuple[int, str | None], ...] = ()
 
     def digest_of(self, number: int, default: str | None = None) -> str | None:
         """``default`` for an adapter that is not loaded."""
@@ -148,7 +152,8 @@ class StepPlan:
     before it does. ``idle``: the step runs no forward pass. ``prefill``: the forward pass is worth
     timing. ``probe``: Redis' speed is worth measuring again. ``wanted``: chunks in memory that
     Redis should have as well.
-    ``adapter_question``: list the LoRA adapters in memory (0: no need).
+    ``adapter_question``: list the LoRA adapters in memory (0: no need). ``heard_adapters``: of
+    each rank, the number of the last such list that was known when this was planned.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -160,6 +165,7 @@ class StepPlan:
     probe: bool = False
     wanted: tuple[bytes, ...] = ()
     adapter_question: int = 0
+    heard_adapters: tuple[int, ...] = ()
 
     def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:
         """In the order they were planned. A load may rely on a store planned before it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,14 @@ import pytest
 from tests.support.engines.instance import VllmInstance, forks_from
 from tests.support.engines.tiny_model import TINY, build_tiny_model
 from tests.support.redis.servers import Server, redis_binary, running_valkey
+
+# Engines inherit it: they keep digests of weights there, and not beside the user's own. vLLM's and
+# Hugging Face's caches stay where they are, since an engine starts sooner with what they hold.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("VLLM_CACHE_ROOT", str(_CACHE / "vllm"))
+os.environ.setdefault("HF_HOME", str(_CACHE / "huggingface"))
+_FOLDER = tempfile.TemporaryDirectory(prefix="lmcache-connector-tests-")
+os.environ["XDG_CACHE_HOME"] = _FOLDER.name
 
 VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
 

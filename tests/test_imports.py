@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("audit", "cost_model", "kv_events", "storage/redis", "requests"),
     ("storage", "storage/redis/client"),
     ("kv_parts",),
-    ("keys", "plans", "metrics", "net"),
+    ("keys", "plans", "metrics", "net", "threads"),
     ("vllm_compat/api",),
     ("errors",),
 )
@@ -51,7 +51,7 @@ ONLY = {
     "audit": {"plans", "storage"},
     "kv_events": {"plans", "vllm_compat/api"},
     "cost_model": {"plans"},
-    "lookup": {"cost_model", "kv_events", "kv_parts", "keys", "metrics", "plans"},
+    "lookup": {"cost_model", "kv_events", "kv_parts", "keys", "metrics", "plans", "threads"},
 }
 MAX_FILES = 16
 

@@ -23,6 +23,9 @@ from enum import Enum
 
 from blake3 import blake3
 
+MAX_ROOTS = 4096
+"""Remembered one by one. An engine may meet any number of adapters."""
+
 
 class RootState(Enum):
     SHARED = "shared"
@@ -36,7 +39,7 @@ class RootEpochs:
     another one at a reset is.
 
     ``new_nonce()`` returns a string that nobody else will ever get. Remembers one entry per root
-    that is in another state than the rest: few, an engine has few adapters.
+    that is in another state than the rest, ``MAX_ROOTS`` at most.
     """
 
     def __init__(self, label: str, new_nonce: Callable[[], str], *, is_named: bool = True) -> None:
@@ -69,14 +72,14 @@ class RootEpochs:
 
     def restore(self, root: bytes) -> None:
         """An audit has found the KV under the shared epoch to be what this instance computes."""
-        self._states[root] = RootState.SHARED
+        self._set(root, RootState.SHARED)
 
     def separate(self, root: bytes, *, keeps_keys: bool) -> None:
         """An audit has found other KV. ``keeps_keys``: it was that from before the reset, on which
         nothing relies; else what was loaded may be wrong, and the root gets new keys."""
         if not keeps_keys:
             self._nonces[root] = self._new_nonce()
-        self._states[root] = RootState.APART
+        self._set(root, RootState.APART)
 
     def reset(self, label: str, *, audits: bool) -> RootState:
         """The weights may have changed. Returns the state of all roots from now on.
@@ -97,6 +100,21 @@ class RootEpochs:
             }
         self._label = label
         return self._default
+
+    def _set(self, root: bytes, state: RootState) -> None:
+        """What is forgotten for want of room is never shared by that: one that was restored goes on
+        probation again, and with too many that are apart, all are."""
+        self._states[root] = state
+        if len(self._states) <= MAX_ROOTS:
+            return
+        shared = (each for each, state in self._states.items() if state is RootState.SHARED)
+        if (oldest := next(shared, None)) is not None:
+            del self._states[oldest]
+        else:
+            self._default = RootState.APART
+            self._nonce = self._new_nonce()
+            self._states.clear()
+            self._nonces.clear()
 
     def num_apart(self) -> int:
         """Roots known not to be shared, at least 1 if new ones would not be."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+MAX_SUBJECTS = 4096
+"""Answered or tried, the latest ones. One that is forgotten counts as never audited."""
 MAX_FIRST_TRIES = 4
 """A first audit that ends without an answer is tried again so often."""
 
@@ -17,8 +20,8 @@ class AuditSampler:
     def __init__(self, share: float, random: Callable[[], float]) -> None:
         self.share = share
         self._random = random
-        # Tries left; 0: answered, or given up.
-        self._first: dict[Hashable, int] = {}
+        # Tries left, oldest first; 0: answered, or given up.
+        self._first: OrderedDict[Hashable, int] = OrderedDict()
         self._open: set[Hashable] = set()
 
     def wants(self, subject: Hashable) -> bool:
@@ -34,8 +37,10 @@ class AuditSampler:
 
     def end(self, subject: Hashable, *, is_answered: bool) -> None:
         self._open.discard(subject)
-        tries = self._first.get(subject, MAX_FIRST_TRIES)
+        tries = self._first.pop(subject, MAX_FIRST_TRIES)
         self._first[subject] = 0 if is_answered else max(0, tries - 1)
+        if len(self._first) > MAX_SUBJECTS:
+            self._first.popitem(last=False)
 
     def forget(self) -> None:
         """All subjects count as never audited."""

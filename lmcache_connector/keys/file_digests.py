@@ -1,9 +1,10 @@
 """SHA-256 of files, without reading them where somebody has done so before.
 
 A file in a Hugging Face cache is named by its SHA-256: ``snapshots/.../model.safetensors`` is a
-link to ``blobs/<64 hexadecimal digits>``. That name is taken, unless the blob was written to after
-the link was made. Any other file is read once, and its digest kept (:class:`KeptDigests`). So a
-local copy of the same files has the same digests, whichever way they came.
+link to ``blobs/<64 hexadecimal digits>``. That name is taken, unless the blob was changed after the
+link was made, whatever its times were set to since. Any other file is read once, and its digest
+kept (:class:`KeptDigests`). So a local copy of the same files has the same digests, whichever way
+they came.
 
 Files are read in parallel threads: ``hashlib`` lets go of the interpreter lock.
 """
@@ -63,8 +64,9 @@ def _blob_name(file: Path) -> bytes | None:
     blob = file.resolve()
     if blob.parent.name != "blobs" or not _BLOB.fullmatch(blob.name):
         return None
-    if blob.stat().st_mtime_ns > file.lstat().st_mtime_ns:
-        return None  # somebody wrote through the link: the name is no longer true
+    found, link = blob.stat(), file.lstat()
+    if found.st_mtime_ns > link.st_mtime_ns or found.st_ctime_ns > link.st_ctime_ns:
+        return None  # somebody may have written through the link: the name need not be true
     return bytes.fromhex(blob.name)
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
 
+from lmcache_connector.threads import start_thread
+
 logger = logging.getLogger(__name__)
 
 _MAX_TIMES = 1024
@@ -102,8 +104,7 @@ class BackgroundLookup:
         self.last_seconds = 0.0
         """How long the last question was on its way, answered or not."""
         self._times: deque[float] = deque(maxlen=_MAX_TIMES)
-        self._thread = threading.Thread(target=self._run, name="lmc-lookup", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lmc-lookup", self._run)
 
     def submit(self, keys: Sequence[bytes]) -> PendingLookup:
         pending = PendingLookup(tuple(keys), self._clock() + self._deadline_seconds, self._clock)

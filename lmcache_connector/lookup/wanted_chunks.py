@@ -29,11 +29,19 @@ class WantedSink:
 
 
 class WantedChunks(WantedSink):
-    """Remembers the chunks told of last. O(1) per chunk. ``clock`` returns seconds."""
+    """Remembers the chunks told of last. O(1) per chunk. ``clock`` returns seconds.
 
-    def __init__(self, index: ChunkIndex, clock: Callable[[], float]) -> None:
+    Chunks that live in Redis for ``ttl_seconds`` are told of several times in their lives.
+    """
+
+    def __init__(
+        self, index: ChunkIndex, clock: Callable[[], float], ttl_seconds: float | None = None
+    ) -> None:
         self._index = index
         self._clock = clock
+        self._interval_seconds = INTERVAL_SECONDS
+        if ttl_seconds is not None:
+            self._interval_seconds = min(INTERVAL_SECONDS, ttl_seconds / 3)
         self._told_at: OrderedDict[bytes, float] = OrderedDict()
         self._news: list[bytes] = []
 
@@ -42,7 +50,7 @@ class WantedChunks(WantedSink):
         for key, is_held in zip(keys, self._index.has_each(keys), strict=True):
             if len(self._news) >= _MAX_PER_STEP:
                 return
-            if is_held and now - self._told_at.get(key, float("-inf")) >= INTERVAL_SECONDS:
+            if is_held and now - self._told_at.get(key, float("-inf")) >= self._interval_seconds:
                 self._told_at[key] = now
                 self._told_at.move_to_end(key)
                 self._news.append(key)

@@ -16,9 +16,9 @@ from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
-from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
+from lmcache_connector.vllm_compat.weights import weights_identity
 
 if TYPE_CHECKING:
     import torch

@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from lmcache_connector.threads import start_thread
+
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 5.0
@@ -47,7 +49,7 @@ class Crew:
     def _start(self) -> bool:
         """Whether there is somebody to do the work."""
         try:
-            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            start_thread(self._name, self._serve)
         except RuntimeError as error:
             logger.warning("No thread %s: %s", self._name, error)
             return self._num_threads > 0

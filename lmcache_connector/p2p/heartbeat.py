@@ -16,6 +16,8 @@ import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
 
+from lmcache_connector.threads import start_thread
+
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 2.0
@@ -56,8 +58,7 @@ class Heartbeat:
         self._secret = secret
         self._stopping = threading.Event()
         self._is_silent = False
-        self._thread = threading.Thread(target=self._work, name="lmc-p2p-heartbeat", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lmc-p2p-heartbeat", self._work)
 
     def close(self) -> None:
         """Leave the router. Bounded by a few seconds."""

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from lmcache_connector.threads import start_thread
+
 logger = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT")
@@ -53,8 +55,7 @@ class BackgroundReads:
     def submit(self, read: Callable[[], ValueT | None]) -> Reading[ValueT]:
         """``read()`` may raise anything: it is logged, and the value is ``None``."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._name, self._run)
         reading: Reading[ValueT] = Reading()
 
         def make() -> None:

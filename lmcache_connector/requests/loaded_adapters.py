@@ -8,6 +8,7 @@ but what every rank has loaded. Runs on the scheduler's thread.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from lmcache_connector.plans import AdapterRef, LoadedAdapterList
 
@@ -44,17 +45,34 @@ class LoadedAdapters:
         if len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
-    def update(self, rank: int, adapters: LoadedAdapterList) -> bool:
-        """True: it has loaded another adapter than the one expected under its number."""
+    @property
+    def heard(self) -> tuple[int, ...]:
+        """The number of each rank's last list, in rank order; 0: none."""
+        return tuple(
+            self._lists[rank].number if rank in self._lists else 0
+            for rank in range(self._world_size)
+        )
+
+    def update(self, rank: int, adapters: LoadedAdapterList) -> set[AdapterRef]:
+        """Returns the adapters that were taken for what is loaded while another was: what has been
+        computed under their names until now may be another's."""
+        before = self._lists.get(rank)
         self._lists[rank] = adapters
-        wrong = [
-            number
-            for number, digest in adapters.digests
-            if number in self._expected and self._expected[number].digest != digest
-        ]
-        for number in wrong:
-            del self._expected[number]
-        return bool(wrong)
+        doubtful = set()
+        for number, digest in adapters.digests:
+            in_memory = [d for each, d in adapters.replaced if each == number]
+            if before is not None and not in_memory:
+                in_memory = [before.digest_of(number, default=digest)]
+            in_memory.append(digest)
+            expected = self._expected.get(number)
+            names = {*in_memory, expected.digest if expected is not None else None}
+            mistaken = {
+                AdapterRef(number, d) for d in names if d and not came_to_stay(d, in_memory)
+            }
+            if expected in mistaken:
+                del self._expected[number]
+            doubtful |= mistaken
+        return doubtful
 
     def have_answered(self, question: int) -> bool:
         """Whether every rank has listed its adapters after it was asked."""
@@ -85,3 +103,14 @@ class LoadedAdapters:
             listed.digest_of(adapter.number, default=adapter.digest) == adapter.digest
             for listed in self._lists.values()
         )
+
+
+def came_to_stay(digest: str, in_memory: Sequence[str | None]) -> bool:
+    """Whether it is what is in memory now, and nothing else was after it had come.
+
+    ``in_memory``: names of what was, one after the other. If so, what was computed under its name
+    is its own.
+    """
+    return digest in in_memory and all(
+        each == digest for each in in_memory[in_memory.index(digest) :]
+    )

@@ -26,7 +26,7 @@ from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.lookup.wanted_chunks import WantedSink
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import RankReport, StepPlan
+from lmcache_connector.plans import LoadedAdapterList, RankReport, StepPlan
 from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 from lmcache_connector.scheduler.auditor import Auditor
@@ -171,6 +171,7 @@ class SchedulerAdapter:
             probe=self._wants_probe(),
             wanted=self.wanted.take(),
             adapter_question=self._loaded_adapters.take_question(),
+            heard_adapters=self._loaded_adapters.heard,
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
@@ -205,10 +206,8 @@ class SchedulerAdapter:
         for report in reports:
             self.index.apply(report.rank, report.events)
             self.kv_events.apply(report)
-            if report.adapters is not None and self._loaded_adapters.update(
-                report.rank, report.adapters
-            ):
-                self.witness.forget()  # until now, another adapter was taken for it
+            if report.adapters is not None:
+                self._learn_adapters(report.rank, report.adapters)
             for result in report.results:
                 self._dispatcher.report(report.rank, result)
         return self._dispatcher.take_short_loads()
@@ -273,3 +272,9 @@ class SchedulerAdapter:
         if probe:
             self.tally.count("probes")
         return probe
+
+    def _learn_adapters(self, rank: int, adapters: LoadedAdapterList) -> None:
+        if doubtful := self._loaded_adapters.update(rank, adapters):
+            self.witness.forget()
+            for state in self.book.of_adapters(doubtful):
+                self.witness.break_off(state)

@@ -90,6 +90,11 @@ class BlockWitness:
         """Vouch for no block that was filled until now."""
         self._lineages.clear()
 
+    def break_off(self, state: RequestState) -> None:
+        """Nothing of the request counts any more, until it begins again."""
+        state.witness.num_tokens = state.witness.num_blocks = 0
+        state.witness.has_gap = True
+
     def disown(self) -> None:
         """What was loaded into these blocks may be wrong: no further request shall hit it, not in
         vLLM's own prefix cache either."""

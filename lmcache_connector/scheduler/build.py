@@ -58,7 +58,9 @@ def build_scheduler(
     events = KvEventLog(model.world_size) if kv_events else KvEventSink()
     hits, metrics = _make_hits(config, model, index, policy, events, tally)
     loaded = LoadedAdapters(model.world_size)
-    writes_redis = stores and config.redis_tier_config() is not None
+    wanted = WantedSink()
+    if stores and config.redis_tier_config() is not None:
+        wanted = WantedChunks(index, time.monotonic, config.redis_ttl_seconds)
     return SchedulerAdapter(
         settings,
         _make_book(config, model, weights, AdapterReader(find_adapter, loaded), tally),
@@ -70,7 +72,7 @@ def build_scheduler(
         metrics=metrics,
         auditor=_make_auditor(config, model, settings, index, tally),
         loaded_adapters=loaded,
-        wanted=WantedChunks(index, time.monotonic) if writes_redis else WantedSink(),
+        wanted=wanted,
     )
 
 

@@ -19,7 +19,7 @@ _WAIT_SECONDS = 10.0
 
 
 class EngineStart:
-    """Makes the hasher once all ``world_size`` ranks have reported one and the same configuration.
+    """Makes the hasher once all ``world_size`` ranks have reported configurations that agree.
 
     ``make_hasher`` takes that configuration: digests by name. Should the ranks disagree, or not be
     heard of for ten seconds while a request waits, requests pass the cache by, and one error line
@@ -67,7 +67,9 @@ class EngineStart:
         if differing := _differing(starts):
             self._give_up(f"ranks see different configurations: they differ in {differing}")
         else:
-            self.hasher = self._make_hasher(dict(starts[0].configuration))
+            # A part that only some have is of layers that only they have: stages of a pipeline.
+            parts = sorted({part for start in starts for part in start.configuration})
+            self.hasher = self._make_hasher(dict(parts))
         return tuple(start.calibration for start in starts)
 
     def _give_up(self, why: str) -> None:
@@ -76,12 +78,9 @@ class EngineStart:
 
 
 def _differing(starts: list[RankStart]) -> str:
-    """Names of the parts that are not the same on all ranks."""
-    first, *others = (dict(start.configuration) for start in starts)
-    names = {
-        name
-        for other in others
-        for name in first.keys() | other.keys()
-        if first.get(name) != other.get(name)
-    }
-    return ", ".join(sorted(names))
+    """Names of the parts that are not the same on all ranks that have them."""
+    found: dict[str, set[str]] = {}
+    for start in starts:
+        for name, digest in start.configuration:
+            found.setdefault(name, set()).add(digest)
+    return ", ".join(sorted(name for name, digests in found.items() if len(digests) > 1))

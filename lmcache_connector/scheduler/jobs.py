@@ -109,6 +109,7 @@ class PlannedJobs:
         probe: bool,
         wanted: tuple[bytes, ...] = (),
         adapter_question: int = 0,
+        heard_adapters: tuple[int, ...] = (),
     ) -> StepPlan:
         """The plan of a step: all that was added since the last one, and what is known of this."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
@@ -124,6 +125,7 @@ class PlannedJobs:
             probe=probe,
             wanted=wanted,
             adapter_question=adapter_question,
+            heard_adapters=heard_adapters,
         )
         self._loads, self._stores, self._cancelled_loads, self._vacated_stores = [], [], [], []
         return plan

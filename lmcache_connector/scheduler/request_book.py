@@ -8,7 +8,7 @@ keys. On *probation* it is also looked up under the keys from before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -18,11 +18,13 @@ from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.plans import AdapterRef
 from lmcache_connector.requests.encoder_witness import EncoderWitness
 from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
 from lmcache_connector.scheduler.auditor import Finding
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.request_state import AuditState, RequestState
+from lmcache_connector.scheduler.store_planner import adapter_of
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
@@ -119,6 +121,10 @@ class RequestBook:
             del self._states[state.request.request_id]
 
     # -- all requests --------------------------------------------------------------------------
+
+    def of_adapters(self, adapters: Collection[AdapterRef]) -> list[RequestState]:
+        """Those named as computed with one of these."""
+        return [state for state in self._states.values() if adapter_of(state) in adapters]
 
     def step_planned(self, scheduler_output: SchedulerOutput) -> None:
         """A step is about to run: what it computes of requests not read by now, nobody can name."""

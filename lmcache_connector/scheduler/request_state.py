@@ -63,9 +63,13 @@ class WitnessState:
     has_gap: bool = False
 
     def restart(self) -> None:
+        self.reset()
+        self.has_gap = False
+
+    def reset(self) -> None:
+        """Its blocks belong to keys of before. What is computed behind a gap stays so."""
         self.num_tokens = None
         self.num_blocks = 0
-        self.has_gap = False
 
 
 @dataclass(slots=True)
@@ -147,7 +151,7 @@ class RequestState:
         self.keys = keys
         self.lookup.reset(keys)
         self.load.reset()
-        self.witness.restart()
+        self.witness.reset()
         self.store.restart()
 
     @property

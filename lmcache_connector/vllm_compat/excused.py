@@ -300,7 +300,6 @@ PLAIN_LOAD_FORMATS = frozenset(
         "instanttensor",
         "mistral",
         "pt",
-        "npcache",
         "runai_streamer",
         "dummy",
     }

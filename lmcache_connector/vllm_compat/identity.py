@@ -4,15 +4,14 @@ The identity of a model is everything vLLM has resolved about it, minus the fiel
 :mod:`~lmcache_connector.vllm_compat.excused` lists with a reason. It has two halves. The
 configuration (:func:`configuration_digests`) is read by every worker once the model is built: a
 model may change its configuration when it is built, and with tensor parallelism that happens in
-the workers alone. The weights (:func:`weights_identity`) are read by one process.
+the workers alone. The weights (:mod:`~lmcache_connector.vllm_compat.weights`) are read by one
+process.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -20,9 +19,7 @@ from vllm import envs
 from vllm.config import LoRAConfig
 from vllm.model_executor.models import ModelRegistry
 
-from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.prefix_hash import canonical_bytes
-from lmcache_connector.keys.weights_digest import WEIGHT_SUFFIXES, directory_digest
 from lmcache_connector.vllm_compat.api.names import STANDING
 from lmcache_connector.vllm_compat.api.versions import TOKEN_FORM
 from lmcache_connector.vllm_compat.canonical import IsExcused, canonical
@@ -41,10 +38,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = logging.getLogger(__name__)
-
-_TORCH_FILES = (".bin", ".pt", ".pth")
-_SUFFIXES = {"pt": _TORCH_FILES, "npcache": _TORCH_FILES, "gguf": (".gguf",)}
 _OWNERS = ("vllm.", "transformers.")
 
 
@@ -54,11 +47,13 @@ _OWNERS = ("vllm.", "transformers.")
 def configuration_digests(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, packing: str | None
 ) -> dict[str, str]:
-    """Hexadecimal digests of all parts of the configuration, by name: the same on all ranks.
+    """Hexadecimal digests of all parts of the configuration, by name: the same on all ranks that
+    have the part.
 
-    ``packing`` names the order of bytes inside a block. Versions of vLLM that lay a token's KV out
-    alike have the same digests for the same model. Raises :class:`UnsupportedError` for a part
-    without a canonical form.
+    Each kind of layer, as its KV cache is described, is a part of its own, named by its digest: a
+    stage of a pipeline may have some kinds and not others. ``packing`` names the order of bytes
+    inside a block. Versions of vLLM that lay a token's KV out alike have the same digests for the
+    same model. Raises :class:`UnsupportedError` for a part without a canonical form.
     """
     is_excused = _excuses(vllm_config)
     parts: dict[str, object] = {
@@ -72,16 +67,17 @@ def configuration_digests(
     parts["environment"] = _environment()
     parts["packing"] = packing
     group = kv_cache_config.kv_cache_groups[0]
-    parts["kv_cache_specs"] = _distinct(
-        same_form(canonical(spec, "kv_cache_specs", is_excused))
-        for spec in layer_specs(group).values()
-    )
     if STANDING.token_form != TOKEN_FORM:
         parts["token_form"] = STANDING.token_form
-    return {
-        name: blake3(canonical_bytes(same_form(canonical(value, name, is_excused)))).hexdigest()
-        for name, value in parts.items()
-    }
+    found = {name: _digest(canonical(value, name, is_excused)) for name, value in parts.items()}
+    for spec in layer_specs(group).values():
+        digest = _digest(canonical(spec, "kv_cache_spec", is_excused))
+        found[f"kv_cache_spec {digest[:16]}"] = digest
+    return found
+
+
+def _digest(form: object) -> str:
+    return str(blake3(canonical_bytes(same_form(form))).hexdigest())
 
 
 def _environment() -> dict[str, str]:
@@ -158,67 +154,6 @@ def _lora_config(vllm_config: VllmConfig) -> LoRAConfig:
     return absent
 
 
-def _distinct(forms: Iterator[Any]) -> list[Any]:
-    by_bytes = {canonical_bytes(form): form for form in forms}
-    return [by_bytes[key] for key in sorted(by_bytes)]
-
-
 def fingerprint(digests: Mapping[str, str]) -> str:
     """One hexadecimal digest of them all."""
-    return blake3(canonical_bytes(dict(digests))).hexdigest()
-
-
-# -- weights -------------------------------------------------------------------------------------
-
-
-def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> str:
-    """A digest of the weights if they are on this host's disk, else their name and revision.
-
-    ``mode`` is ``full`` or a name of the user's. Reads every weight file whose digest is not known
-    (see :mod:`~lmcache_connector.keys.file_digests`): one process of an engine should call this.
-    """
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if mode != "full":
-        return f"named:{mode}"
-    if "dummy" in str(load.load_format):
-        return f"dummy:{model.seed}"
-    path = _local_path(model.model, model.revision, load.download_dir)
-    suffixes = _SUFFIXES.get(str(load.load_format), WEIGHT_SUFFIXES)
-    digest = None
-    if path is not None:
-        digest = directory_digest(path, KeptDigests(cache_folder), suffixes)
-    if path is not None and digest is not None:
-        return "".join([f"sha256:{digest}", *_beside(vllm_config, path)])
-    logger.warning(
-        "The weights of %s are not on this host's disk: instances recognise each other by its name "
-        "and revision alone. Set model_digest to a name of your own if that is not enough.",
-        model.model,
-    )
-    return f"remote:{model.model}@{model.revision}"
-
-
-def _beside(vllm_config: VllmConfig, path: Path) -> Iterator[str]:
-    """Files that compute or scale beside the weights, by what they hold."""
-    model = vllm_config.model_config
-    if model.trust_remote_code and path.is_dir():
-        code = directory_digest(path, suffixes=(".py",))
-        yield f" code:{code}" if code is not None else ""
-    multimodal = model.multimodal_config
-    if multimodal is not None and multimodal.mm_encoder_fp8_scale_path:
-        yield f" scales:{directory_digest(Path(multimodal.mm_encoder_fp8_scale_path))}"
-
-
-def _local_path(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, cache_dir=download_dir, local_files_only=True
-            )
-        )
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError, ValueError):
-        return None
+    return _digest(dict(digests))

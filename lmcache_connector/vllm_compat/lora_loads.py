@@ -57,6 +57,15 @@ class _Loaded:
     name: Reading[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """``list_number``: of the list that tells."""
+
+    number: int
+    name: Reading[str]
+    list_number: int
+
+
 class LoraLoads:
     """The LoRA adapters that one rank has in memory, known by the files they were read from.
 
@@ -70,6 +79,8 @@ class LoraLoads:
         self._digests = AdapterDigests()
         self._reads = BackgroundReads("lmc-loaded-adapters")
         self._loaded: dict[int, _Loaded] = {}
+        self._replaced: list[_Replaced] = []  # and the scheduler side may not know
+        self._num_lists = 0
         self._manager: Any = None
         self._question = 0
         self._has_changed = False
@@ -79,7 +90,9 @@ class LoraLoads:
     @property
     def has_news(self) -> bool:
         """Whether there is something to tell that can be told."""
-        return self._has_changed and all(each.name.is_done for each in self._loaded.values())
+        names = [each.name for each in self._loaded.values()]
+        names += [each.name for each in self._replaced]
+        return self._has_changed and all(name.is_done for name in names)
 
     def ask(self, question: int) -> None:
         """Tell what is loaded, as the answer to that question."""
@@ -91,16 +104,32 @@ class LoraLoads:
         if not self.has_news:
             return None
         self._has_changed = False
+        self._num_lists += 1
         # What vLLM has dropped it will read again.
         kept = self._manager.list_adapters() if self._manager is not None else ()
         self._loaded = {number: each for number, each in self._loaded.items() if number in kept}
         digests = tuple((number, each.name.value) for number, each in self._loaded.items())
-        return LoadedAdapterList(self._question, digests, self._is_watching)
+        replaced = tuple(
+            (each.number, each.name.value)
+            for each in self._replaced
+            if each.list_number == self._num_lists
+        )
+        return LoadedAdapterList(
+            self._question, digests, self._is_watching, self._num_lists, replaced
+        )
 
-    def name_of(self, number: int) -> Reading[str] | None:
-        """The name, to be, of the adapter in memory under that number."""
+    def heard(self, list_number: int) -> None:
+        """What the scheduler side plans from now on, it plans knowing that list."""
+        self._replaced = [each for each in self._replaced if each.list_number > list_number]
+
+    def names_of(self, number: int) -> tuple[Reading[str], ...]:
+        """The names, to be, of the adapters that were in memory under that number since what the
+        scheduler side knows of, one after the other; the last one is. Without one in memory, none.
+        """
         loaded = self._loaded.get(number)
-        return loaded.name if loaded is not None else None
+        if loaded is None:
+            return ()
+        return (*(each.name for each in self._replaced if each.number == number), loaded.name)
 
     def close(self) -> None:
         if self._stop is not None:
@@ -119,6 +148,9 @@ class LoraLoads:
         self._manager = manager
         known = self._loaded.get(request.lora_int_id)
         if known is None or before is None or not known.stamp == before == _stamp_or_none(folder):
+            if known is not None:
+                replaced = _Replaced(request.lora_int_id, known.name, self._num_lists + 1)
+                self._replaced.append(replaced)
             name = self._reads.submit(lambda: self._read(folder, before, request.is_3d_lora_weight))
             self._loaded[request.lora_int_id] = _Loaded(before, name)
             self._has_changed = True
@@ -180,8 +212,12 @@ class NoLoraLoads:
     def take(self) -> None:
         """There is nothing to tell."""
 
-    def name_of(self, number: int) -> None:
+    def heard(self, list_number: int) -> None:
+        """Nothing was told."""
+
+    def names_of(self, number: int) -> tuple[Reading[str], ...]:
         """Nothing is loaded."""
+        return ()
 
     def close(self) -> None:
         """Nothing is watched."""

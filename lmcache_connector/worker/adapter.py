@@ -35,6 +35,7 @@ from lmcache_connector.plans import (
     TransferTime,
 )
 from lmcache_connector.requests.background_read import Reading
+from lmcache_connector.requests.loaded_adapters import came_to_stay
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
@@ -136,7 +137,7 @@ class WorkerAdapter:
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._gate = StepGate()
         self._refused: list[JobResult] = []
-        self._adapter_names: dict[int, Reading[str]] = {}  # of open stores
+        self._adapter_names: dict[int, tuple[Reading[str], ...]] = {}  # of open stores
         self._idle = False
         self._is_start_told = False
         self._probe_until = clock() + _FIRST_PROBE_SECONDS
@@ -168,6 +169,8 @@ class WorkerAdapter:
             self._engine.want(plan.wanted)
         if plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
+        if plan.heard_adapters:
+            self._lora_loads.heard(plan.heard_adapters[self._settings.engine.rank])
         if plan.loads:
             fence = self._copier.fence()
             for job in plan.loads_and_earlier_stores():
@@ -253,8 +256,10 @@ class WorkerAdapter:
         """vLLM may have read other files than the scheduler side saw, or read them again since."""
         if job.adapter is None:
             return True
-        name = self._adapter_names[job.job_id]
-        return name.wait(_ADAPTER_SECONDS) and name.value == job.adapter.digest
+        names = self._adapter_names[job.job_id]
+        return all(name.wait(_ADAPTER_SECONDS) for name in names) and came_to_stay(
+            job.adapter.digest, [name.value for name in names]
+        )
 
     def _audit(self, queued: QueuedJob, job: AuditJob) -> JobResult:
         started = self._clock()
@@ -290,11 +295,11 @@ class WorkerAdapter:
 
     def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
         if isinstance(job, StoreJob) and job.adapter is not None:
-            name = self._lora_loads.name_of(job.adapter.number)
-            if name is None:
+            names = self._lora_loads.names_of(job.adapter.number)
+            if not names:
                 self._refused.append(_cancelled(job))
                 return
-            self._adapter_names[job.job_id] = name
+            self._adapter_names[job.job_id] = names
         self._jobs.submit(job, fence)
 
     def _has_news(self) -> bool:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.threads import start_thread
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -99,12 +100,7 @@ class JobQueue:
         lanes = [("lmc-store", self._stores), ("lmc-audit", self._audits)]
         lanes.append(("lmc-load-cpu", self._cpu_loads))
         lanes += [(f"lmc-load-redis-{i}", self._redis_loads) for i in range(num_redis_lanes)]
-        self._lanes = [
-            threading.Thread(target=self._work, args=(waiting,), name=name, daemon=True)
-            for name, waiting in lanes
-        ]
-        for lane in self._lanes:
-            lane.start()
+        self._lanes = [start_thread(name, self._work, waiting) for name, waiting in lanes]
 
     # -- the engine's step thread --------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.threads import start_thread
 from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ def _in_daemon_thread(function: Callable[[], None]) -> None:
         except Exception as error:  # noqa: BLE001 - raised again by the caller's thread
             raised.append(error)
 
-    thread = threading.Thread(target=run, name="lmc-init", daemon=True)
-    thread.start()
+    thread = start_thread("lmc-init", run)
     thread.join()
     if raised:
         raise raised[0]

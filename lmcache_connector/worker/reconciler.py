@@ -20,10 +20,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from lmcache_connector.threads import start_thread
+
 logger = logging.getLogger(__name__)
 
 _MAX_TRACKED = 1 << 16
 _TICK_SECONDS = 0.1
+_IDLE_TICK_SECONDS = 0.5
+"""After a tick that offered nothing."""
 _OFFERS_PER_TICK = 16
 _MAX_FAILURES = 6
 """In a row, three and a half minutes with the usual pace."""
@@ -121,8 +125,7 @@ class Reconciler:
         self._lock = threading.Lock()
         self._offers = Offers(pace)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lmc-reconcile", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lmc-reconcile", self._run)
 
     def want(self, keys: Iterable[bytes]) -> None:
         """Requests want these chunks, and memory holds them."""
@@ -136,26 +139,28 @@ class Reconciler:
         with self._lock:
             self._offers.ended(key, stored, self._clock())
 
-    def tick(self) -> None:
-        """Offer what is due, as much as may be at once."""
-        for _ in range(_OFFERS_PER_TICK):
+    def tick(self) -> int:
+        """Offer what is due, as much as may be at once. How many chunks that were."""
+        for count in range(_OFFERS_PER_TICK):
             if not self._may_offer():
-                return
+                return count
             with self._lock:
                 due = self._offers.take(self._clock(), 1)
             if not due:
-                return
+                return count
             if not self._offer(due[0]):
                 with self._lock:
                     self._offers.forget(due[0])
+        return _OFFERS_PER_TICK
 
     def close(self, seconds: float) -> None:
         self._closed.set()
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        while not self._closed.wait(_TICK_SECONDS):
+        pause = _TICK_SECONDS
+        while not self._closed.wait(pause):
             try:
-                self.tick()
+                pause = _TICK_SECONDS if self.tick() else _IDLE_TICK_SECONDS
             except Exception:  # the next tick may fare better
                 logger.exception("offering chunks to redis again failed")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_connector.plans import TransferTime
+from lmcache_connector.threads import start_thread
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
@@ -52,8 +53,7 @@ class RedisProbe:
         self._wanted = True  # the first one is for the start
         self._result: TransferTime | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="lmc-probe", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lmc-probe", self._work)
 
     def request(self) -> None:
         """Measure soon, unless that is under way."""

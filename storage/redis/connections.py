@@ -167,6 +167,8 @@ class Servers:
             self._num_dials -= 1
 
     def _of(self, breakers: dict[Node, CircuitBreaker], node: Node) -> CircuitBreaker:
+        if (known := breakers.get(node)) is not None:
+            return known  # none is ever taken away
         with self._lock:
             if node not in breakers:
                 low, high = self.config.backoff_min_seconds, self.config.backoff_max_seconds
@@ -340,9 +342,11 @@ class Connections:
         for node in self._dials.keys() - known:
             self._dials.pop(node).abandon()
         for node in known:
-            if self._servers.breaker(node).seconds_until_retry() == 0.0:
+            breaker = self._servers.breaker(node)
+            is_away = breaker.state is CircuitState.OPEN
+            if is_away and breaker.seconds_until_retry() == 0.0:
                 self._close(node)  # one from before says nothing: a new one shows if it is back
-            if node not in self._wires or self._servers.is_open(node):
+            if is_away or node not in self._wires:
                 try:
                     self.get(node, self._now())
                 except UnavailableError:

@@ -147,8 +147,9 @@ class SentinelTopology(_OneNode):
 class _Map:
     """The node of each slot, and where each node is: always of one look."""
 
-    owners: Mapping[int, Node]
+    owners: Mapping[int, Endpoint]
     endpoints: Mapping[Node, Endpoint]
+    names: Mapping[Endpoint, Node]
 
 
 class ClusterTopology:
@@ -160,7 +161,7 @@ class ClusterTopology:
         self._dialer = make_dialer(config, clock)
         self._hosts = config.address.hosts
         self._clock = clock
-        self._map = _Map({}, {})
+        self._map = _Map({}, {}, {})
         self._stale = True
         self._next_refresh = clock()
         self._refreshing = threading.Lock()
@@ -175,10 +176,12 @@ class ClusterTopology:
         return bool(self._map.owners) and not self._stale
 
     def node_of(self, key: bytes) -> Node | None:
-        node = self._map.owners.get(key_slot(key))
-        if node is None:
+        slots = self._map
+        owner = slots.owners.get(key_slot(key))
+        if owner is None:
             self._stale = True  # nobody served that slot when we looked; somebody may by now
-        return node
+            return None
+        return slots.names[owner]
 
     def nodes(self) -> tuple[Node, ...]:
         return tuple(self._map.endpoints)
@@ -201,10 +204,8 @@ class ClusterTopology:
         except BaseException:  # whatever it was, the next look may fare better
             self._stale = True
             raise
-        endpoints = {_name(endpoint): endpoint for endpoint in slots.values()}
-        names = {endpoint: node for node, endpoint in endpoints.items()}
-        owners = {slot: names[endpoint] for slot, endpoint in slots.items()}
-        self._map = _Map(owners, endpoints)
+        names = {endpoint: _name(endpoint) for endpoint in dict.fromkeys(slots.values())}
+        self._map = _Map(slots, {node: endpoint for endpoint, node in names.items()}, names)
 
     def _look(self) -> Mapping[int, Endpoint]:
         """The slot map of the first node that answers."""

@@ -7,7 +7,7 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.audit.root_epochs import RootEpochs, RootState
+from lmcache_connector.audit.root_epochs import MAX_ROOTS, RootEpochs, RootState
 
 ROOT, OTHER = b"plain", b"adapter"
 
@@ -115,3 +115,29 @@ def test_a_label_found_at_the_start_says_nothing_until_another_comes() -> None:
     assert restarted.shared_epoch == ""
     assert restarted.reset("step-13", audits=True) is RootState.SHARED
     assert restarted.epoch(ROOT) == RootEpochs("step-13", str).shared_epoch
+
+
+def roots(count: int) -> list[bytes]:
+    return [number.to_bytes(4, "big") for number in range(count)]
+
+
+def test_roots_restored_long_ago_are_on_probation_again() -> None:
+    one = epochs()
+    one.reset("", audits=True)
+    one.separate(ROOT, keeps_keys=False)
+    for root in roots(MAX_ROOTS):
+        one.restore(root)
+    first, *_, last = roots(MAX_ROOTS)
+    assert one.state(first) is RootState.PROBATION
+    assert one.epoch(first) != one.shared_epoch
+    assert one.state(last) is RootState.SHARED
+    assert one.state(ROOT) is RootState.APART
+
+
+def test_with_too_many_roots_apart_all_are() -> None:
+    one = epochs()
+    for root in roots(MAX_ROOTS + 1):
+        one.separate(root, keeps_keys=False)
+    assert {one.state(root) for root in (*roots(2), ROOT)} == {RootState.APART}
+    assert one.epoch(ROOT) != one.shared_epoch
+    assert one.num_apart() == 1

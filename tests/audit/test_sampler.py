@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import repeat
 
-from lmcache_connector.audit.sampler import MAX_FIRST_TRIES, AuditSampler
+from lmcache_connector.audit.sampler import MAX_FIRST_TRIES, MAX_SUBJECTS, AuditSampler
 
 
 def sampler(share: float, numbers: Iterator[float] = repeat(0.99)) -> AuditSampler:  # noqa: B008
@@ -48,3 +48,12 @@ def test_after_a_reset_every_subject_is_new() -> None:
     one.end("plain", is_answered=True)
     one.forget()
     assert one.wants("plain")
+
+
+def test_what_it_remembers_is_bounded() -> None:
+    """Each content of an adapter is a subject. One long gone is audited again."""
+    one = sampler(0.001)
+    for subject in range(MAX_SUBJECTS + 1):
+        one.begin(subject)
+        one.end(subject, is_answered=True)
+    assert [one.wants(subject) for subject in (0, 1, MAX_SUBJECTS)] == [True, False, False]

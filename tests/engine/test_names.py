@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.asks import Ask, Round, ask_all
+from lmcache_connector.requests.adapter_files import AdapterDigests
+from tests.support.engines.asks import Ask, Round, add, ask_all
 from tests.support.engines.calls import check_integrity
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import kv_transfer
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
@@ -202,3 +203,61 @@ def test_an_adapter_that_vllm_reads_again_after_it_has_changed(
     elsewhere = served(other, adapter_ask(4, path, 42))
     assert elsewhere.loaded_tokens == FULL
     assert blocks(elsewhere)[:4] == blocks(new)[:4]
+
+
+def serve_while_replaced(probe: EngineProbe, ask: Ask, seed: int, other: int) -> list[int]:
+    """Serve it, and have vLLM read its adapter in place while it is answered: for some tokens that
+    of seed ``other``. Its files are hashed late, so no report tells before it is gone again.
+    Returns all tokens of the request."""
+    import threading
+    from unittest import mock
+
+    from vllm.lora.request import LoRARequest
+
+    assert ask.lora is not None
+    name, number, folder = ask.lora
+    digest, may_hash = AdapterDigests.digest, threading.Event()
+
+    def late(*args: Any) -> str:
+        may_hash.wait(30.0)
+        return digest(*args)
+
+    def read_in_place(seed: int) -> None:
+        build_adapter(Path(folder), seed)
+        assert probe.engine.add_lora(LoRARequest(name, number, folder, load_inplace=True))
+
+    add(probe, ask)
+    outputs: list[Any] = []
+    while not outputs or len(outputs[-1].outputs[0].token_ids) < 4:
+        outputs += probe.engine.step()
+    with mock.patch.object(AdapterDigests, "digest", late):
+        read_in_place(other)
+        for _ in range(4):
+            outputs += probe.engine.step()
+        read_in_place(seed)
+        outputs += probe.engine.step()
+        may_hash.set()
+        while not outputs[-1].finished:
+            outputs += probe.engine.step()
+    probe.drain()
+    return [*ask.tokens, *outputs[-1].outputs[0].token_ids]
+
+
+@pytest.mark.parametrize("other", [9, 10], ids=["the same again", "another in between"])
+def test_an_adapter_that_is_replaced_and_comes_back_before_a_report(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path, other: int
+) -> None:
+    one, two = adapted
+    path = build_adapter(tmp_path / "a", 9)
+    ask = Ask(random_prompt(40 + other, 220), max_tokens=60, lora=("mine", 40 + other, str(path)))
+    tokens = one.call(serve_while_replaced, ask, 9, other)
+    one.call(flush)
+    ask = replace(ask, tokens=tokens, max_tokens=2)
+    found = served(two, ask)
+    assert found.loaded_tokens == (CHUNK_SIZE if other == 9 else 0)
+    two.reset_prefix_cache()
+    if other == 10:  # what was computed with the other adapter is in none of it
+        one.reset_prefix_cache()
+        right = served(one, ask)
+        assert right.loaded_tokens == CHUNK_SIZE
+        assert blocks(right)[0] == blocks(found)[0]

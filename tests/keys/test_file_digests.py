@@ -118,6 +118,18 @@ def test_a_blob_written_through_its_link_is_read(
     assert reads == [link]
 
 
+def test_a_blob_replaced_by_a_copy_that_keeps_its_times_is_read(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
+    """As ``cp -p`` and ``rsync --inplace -t`` do."""
+    link = blob(tmp_path, sha256(b"data").hex(), b"data")
+    link.write_bytes(b"trained on")
+    while link.stat().st_ctime_ns <= link.lstat().st_ctime_ns:  # until the clock has ticked
+        os.utime(link, ns=(10**18, 10**18))
+    assert file_digests([link], KeptDigests(folder)) == [sha256(b"trained on")]
+    assert reads == [link]
+
+
 @pytest.mark.parametrize("name", ["a" * 40, "g" * 64, "A" * 64])
 def test_other_names_of_blobs_say_nothing(tmp_path: Path, folder: Path, name: str) -> None:
     link = blob(tmp_path, name, b"data")

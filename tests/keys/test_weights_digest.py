@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from lmcache_connector.keys.weights_digest import directory_digest
+from lmcache_connector.keys.weights_digest import (
+    code_files,
+    files_digest,
+    side_files,
+    weight_files,
+)
 
+SUFFIXES = (".safetensors", ".bin", ".pt")
 SHAPES = {"embed": (300, 128), "layer.0": (64, 64), "layer.1": (7,), "head": (1,)}
 
 
@@ -25,6 +31,10 @@ def weights(folder: Path) -> Path:
     }
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def directory_digest(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> str:
+    return files_digest({**weight_files(folder, suffixes), **side_files(folder)})
 
 
 def start_of_data(file: Path) -> int:
@@ -41,8 +51,11 @@ def test_the_same_weights_elsewhere_are_the_same(tmp_path: Path) -> None:
     folder = weights(tmp_path / "here")
     elsewhere = tmp_path / "there"
     shutil.copytree(folder, elsewhere)
-    (elsewhere / "model.safetensors").rename(elsewhere / "other-name.safetensors")
     (elsewhere / "README.md").write_text("notes")
+    (elsewhere / "config.json").write_text("{}")  # counts as vLLM resolves it
+    (elsewhere / "tokenizer.json").write_text("{}")
+    (elsewhere / "checkpoint-500").mkdir()
+    (elsewhere / "checkpoint-500" / "model.safetensors").write_bytes(b"")
     assert directory_digest(folder) == directory_digest(elsewhere)
 
 
@@ -79,9 +92,75 @@ def test_another_layout_or_length_is_another_model(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
-def test_no_weights_no_digest(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    assert directory_digest(tmp_path) is None
+def test_no_weights_are_no_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "training_args.bin").write_bytes(b"of training")
+    assert weight_files(tmp_path, SUFFIXES) == {}
+
+
+def test_one_file_may_have_any_name(tmp_path: Path) -> None:
+    digests = set()
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"weights")
+        digests.add(directory_digest(tmp_path / name))
+    assert len(digests) == 1
+
+
+def test_names_count(tmp_path: Path) -> None:
+    """``consolidated.safetensors`` is all that vLLM reads where there is one."""
+    folder = weights(tmp_path / "m")
+    before = directory_digest(folder)
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    assert directory_digest(folder) != before
+
+
+def test_an_index_counts(tmp_path: Path) -> None:
+    """It says which of the files are read."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    digests = set()
+    for name in ("a", "b"):
+        (folder / f"{name}.safetensors").write_bytes(name.encode())
+    for name in ("a", "b"):
+        index = f'{{"weight_map": {{"embed": "{name}.safetensors"}}}}'
+        (folder / "model.safetensors.index.json").write_text(index)
+        digests.add(directory_digest(folder))
+    # The same files in the same order, under the names that this index means otherwise.
+    (folder / "b.safetensors").rename(folder / "c.safetensors")
+    (folder / "a.safetensors").rename(folder / "b.safetensors")
+    digests.add(directory_digest(folder))
+    assert len(digests) == 3
+
+
+def test_what_quantized_the_weights_counts(tmp_path: Path) -> None:
+    folder = weights(tmp_path / "m")
+    digests = {directory_digest(folder)}
+    for content in ("{}", "[]"):
+        (folder / "hf_quant_config.json").write_text(content)
+        digests.add(directory_digest(folder))
+    assert len(digests) == 3
+
+
+def test_weights_in_subfolders_count_where_a_model_reads_them(tmp_path: Path) -> None:
+    folder = weights(tmp_path / "m")
+    (folder / "encoder").mkdir()
+    (folder / "encoder" / "model.safetensors").write_bytes(b"")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "model.safetensors").write_bytes(b"")
+    assert list(weight_files(folder, SUFFIXES)) == ["model.safetensors"]
+    found = weight_files(folder, SUFFIXES, in_subfolders=True)
+    assert sorted(found) == ["encoder/model.safetensors", "model.safetensors"]
+
+
+def test_code_in_packages_counts_also_behind_links(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "m", tmp_path / "elsewhere"
+    (folder / "layers").mkdir(parents=True)
+    elsewhere.mkdir()
+    for file in (folder / "model.py", folder / "layers" / "norm.py", elsewhere / "rope.py"):
+        file.write_text("")
+    (folder / "linked").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(folder)  # no endless walk
+    assert sorted(code_files(folder)) == ["layers/norm.py", "linked/rope.py", "model.py"]
 
 
 def test_a_format_may_ask_for_other_files(tmp_path: Path) -> None:
@@ -101,4 +180,4 @@ def test_files_of_no_size_are_no_trouble(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Errno"):
-        directory_digest(tmp_path / "gone", suffixes=()) or (tmp_path / "gone").stat()
+        files_digest({"gone": tmp_path / "gone"})

@@ -32,6 +32,17 @@ def test_chunks_in_memory_are_told_of_once_in_a_while() -> None:
     assert wanted.take() == tuple(KEYS[1:3])
 
 
+def test_what_expires_soon_is_told_of_several_times_in_its_life() -> None:
+    clock = Clock()
+    wanted = WantedChunks(index_of(KEYS[:3]), clock, ttl_seconds=6.0)
+    told = 0
+    for _ in range(60):
+        wanted.sight(KEYS[:3])
+        told += len(wanted.take())
+        clock.now += 0.1
+    assert told == 3 * 3
+
+
 def test_a_plan_tells_of_a_bounded_number() -> None:
     wanted = WantedChunks(index_of(KEYS), Clock())
     wanted.sight(KEYS)

@@ -112,3 +112,27 @@ def test_an_adapter_the_ranks_have_loaded_differently_bypasses(
     assert engine.adapter.tally.total("store_jobs") == 0
     assert engine.adapter.tally.total("bypassed_requests", "adapter") == 1
     engine.check_whole()
+
+
+@pytest.mark.parametrize(
+    ("replaced", "stores"), [((), 3), (("mine",), 3), (("mine", "another"), 1)], ids=str
+)
+def test_an_adapter_that_came_back_may_have_been_another_in_between(
+    engine: ShadowEngine, folder: Path, replaced: tuple[str, ...], stores: int
+) -> None:
+    """With load_inplace, and files that were changed and changed back."""
+    name = AdapterDigests().digest(folder)
+    engine.add(prompt(2 * CHUNK + 20), 6 * CHUNK + 1, lora_request=lora(folder))
+    while not (question := engine.plans[-1].adapter_question if engine.plans else 0):
+        engine.step()
+    tell(engine.adapter, question, _1=name)
+    while engine.adapter.tally.total("store_jobs") == 0:
+        engine.step()
+    before = tuple((1, name if each == "mine" else each) for each in replaced)
+    listed = LoadedAdapterList(0, ((1, name),), number=5, replaced=before)
+    engine.adapter.update_from_reports([RankReport(0, (), (), adapters=listed)])
+    settle(engine)
+    assert engine.adapter.tally.total("store_jobs") == stores
+    assert engine.plans[-1].heard_adapters in ((), (5,))
+    assert any(plan.heard_adapters == (5,) for plan in engine.plans)
+    engine.check_whole()

@@ -226,6 +226,19 @@ def test_what_another_connector_brought_is_not_stored_nor_what_follows(
     assert num_stores(engine) == 1
 
 
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_reset_does_not_close_the_gap_another_connector_left(model: Path, resets: bool) -> None:
+    """vLLM computes again what was missing, and with asynchronous scheduling the last of it from a
+    token that it has dropped."""
+    engine = ShadowEngine(model, Shape(beside=1, depth=3), 0, CALM)
+    tokens = PROMPT[: engine.shape.chunk_size - 1]
+    engine.add(tokens, 1, offer=Offer(BLOCK_SIZE, False, Arrival.FAILED))
+    engine.step()
+    if resets:
+        engine.reset()
+    assert num_stores(engine) == 0
+
+
 def test_a_request_that_bypasses_the_cache_leaves_nothing_to_store(model: Path) -> None:
     engine = ShadowEngine(model, Shape(), 0, CALM)
     engine.add(PROMPT, 1, bypasses=True)

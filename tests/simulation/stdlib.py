@@ -62,16 +62,21 @@ class Lock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         kernel = RUNTIME.kernel
-        if kernel.current is None or kernel.closing:
+        current = kernel.current
+        if current is None or kernel.closing:
             return True
-        kernel.maybe_preempt()
+        if kernel.preempt_chance:
+            kernel.maybe_preempt()
+        if self._owner is None:
+            self._owner = current
+            return True
         end = kernel.now + timeout if timeout >= 0 else None
         while self._owner is not None:
             if not blocking or (end is not None and kernel.now >= end):
                 return False
             self._waiters.append(kernel.waiter())
             kernel.park(None if end is None else end - kernel.now)
-        self._owner = kernel.current
+        self._owner = current
         return True
 
     def release(self) -> None:
@@ -81,6 +86,10 @@ class Lock:
         if self._owner is None:
             raise RuntimeError("release unlocked lock")
         self._owner = None
+        if self._waiters:
+            self._wake_one(kernel)
+
+    def _wake_one(self, kernel: Kernel) -> None:
         while self._waiters:
             task, ticket = waiter = self._waiters.popleft()
             if task.ticket == ticket:  # else it has given up

@@ -210,8 +210,7 @@ class World:
         prompt = (*self.kernel.chance.choice(self._plan.families), 1, 2, 3)
         self._hit_again(survivor, prompt)
         self._hit_again(newcomer, prompt)
-        if "redis_ttl_seconds" not in self._plan.shape.settings:  # else values end by themselves
-            self._offer_again(survivor, prompt)
+        self._offer_again(survivor, prompt)
 
     def _hit_again(self, instance: Instance, prompt: tuple[int, ...]) -> None:
         kernel, attempts = self.kernel, 0
@@ -239,7 +238,7 @@ class World:
         wanted = self._keys_of(prompt) & instance.keys_in_memory()
         for server in self._deployment.servers:
             server.entries.clear()
-        until = kernel.now + _RECOVERY_SECONDS
+        until, pause = kernel.now + _RECOVERY_SECONDS, 0.5
         while missing := wanted - self._keys_in_redis():
             if kernel.now > until:
                 raise SimulationFailure(
@@ -247,7 +246,8 @@ class World:
                     f"{len(missing)} of {len(wanted)} chunks"
                 )
             self._ask(instance, _Client(0.0, prompt, 1, None))
-            kernel.sleep(1.0)
+            kernel.sleep(pause)
+            pause = min(2 * pause, 4.0)
         self.counts["offered again"] += 1
 
     def _keys_of(self, prompt: tuple[int, ...]) -> set[bytes]:
@@ -350,7 +350,7 @@ def _draw_plan(kernel: Kernel) -> _Plan:
         "redis_connections": chance.choice([1, 2]),
     }
     if chance.random() < 0.3:
-        settings |= {"redis_ttl_seconds": 20, "redis_ttl_refresh": chance.random() < 0.5}
+        settings |= {"redis_ttl_seconds": 8, "redis_ttl_refresh": chance.random() < 0.5}
     if chance.random() < 0.2:
         settings["hash_key"] = "a secret of more than 16 bytes"
     if chance.random() < 0.2:

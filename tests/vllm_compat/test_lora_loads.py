@@ -64,8 +64,7 @@ def write(folder: Path, content: str) -> Path:
 
 
 def settled(loads: LoraLoads, number: int) -> str | None:
-    name = loads.name_of(number)
-    assert name is not None
+    (*_, name) = loads.names_of(number)
     assert name.wait(10.0)
     return name.value
 
@@ -76,10 +75,10 @@ def test_what_was_loaded_is_told_once_and_when_asked(loads: LoraLoads, folder: P
     manager.add(1, folder)
     name = settled(loads, 1)
     assert name == AdapterDigests().digest(folder)
-    assert loads.take() == LoadedAdapterList(0, ((1, name),))
+    assert loads.take() == LoadedAdapterList(0, ((1, name),), number=1)
     assert loads.take() is None
     loads.ask(7)
-    assert loads.take() == LoadedAdapterList(7, ((1, name),))
+    assert loads.take() == LoadedAdapterList(7, ((1, name),), number=2)
     manager.add(2, folder, is_3d_lora_weight=True)
     assert settled(loads, 2) != name
 
@@ -99,7 +98,7 @@ def test_files_that_change_while_they_are_read_have_no_name(loads: LoraLoads, fo
     manager.while_loading = lambda: void(write(folder, "two"))
     manager.add(1, folder)
     assert settled(loads, 1) is None
-    assert loads.take() == LoadedAdapterList(0, ((1, None),))
+    assert loads.take() == LoadedAdapterList(0, ((1, None),), number=1)
 
 
 def void(result: object) -> None:
@@ -110,11 +109,11 @@ def test_reading_the_same_files_again_is_no_news(loads: LoraLoads, folder: Path)
     """A request with ``load_inplace`` has them read in every step."""
     manager = Manager()
     manager.add(1, folder)
-    name = loads.name_of(1)
+    names = loads.names_of(1)
     settled(loads, 1)
     assert loads.take() is not None
     manager.add(1, folder, load_inplace=True)
-    assert loads.name_of(1) is name
+    assert loads.names_of(1) == names
     assert not loads.has_news
 
 
@@ -127,17 +126,41 @@ def test_what_vllm_has_dropped_is_not_loaded(loads: LoraLoads, folder: Path) -> 
     listed = loads.take()
     assert listed is not None
     assert [number for number, _ in listed.digests] == [2]
-    assert loads.name_of(1) is None
+    assert loads.names_of(1) == ()
+
+
+def test_what_was_replaced_between_two_lists_is_told(loads: LoraLoads, folder: Path) -> None:
+    """A, B and A again: the scheduler side would never know of B."""
+    manager = Manager()
+    manager.add(1, folder)
+    one = settled(loads, 1)
+    assert loads.take() == LoadedAdapterList(0, ((1, one),), number=1)
+    write(folder, "two")
+    manager.add(1, folder, load_inplace=True)
+    two = settled(loads, 1)
+    write(folder, "one")
+    manager.add(1, folder, load_inplace=True)
+    names = loads.names_of(1)
+    assert all(name.wait(10.0) for name in names)
+    assert [name.value for name in names] == [one, two, one]
+    told = LoadedAdapterList(0, ((1, one),), number=2, replaced=((1, one), (1, two)))
+    assert loads.take() == told
+    loads.heard(1)
+    assert loads.names_of(1) == names
+    loads.heard(2)
+    assert loads.names_of(1) == names[-1:]
+    loads.ask(1)
+    assert loads.take() == LoadedAdapterList(1, ((1, one),), number=3), "told once"
 
 
 def test_another_engine_in_this_process_is_not_ours(loads: LoraLoads, folder: Path) -> None:
     other = LoraLoads(theirs := SimpleNamespace())
     Manager(theirs).add(1, folder)
-    assert loads.name_of(1) is None
-    assert other.name_of(1) is not None
+    assert not loads.names_of(1)
+    assert other.names_of(1)
     other.close()
     Manager().add(1, folder)
-    assert loads.name_of(1) is not None
+    assert loads.names_of(1)
 
 
 def test_an_adapter_that_vllm_cannot_load_is_not_loaded(loads: LoraLoads, tmp_path: Path) -> None:
@@ -149,14 +172,14 @@ def test_an_adapter_that_vllm_cannot_load_is_not_loaded(loads: LoraLoads, tmp_pa
     manager.while_loading = fail
     with pytest.raises(ValueError, match="no adapter"):
         manager.add(1, tmp_path)
-    assert loads.name_of(1) is None
+    assert not loads.names_of(1)
 
 
 def test_a_loader_of_another_name_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(WorkerLoRAManager, "_load_adapter")
     loads = LoraLoads(CONFIG)
     loads.ask(1)
-    assert loads.take() == LoadedAdapterList(1, is_watched=False)
+    assert loads.take() == LoadedAdapterList(1, is_watched=False, number=1)
     loads.close()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
@@ -36,6 +37,18 @@ def test_two_ranks_share_the_heads_and_the_identity(model: Path) -> None:
     shards = [tuple(geometry.shards) for geometry in two.geometries]
     assert [shard for rank in shards for shard in rank] == list(one.geometries[0].shards)
     assert two.configuration == one.configuration, "keys do not depend on tensor parallelism"
+
+
+def test_stages_with_layers_of_other_kinds_name_what_the_whole_names(model: Path) -> None:
+    """One has full attention, the other a window: neither contradicts the other."""
+    full = full_attention()
+    windowed = replace(full, sliding_window=64)
+    mixed = UniformTypeKVCacheSpecs(BLOCK_SIZE, dict(zip(LAYERS, (full, windowed), strict=True)))
+    config = vllm_config(model)
+    whole = describe(config, kv_cache(mixed)).configuration
+    stages = [describe(config, kv_cache(spec)).configuration for spec in (full, windowed)]
+    assert stages[0] != stages[1]
+    assert stages[0] | stages[1] == stages[1] | stages[0] == whole
 
 
 def test_a_chunk_of_broken_blocks_is_refused(model: Path) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lmcache_connector.vllm_compat import identity
-from lmcache_connector.vllm_compat.identity import weights_identity
 from lmcache_connector.vllm_compat.model import describe_model
+from lmcache_connector.vllm_compat.weights import weights_identity
 from tests.support.engines.tiny_model import TINY
 from tests.support.vllm_configs import kv_cache, vllm_config
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.reconciler import Pace
 from tests.support.jobs import load_job, store_job
-from tests.support.redis.servers import Server, running_server, running_valkey, valkey_binary
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
@@ -194,11 +196,14 @@ def stored(written: list[torch.Tensor], chunks: range) -> list[torch.Tensor]:
 
 def connected(reader: Instance) -> None:
     """Loads one chunk, so that the tier has its connections."""
-    for job_id in range(9000, 9100):
+    numbers = count(9000)
+
+    def loads() -> bool:
+        job_id = next(numbers)
         reader.run(StepPlan(loads=(load(job_id, range(39, 40), 126),)))
-        if reader.wait_for(job_id).outcome is Outcome.DONE:
-            return
-    raise AssertionError("the tier does not connect")
+        return reader.wait_for(job_id).outcome is Outcome.DONE
+
+    wait_until(loads, "the tier does not connect")
 
 
 def test_late_bytes_never_land_in_a_block_that_was_given_back(
@@ -298,7 +303,7 @@ def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:
 
 
 def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
-    with running_server(valkey_binary() or "valkey-server") as server:
+    with running_valkey() as server:
         with server.client() as client:
             client.execute_command("ACL SETUSER default -@write")
         link = SlowLink()

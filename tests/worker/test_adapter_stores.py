@@ -29,7 +29,8 @@ class Loads(NoLoraLoads):
     """What has been loaded is said by the test. ``has_news``: it was asked for."""
 
     def __init__(self) -> None:
-        self.names: dict[int, Reading[str]] = {}
+        self.names: dict[int, tuple[Reading[str], ...]] = {}
+        self.heard_list = 0
         self.question = 0
 
     @property
@@ -43,12 +44,16 @@ class Loads(NoLoraLoads):
         question, self.question = self.question, 0
         return LoadedAdapterList(question) if question else None
 
-    def name_of(self, number: int) -> Reading[str] | None:  # type: ignore[override]
-        return self.names.get(number)
+    def heard(self, list_number: int) -> None:
+        self.heard_list = list_number
+
+    def names_of(self, number: int) -> tuple[Reading[str], ...]:
+        return self.names.get(number, ())
 
     def load(self, number: int) -> Reading[str]:
-        self.names[number] = Reading()
-        return self.names[number]
+        name: Reading[str] = Reading()
+        self.names[number] = (name,)
+        return name
 
 
 @pytest.fixture
@@ -128,3 +133,28 @@ def test_a_question_is_answered_with_the_step(worker: WorkerAdapter) -> None:
     report = run(worker, StepPlan(idle=True, adapter_question=3))
     assert report is not None
     assert report.adapters == LoadedAdapterList(3)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["mine", "another", "mine"], Outcome.CANCELLED),
+        (["another", "mine", "another"], Outcome.CANCELLED),
+        (["mine", None, "mine"], Outcome.CANCELLED),
+        (["another", "mine"], Outcome.DONE),
+        (["mine", "mine"], Outcome.DONE),
+    ],
+)
+def test_another_that_was_there_in_between_may_have_computed_it(
+    worker: WorkerAdapter, loads: Loads, names: list[str | None], found: Outcome
+) -> None:
+    """Read in place, once and back again, and the scheduler side has not heard of it yet."""
+    loads.names[1] = tuple(loads.load(1) for _ in names)
+    for reading, name in zip(loads.names[1], names, strict=True):
+        reading.settle(name)
+    assert outcome(worker, run(worker, store(1))) is found
+
+
+def test_the_plan_says_what_was_heard(worker: WorkerAdapter, loads: Loads) -> None:
+    run(worker, StepPlan(idle=True, heard_adapters=(7,)))
+    assert loads.heard_list == 7

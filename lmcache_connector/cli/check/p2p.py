@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.errors import AddressError
 from lmcache_connector.p2p.heartbeat import Registration, tell
+from lmcache_connector.threads import start_thread
 
 _ANSWER_SECONDS = 5.0
 _MAX_ANSWER_BYTES = 1024
@@ -166,8 +166,7 @@ def _within(seconds: float, call: Callable[[], object]) -> None:
         except (OSError, ValueError) as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="lmc-check", daemon=True)
-    thread.start()
+    thread = start_thread("lmc-check", run)
     thread.join(seconds)
     if thread.is_alive():
         raise TimeoutError(f"no answer within {seconds:g} s")

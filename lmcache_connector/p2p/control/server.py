@@ -25,6 +25,7 @@ from lmcache_connector.p2p.control.peers import Peer, check_peer
 from lmcache_connector.p2p.control.sockets import keep_alive, listening_socket
 from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.reasons import Reason
+from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +105,7 @@ class ControlServer:
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="lmc-p2p-control", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lmc-p2p-control", self._serve)
 
     def introduce_as(self, card: Card) -> None:
         """From now on clients are shown this card."""

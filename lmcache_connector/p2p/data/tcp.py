@@ -25,6 +25,7 @@ from lmcache_connector.p2p.data.base import KeyOf, Landing, Session, Sink
 from lmcache_connector.p2p.data.frame import HEAD_BYTES, Frame, FrameKey, unpack_head
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +68,9 @@ class TcpTransport:
 
     def listen(self, host: str, port: int, sink: Sink, key_of: KeyOf) -> int:
         self._listener = listening_socket(host, port)
-        self._acceptor = threading.Thread(
-            target=self._accept, args=(self._listener, host, sink, key_of), name="lmc-p2p-accept"
+        self._acceptor = start_thread(
+            "lmc-p2p-accept", self._accept, self._listener, host, sink, key_of
         )
-        self._acceptor.daemon = True
-        self._acceptor.start()
         bound: int = self._listener.getsockname()[1]
         return bound
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, copy_kv_blocks
@@ -14,6 +13,7 @@ from lmcache_connector.p2p.plans import HandoverLoad, HandoverResult
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.incoming import Arrived, Incoming, Stretch
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
+from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,7 @@ class Loader:
         self._buffer = buffer
         self._clock = clock
         self._results: list[tuple[HandoverLoad, HandoverResult]] = []
-        self._thread = threading.Thread(target=self._work, name="lmc-p2p-load", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lmc-p2p-load", self._work)
 
     def take_results(self) -> list[tuple[HandoverLoad, HandoverResult]]:
         """Loads that ended since the last call."""

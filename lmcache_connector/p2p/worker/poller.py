@@ -23,6 +23,7 @@ from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.incoming import Waiting
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.session import Connect, PeerSession
+from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -153,11 +154,8 @@ class Poller:
         if len(self._producers) >= _MAX_PRODUCERS:
             return None
         producer = _PolledProducer(source)
-        producer.thread = threading.Thread(
-            target=self._work, args=(producer,), name="lmc-p2p-poll", daemon=True
-        )
         try:
-            producer.thread.start()
+            producer.thread = start_thread("lmc-p2p-poll", self._work, producer)
         except RuntimeError as error:
             logger.warning("%s is not asked: %s", source, error)
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, copy_kv_blocks
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
@@ -11,6 +10,7 @@ from lmcache_connector.kv_layout.paged_cache import PagedLayout
 from lmcache_connector.p2p.data.frame import NO_DIGEST, digest_of
 from lmcache_connector.p2p.worker.outgoing import LayerSave, Piece
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
+from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,7 @@ class Saver:
         self._copier = copier
         self._buffer = buffer
         self._digest_bytes = digest_bytes
-        self._thread = threading.Thread(target=self._work, name="lmc-p2p-save", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lmc-p2p-save", self._work)
 
     def close(self, seconds: float) -> None:
         """Finish what can be saved, for ``seconds`` at most."""

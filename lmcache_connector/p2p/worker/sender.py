@@ -28,6 +28,7 @@ from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.worker.outgoing import Delivery, Destination, Part
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
 from lmcache_connector.p2p.worker.session import Connect, PeerSession
+from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +159,8 @@ class Sender:
             logger.warning("KV is not sent to %s: there are too many decode instances", to.address)
             return None
         courier = _Courier(to)
-        courier.thread = threading.Thread(
-            target=self._work, args=(courier,), name="lmc-p2p-send", daemon=True
-        )
         try:
-            courier.thread.start()
+            courier.thread = start_thread("lmc-p2p-send", self._work, courier)
         except RuntimeError as error:
             logger.warning("KV is not sent to %s: %s", to.address, error)
             return None

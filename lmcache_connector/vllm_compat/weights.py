@@ -1,0 +1,148 @@
+"""Identity of the weights an engine loads: the files vLLM reads, by what they hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmcache_connector.keys.kept_digests import KeptDigests
+from lmcache_connector.keys.weights_digest import (
+    code_files,
+    files_digest,
+    side_files,
+    weight_files,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_SAFETENSORS = (".safetensors",)
+_ANY = (".safetensors", ".bin", ".pt", ".gguf")
+# Load formats that read a model's folder as it is now, with the endings they look for, in order.
+# Others read what lies elsewhere, or what they have made of the files at an earlier start.
+_READ_FROM_FOLDER = {
+    "auto": _ANY,
+    "hf": _ANY,
+    "bitsandbytes": _ANY,
+    "gguf": (".gguf",),
+    "pt": (".pt",),
+    "safetensors": _SAFETENSORS,
+    "fastsafetensors": _SAFETENSORS,
+    "instanttensor": _SAFETENSORS,
+    "mistral": _SAFETENSORS,
+    "runai_streamer": _SAFETENSORS,
+    "runai_streamer_sharded": _SAFETENSORS,
+    "sharded_state": _SAFETENSORS,
+}
+
+# Architectures with parts whose weights lie in folders below the model's.
+WEIGHTS_IN_SUBFOLDERS = frozenset(
+    {
+        "Cosmos3EdgeForConditionalGeneration",
+        "Cosmos3ForConditionalGeneration",
+        "MiMoV2OmniForCausalLM",
+        "MoonshotKimiaForCausalLM",
+    }
+)
+# Fields of a model's configuration that name other models, whose weights it loads (Ultravox).
+WEIGHTS_OF_OTHERS = ("audio_model_id", "text_model_id")
+
+
+def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> str:
+    """A digest of the weights if they are on this host's disk, else their name and revision.
+
+    ``mode`` is ``full`` or a name of the user's. Reads every file whose digest is not known
+    (see :mod:`~lmcache_connector.keys.file_digests`): one process of an engine should call this.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if mode != "full":
+        return f"named:{mode}"
+    if "dummy" in str(load.load_format):
+        return f"dummy:{model.seed}"
+    if files := _files(vllm_config):
+        return f"sha256:{files_digest(files, KeptDigests(cache_folder))}"
+    name = model.model_weights or model.model
+    logger.warning(
+        "The weights of %s are not on this host's disk: instances recognise each other by its name "
+        "and revision alone. Set model_digest to a name of your own if that is not enough.",
+        name,
+    )
+    return f"remote:{name}@{model.revision}"
+
+
+def _files(vllm_config: VllmConfig) -> dict[str, Path]:
+    """All files that the model is made of, by names that say what for; none if one part of it is
+    not there."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    suffixes = _suffixes(load)
+    path = _local_path(model.model_weights or model.model, model.revision, load.download_dir)
+    if path is None or not suffixes:
+        return {}
+    below = model.architecture in WEIGHTS_IN_SUBFOLDERS
+    parts = [(path, weight_files(path, suffixes, in_subfolders=below))]
+    for name in _other_models(model.hf_config):
+        other = _local_path(name, None, load.download_dir)
+        parts.append((path, {}) if other is None else (other, weight_files(other, suffixes)))
+    if not all(weights for _, weights in parts):
+        return {}
+    found = dict(_beside(vllm_config, path))
+    for number, (folder, weights) in enumerate(parts):
+        files = {**weights, **side_files(folder)} if folder.is_dir() else weights
+        found |= {f"{number}/{name}": file for name, file in files.items()}
+    return found
+
+
+def _suffixes(load: LoadConfig) -> tuple[str, ...]:
+    """Of the files that are read of a model's folder; none if that is not known."""
+    if "pattern" in (load.model_loader_extra_config or {}):
+        return ()
+    return _READ_FROM_FOLDER.get(str(load.load_format), ())
+
+
+def _other_models(hf_config: Any) -> Iterator[str]:
+    for field in WEIGHTS_OF_OTHERS:
+        if name := getattr(hf_config, field, None):
+            yield str(name)
+
+
+def _beside(vllm_config: VllmConfig, path: Path) -> Iterator[tuple[str, Path]]:
+    """Files that compute or scale beside the weights."""
+    model = vllm_config.model_config
+    if model.trust_remote_code:
+        for number, folder in enumerate((path, *_code_elsewhere(vllm_config))):
+            if folder.is_dir():
+                yield from ((f"code/{number}/{n}", file) for n, file in code_files(folder).items())
+    multimodal = model.multimodal_config
+    if multimodal is not None and multimodal.mm_encoder_fp8_scale_path:
+        yield "scales", Path(multimodal.mm_encoder_fp8_scale_path)
+
+
+def _code_elsewhere(vllm_config: VllmConfig) -> Iterator[Path]:
+    """Folders of other models whose code this one names, as ``organization/model--file.Class``."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    named = getattr(model.hf_config, "auto_map", None) or {}
+    names = {name for name in named.values() if isinstance(name, str) and "--" in name}
+    for name in sorted({name.partition("--")[0] for name in names}):
+        path = _local_path(name, model.code_revision, load.download_dir)
+        if path is not None:  # else none of it was loaded
+            yield path
+
+
+def _local_path(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    if Path(model).exists():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                model, revision=revision, cache_dir=download_dir, local_files_only=True
+            )
+        )
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError, ValueError):
+        return None

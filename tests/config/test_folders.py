@@ -1,0 +1,26 @@
+"""Where what can be made again is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.config.folders import user_cache_folder
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/fast", "HOME": "/home/me"}, "/fast/lmcache-connector"),
+        ({"XDG_CACHE_HOME": "fast", "HOME": "/home/me"}, "/home/me/.cache/lmcache-connector"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/lmcache-connector"),
+        ({}, "/.cache/lmcache-connector"),
+    ],
+)
+def test_it_lies_where_the_user_keeps_caches(environ: dict[str, str], folder: str) -> None:
+    assert user_cache_folder(environ) == Path(folder)
+
+
+def test_tests_leave_the_users_own_alone() -> None:
+    assert not user_cache_folder().is_relative_to(Path.home() / ".cache")

@@ -1,0 +1,158 @@
+"""The weights an engine loads are named by the files that vLLM's loaders read."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.model_executor import models as vllm_models
+from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
+
+from lmcache_connector.vllm_compat.weights import WEIGHTS_IN_SUBFOLDERS, weights_identity
+from tests.support.vllm_configs import vllm_config
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path) -> Path:
+    """A model of its own for a test to change."""
+    return Path(shutil.copytree(model, tmp_path / "model"))
+
+
+def identity(folder: Path, load_format: str = "auto", **model: Any) -> str:
+    config = vllm_config(folder)
+    config.load_config.load_format = load_format
+    for name, value in model.items():
+        setattr(config.model_config, name, value)
+    return weights_identity(config, "full", folder.parent / "kept")
+
+
+def shards(folder: Path) -> None:
+    """Two files, of which an index names the first."""
+    (file,) = folder.glob("*.safetensors")
+    shutil.copy(file, folder / "other.safetensors")
+    index = f'{{"weight_map": {{"model.norm.weight": "{file.name}"}}}}'
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+def test_an_index_that_names_another_file_is_another_model(folder: Path) -> None:
+    shards(folder)
+    before = identity(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(re.sub(r'"[^"]*\.safetensors"', '"other.safetensors"', index.read_text()))
+    assert identity(folder) != before
+
+
+def test_each_format_counts_the_files_it_reads(folder: Path) -> None:
+    for name in ("model.bin", "model.pt"):
+        (folder / name).write_bytes(b"one")
+    formats = ("auto", "safetensors", "pt")
+    before = {each: identity(folder, each) for each in formats}
+    (folder / "model.pt").write_bytes(b"two")
+    assert [identity(folder, each) != before[each] for each in formats] == [False, False, True]
+    (folder / "model.bin").write_bytes(b"two")
+    assert identity(folder) == before["auto"]
+
+
+@pytest.mark.parametrize("load_format", ["npcache", "tensorizer", "ipc_cache", "of_a_plugin"])
+def test_what_is_read_from_elsewhere_is_not_named_by_the_folder(
+    folder: Path, caplog: pytest.LogCaptureFixture, load_format: str
+) -> None:
+    """``npcache`` reads what it made of the files at its first start, whatever they hold now."""
+    with caplog.at_level(logging.WARNING):
+        assert identity(folder, load_format) == f"remote:{folder}@None"
+    assert "its name and revision alone" in caplog.text
+
+
+def test_weights_of_a_bucket_are_named_by_the_bucket(folder: Path) -> None:
+    """vLLM pulls the rest into a folder whose name says nothing on another host."""
+    found = identity(folder, "runai_streamer", model_weights="s3://bucket/model")
+    assert found == "remote:s3://bucket/model@None"
+
+
+def test_code_of_the_model_counts_once_it_is_trusted(folder: Path) -> None:
+    (folder / "layers").mkdir()
+    code = folder / "layers" / "norm.py"
+    code.write_text("EPSILON = 1")
+    plain, trusted = identity(folder), identity(folder, trust_remote_code=True)
+    code.write_text("EPSILON = 2")
+    assert identity(folder) == plain
+    assert identity(folder, trust_remote_code=True) != trusted
+
+
+def test_code_of_another_model_counts(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "modeling.py").write_text("one")
+    config = vllm_config(folder)
+    config.model_config.trust_remote_code = True
+    config.model_config.hf_config.auto_map = {
+        "AutoModel": f"{other}--modeling.Model",
+        "AutoTokenizer": ["tokenization.Slow", None],
+    }
+    found = set()
+    for content in ("one", "two"):
+        (other / "modeling.py").write_text(content)
+        found.add(weights_identity(config, "full", tmp_path / "kept"))
+    assert len(found) == 2
+
+
+def test_models_a_model_is_made_of_count(folder: Path, model: Path, tmp_path: Path) -> None:
+    config = vllm_config(folder)
+    tower = Path(shutil.copytree(model, tmp_path / "tower"))
+    config.model_config.hf_config.text_model_id = str(tower)
+    before = weights_identity(config, "full", tmp_path / "kept")
+    (weights,) = tower.glob("*.safetensors")
+    weights.write_bytes(b"trained on")
+    assert weights_identity(config, "full", tmp_path / "kept") != before
+    config.model_config.hf_config.text_model_id = "nobody/has-this"
+    assert weights_identity(config, "full", tmp_path / "kept").startswith("remote:")
+
+
+def test_a_file_of_scales_counts(folder: Path, tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+
+    class Multimodal:
+        mm_encoder_fp8_scale_path = str(scales)
+
+    found = set()
+    for content in ("1", "2"):
+        scales.write_text(content)
+        found.add(identity(folder, multimodal_config=Multimodal()))
+    assert len(found) == 2
+
+
+# -- what vLLM's models read beside their folder's weights ----------------------------------------
+
+READS = re.compile(
+    r"secondary_weights|allow_patterns_overrides|subfolder|load_file|torch\.load\(|safe_open"
+    r"|get_hf_file_bytes|hf_hub_download|snapshot_download"
+)
+READ = {
+    "adapters.py": "a projector of pooling models",
+    "clef_omni.py": "a pooling model, from the same folder",
+    "cosmos3.py": "WEIGHTS_IN_SUBFOLDERS",
+    "cosmos3_edge.py": "WEIGHTS_IN_SUBFOLDERS",
+    "funaudiochat.py": "a processor, of what requests are named by",
+    "jina.py": "pooling models",
+    "kimi_audio.py": "WEIGHTS_IN_SUBFOLDERS",
+    "llava_onevision2.py": "a processor, of what requests are named by",
+    "mimo_audio.py": "WEIGHTS_IN_SUBFOLDERS, as a part of mimo_v2_omni",
+    "qwen3_dflash.py": "a drafter",
+    "roberta.py": "pooling models",
+    "ultravox.py": "WEIGHTS_OF_OTHERS",
+}
+"""Read by hand."""
+
+
+def test_models_that_read_more_than_their_folders_weights_are_known() -> None:
+    (folder,) = vllm_models.__path__
+    files = Path(folder).glob("*.py")
+    assert {file.name for file in files if READS.search(file.read_text())} <= READ.keys()
+
+
+def test_models_with_weights_in_subfolders_are_vllms() -> None:
+    assert _MULTIMODAL_MODELS.keys() >= WEIGHTS_IN_SUBFOLDERS
