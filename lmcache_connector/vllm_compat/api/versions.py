@@ -31,8 +31,8 @@ TOKEN_FORM = "keys, then values"
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """``releases``: how much is known of each, oldest first. ``below``: the first that is refused
-    whatever it has. ``table``: what is used of it."""
+    """``releases``: how much is known of each, in the README's order. ``below``: the first that is
+    refused whatever it has. ``table``: what is used of it."""
 
     name: str
     distributions: tuple[str, ...]
@@ -58,12 +58,12 @@ VLLM_PACKAGE = Package(
 LMCACHE_PACKAGE = Package(
     "LMCache",
     ("lmcache",),
-    {(0, 5, 4): API_CHECKED, (0, 5, 5): API_CHECKED, (0, 5, 6): TESTED},
+    {(0, 5, 6): TESTED, (0, 5, 4): API_CHECKED, (0, 5, 5): API_CHECKED},
     LMCACHE,
     below=(0, 6),
 )
 BUILT_FOR_TORCH = (2, 13)
-"""LMCache's wheels hold CUDA code that was built for this torch."""
+"""LMCache's wheels of these releases hold CUDA code that was built for this torch."""
 
 
 @dataclass(frozen=True, slots=True)
