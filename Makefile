@@ -26,7 +26,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format pytest bench soak matrix contract docs clean
+.PHONY: help venv demo test lint format pytest bench soak matrix newer contract docs clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,19 @@ $(OVERLAY): $(STAMP)
 
 .PHONY: overlay
 overlay: $(OVERLAY)
+
+# The newest release has no build for CPUs yet: its scheduler runs with the installed kernels.
+NEWER_VLLM := 0.33.0
+NEWER := .cache/matrix/vllm-$(NEWER_VLLM)
+
+$(NEWER): $(STAMP)
+	@rm -rf $@ && mkdir -p $@
+	@$(BIN)/python -m tests.contract.overlay $(NEWER_VLLM) $@ || { rm -rf $@; exit 1; }
+
+newer: $(NEWER) ## Test with the scheduler of a vLLM that has no build for CPUs yet
+	@PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest \
+		-m "not soak and not newest and not engine" tests/test_connector_base.py tests/scheduler \
+		tests/lookup tests/kv_events tests/metrics tests/vllm_compat/test_same_form.py
 
 matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS="--no-engines" is short
 	@PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m pytest -m "not soak and not newest" \
