@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import (
+    KVConnectorModelRunnerMixin as FirstRunner,
+)
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
 from lmcache_connector.p2p.connector import LMCacheP2PConnector
 from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepOutput
+from tests.support.vllm_configs import vllm_config
 
 
 def output_of(kv_output: KVConnectorOutput | None) -> ModelRunnerOutput:
@@ -111,6 +121,9 @@ class Recorder:
         self.calls.append(("let_go", None))
         return True
 
+    def take_metrics(self) -> None:
+        """Nothing is counted."""
+
     def of(self, plan: object) -> list[str]:
         return [name for name, of in self.calls if of == plan]
 
@@ -169,6 +182,65 @@ def test_what_a_step_plans_is_done_once_and_before_the_next(
     assert recorder.of("first") == recorder.of("second") == recorder.of("third") == EVERYTHING
     begun = [str(of) for _, of in recorder.calls if of is not None]
     assert begun == sorted(begun)  # as their names happen to be
+
+
+@pytest.fixture
+def in_an_engine(
+    model: Path, connector: LMCacheTieredConnector, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """vLLM's runners find the connector, and a forward pass is under way."""
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+    with set_forward_context(None, vllm_config(model)):
+        yield
+
+
+def scheduled(plan: str) -> Any:
+    """What a runner reads of a scheduler's output."""
+    return SimpleNamespace(
+        kv_connector_metadata=PlanMetadata(plan), has_sync_kv_loads=False, finished_req_ids=set()
+    )
+
+
+@pytest.mark.usefixtures("in_an_engine")
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_step_of_the_first_runner(recorder: Recorder, speculates: bool) -> None:
+    for plan in ("first", "second"):
+        output = FirstRunner.maybe_get_kv_connector_output(
+            scheduled(plan), defer_finalize=speculates
+        )
+        with output:
+            assert recorder.of(plan) == ["start_forward"]
+        if speculates:
+            FirstRunner.finalize_kv_connector()
+    assert recorder.of("first") == recorder.of("second") == EVERYTHING[1:]
+
+
+@pytest.mark.usefixtures("in_an_engine")
+def test_a_step_of_the_second_runner(connector: LMCacheTieredConnector, recorder: Recorder) -> None:
+    runner = object.__new__(ActiveKVConnector)
+    runner.kv_connector = connector
+    runner._disabled, runner._pending_load_kwargs = False, None
+    for plan in ("first", "second"):
+        runner.pre_forward(scheduled(plan))
+        runner.post_forward(set())
+    assert recorder.of("first") == recorder.of("second") == EVERYTHING
+
+
+@pytest.mark.usefixtures("in_an_engine")
+def test_a_step_of_the_second_runner_with_a_speculator(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    runner = object.__new__(ActiveKVConnector)
+    if not hasattr(runner, "finalize_step"):
+        pytest.skip("vLLM has it since 0.33: make newer runs this")
+    runner.kv_connector = connector
+    runner._disabled, runner._pending_load_kwargs = False, None
+    for plan in ("first", "second"):
+        runner.pre_forward(scheduled(plan))
+        runner.post_forward(set(), defer_finalize=True)
+        assert "end_forward" not in recorder.of(plan)
+        runner.finalize_step()
+    assert recorder.of("first") == recorder.of("second") == EVERYTHING
 
 
 def test_loads_wait_for_the_forward_pass(
