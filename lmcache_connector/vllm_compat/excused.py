@@ -57,6 +57,7 @@ EXCUSED: MappingProxyType[str, dict[str, str]] = MappingProxyType(
             "runner": "resolved to runner_type",
             "convert": "resolved to convert_type",
             "config_updated": "says that the configuration is complete",
+            "_supports_multimodal_inputs_cache": "answers it has given so far",
             "tokenizer": _TEXT,
             "tokenizer_mode": _TEXT,
             "tokenizer_revision": _TEXT,

@@ -116,9 +116,11 @@ def _beside(vllm_config: VllmConfig, path: Path) -> Iterator[tuple[str, Path]]:
         for number, folder in enumerate((path, *_code_elsewhere(vllm_config))):
             if folder.is_dir():
                 yield from ((f"code/{number}/{n}", file) for n, file in code_files(folder).items())
-    multimodal = model.multimodal_config
+    multimodal, overrides = model.multimodal_config, model.hf_overrides
     if multimodal is not None and multimodal.mm_encoder_fp8_scale_path:
         yield "scales", Path(multimodal.mm_encoder_fp8_scale_path)
+    if isinstance(overrides, dict) and (file := overrides.get("quantization_config_file")):
+        yield "quantization", Path(file)
 
 
 def _code_elsewhere(vllm_config: VllmConfig) -> Iterator[Path]:

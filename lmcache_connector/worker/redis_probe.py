@@ -137,7 +137,8 @@ class RedisProbe:
         return self._tier.read(self._keys[:count], buffers, deadline, self._closed.is_set)
 
     def _write(self, missing: Sequence[int]) -> bool:
-        """Write these chunks, over values that turned out unsound too. False if that failed."""
+        """Write these chunks, over values that turned out unsound too. False if none was written:
+        there may not be room for all of them at once."""
         written = threading.Semaphore(0)
         stored: list[bool] = []
 
@@ -152,7 +153,7 @@ class RedisProbe:
             while not written.acquire(timeout=_RETRY_SECONDS):
                 if self._closed.is_set() or self._clock() >= until:
                     return False
-        return all(stored)
+        return any(stored)
 
 
 class NoProbe:

@@ -31,7 +31,9 @@ from tests.support.redis.server_groups import (
 from tests.support.redis.servers import (
     CACHE,
     Server,
+    oldest_binary,
     redis_binary,
+    running_server,
     running_valkey,
     valkey_binary,
 )
@@ -64,6 +66,16 @@ class Guarded:
 def one(form: Callable[[Server], str]) -> Iterator[Guarded]:
     with running_valkey(CACHE) as server:
         guarded = Guarded([server], form(server))
+        guarded.allow()
+        yield guarded
+
+
+@contextmanager
+def oldest() -> Iterator[Guarded]:
+    binary = oldest_binary()
+    assert binary is not None
+    with running_server(binary, CACHE) as server:
+        guarded = Guarded([server], f"redis://USER@127.0.0.1:{server.port}/5")
         guarded.allow()
         yield guarded
 
@@ -110,6 +122,7 @@ def sentinels() -> Iterator[Guarded]:
 FORMS = {
     "redis": lambda: one(lambda s: f"redis://USER@127.0.0.1:{s.port}"),
     "redis with db": lambda: one(lambda s: f"redis://USER@127.0.0.1:{s.port}/5"),
+    "redis 6.2 with db": oldest,
     "unix": lambda: one(lambda s: f"unix://USER@{s.socket_path}"),
     "unix with db": lambda: one(lambda s: f"unix://USER@{s.socket_path}?db=7"),
     "rediss with db": tls,
@@ -122,6 +135,8 @@ FORMS = {
 def guarded(request: pytest.FixtureRequest) -> Iterator[Guarded]:
     if FORMS[request.param] is tls:
         request.getfixturevalue("redis_path")  # skips where there is none
+    if FORMS[request.param] is oldest:
+        request.getfixturevalue("oldest_redis_path")
     with FORMS[request.param]() as guarded:
         yield guarded
 

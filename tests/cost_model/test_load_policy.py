@@ -219,3 +219,15 @@ def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
         if reader.take_probe():
             reader.observe_reports([ANSWERED])
     assert 1 <= num_loads <= 70
+
+
+def test_one_slow_copy_does_not_spoil_what_probes_say_of_redis_for_ever(
+    policy: LoadPolicy, clock: Clock
+) -> None:
+    policy.load_planned(load_job(1, KEYS), ())
+    policy.load_ended(1, [JobResult(1, Outcome.DONE, 32, 32 * CHUNK_BYTES, 0, 5.0)])
+    policy.observe_reports([probed(1 << 23, 0.01)])
+    assert decide(policy, KEYS) == 0, "a load from Redis would be copied as slowly"
+    clock.now += 61.0
+    policy.observe_reports([probed(1 << 23, 0.01)])
+    assert decide(policy, KEYS) == 32

@@ -290,5 +290,8 @@ def test_instances_updated_alike_share_at_once_by_a_label(
         assert hit.external_hit_tokens == 2 * CHUNK_SIZE
         assert hit.block_digests == cold.block_digests
         assert changes(retrained, before) == {"match": 1}
+        one.call(reset_everything)  # which is this instance's own affair
+        retrained.reset_prefix_cache()
+        assert retrained.serve(prompt).external_hit_tokens > 0
     finally:
         one.call(retrain_rows, 0.0)

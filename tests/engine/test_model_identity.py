@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, chunk_keys
+from tests.support.engines.asks import Ask, ask_all
+from tests.support.engines.calls import check_integrity, chunk_keys, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import Served
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
-from tests.support.engines.tiny_variants import build_long_rope_model, retrain_rows
+from tests.support.engines.tiny_variants import (
+    build_adapter,
+    build_long_rope_model,
+    retrain_rows,
+)
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import wait_for_chunks
@@ -95,3 +100,24 @@ def test_a_limit_of_length_that_the_model_computes_with_keeps_instances_apart(
     if tp_size > 1:
         with start(transfer, folder, max_model_len=1024, tensor_parallel_size=tp_size) as again:
             assert again.serve(PROMPT).external_hit_tokens == HIT
+
+
+@pytest.mark.soak  # two engines, for what the tests of the root show without one
+def test_an_adapter_that_is_applied_to_other_modules_is_another(
+    start: StartInstance, transfer: dict[str, Any], valkey: Server, tmp_path: Path
+) -> None:
+    """``--lora-target-modules`` leaves out what of an adapter's files is not named."""
+    ask = Ask(PROMPT, lora=("mine", 1, str(build_adapter(tmp_path / "adapter", 1))))
+    settings = {"enable_lora": True, "max_lora_rank": 8}
+    transfer = copy.deepcopy(transfer)
+    transfer["kv_connector_extra_config"]["namespace"] = "modules"
+    with start(transfer, **settings) as whole:
+        cold = whole.call(ask_all, [ask])
+        whole.reset_prefix_cache()
+        assert whole.call(ask_all, [ask]).loaded_tokens == HIT
+        whole.call(wait_for_writes)
+    with start(transfer, **settings, lora_target_modules=["o_proj"]) as part:
+        other = part.call(ask_all, [ask])
+        assert other.loaded_tokens == 0
+        assert other.answers[0].blocks[0] != cold.answers[0].blocks[0]
+        part.call(check_integrity)

@@ -7,7 +7,7 @@ that such KV gets the name of what it is not, and is served to others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,9 @@ def test_an_adapter_that_vllm_reads_again_after_it_has_changed(
     assert blocks(elsewhere)[:4] == blocks(new)[:4]
 
 
-def serve_while_replaced(probe: EngineProbe, ask: Ask, seed: int, other: int) -> list[int]:
-    """Serve it, and have vLLM read its adapter in place while it is answered: for some tokens that
-    of seed ``other``. Its files are hashed late, so no report tells before it is gone again.
+def serve_while_replaced(probe: EngineProbe, ask: Ask, seeds: Sequence[int]) -> list[int]:
+    """Serve it, and have vLLM read its adapter in place while it is answered: those of ``seeds``,
+    each for some tokens. Their files are hashed late, so no report tells before the last one.
     Returns all tokens of the request."""
     import threading
     from unittest import mock
@@ -231,11 +231,10 @@ def serve_while_replaced(probe: EngineProbe, ask: Ask, seed: int, other: int) ->
     while not outputs or len(outputs[-1].outputs[0].token_ids) < 4:
         outputs += probe.engine.step()
     with mock.patch.object(AdapterDigests, "digest", late):
-        read_in_place(other)
-        for _ in range(4):
-            outputs += probe.engine.step()
-        read_in_place(seed)
-        outputs += probe.engine.step()
+        for seed in seeds:
+            read_in_place(seed)
+            for _ in range(4):
+                outputs += probe.engine.step()
         may_hash.set()
         while not outputs[-1].finished:
             outputs += probe.engine.step()
@@ -243,21 +242,16 @@ def serve_while_replaced(probe: EngineProbe, ask: Ask, seed: int, other: int) ->
     return [*ask.tokens, *outputs[-1].outputs[0].token_ids]
 
 
-@pytest.mark.parametrize("other", [9, 10], ids=["the same again", "another in between"])
-def test_an_adapter_that_is_replaced_and_comes_back_before_a_report(
-    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path, other: int
+@pytest.mark.parametrize("seeds", [(), (10, 9)], ids=["it stays", "it comes back"])
+def test_an_adapter_that_is_another_for_some_tokens_between_two_reports(
+    adapted: tuple[VllmInstance, VllmInstance], tmp_path: Path, seeds: tuple[int, ...]
 ) -> None:
     one, two = adapted
     path = build_adapter(tmp_path / "a", 9)
-    ask = Ask(random_prompt(40 + other, 220), max_tokens=60, lora=("mine", 40 + other, str(path)))
-    tokens = one.call(serve_while_replaced, ask, 9, other)
+    number = 50 + len(seeds)
+    ask = Ask(random_prompt(number, 220), max_tokens=60, lora=("mine", number, str(path)))
+    tokens = one.call(serve_while_replaced, ask, seeds)
     one.call(flush)
     ask = replace(ask, tokens=tokens, max_tokens=2)
     found = served(two, ask)
-    assert found.loaded_tokens == (CHUNK_SIZE if other == 9 else 0)
-    two.reset_prefix_cache()
-    if other == 10:  # what was computed with the other adapter is in none of it
-        one.reset_prefix_cache()
-        right = served(one, ask)
-        assert right.loaded_tokens == CHUNK_SIZE
-        assert blocks(right)[0] == blocks(found)[0]
+    assert found.loaded_tokens == (0 if seeds else CHUNK_SIZE)

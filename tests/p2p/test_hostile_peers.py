@@ -44,7 +44,10 @@ MAX_MEMORY_BYTES = 64 << 20
 MAX_SECONDS = 5.0
 
 SHARED: dict[str, Any] = {"secret": "known to both of them", "stall_seconds": 1.0}
-MANY = pytest.mark.parametrize("conversations", [300, pytest.param(10_000, marks=pytest.mark.soak)])
+MANY = pytest.mark.parametrize(
+    "conversations",
+    [300, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
+)
 
 
 @pytest.fixture(autouse=True)

@@ -120,6 +120,7 @@ class Instance:
         self._changed = stdlib.Event()
         self._stopping = False
         self._wants_eviction = False
+        self._wants_reset = False
         self._queue: deque[tuple[SchedulerOutput, _Step]] = deque()
         self._streams: dict[str, list[int]] = {}
         self._cells: dict[str, list[int]] = {}
@@ -153,8 +154,8 @@ class Instance:
         self._changed.set()
 
     def evict_all(self) -> None:
-        """Soon: forget what memory holds, in vLLM and in the CPU tier."""
-        self._wants_eviction = True
+        """Soon: forget what memory holds, in the CPU tier and, once no request runs, in vLLM."""
+        self._wants_eviction = self._wants_reset = True
         self._changed.set()
 
     def keys_in_memory(self) -> set[bytes]:
@@ -174,8 +175,7 @@ class Instance:
             self._changed.clear()
             self._take_requests()
             self._take_aborts()
-            if self._wants_eviction:
-                self._evict()
+            self._evict()
             if self._scheduler.has_requests() or self._queue:
                 self._step()
             else:
@@ -239,10 +239,12 @@ class Instance:
                 self._end(request_id)
 
     def _evict(self) -> None:
-        if not self._asked and self._scheduler.reset_prefix_cache(reset_connector=False):
+        if self._wants_eviction:
             self._wants_eviction = False
             for rank in self._ranks:
                 rank.evict()
+        if self._wants_reset and not self._asked:
+            self._wants_reset = not self._scheduler.reset_prefix_cache(reset_connector=False)
 
     def _end(self, request_id: str) -> None:
         self._asked.pop(request_id).ended.set()

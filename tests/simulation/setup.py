@@ -63,7 +63,7 @@ class _SlowCopier:
         half = len(src_block_ids) // 2
         moved = 0
         for part in (slice(None, half), slice(half, None)):
-            kernel.sleep(0.0002 + 0.002 * kernel.chance.random() ** 4)
+            kernel.sleep(0.0002 + 0.02 * kernel.chance.random() ** 8)
             moved += self._copier.copy(
                 src, dst, list(src_block_ids[part]), list(dst_block_ids[part]), direction, after
             )

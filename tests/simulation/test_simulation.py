@@ -47,13 +47,12 @@ def _run(seconds: float, first: int, folder: Path) -> dict[str, int]:
 
 
 def test_all_promises_hold_in_the_first_worlds() -> None:
-    _simulate("--seeds", "16", "--jobs", "2", seconds=60)
+    _simulate("--seeds", "40", "--jobs", "2", seconds=60)
 
 
 @pytest.mark.soak  # a minute
 @pytest.mark.timeout(900)
 def test_all_promises_hold_in_every_world(tmp_path: Path) -> None:
-    """Seed 16 is known to fail: a Redis that was slow is not loaded from again within 90 s."""
     seconds = float(os.environ.get("SIMULATION_SECONDS", "60"))
     numbers = _run(seconds, 0, tmp_path)
     assert numbers["seeds"] > 10

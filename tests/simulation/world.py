@@ -181,8 +181,8 @@ class World:
 
     def _be_short_of_memory(self) -> None:
         """What memory holds is forgotten now and then, so that Redis is asked."""
-        for _ in range(self.kernel.chance.randrange(6)):
-            self.kernel.sleep(self.kernel.chance.uniform(0.0, 1.0))
+        for _ in range(self.kernel.chance.randrange(12)):
+            self.kernel.sleep(self.kernel.chance.uniform(0.0, 0.5))
             self.kernel.chance.choice(self._alive).evict_all()
 
     def _be_crash(self) -> None:
@@ -358,16 +358,17 @@ def _draw_plan(kernel: Kernel) -> _Plan:
     shape = Shape(
         world_size=chance.choice([1, 1, 2]),
         depth=chance.choice([1, 2]),
-        num_blocks=chance.choice([24, 40]),
+        num_blocks=chance.choice([20, 24, 40]),
         cpu_chunks=chance.choice([8, 24]),
         max_batched_tokens=chance.choice([64, 256]),
         token_seconds=chance.choice([0.0002, 0.001]),
         settings=settings,
     )
     families = [_tokens(kernel, chance.randint(64, 200)) for _ in range(chance.choice([2, 3]))]
+    rushes = [chance.uniform(0.0, 2.5) for _ in range(4)]
     clients = [
         _Client(
-            start=chance.uniform(0.0, 2.5),
+            start=chance.choice(rushes) + chance.uniform(0.0, 0.1),
             prompt=(*chance.choice(families), *_tokens(kernel, chance.randrange(40))),
             max_tokens=chance.choice([1, 1, 2, 2, 3, 40]),
             abort_after=chance.uniform(0.0, 0.5) if chance.random() < 0.15 else None,

@@ -31,7 +31,12 @@ from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
 
 # Set on the way, not declared.
 ATTRIBUTES = {
-    "ModelConfig": {"config_updated", "_hf_config_revision", "original_max_model_len"},
+    "ModelConfig": {
+        "config_updated",
+        "_hf_config_revision",
+        "_supports_multimodal_inputs_cache",
+        "original_max_model_len",
+    },
     "PreTrainedConfig": {"_name_or_path", "name_or_path", "_commit_hash"},
 }
 OTHER = "another value"

