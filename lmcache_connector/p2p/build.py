@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.config.folders import user_cache_folder
+from lmcache_connector.kv_layout.part_layout import PartLayout
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
@@ -49,7 +50,16 @@ class Instance:
     @property
     def max_block_bytes(self) -> int:
         """Of one block, on the rank that holds most."""
-        return max(geometry.chunk_bytes for geometry in self.model.geometries)
+        return max(geometry.chunk_bytes for geometry in self.part.geometries)
+
+    @property
+    def part(self) -> PartLayout:
+        """All that is handed over."""
+        return self.model.parts[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.part.part.block_size
 
     @property
     def address(self) -> PeerAddress:
@@ -66,6 +76,7 @@ def describe(
     block_size = block_size_of(kv_cache_config)
     model = describe_model(vllm_config, kv_cache_config, chunk_size=block_size)
     _check_is_handed_over(model)
+    ranks = model.parts[0].ranks
     weights: dict[str, object] = {
         "namespace": config.namespace,
         "weights": weights_identity(vllm_config, config.model_digest, user_cache_folder()),
@@ -79,14 +90,14 @@ def describe(
         port=address.port,
         rank=model.rank,
         model=model_digests(weights | model.configuration),
-        block_size=model.block_size,
+        block_size=block_size,
         tp_size=tp_size,
-        layer_counts=tuple(rank.num_layers for rank in model.ranks[::tp_size]),
-        num_kv_heads=model.ranks[model.rank].num_shards_total,
+        layer_counts=tuple(rank.num_layers for rank in ranks[::tp_size]),
+        num_kv_heads=ranks[model.rank].num_shards_total,
         is_mla=vllm_config.model_config.use_mla,
         transports={},
     )
-    max_blocks = -(-vllm_config.model_config.max_model_len // model.block_size)
+    max_blocks = -(-vllm_config.model_config.max_model_len // block_size)
     return Instance(
         model,
         weights,
@@ -112,10 +123,10 @@ def _check_is_handed_over(model: ModelDescription) -> None:
 def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter:
     model = instance.model
     settings = P2PSchedulerSettings(
-        block_size=model.block_size,
+        block_size=instance.block_size,
         block_bytes=instance.max_block_bytes,
         world_size=model.world_size,
-        num_writers=sum(bool(rank.write_shards) for rank in model.ranks),
+        num_writers=sum(bool(rank.write_shards) for rank in instance.part.ranks),
         tp_size=instance.card.tp_size,
         buffer_bytes=config.kv_buffer_size + config.overflow_bytes,
         largest_buffer_bytes=config.largest_buffer_bytes,
@@ -146,14 +157,15 @@ def make_worker(
     from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
     from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 
-    model = instance.model
+    model, part = instance.model, instance.part
+    geometry = part.geometries[model.rank]
     settings = P2PWorkerSettings(
         config=config,
         card=instance.card,
-        own=model.ranks[model.rank],
-        block_geometry=model.geometries[model.rank],
-        layer_widths=model.layer_widths,
-        num_kv_heads=model.num_kv_heads,
+        own=part.ranks[model.rank],
+        block_geometry=geometry,
+        layer_widths=dict(zip(part.groups[0].names, geometry.layer_widths, strict=True)),
+        num_kv_heads=part.num_kv_heads,
         max_block_bytes=instance.max_block_bytes,
         max_blocks=instance.max_blocks,
         produces=instance.transfer.is_kv_producer,

@@ -145,7 +145,7 @@ def _make_auditor(
     tally: Tally,
 ) -> Auditor:
     sampler = AuditSampler(config.audit_share, random.Random().random)
-    noise = NoiseGauge(model.formats)
+    noise = NoiseGauge(model.parts[0].formats)
     return Auditor(settings, index, sampler, noise, tally, model=model.name)
 
 
@@ -188,6 +188,6 @@ def _make_policy(config: ConnectorConfig, model: ModelDescription) -> LoadPolicy
         chunk_tokens=config.chunk_size,
         value_bytes=[max(rank.chunk_bytes for rank in part.geometries) for part in model.parts],
         clock=time.monotonic,
-        num_stages=len({rank.layer_start for rank in model.ranks}),
+        num_stages=len({rank.layer_start for rank in model.parts[0].ranks}),
         num_prefix_parts=sum(part.part.rule is Rule.PREFIX for part in model.parts),
     )

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.kv_layout.paged_cache import Plane
 from lmcache_connector.kv_layout.part_layout import PartLayout
-from lmcache_connector.kv_layout.topology import RankTopology
-from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.parts import block_size_of, find_parts
 from lmcache_connector.vllm_compat.support import check_setup
@@ -41,37 +38,6 @@ class ModelDescription:
     @property
     def world_size(self) -> int:
         return len(self.parts[0].ranks)
-
-    # Of the first part: for what knows no other yet.
-
-    @property
-    def ranks(self) -> tuple[RankTopology, ...]:
-        return self.parts[0].ranks
-
-    @property
-    def geometries(self) -> tuple[ChunkGeometry, ...]:
-        return self.parts[0].geometries
-
-    @property
-    def block_size(self) -> int:
-        return self.parts[0].part.block_size
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.parts[0].num_kv_heads
-
-    @property
-    def layer_widths(self) -> dict[str, int]:
-        (group,) = self.parts[0].groups
-        return dict(zip(group.names, self.geometries[self.rank].layer_widths, strict=True))
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        return self.parts[0].formats
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        return self.parts[0].planes
 
 
 def describe_model(

@@ -23,9 +23,11 @@ def describe(
 def test_a_tiny_llama_is_described(model: Path) -> None:
     found = describe(vllm_config(model), kv_cache(), chunk_size=64)
     assert found.world_size == 1
-    assert found.block_size == BLOCK_SIZE
-    assert found.layer_widths == dict.fromkeys(LAYERS, 2 * 32 * 2)
-    geometry = found.geometries[0]
+    (layout,) = found.parts
+    assert layout.part.block_size == BLOCK_SIZE
+    assert layout.groups[0].names == tuple(LAYERS)
+    geometry = layout.geometries[0]
+    assert geometry.layer_widths == (2 * 32 * 2,) * 2
     assert geometry.num_tokens == 64
     assert geometry.bytes_per_token == 2 * 2 * 2 * 32 * 2  # layers, heads, K and V, bfloat16
 
@@ -34,8 +36,8 @@ def test_two_ranks_share_the_heads_and_the_identity(model: Path) -> None:
     one = describe(vllm_config(model), kv_cache())
     two = describe(vllm_config(model, tensor_parallel_size=2), kv_cache(full_attention(1)))
     assert two.world_size == 2
-    shards = [tuple(geometry.shards) for geometry in two.geometries]
-    assert [shard for rank in shards for shard in rank] == list(one.geometries[0].shards)
+    shards = [tuple(geometry.shards) for geometry in two.parts[0].geometries]
+    assert [shard for rank in shards for shard in rank] == list(one.parts[0].geometries[0].shards)
     assert two.configuration == one.configuration, "keys do not depend on tensor parallelism"
 
 
@@ -58,4 +60,4 @@ def test_a_chunk_of_broken_blocks_is_refused(model: Path) -> None:
 
 def test_without_a_chunk_size_a_chunk_has_128_tokens(model: Path) -> None:
     found = describe(vllm_config(model), kv_cache(), chunk_size=None)
-    assert found.chunk_size == found.geometries[0].num_tokens == 128
+    assert found.chunk_size == found.parts[0].geometries[0].num_tokens == 128
