@@ -23,6 +23,7 @@ from tests.support.redis.servers import Server
 
 BLOCK_SIZE = 128
 MANY = 8  # chunks of most prompts
+EVERY_TIME = ("gemma3 5:1", "gemma4", "qwen3-next")  # an engine takes 15 seconds to start
 
 
 def transfer(valkey: Server) -> dict[str, Any]:
@@ -35,7 +36,13 @@ def transfer(valkey: Server) -> dict[str, Any]:
     )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.soak)
+        for name in FAMILIES
+    ],
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.kv_events.log import BlocksStored
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import Outcome
 from tests.scheduler.test_adapter import Life, prompt
@@ -122,6 +123,16 @@ def test_windows_are_stored_where_hits_are_likely_to_end(model: Path) -> None:
     shared = tokens[: 7 * CHUNK + 1]
     assert serve(engine, shared + prompt(2, 2 * CHUNK)) == 5 * CHUNK
     assert serve(engine, shared + prompt(3, 2 * CHUNK)) == 7 * CHUNK
+
+
+def test_routers_are_told_of_each_chunk_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = calm(model, replace(WIDE, kv_events=True))
+    # Else vLLM's scheduler takes them with every step, for the routers.
+    monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
+    request = engine.requests[engine.add(prompt(1, 4 * CHUNK), max_tokens=1)]
+    engine.run_until_idle()
+    events = [e for e in engine.adapter.kv_events.take() if isinstance(e, BlocksStored)]
+    assert [h for event in events for h in event.blocks.hashes] == list(request.block_hashes)
 
 
 def test_of_an_answer_every_window_is_stored(model: Path) -> None:
