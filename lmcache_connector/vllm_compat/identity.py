@@ -21,6 +21,8 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from lmcache_connector.keys.prefix_hash import canonical_bytes
+from lmcache_connector.vllm_compat.api.names import STANDING
+from lmcache_connector.vllm_compat.api.versions import TOKEN_FORM
 from lmcache_connector.vllm_compat.canonical import IsExcused, canonical
 from lmcache_connector.vllm_compat.excused import (
     EXCUSED,
@@ -30,6 +32,7 @@ from lmcache_connector.vllm_compat.excused import (
     SOMETIMES,
 )
 from lmcache_connector.vllm_compat.excused_environment import EXCUSED_ENVIRONMENT
+from lmcache_connector.vllm_compat.same_form import is_new, same_form
 from lmcache_connector.vllm_compat.support import layer_specs
 
 if TYPE_CHECKING:
@@ -50,14 +53,15 @@ def configuration_digests(
 
     Each kind of layer, as its KV cache is described, is a part of its own, named by its digest: a
     stage of a pipeline may have some kinds and not others. ``packings`` name the order of bytes
-    inside a block of each part of the model. Raises :class:`UnsupportedError` for a part without a
+    inside a block of each part of the model. Versions of vLLM that lay a token's KV out alike have
+    the same digests for the same model. Raises :class:`UnsupportedError` for a part without a
     canonical form.
     """
     is_excused = _excuses(vllm_config)
     parts: dict[str, object] = {
         name: value
         for name, value in vars(vllm_config).items()
-        if not is_excused(vllm_config, name)
+        if not is_excused(vllm_config, name) and not is_new("VllmConfig", name, value)
     }
     parts["lora_config"] = _lora_config(vllm_config)
     # A plugin may register a class of its own under a known name.
@@ -70,6 +74,8 @@ def configuration_digests(
     if any(isinstance(spec, MambaSpec) and not spec.tp_replicated for spec in specs):
         # Each rank's piece of a state is one value.
         parts["state_pieces"] = vllm_config.parallel_config.tensor_parallel_size
+    if STANDING.token_form != TOKEN_FORM:
+        parts["token_form"] = STANDING.token_form
     found = {name: _digest(canonical(value, name, is_excused)) for name, value in parts.items()}
     for spec in specs:
         digest = _digest(canonical(spec, "kv_cache_spec", is_excused))
@@ -78,7 +84,7 @@ def configuration_digests(
 
 
 def _digest(form: object) -> str:
-    return str(blake3(canonical_bytes(form)).hexdigest())
+    return str(blake3(canonical_bytes(same_form(form))).hexdigest())
 
 
 def _environment() -> dict[str, str]:

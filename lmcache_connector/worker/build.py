@@ -25,7 +25,7 @@ from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
-from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.lmcache_start import EngineSettings, cuda_code_warning
 from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ def build_worker(
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
         finishes_stores=may_sleep_unseen(vllm_config),
     )
+    doubt = cuda_code_warning()
+    if doubt is not None:
+        logger.warning("%s", doubt)
+        settings = replace(settings, self_test=True)
     if model.rank == 0:
         _log_warnings(config, vllm_config, _prefix_bytes(model))
     lora_config = vllm_config.lora_config

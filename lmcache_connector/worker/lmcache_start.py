@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.threads import start_thread
+from lmcache_connector.vllm_compat.api.versions import BUILT_FOR_TORCH
 from lmcache_connector.worker.lmcache_plugs import ValueSizes
 from lmcache_connector.worker.reconciler import Pace
 
@@ -62,6 +64,27 @@ class EngineSettings:
     overrides: dict[str, Any] = field(default_factory=dict)
     report_writes: bool = False
     pace: Pace = field(default_factory=Pace)
+
+
+def cuda_code_warning() -> str | None:
+    """What to tell of the CUDA code in LMCache's wheel, which was built for one torch; ``None`` if
+    that is installed, or there is no GPU. LMCache itself goes on without it, in few words."""
+    if not torch.cuda.is_available():
+        return None
+    built_for = ".".join(map(str, BUILT_FOR_TORCH))
+    try:
+        importlib.import_module("lmcache.cuda_ops")
+    except ImportError as error:
+        return (
+            f"LMCache's CUDA code, built for torch {built_for}, does not load with torch "
+            f"{torch.__version__} ({error}): torch allocates the CPU tier instead"
+        )
+    if torch.__version__.split(".")[:2] == built_for.split("."):
+        return None
+    return (
+        f"LMCache's CUDA code was built for torch {built_for}, and torch {torch.__version__} is "
+        "installed: the self-test runs"
+    )
 
 
 def make_metadata(settings: EngineSettings, sizes: ValueSizes) -> LMCacheMetadata:

@@ -31,6 +31,7 @@ def request() -> Request:
     return Request("r", [1, 2, 3], SamplingParams(max_tokens=1), None)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("kind", FIXED, ids=lambda kind: kind.__name__)
 def test_every_field_of_a_part_is_known(kind: type) -> None:
     """A new one: does it change the KV of given tokens? Key it or excuse it, with the reason."""

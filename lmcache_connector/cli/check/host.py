@@ -5,8 +5,10 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from lmcache_connector.cli.check.finding import Finding
-from lmcache_connector.cli.report import size
+from lmcache_connector.cli.report import BAD_INPUT, size
 from lmcache_connector.config.warnings import available_memory
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.vllm_compat.api import versions
 
 
 def check_versions() -> Finding:
@@ -15,6 +17,12 @@ def check_versions() -> Finding:
     text = f"vLLM {vllm or 'not installed'}, LMCache {found['lmcache'] or 'not installed'}"
     if vllm is None or found["lmcache"] is None:
         return Finding("versions", "warning", text, "run this where the engine runs")
+    try:
+        standing = versions.check_versions()
+    except UnsupportedError as error:
+        return Finding("versions", "error", text, str(error), code=BAD_INPUT)
+    for warning in versions.warnings(standing):
+        return Finding("versions", "warning", text, warning)
     return Finding("versions", "ok", text)
 
 

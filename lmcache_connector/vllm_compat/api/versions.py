@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from lmcache_connector.errors import UnsupportedError
@@ -25,17 +25,22 @@ Release = tuple[int, ...]
 TESTED = "tested"
 API_CHECKED = "API checked"
 
+TOKEN_FORM = "keys, then values"
+"""What one token's KV is in one head of one layer, in every backend that the keys call ordered."""
+
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """``releases``: how much is known of each, oldest first. ``below``: the first that is refused
-    whatever it has. ``table``: what is used of it."""
+    """``releases``: how much is known of each, in the README's order. ``below``: the first that is
+    refused whatever it has. ``table``: what is used of it."""
 
     name: str
     distributions: tuple[str, ...]
     releases: Mapping[Release, str]
     table: tuple[Use, ...]
     below: Release | None = None
+    token_forms: Mapping[Release, str] = field(default_factory=dict)
+    """Of releases that lay out KV in another way than `TOKEN_FORM`."""
 
     @property
     def range_text(self) -> str:
@@ -53,12 +58,12 @@ VLLM_PACKAGE = Package(
 LMCACHE_PACKAGE = Package(
     "LMCache",
     ("lmcache",),
-    {(0, 5, 4): API_CHECKED, (0, 5, 5): API_CHECKED, (0, 5, 6): TESTED},
+    {(0, 5, 6): TESTED, (0, 5, 4): API_CHECKED, (0, 5, 5): API_CHECKED},
     LMCACHE,
     below=(0, 6),
 )
 BUILT_FOR_TORCH = (2, 13)
-"""LMCache's wheels hold CUDA code that was built for this torch."""
+"""LMCache's wheels of these releases hold CUDA code that was built for this torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,12 @@ class Standing:
     """What is known of the versions that are installed.
 
     ``unverified``: those nobody has tested, as part of a name. ``lost``: features that they lack.
+    ``token_form``: how vLLM lays out a token's KV.
     """
 
     unverified: tuple[str, ...] = ()
     lost: frozenset[Feature] = frozenset()
+    token_form: str = TOKEN_FORM
 
     def namespace(self, wanted: str) -> str:
         """The user's namespace, or one of its own inside of it."""
@@ -79,14 +86,14 @@ class Standing:
 def check_versions() -> Standing:
     """Raises :class:`UnsupportedError` for versions that are refused. Imports nothing."""
     vllm, lmcache = _standing(VLLM_PACKAGE), _standing(LMCACHE_PACKAGE)
-    return Standing(vllm.unverified + lmcache.unverified)
+    return Standing(vllm.unverified + lmcache.unverified, token_form=vllm.token_form)
 
 
 def check_vllm() -> Standing:
     """The versions, and all that is used of vLLM. Raises :class:`UnsupportedError`, with all that
     is missing."""
     standing = check_versions()
-    return Standing(standing.unverified, _lost(VLLM_PACKAGE, VLLM))
+    return replace(standing, lost=_lost(VLLM_PACKAGE, VLLM))
 
 
 def check_lmcache() -> None:
@@ -120,7 +127,7 @@ def _standing(package: Package) -> Standing:
             f"installed: install one of these, or a connector release for {found}."
         )
     if release in package.releases:
-        return Standing()
+        return Standing(token_form=package.token_forms.get(release, TOKEN_FORM))
     prefix = "" if package is VLLM_PACKAGE else f"{package.name.lower()}-"
     return Standing((prefix + text_of(release),))
 
