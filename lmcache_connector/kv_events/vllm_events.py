@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MEDIUM = {Tier.CPU: "CPU", Tier.REDIS: "STORAGE"}
 _LOCALITY = {Tier.CPU: "LOCAL", Tier.REDIS: "REMOTE"}
-_GROUP = 0  # models with several KV cache groups are refused
+_GROUP = 0  # whatever groups a model has: of each chunk its first part is told of
 
 
 def describe_chunk(

@@ -80,8 +80,22 @@ class HitFinder:
             self._parts, self._chunk_size, num_computed_tokens, asked.request.num_tokens, held
         )
         if not asked.is_counted:
-            self._count(asked, num_computed_tokens, are_in_cpu[0][: hit.stop - first])
+            self._count(
+                asked, num_computed_tokens, self._of_hit(are_in_cpu, hit, num_computed_tokens)
+            )
         return hit
+
+    def _of_hit(
+        self, are_in_cpu: list[list[bool]], hit: Hit, num_computed_tokens: int
+    ) -> list[bool]:
+        """Of what a load of the whole hit brings."""
+        if not hit:
+            return []
+        return [
+            in_cpu[chunk - hit.first]
+            for part, in_cpu in zip(self._parts, are_in_cpu, strict=True)
+            for chunk in chunks_to_load(part, self._chunk_size, num_computed_tokens, hit.stop)
+        ]
 
     def _keys_by_part(self, asked: RequestLookup, first: int) -> list[Sequence[bytes]]:
         """Of the chunks from ``first`` on."""

@@ -81,8 +81,8 @@ EXCUSED: Mapping[str, Mapping[str, str]] = {
         "num_stale_output_tokens": _PROGRESS,
         "drop_stale_output": _PROGRESS,
         "num_in_flight_tokens": _PROGRESS,
-        "shared_prefix_boundary": "of recurrent state, which is refused",
-        "replay_start": "of sliding windows, which are refused",
+        "shared_prefix_boundary": "where vLLM keeps a recurrent state",
+        "replay_start": "of compressed windows, which are refused",
     },
     "LoRARequest": {
         "lora_name": "a name; the files say what the adapter is",

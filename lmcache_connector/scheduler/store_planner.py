@@ -75,6 +75,7 @@ class StorePlanner:
         self._new_job_id = new_job_id
         self._reuse_tracker = ReuseTracker()
         self._ends = PlannedEnds(settings)
+        self._has_states = any(part.rule is Rule.STATE for part in settings.parts)
         self._run_chunks = GENERATED_RUN_CHUNKS if settings.is_prefix_only else 1
 
     def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
@@ -88,8 +89,13 @@ class StorePlanner:
     def found(self, state: RequestState, hit: Hit) -> None:
         """Learn what the tiers hold of the request's beginning. Where it is shared further than a
         hit may go, the next that shares as much shall find what this one lacks."""
-        if hit.shared_end > hit.stop:
-            state.store.junction = hit.shared_end
+        if hit.shared_end <= hit.stop:
+            return
+        state.store.junction = hit.shared_end
+        if self._has_states:
+            # vLLM ends a step there then, and offers the states.
+            request, junction = state.request, hit.shared_end * self._settings.chunk_size
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
 
     def plan(
         self,

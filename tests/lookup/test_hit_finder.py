@@ -270,3 +270,12 @@ def test_what_redis_turns_out_not_to_have_is_no_hit_any_more(windowed: Scene) ->
     assert windowed.find(asked) == 3
     asked.lose(part_key(asked.keys.keys[2], 1, 2))
     assert windowed.find(asked) == 2
+
+
+def test_a_hit_in_memory_alone_counts_for_memory_alone(windowed: Scene) -> None:
+    """Windows that no load needs are missing."""
+    asked = windowed.new_request(1)
+    admit(windowed, asked, 0, 0, 1, 2)
+    admit(windowed, asked, 1, 1, 2)
+    assert windowed.find(asked) == 3
+    assert windowed.tally.totals.by_label("lookup_hits") == {"cpu": 1}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.kv_events.log import BlocksStored
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import Outcome
 from tests.scheduler.test_adapter import Life, prompt
@@ -71,9 +72,7 @@ def test_the_same_prompt_is_loaded_but_for_its_last_chunk(
     engine.check_whole()
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", SHAPES)
-def test_random_lives_never_compute_on_wrong_kv(model: Path, name: str, seed: int) -> None:
+def live(model: Path, name: str, seed: int) -> ShadowEngine:
     faults = Faults(
         failed_load=[0.0, 0.3, 1.0][seed % 3],
         no_memory=0.1 * (seed % 2),
@@ -84,9 +83,24 @@ def test_random_lives_never_compute_on_wrong_kv(model: Path, name: str, seed: in
     for _ in range(250):
         life.act()
     life.end()
-    tally = engine.adapter.tally
+    return engine
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SHAPES)
+def test_random_lives_never_compute_on_wrong_kv(model: Path, name: str, seed: int) -> None:
+    tally = live(model, name, seed).adapter.tally
     assert tally.total("store_jobs") > 0
     assert tally.total("load_jobs") > 0
+
+
+@pytest.mark.soak  # a thousand lives take ten minutes
+@pytest.mark.parametrize("name", SHAPES)
+def test_nor_in_many_lives(model: Path, name: str) -> None:
+    engines = [live(model, name, seed) for seed in range(3, 63)]
+    assert sum(engine.num_preemptions for engine in engines) > 0
+    for count in ("store_jobs", "load_jobs", "dropped_stores", "recomputed_tokens"):
+        assert sum(engine.adapter.tally.total(count) for engine in engines) > 0, count
 
 
 # -- what is stored --------------------------------------------------------------------------------
@@ -122,6 +136,16 @@ def test_windows_are_stored_where_hits_are_likely_to_end(model: Path) -> None:
     shared = tokens[: 7 * CHUNK + 1]
     assert serve(engine, shared + prompt(2, 2 * CHUNK)) == 5 * CHUNK
     assert serve(engine, shared + prompt(3, 2 * CHUNK)) == 7 * CHUNK
+
+
+def test_routers_are_told_of_each_chunk_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = calm(model, replace(WIDE, kv_events=True))
+    # Else vLLM's scheduler takes them with every step, for the routers.
+    monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
+    request = engine.requests[engine.add(prompt(1, 4 * CHUNK), max_tokens=1)]
+    engine.run_until_idle()
+    events = [e for e in engine.adapter.kv_events.take() if isinstance(e, BlocksStored)]
+    assert [h for event in events for h in event.blocks.hashes] == list(request.block_hashes)
 
 
 def test_of_an_answer_every_window_is_stored(model: Path) -> None:
@@ -202,6 +226,16 @@ def test_states_are_stored_where_vllm_offers_them(model: Path) -> None:
     assert serve(engine, tokens) == 10 * BLOCK_SIZE
     assert serve(engine, [*tokens, 1, 2, 3]) == 10 * BLOCK_SIZE
     assert 9 in stored(engine, 1)
+
+
+def test_where_prompts_part_the_next_one_finds_a_state(model: Path) -> None:
+    """Of what they share vLLM's own cache knows nothing any more."""
+    shape = replace(WIDE, groups=("s", "full"), chunk_size=BLOCK_SIZE, max_batched_tokens=256)
+    engine = calm(model, shape)
+    shared = prompt(1, 6 * BLOCK_SIZE + 3)
+    assert serve(engine, shared + prompt(2, 4 * BLOCK_SIZE)) == 0
+    assert serve(engine, shared + prompt(3, 4 * BLOCK_SIZE)) == 0
+    assert serve(engine, shared + prompt(4, 4 * BLOCK_SIZE)) == 6 * BLOCK_SIZE
 
 
 # -- what is loaded --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import pytest
@@ -19,7 +19,15 @@ from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.kv_layout.part_layout import GroupLayers, PartLayout
 from lmcache_connector.kv_layout.topology import all_ranks
 from lmcache_connector.kv_parts.part import Part, Rule, part_key
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, StepPlan, StoreJob
+from lmcache_connector.plans import (
+    AuditJob,
+    JobResult,
+    LoadJob,
+    Outcome,
+    PartRun,
+    StepPlan,
+    StoreJob,
+)
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -287,6 +295,27 @@ def test_a_block_of_two_groups_is_refused(rank: Rank) -> None:
     short = PartRun(WINDOW, WINDOW_RUN.keys, WINDOW_RUN.chunks, ((40, 41, 42, 43),))
     assert rank.result(load(3, (short,))).outcome is Outcome.FAILED
     assert torch.equal(rank.memory, before)
+
+
+@pytest.mark.parametrize("part", [FULL, WINDOW])
+def test_an_audit_compares_all_groups_of_a_part(rank: Rank, part: int) -> None:
+    """The layers of a part in model order, whatever groups they are in."""
+    store(rank)
+    run = run_of(part, range(3, 4), 50)
+    rank.fill(run)
+    audit = AuditJob(2, "a", (run,), frozenset(), deadline_seconds=LONG)
+    same = rank.result(audit)
+    assert (same.outcome, same.num_chunks) == (Outcome.DONE, 1)
+    num_layers = sum(len(GROUPS[group]) for group in GROUPS_OF[part])
+    assert [each.layer for each in same.differences] == [i for i in range(num_layers) for _ in "KV"]
+    assert not any(each.difference for each in same.differences)
+    group = GROUPS_OF[part][-1]
+    name, block = f"layers.{GROUPS[group][0]}", run.block_ids[-1][0]
+    rank.caches[name][block] += 1
+    other = rank.result(replace(audit, job_id=3))
+    layers = sorted(layer for each in GROUPS_OF[part] for layer in GROUPS[each])
+    changed = {each.layer for each in other.differences if each.difference}
+    assert changed == {layers.index(GROUPS[group][0])}
 
 
 def test_another_instance_loads_every_part_from_redis(valkey: Server) -> None:
