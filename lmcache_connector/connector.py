@@ -15,9 +15,9 @@ from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
 from lmcache_connector.vllm_compat.api.contract import Feature
+from lmcache_connector.vllm_compat.api.hit_sources import hit_sources
 from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, RequestStatus
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
-from lmcache_connector.vllm_compat.hit_sources import hit_sources
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.weights import weights_identity

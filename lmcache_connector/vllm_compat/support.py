@@ -1,4 +1,4 @@
-"""Which of vLLM's set-ups the connector supports.
+"""Which of vLLM's set-ups the connector supports, and the rule that each layer's KV follows.
 
 Everything else is refused at start with one sentence that says what to do instead.
 """
@@ -9,9 +9,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.executor import Executor, UniProcExecutor
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.kv_parts.part import Rule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,6 +54,42 @@ def first_spec(group: KVCacheGroupSpec) -> Any:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return next(iter(spec.kv_cache_specs.values()))
     return spec
+
+
+def rule_of(name: str, spec: Any) -> tuple[Rule, int]:
+    """The rule of layer ``name`` and its span in tokens.
+
+    Raises ``UnsupportedError`` for a layer whose KV is not what we take it to be.
+    """
+    if type(spec) is MambaSpec:
+        return _state_rule(name, spec)
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        rule, span = Rule.PREFIX, 0
+    elif type(spec) is SlidingWindowSpec:
+        rule, span = Rule.WINDOW, spec.sliding_window + spec.extra_retained_tokens
+    elif type(spec) is ChunkedLocalAttentionSpec:
+        rule, span = Rule.CHUNKED, spec.attention_chunk_size
+    elif type(spec) is SlidingWindowMLASpec:
+        raise unsupported(f"the windows of compressed latents of layer {name} (DeepSeek V4) yet")
+    else:
+        raise unsupported(f"the {type(spec).__name__} of layer {name} yet")
+    if getattr(spec, "non_causal", False):  # full attention alone has it
+        raise unsupported(f"the attention to later tokens of layer {name}")
+    if spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:
+        raise unsupported(f"the packed KV cache of layer {name} yet")
+    return rule, span
+
+
+def _state_rule(name: str, spec: MambaSpec) -> tuple[Rule, int]:
+    if spec.mamba_cache_mode != "align":
+        raise unsupported(
+            f"recurrent states with --mamba-cache-mode {spec.mamba_cache_mode} (layer {name})",
+            "start with --enable-prefix-caching --mamba-cache-mode align, where the model "
+            "supports it",
+        )
+    if spec.num_speculative_blocks:
+        raise unsupported(f"speculative decoding with the recurrent states of layer {name} yet")
+    return Rule.STATE, 0
 
 
 def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,7 @@ from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
 BLOCK_SIZE = 128
-MANY = 8  # chunks of most prompts
+LEAST = 1100  # tokens of most prompts: past the window, and not at its border
 EVERY_TIME = ("gemma3 5:1", "gemma4", "qwen3-next")  # an engine takes 15 seconds to start
 
 
@@ -78,16 +78,24 @@ def chunk_size_of(probe: EngineProbe) -> int:
     return size
 
 
-def assert_loaded(hit: Served, cold: Served, end: int, start: int = 0) -> None:
+@pytest.fixture(scope="module")
+def end(chunk_size: int) -> int:
+    """The last border of a chunk in most prompts."""
+    return -(-LEAST // chunk_size) * chunk_size
+
+
+def assert_loaded(
+    hit: Served, cold: Served, end: int, start: int = 0, but: range = range(0)
+) -> None:
     """Tokens from ``start`` to ``end`` came from the connector, and every layer's blocks before
-    ``end`` are the cold run's."""
+    ``end`` are the cold run's, except for those that begin in ``but``."""
     assert hit.external_hit_tokens == end - start
     assert hit.cached_tokens == end
     both = hit.layer_digests.keys() & cold.layer_digests.keys()
     layers = {place.layer for place in hit.layer_digests}
     assert {place.layer for place in both if place.first_token < end} == layers
     wrong = differences(hit.layer_digests, cold.layer_digests)
-    assert [place for place in wrong if place.first_token < end] == []
+    assert [p for p in wrong if p.first_token < end and p.first_token not in but] == []
 
 
 def again(instance: VllmInstance, prompt: list[int], max_tokens: int = 3) -> Served:
@@ -96,8 +104,8 @@ def again(instance: VllmInstance, prompt: list[int], max_tokens: int = 3) -> Ser
 
 
 @pytest.mark.parametrize("beyond", [0, 1, BLOCK_SIZE], ids=lambda n: f"border+{n}")
-def test_a_prompt_comes_back(one: VllmInstance, chunk_size: int, beyond: int) -> None:
-    prompt = random_prompt(beyond, MANY * chunk_size + beyond)
+def test_a_prompt_comes_back(one: VllmInstance, chunk_size: int, end: int, beyond: int) -> None:
+    prompt = random_prompt(beyond, end + beyond)
     cold = one.serve(prompt, 3)
     assert cold.external_hit_tokens == 0
     hit = again(one, prompt)
@@ -107,36 +115,42 @@ def test_a_prompt_comes_back(one: VllmInstance, chunk_size: int, beyond: int) ->
     one.call(check_integrity)
 
 
-def test_a_hit_goes_on_where_vllms_own_ends(one: VllmInstance, chunk_size: int) -> None:
-    prompt = random_prompt(10, MANY * chunk_size + 40)
+def test_a_hit_goes_on_where_vllms_own_ends(one: VllmInstance, chunk_size: int, end: int) -> None:
+    prompt = random_prompt(10, end + 40)
     cold = one.serve(prompt, 3)
     one.reset_prefix_cache()
-    one.serve(prompt[: 3 * chunk_size + 10])
+    middle = end // chunk_size // 2 * chunk_size
+    one.serve(prompt[: middle + 10])
     hit = one.serve(prompt, 3)
     own = hit.cached_tokens - hit.external_hit_tokens
-    assert 0 < own <= 3 * chunk_size
-    assert_loaded(hit, cold, MANY * chunk_size, own)
+    assert 0 < own <= middle
+    assert_loaded(hit, cold, end, own)
     assert hit.token_ids == cold.token_ids
 
 
-def test_the_next_turn_of_a_conversation(one: VllmInstance, chunk_size: int) -> None:
+def test_the_next_turn_of_a_conversation(
+    one: VllmInstance, family: str, chunk_size: int, end: int
+) -> None:
     """It goes on from what was generated, past the window."""
-    prompt = random_prompt(20, MANY * chunk_size - 30)
+    prompt = random_prompt(20, end - 30)
     first = one.serve(prompt, 60)
     turn = [*prompt, *first.token_ids[:-1], *random_prompt(21, 700)]
     cold = one.serve(turn, 3)
     hit = again(one, turn)
-    assert_loaded(hit, cold, (len(turn) - 1) // chunk_size * chunk_size)
-    assert hit.token_ids == cold.token_ids
+    # vLLM keeps no state where the answer began, so it computed that chunk twice; the first turn's
+    # KV was stored.
+    twice = range(end - chunk_size, end) if "next" in family else range(0)
+    assert_loaded(hit, cold, (len(turn) - 1) // chunk_size * chunk_size, but=twice)
+    assert twice or hit.token_ids == cold.token_ids
 
 
-def test_requests_that_come_and_go_together(one: VllmInstance, chunk_size: int) -> None:
-    shared = random_prompt(30, 4 * chunk_size)
-    prompts = [shared + random_prompt(31 + i, 3 * chunk_size + i) for i in range(4)]
+def test_requests_that_come_and_go_together(one: VllmInstance, chunk_size: int, end: int) -> None:
+    shared = random_prompt(30, end // chunk_size // 2 * chunk_size)
+    prompts = [shared + random_prompt(31 + i, end - len(shared) + i) for i in range(4)]
     cold = one.call(EngineProbe.serve_many, prompts, 3)
     one.reset_prefix_cache()
     hits = one.call(EngineProbe.serve_many, prompts, 3)
-    assert sum(hit.cached_tokens for hit in hits) == 4 * 7 * chunk_size - chunk_size
+    assert sum(hit.cached_tokens for hit in hits) == 4 * end - chunk_size
     for one_hit, one_cold in zip(hits, cold, strict=True):
         end = one_hit.cached_tokens
         wrong = differences(one_hit.layer_digests, one_cold.layer_digests)
@@ -144,8 +158,8 @@ def test_requests_that_come_and_go_together(one: VllmInstance, chunk_size: int) 
     one.call(check_integrity)
 
 
-def test_an_aborted_request_leaves_nothing(one: VllmInstance, chunk_size: int) -> None:
-    prompt = random_prompt(40, MANY * chunk_size)
+def test_an_aborted_request_leaves_nothing(one: VllmInstance, end: int) -> None:
+    prompt = random_prompt(40, end)
     for steps in (1, 2, 3, 6):
         one.call(abort_after, prompt, steps)
         one.reset_prefix_cache()
@@ -153,12 +167,12 @@ def test_an_aborted_request_leaves_nothing(one: VllmInstance, chunk_size: int) -
 
 @pytest.mark.parametrize("beyond", [1, BLOCK_SIZE], ids=lambda n: f"border+{n}")
 def test_another_process_reads_it_from_valkey(
-    one: VllmInstance, two: VllmInstance, chunk_size: int, beyond: int
+    one: VllmInstance, two: VllmInstance, end: int, beyond: int
 ) -> None:
-    prompt = random_prompt(50 + beyond, MANY * chunk_size + beyond)
+    prompt = random_prompt(50 + beyond, end + beyond)
     cold = one.serve(prompt, 3)
     one.call(wait_for_writes)
     hit = two.serve(prompt, 3)
-    assert_loaded(hit, cold, MANY * chunk_size)
+    assert_loaded(hit, cold, end)
     assert hit.token_ids[0] == cold.token_ids[0]
     two.call(check_integrity)

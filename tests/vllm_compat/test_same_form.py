@@ -22,7 +22,7 @@ CHUNK_KEY = "13a0516cbeb0892906e5b6b44604e0082b382947afbe1b365dd95c3f66d0adec"
 
 
 def digests(model: Path) -> dict[str, str]:
-    return configuration_digests(vllm_config(model), kv_cache(), "a packing")
+    return configuration_digests(vllm_config(model), kv_cache(), ["a packing"])
 
 
 def first_key(configuration: dict[str, str]) -> str:
