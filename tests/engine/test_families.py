@@ -91,9 +91,12 @@ def assert_loaded(
     ``end`` are the cold run's, except for those that begin in ``but``."""
     assert hit.external_hit_tokens == end - start
     assert hit.cached_tokens == end
-    both = hit.layer_digests.keys() & cold.layer_digests.keys()
-    layers = {place.layer for place in hit.layer_digests}
-    assert {place.layer for place in both if place.first_token < end} == layers
+    kept, found = (
+        {place for place in served.layer_digests if place.first_token < end}
+        for served in (cold, hit)
+    )
+    # The cold run may have let go of a state, or of all before the border of an attention's chunk.
+    assert {place.layer for place in kept & found} == {place.layer for place in kept} != set()
     wrong = differences(hit.layer_digests, cold.layer_digests)
     assert [p for p in wrong if p.first_token < end and p.first_token not in but] == []
 
