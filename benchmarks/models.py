@@ -120,13 +120,14 @@ def _serve_all_ways(engine: VllmInstance, prompt: Sequence[int]) -> tuple[Served
 
 
 def _is_equal(hit: Served, cold: Served) -> bool:
-    both = hit.layer_digests.keys() & cold.layer_digests.keys()
-    wrong = differences(hit.layer_digests, cold.layer_digests)
-    layers = {place.layer for place in hit.layer_digests}
     end = hit.cached_tokens
-    return {place.layer for place in both if place.first_token < end} == layers and not [
-        place for place in wrong if place.first_token < end
-    ]
+    kept, found = (
+        {place for place in served.layer_digests if place.first_token < end}
+        for served in (cold, hit)
+    )
+    wrong = set(differences(hit.layer_digests, cold.layer_digests))
+    are_compared = {place.layer for place in kept & found} == {place.layer for place in kept}
+    return bool(kept) and are_compared and not wrong & kept
 
 
 def _median(served: Sequence[Served]) -> float:
