@@ -59,6 +59,8 @@ _MIN_GAIN_SECONDS = 0.001
 """An asynchronous load costs about one more scheduling step."""
 _MAX_BORDERS = 8
 """Scattered hits are compared at their first borders and their end only: it bounds the time."""
+_MAX_ENDS = 16
+"""Of those a hit may have, so many are looked at before one is given up."""
 _CAUTION = 2.0
 """A load counts as slower than predicted by this many times the usual error: a lost bet costs the
 user more than a bet not made."""
@@ -256,13 +258,18 @@ class CostModel:
         if offer.other_bytes is None:
             return [offer.end_up_to(num_chunks)]
         usable = {t for t in Tier if self._loads(t) and not self._tiers[t].on_trial}
-        found = set()
+        found = {0}
         for tiers in (usable - {Tier.REDIS}, usable):
             end = offer.end_up_to(num_chunks)
-            while end > 0 and not tiers.issuperset(
-                t for t, n in offer.other_bytes(end).items() if n
-            ):
+            for _ in range(_MAX_ENDS):
+                if end == 0:
+                    break
+                needed = {tier for tier, count in offer.other_bytes(end).items() if count}
+                if needed <= tiers:
+                    break
                 end = offer.end_up_to(end - 1)
+            else:
+                end = 0
             found.add(end)
         return sorted(found)
 
