@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.kv_parts.part import part_key
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.value_names import stripe_suffix
 
@@ -79,3 +80,16 @@ def test_an_impossible_geometry_is_refused(changes: dict[str, object]) -> None:
     }
     with pytest.raises(ValueError, match=r"chunk|layer_start|shards"):
         ChunkGeometry(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_a_key_tells_its_part() -> None:
+    small, large = (ChunkGeometry(16, 0, (width,), (0,), 1, "uint8") for width in (8, 64))
+    parts = PartGeometries((small, large))
+    key = bytes(range(32))
+    assert [parts.of(part_key(key, i, 2)) for i in range(2)] == [small, large]
+    assert parts.largest is large
+    with pytest.raises(ValueError, match="names part 2 of 2"):
+        parts.of(part_key(key, 2, 3))
+    assert PartGeometries((small,)).of(key) is small  # whatever it ends with
+    with pytest.raises(ValueError, match="at least one part"):
+        PartGeometries(())
