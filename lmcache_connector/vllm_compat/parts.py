@@ -132,6 +132,10 @@ def _part(
     groups = tuple(sorted({layer.group for layer in layers}))
     is_state = first.rule is Rule.STATE
     ranks = _ranks(vllm_config, layers)
+    if ranks[vllm_config.parallel_config.rank % len(ranks)].num_layers != len(layers):
+        raise unsupported(
+            "layers without a KV cache of their own in several pipeline stages", "use one stage"
+        )
     widths = tuple(layer.width for layer in layers)
     cache_dtype = vllm_config.cache_config.cache_dtype
     return PartLayout(
@@ -142,7 +146,7 @@ def _part(
             ChunkGeometry(
                 num_tokens=1 if is_state else chunk_size,
                 layer_start=rank.layer_start,
-                layer_widths=_widths_of(rank, len(ranks), widths),
+                layer_widths=_widths_of(rank, widths),
                 shards=rank.read_shards,
                 num_shards_total=rank.num_shards_total,
                 dtype="uint8" if is_state else str(first.spec.dtype).removeprefix("torch."),
@@ -224,15 +228,12 @@ def _total_heads(vllm_config: VllmConfig, layer: _Layer) -> int:
     )
 
 
-def _widths_of(rank: RankTopology, world_size: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+def _widths_of(rank: RankTopology, widths: tuple[int, ...]) -> tuple[int, ...]:
     """Layer widths of any rank. Those of other ranks are not known here: taken to be ours."""
     if rank.num_layers == len(widths):
         return widths
-    if len(set(widths)) > 1 or world_size == 1:
-        raise unsupported(
-            "layers of different shapes, or layers without a KV cache of their own, in this "
-            "model with several pipeline stages"
-        )
+    if len(set(widths)) > 1:
+        raise unsupported("layers of different shapes in several pipeline stages", "use one stage")
     return (widths[0],) * rank.num_layers
 
 

@@ -46,7 +46,8 @@ def fingerprint(model: Path, model_digest: str = "full", **args: Any) -> str:
         dtype=kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, found),
         kv_quant_mode=get_kv_quant_mode(config.cache_config.cache_dtype),
     )
-    layers = [f"model.layers.{i}.self_attn.attn" for i in range(TINY.num_layers)]
+    num_layers = TINY.num_layers // args.get("pipeline_parallel_size", 1)
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(num_layers)]
     groups = [KVCacheGroupSpec(layers, spec)]
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     described = describe_model(config, cache, chunk_size=128)

@@ -194,6 +194,12 @@ def test_several_stages_of_several_parts_are_refused(model: Path) -> None:
         described(model, grouped([window(), full()]), pipeline_parallel_size=2)
 
 
+def test_stages_with_layers_that_keep_no_kv_are_refused(model: Path) -> None:
+    """Which stage has how many that do is not known to the others."""
+    with pytest.raises(UnsupportedError, match="layers without a KV cache of their own"):
+        described(model, kv_cache(full_attention()), pipeline_parallel_size=2)
+
+
 def test_a_latent_beside_an_index_is_refused(model: Path) -> None:
     """DeepSeek V3.2: two tensors per layer in one group, of which the scheduler's process sees
     one: it would ask Redis for other names, and hold audits against another format."""
