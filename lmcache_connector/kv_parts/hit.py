@@ -87,24 +87,23 @@ def find_hit(
     ends = list(range(first + 1, last_end + 1))
     for part, there in zip(parts, held, strict=True):
         if part.rule is not Rule.PREFIX:
-            begins = _run_starts(there, first)
+            starts = _run_starts(there, first, chunk_size)
             ends = [
                 end
                 for end in ends
-                if begins[end - first]
-                <= chunks_to_load(part, chunk_size, num_local_tokens, end).start
+                if starts[end - first] <= max(part.first_needed(end * chunk_size), num_local_tokens)
             ]
     return Hit(first, tuple(ends), last_end)
 
 
 def _leading_run(there: Sequence[bool]) -> int:
-    return next((i for i, is_there in enumerate(there) if not is_there), len(there))
+    return there.index(False) if False in there else len(there)
 
 
-def _run_starts(there: Sequence[bool], first: int) -> list[int]:
-    """For each end from chunk ``first`` on: the first chunk of the run that ends there."""
-    starts, start = [first], first
-    for chunk, is_there in enumerate(there, first):
-        start = start if is_there else chunk + 1
+def _run_starts(there: Sequence[bool], first: int, chunk_size: int) -> list[int]:
+    """For each end from chunk ``first`` on: where the run of chunks that ends there begins."""
+    starts = [start := first * chunk_size]
+    for chunk, is_there in enumerate(there, first + 1):
+        start = start if is_there else chunk * chunk_size
         starts.append(start)
     return starts

@@ -91,6 +91,8 @@ class HitFinder:
         """Of what a load of the whole hit brings."""
         if not hit:
             return []
+        if is_prefix_only(self._parts):
+            return are_in_cpu[0][: hit.stop - hit.first]
         return [
             in_cpu[chunk - hit.first]
             for part, in_cpu in zip(self._parts, are_in_cpu, strict=True)
