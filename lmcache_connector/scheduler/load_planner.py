@@ -50,7 +50,7 @@ class LoadPlanner:
             self._decide(state, num_computed_tokens, hit)
         end = hit.stop if load.end is None else hit.up_to(load.end).stop
         num_tokens = end * self._settings.chunk_size - num_computed_tokens
-        if num_tokens <= 0:
+        if num_tokens <= 0 or not self._brings_anything(num_computed_tokens, end):
             return 0
         load.offered_from = num_computed_tokens
         if load.is_second:
@@ -116,6 +116,14 @@ class LoadPlanner:
         if not self._settings.is_prefix_only:
             return ShortLoad(state.request, 0)
         return ShortLoad(state.request, max(load.offered_from, end * chunk_size))
+
+    def _brings_anything(self, num_computed_tokens: int, end: int) -> bool:
+        """Where a run of chunked attention ends, nothing of it is needed, and vLLM would wait for a
+        load that has nothing to do."""
+        size = self._settings.chunk_size
+        return any(
+            chunks_to_load(part, size, num_computed_tokens, end) for part in self._settings.parts
+        )
 
     def _runs(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], end_token: int
