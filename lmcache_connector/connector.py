@@ -20,6 +20,7 @@ from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, R
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
+from lmcache_connector.vllm_compat.resets import before_each_reset
 from lmcache_connector.vllm_compat.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler_side.witness.bind(kv_cache_manager)
+        before_each_reset(kv_cache_manager, self._scheduler_side.unpin_all)
 
     def has_pending_block_frees(self) -> bool:
         """A request that needs blocks which a store reads waits for these, and preempts nobody."""

@@ -193,6 +193,10 @@ class SchedulerAdapter:
         """vLLM has seen to all that a step has brought."""
         self._dispatcher.put_back()
 
+    def unpin_all(self) -> None:
+        """vLLM may have back the blocks that stores read: it is about to reset its cache."""
+        self._dispatcher.unpin_all()
+
     @property
     def has_pinned_blocks(self) -> bool:
         """Whether a step that finds no free blocks does better to wait than to preempt."""

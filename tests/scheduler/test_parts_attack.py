@@ -29,12 +29,3 @@ def test_a_reset_that_preempts_is_not_refused_for_a_pin(model: Path) -> None:
         engine.step()
     assert engine.adapter.has_pinned_blocks
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-
-
-def test_of_an_answer_windows_narrower_than_a_chunk_are_stored_too(model: Path) -> None:
-    """gpt-oss (128) with chunks of 256 tokens."""
-    engine = calm(model, replace(WIDE, groups=("full", "w16")))
-    serve(engine, prompt(0, 6 * CHUNK + 3), max_tokens=3 * CHUNK)
-    (first,) = engine.requests.values()
-    assert first.num_tokens == 9 * CHUNK + 3, "it did not stop early"
-    assert serve(engine, [*first.all_token_ids[: 8 * CHUNK + 1], 1]) == 8 * CHUNK
