@@ -110,11 +110,11 @@ def _engine(family: str, folder: Path, valkey: Server) -> VllmInstance:
 
 def _serve_all_ways(engine: VllmInstance, prompt: Sequence[int]) -> tuple[Served, Served, Served]:
     """Cold, from CPU memory, from Valkey."""
-    cold = engine.serve(prompt, 1)
+    cold = engine.serve(prompt)
     engine.call(come_to_rest)
-    from_cpu = engine.serve(prompt, 1)
+    from_cpu = engine.serve(prompt)
     engine.call(empty_cpu_tier)
-    from_redis = engine.serve(prompt, 1)
+    from_redis = engine.serve(prompt)
     engine.call(come_to_rest)
     return cold, from_cpu, from_redis
 
