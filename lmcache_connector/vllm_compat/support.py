@@ -33,6 +33,9 @@ def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
     """Raises :class:`UnsupportedError` for the first thing about the set-up we cannot serve."""
     for what, remedy in _problems(vllm_config, kv_cache_config):
         raise unsupported(what, remedy)
+    for group in kv_cache_config.kv_cache_groups:
+        for name, spec in layer_specs(group).items():
+            rule_of(name, spec)  # before sizes that only follow from a layer we refuse
 
 
 def unsupported(what: str, remedy: str = "start without --kv-transfer-config") -> UnsupportedError:
