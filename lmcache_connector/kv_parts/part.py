@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
-
 MAX_PARTS = 256
 """The last byte of a key tells the parts apart."""
 
@@ -63,7 +61,7 @@ def part_key(chunk_key: bytes, part: int, num_parts: int) -> bytes:
     """
     if num_parts == 1:
         return chunk_key
-    return chunk_key[: CHUNK_KEY_BYTES - 1] + bytes((part,))
+    return chunk_key[:-1] + bytes((part,))
 
 
 def keys_of_part(chunk_keys: Sequence[bytes], part: int, num_parts: int) -> Sequence[bytes]:

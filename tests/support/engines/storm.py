@@ -19,7 +19,7 @@ from typing import Any
 from blake3 import blake3
 
 from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.plans import LoadJob, StoreJob
+from lmcache_connector.plans import LoadJob
 from tests.support.engines.asks import Ask, far_blocks, kv_at_first_token
 from tests.support.engines.calls import preemptions, worker_of
 from tests.support.engines.probe import EngineProbe
@@ -69,21 +69,19 @@ class Witness:
         self._report = report
         self._lock = threading.Lock()
         self._seen: dict[tuple[bytes, int], set[bytes]] = defaultdict(set)
-        self._store, self._load, self._take = engine.store, engine.load, engine.take_events
-        engine.store, engine.load, engine.take_events = self.store, self.load, self.take_events
+        self._store, self._load, self._take = engine._engine.store, engine.load, engine.take_events
+        engine._engine.store = self.store
+        engine.load, engine.take_events = self.load, self.take_events
 
-    def store(self, job: StoreJob, *rest: Any) -> Any:
+    def store(self, *, tokens: Any, transfer: Any) -> None:
         # Before the copy, which fails if the blocks are taken back by its end.
-        (run,) = job.runs
-        digests = [self._digest(block) for block in run.block_ids[0]]
-        transfer = self._store(job, *rest)
-        per_chunk = len(digests) // len(job.keys)
+        digests = [self._digest(block) for block in transfer.block_ids[0]]
+        self._store(tokens=tokens, transfer=transfer)
+        per_chunk = len(digests) // len(transfer.keys)
         with self._lock:
-            for i, key in enumerate(job.keys):
-                if key in transfer.keys[: transfer.num_chunks]:
-                    for at in range(per_chunk):
-                        self._seen[key, at].add(digests[i * per_chunk + at])
-        return transfer
+            for i, key in enumerate(transfer.keys[: transfer.num_chunks]):
+                for at in range(per_chunk):
+                    self._seen[key, at].add(digests[i * per_chunk + at])
 
     def load(self, job: LoadJob, *rest: Any) -> Any:
         transfer = self._load(job, *rest)
