@@ -21,13 +21,15 @@ class Surroundings:
     """What the settings meet: the model and this host.
 
     ``chunk_bytes`` is one rank's part of a chunk. ``available_bytes`` is this host's free memory
-    before the CPU tiers take theirs; ``None`` where it is unknown.
+    before the CPU tiers take theirs; ``None`` where it is unknown. ``narrowest_window``: of the
+    model's layers, in tokens; ``None`` without windows.
     """
 
     max_model_len: int
     chunk_bytes: int
     ranks_on_host: int
     available_bytes: int | None
+    narrowest_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,13 @@ def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[Sta
             "lower chunk_size",
         )
         return
+    if around.narrowest_window is not None and config.chunk_size > around.narrowest_window:
+        yield StartupWarning(
+            f"chunk_size {config.chunk_size} is more than the {around.narrowest_window} tokens of "
+            "the model's narrowest window, whose beginning is gone before an answer fills a chunk, "
+            "so no hit ends inside an answer",
+            "lower chunk_size, if the block size allows it",
+        )
     longest_bytes = around.max_model_len // config.chunk_size * around.chunk_bytes
     if longest_bytes > config.cpu_gib * _GIB:
         yield StartupWarning(

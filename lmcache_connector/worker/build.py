@@ -65,7 +65,7 @@ def build_worker(
         logger.warning("%s", doubt)
         settings = replace(settings, self_test=True)
     if model.rank == 0:
-        _log_warnings(config, vllm_config, _prefix_bytes(model))
+        _log_warnings(config, vllm_config, model)
     lora_config = vllm_config.lora_config
     worker = WorkerAdapter(
         settings,
@@ -150,14 +150,19 @@ def _prefix_bytes(model: ModelDescription) -> int:
     )
 
 
-def _log_warnings(config: ConnectorConfig, vllm_config: VllmConfig, chunk_bytes: int) -> None:
+def _log_warnings(
+    config: ConnectorConfig, vllm_config: VllmConfig, model: ModelDescription
+) -> None:
     """Once per engine, before the CPU tier takes its memory."""
     assert vllm_config.kv_transfer_config is not None
     around = Surroundings(
         max_model_len=vllm_config.model_config.max_model_len,
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=_prefix_bytes(model),
         ranks_on_host=vllm_config.parallel_config.local_world_size,
         available_bytes=available_memory(),
+        narrowest_window=min(
+            (part.part.span for part in model.parts if part.part.rule is Rule.WINDOW), default=None
+        ),
     )
     for warning in chain(
         settings_warnings(config, vllm_config.kv_transfer_config.kv_role),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def test_half_a_connector_needs_the_other_half(kv_role: str, what: str) -> None:
 def test_chunks_that_no_request_fills() -> None:
     (warning,) = of_sizes(chunk_size=16384)
     assert "chunk_size 16384 is more than max_model_len 8192" in warning
+
+
+def test_chunks_wider_than_a_window() -> None:
+    assert of_sizes(replace(SOUND, narrowest_window=256)) == []
+    (warning,) = of_sizes(replace(SOUND, narrowest_window=128))
+    assert "chunk_size 256 is more than the 128 tokens of the model's narrowest window" in warning
 
 
 def test_a_tier_that_cannot_hold_one_prompt_says_how_much_would_do() -> None:

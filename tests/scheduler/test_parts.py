@@ -16,6 +16,7 @@ from lmcache_connector.kv_events.log import BlocksStored
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import Outcome
 from tests.scheduler.test_adapter import Life, prompt
+from tests.scheduler.test_kept_blocks import serve_beside_stuck_stores
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults
@@ -178,18 +179,8 @@ def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
 
 
 def test_nothing_waits_for_ever_for_a_store_of_windows_that_is_stuck(model: Path) -> None:
-    faults = Faults(stuck=True)
     shape = replace(WIDE, num_blocks=44, prefix_caching=False)
-    engine = ShadowEngine(model, shape, 0, faults)
-    ids = [engine.add(prompt(seed, 6 * CHUNK), 3) for seed in range(6)]
-    for _ in range(600):
-        engine.step()
-    assert not engine.live
-    faults.stuck = False
-    engine.run_until_idle()
-    engine.check_whole()
-    for request_id in ids:
-        engine.check_answer(request_id)
+    serve_beside_stuck_stores(model, shape, [prompt(seed, 6 * CHUNK) for seed in range(6)])
 
 
 def test_once_no_request_runs_a_store_that_is_stuck_holds_up_no_reset(model: Path) -> None:

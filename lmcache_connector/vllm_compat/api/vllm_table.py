@@ -176,7 +176,11 @@ _SCHEDULING = (
     Use("vllm.v1.core.sched.output", "NewRequestData", members=("req_id",)),
     Use("vllm.v1.outputs", "KVConnectorOutput", members=("kv_connector_worker_meta",)),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", members=("blocks", "get_block_ids")),
-    Use("vllm.v1.core.kv_cache_manager", "KVCacheManager", members=("block_pool",)),
+    Use(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        members=("block_pool", "reset_prefix_cache"),
+    ),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.free", passes=("request",)),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_blocks", passes=("request_id",)),
     Use(
