@@ -106,11 +106,11 @@ class WorkerAdapter:
         rank = settings.engine.rank
         parts = [PagedPart.from_kv_caches(part, rank, kv_caches) for part in settings.parts]
         device = next(iter(kv_caches.values())).device
-        on_cpu = device.type == "cpu"
+        self._copier: Copier = make_copier(device)
+        on_cpu = self._copier.shares_cores
         if on_cpu:
             ask_for_amx()  # the first forward pass may follow a hit of the whole prompt
-        self._copier: Copier = make_copier(device)
-        self._timer = ForwardTimer(device, clock)
+        self._timer = ForwardTimer(self._copier.fence, clock)
         tier = self._tier = make_redis_tier() if make_redis_tier else None
         # On CPU, the cores that write compute the model.
         self._hold_writes = tier.hold_writes if tier is not None and on_cpu else _hold_nothing
