@@ -36,7 +36,7 @@ from lmcache_connector.scheduler.dispatcher import JobDispatcher
 from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
-from lmcache_connector.scheduler.prefill_work import prefill_work
+from lmcache_connector.scheduler.prefill_work import prefill_work, prompt_tokens_left
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
@@ -141,6 +141,10 @@ class SchedulerAdapter:
         if num_external_tokens > 0 and state is not None and state.load.job is None:
             self._dispatcher.plan_load(state, block_ids, num_external_tokens)
 
+    def admitted(self, request: Request) -> None:
+        """The step being planned computes of the request, unless it is waiting for its load."""
+        self.policy.request_admitted(request.num_tokens - request.num_computed_tokens)
+
     def redis_hit_tokens(self, request: Request) -> int:
         """Of the load planned last for this request: tokens that come from Redis."""
         state = self.book.get(request.request_id)
@@ -156,6 +160,9 @@ class SchedulerAdapter:
     def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Everything planned since the last step, and the stores this step makes possible."""
         self._dispatcher.next_step()
+        if scheduler_output.preempted_req_ids:
+            self._dispatcher.in_use.freed_some()
+        self._dispatcher.in_use.next_step()
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self.book.get(request_id)) is not None:
                 self._auditor.drop(state)
@@ -166,9 +173,15 @@ class SchedulerAdapter:
         self._scheduled = set(scheduler_output.num_scheduled_tokens)
         self._may_wait = True
         self.hits.next_step()
+        prefill = prefill_work(scheduler_output, self.book)
+        self.policy.step_planned(
+            len(self._scheduled),
+            prompt_tokens_left(scheduler_output, self.book) if prefill else 0,
+            has_prefill=prefill is not None,
+        )
         return self._jobs.take_plan(
             idle=not self._scheduled,
-            prefill=prefill_work(scheduler_output, self.book),
+            prefill=prefill,
             probe=self._wants_probe(),
             wanted=self.wanted.take(),
             adapter_question=self._loaded_adapters.take_question(),
@@ -178,6 +191,8 @@ class SchedulerAdapter:
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
+        self.policy.request_ended(len(self._scheduled))
+        self._dispatcher.in_use.freed(block_ids)
         if (state := self.book.finish(request)) is not None:
             self._dispatcher.finish(state, block_ids)
         if self.is_idle:  # a user who steps the engine may reset it next
@@ -195,6 +210,7 @@ class SchedulerAdapter:
 
     def unpin_all(self) -> None:
         """vLLM may have back the blocks that stores read: it is about to reset its cache."""
+        self._dispatcher.in_use.freed_some()
         self._dispatcher.unpin_all()
 
     @property
@@ -284,7 +300,6 @@ class SchedulerAdapter:
         return self._loads.offer(state, num_computed_tokens, hit)
 
     def _wants_probe(self) -> bool:
-        self.policy.step_planned(len(self._scheduled))
         probe = self.policy.take_probe()
         if probe:
             self.tally.count("probes")

@@ -19,6 +19,7 @@ from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PartR
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.block_pins import BlockPins
 from lmcache_connector.scheduler.block_witness import BlockWitness
+from lmcache_connector.scheduler.blocks_in_use import BlocksInUse
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.request_book import RequestBook
@@ -58,6 +59,7 @@ class JobDispatcher:
         self._short_loads: list[ShortLoad] = []
         self._pins = BlockPins(settings, witness)
         self._keeps_blocks = False  # in the step being scheduled
+        self.in_use = BlocksInUse(settings)
 
     def found(self, state: RequestState, hit: Hit) -> None:
         """The request has been looked up."""
@@ -69,7 +71,7 @@ class JobDispatcher:
         self, state: RequestState, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> None:
         """Of ``num_tokens`` into the request's blocks, listed per KV cache group."""
-        self._start(state, self._loads.plan(state, block_ids, num_tokens))
+        self._start(state, self._loads.plan(state, block_ids, num_tokens, self.in_use))
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> None:
         """The stores and audits that a step makes possible by what it computes."""
@@ -215,6 +217,7 @@ class JobDispatcher:
         self._jobs.add(state, job)
         if isinstance(job, StoreJob):
             self._pins.pin(job)
+            self._loads.store_planned(job)
 
     def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
         sizes = self._settings.chunk_size, self._witness.hash_block_size
@@ -229,6 +232,8 @@ class JobDispatcher:
     def _end(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
         self._pins.unpin(job.job_id)
+        if isinstance(job, StoreJob):
+            self._loads.store_ended(job, planned.results)
         if isinstance(job, LoadJob):
             self._witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tests.simulation import stdlib
 from tests.simulation.kernel import Kernel, SimulationFailure
@@ -55,7 +54,7 @@ class DeviceFence:
     def query(self) -> bool:
         return self.kernel.now >= self.at
 
-    def elapsed_time(self, end: DeviceFence) -> float:
+    def elapsed_time(self, end: DeviceFence, /) -> float:
         return 1000 * (end.at - self.at)
 
 
@@ -112,7 +111,7 @@ class DeviceCopier:
     def fence(self) -> DeviceFence:
         return self._device.fence()
 
-    def copy(self, copies: Sequence[Any], direction: str, after: DeviceFence | None = None) -> int:
+    def copy(self, copies: Sequence[Any], direction: str, after: Any = None) -> int:
         kernel, speed = self._device.kernel, self._device.speed
         num_bytes = sum(_num_bytes(copy) for copy in copies)
         with self._locks[direction]:
@@ -134,23 +133,26 @@ class DeviceCopier:
         device = self._device.blocks
         if direction == "h2d":
             self._device.check_unused(copy.dst_block_ids)
-            for place, block in zip(_places(copy.src, copy.src_block_ids), copy.dst_block_ids):
+            places = _places(copy.src, copy.src_block_ids)
+            for place, block in zip(places, copy.dst_block_ids, strict=True):
                 device[block] = self._host[place]
         else:
-            for block, place in zip(copy.src_block_ids, _places(copy.dst, copy.dst_block_ids)):
+            places = _places(copy.dst, copy.dst_block_ids)
+            for block, place in zip(copy.src_block_ids, places, strict=True):
                 self._host[place] = device.get(block, 0)
 
 
 def _places(chunks: Any, block_ids: Sequence[int]) -> list[int]:
     """Where in host memory these blocks of chunks stand."""
     chunk, block = np.divmod(np.asarray(block_ids, np.int64), chunks.blocks_per_chunk)
-    places: npt.NDArray[np.int64] = chunks.addresses[chunk] + block
-    return places.tolist()
+    return [int(place) for place in chunks.addresses[chunk] + block]
 
 
 def _num_bytes(copy: Any) -> int:
     chunks = copy.src if hasattr(copy.src, "addresses") else copy.dst
-    return len(copy.src_block_ids) * int(chunks.geometry.chunk_bytes) // int(chunks.blocks_per_chunk)
+    return (
+        len(copy.src_block_ids) * int(chunks.geometry.chunk_bytes) // int(chunks.blocks_per_chunk)
+    )
 
 
 class AddressPool:

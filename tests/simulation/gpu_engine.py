@@ -1,8 +1,8 @@
 """One vLLM engine on a simulated GPU: vLLM's real scheduler, our real connector on both sides.
 
-The loop is that of vLLM's engine core. With asynchronous scheduling a step is planned, and queued on
-the device, while the one before it runs: what the connector reports with a step is what had ended
-when that step was queued, and the scheduler hears of it when the step has run.
+The loop is that of vLLM's engine core. With asynchronous scheduling a step is planned, and queued
+on the device, while the one before it runs: what the connector reports with a step is what had
+ended when that step was queued, and the scheduler hears of it when the step has run.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ MODEL = ModelShape(
     vocab_size=64,
     max_position=MAX_MODEL_LEN,
 )
+_MAP_NORESERVE = 0x4000  # of Linux; Python has it since 3.13
 _SCHEDULE_SECONDS = 300e-6
 _SUBMIT_SECONDS = 1500e-6
 _IDLE_SECONDS = 1e-3  # the engine core's nap after a step without a forward pass
@@ -65,7 +66,7 @@ class GpuShape:
     """``depth``: batches under way at once, 2 with asynchronous scheduling. ``settings``:
     ``kv_connector_extra_config``."""
 
-    speed: DeviceSpeed = DeviceSpeed()
+    speed: DeviceSpeed = field(default_factory=DeviceSpeed)
     depth: int = 2
     num_blocks: int = 6000
     max_batched_tokens: int = 8192
@@ -147,15 +148,13 @@ class GpuEngine:
 
     def _step(self) -> bool:
         """`step_with_batch_queue`, and with a depth of one `step`. Whether a pass was queued."""
-        executed = False
+        executed: bool = False
         if self._scheduler.has_requests():
             self.kernel.sleep(_SCHEDULE_SECONDS)
             scheduled = self._scheduler.schedule()
-            executed = scheduled.total_num_scheduled_tokens > 0
+            executed = bool(scheduled.total_num_scheduled_tokens)
             self._queue.append(self._submit(scheduled))
-            if len(self._queue) < self.shape.depth and (
-                executed or self._scheduler.has_requests()
-            ):
+            if len(self._queue) < self.shape.depth and (executed or self._scheduler.has_requests()):
                 return executed
         oldest = self._queue.popleft()
         if self.kernel.now < oldest.ends_at:
@@ -273,15 +272,16 @@ class GpuEngine:
 
 def _replace_parts(copier: DeviceCopier, speed: DeviceSpeed) -> None:
     """Of what runs in `setup`: memory has no bytes here, and copies take the bus' time."""
-    lmcache_model.Pool = AddressPool
-    worker_adapter.make_copier = lambda device: copier
+    vars(lmcache_model)["Pool"] = AddressPool
+    worker = vars(worker_adapter)
+    worker["make_copier"] = lambda device: copier
 
     def self_test(engine: Any, parts: Sequence[Any], clock: Any) -> SelfTestResult:
         num_bytes = parts[0].geometry.chunk_bytes
         seconds = speed.copy_seconds + num_bytes / speed.bus_bytes_per_second
         return SelfTestResult(num_bytes, seconds, seconds)
 
-    worker_adapter.run_self_test = self_test
+    worker["run_self_test"] = self_test
 
 
 def _digests(prompt: Sequence[int]) -> list[int]:
@@ -296,7 +296,7 @@ def _digests(prompt: Sequence[int]) -> list[int]:
 def _kv_caches(shape: GpuShape) -> dict[str, torch.Tensor]:
     """Address space that is never touched."""
     size = (shape.num_blocks, MODEL.num_kv_heads, BLOCK_SIZE, 2 * MODEL.head_dim)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     caches = {}
     for layer in range(MODEL.num_layers):
         memory = np.frombuffer(mmap.mmap(-1, 2 * int(np.prod(size)), flags=flags), np.int16)

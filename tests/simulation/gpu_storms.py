@@ -31,7 +31,7 @@ HITS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 _TAIL_TOKENS = 50
 _WARM_UP_ROUNDS = 1
 _MAX_SECONDS = 3600.0  # simulated
-_RULES = {
+_RULES: dict[str, dict[str, Any]] = {
     "auto": {},
     "never": {"role": "kv_producer"},
     "always": {"settings": {"compute_or_load": "always"}},
@@ -178,7 +178,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, "-m", "tests.simulation.gpu_storms", *sys.argv[1:]])
+        os.execv(
+            sys.executable, [sys.executable, "-m", "tests.simulation.gpu_storms", *sys.argv[1:]]
+        )
     _run(arguments)
     sys.stdout.flush()
     os._exit(0)  # what vLLM and torch have loaded takes seconds to unload

@@ -252,7 +252,7 @@ def test_cancelled_before_it_ran_a_job_does_not_run(jobs: JobQueue, runner: Runn
     jobs.cancel([2, 77])
     gate.set()
     results = wait_all(jobs)
-    assert results[2] == JobResult(2, Outcome.CANCELLED, 0, 0, 0, 0.0)
+    assert results[2].outcome is Outcome.CANCELLED
     assert runner.order == [1]
 
 
