@@ -133,11 +133,6 @@ class CostModel:
         """
         self._tiers[tier].cut_off(self._clock(), arrived_bytes, seconds)
 
-    def observe_load_late(self, tier: Tier) -> None:
-        """A load's deadline passed before its turn came: it waited for more than was predicted. A
-        bet on this tier fails that way, however fast the tier is."""
-        self._tiers[tier].kept_waiting(self._clock())
-
     def observe_answer(self, tier: Tier) -> None:
         """A tier answers, and nothing is known of its speed but what loads have shown: they show
         whether a stall is over."""

@@ -48,6 +48,8 @@ _FRESH_SECONDS = 60.0
 """After that long without news from Redis, requests that could use it have it probed."""
 _FENCE_WEIGHT = 0.1
 """Of the last load, in the share of those that must wait for a forward pass."""
+_LATE_WEIGHT = 0.3
+"""Of the last load from memory, in how much longer than predicted they wait for their turn."""
 _MIN_PROBE_SECONDS, _MAX_PROBE_SECONDS = 2.0, 60.0
 """Between two probes; doubles while they change nothing."""
 
@@ -55,10 +57,12 @@ _MIN_PROBE_SECONDS, _MAX_PROBE_SECONDS = 2.0, 60.0
 @dataclass(frozen=True, slots=True)
 class _Running:
     """A load on its way. ``num_bytes``: of the rank with the largest part, per tier.
-    ``idle_since``: when it was planned, if nothing else ran."""
+    ``wait_seconds``: predicted before it begins. ``idle_since``: when it was planned, if nothing
+    else ran."""
 
     redis_keys: tuple[bytes, ...]
     num_bytes: dict[Tier, int]
+    wait_seconds: float
     idle_since: float | None
 
 
@@ -93,6 +97,7 @@ class LoadPolicy:
         self._num_requests = 0
         self._prompt_tokens = 0  # left of the requests that run, and of those that begin
         self._fenced_share = 0.0
+        self._late_seconds, self._late_at = 0.0, float("-inf")
         self._redis_news_at = float("-inf")
         self._next_probe_at = float("-inf")
         self._probe_pause = _MIN_PROBE_SECONDS
@@ -124,7 +129,6 @@ class LoadPolicy:
             shared = sum(self.bytes_of(key) for key in keys if key in self._fetching)
             queued[Tier.REDIS] = max(0, queued[Tier.REDIS] - shared)
         step_seconds = self._step_seconds()
-        fence_seconds = self._fenced_share * (step_seconds or 0.0)
         decision = self.model.decide(
             LoadOffer(
                 context_tokens=context_tokens,
@@ -134,7 +138,7 @@ class LoadPolicy:
                 tiers=tiers,
                 queued_bytes=queued,
                 running_requests=self._num_requests,
-                wait_seconds=fence_seconds + self._stores.wait_seconds(after_job),
+                wait_seconds=self._wait_seconds(after_job, step_seconds),
                 step_seconds=step_seconds,
                 ends=ends,
                 other_bytes=other_bytes,
@@ -216,7 +220,12 @@ class LoadPolicy:
             Tier.REDIS: from_redis,
         }
         idle_since = None if self._num_requests or self._prompt_tokens else self._clock()
-        self._running[job.job_id] = _Running(redis_keys, num_bytes, idle_since)
+        wait_seconds = (
+            self._queued_bytes[Tier.CPU] / self.model.bytes_per_second(Tier.CPU)
+            + self._stores.wait_seconds(job.after_job)
+            + job.after_passes * (self._step_seconds() or 0.0)
+        )
+        self._running[job.job_id] = _Running(redis_keys, num_bytes, wait_seconds, idle_since)
         self._fenced_share += _FENCE_WEIGHT * (job.after_passes - self._fenced_share)
         self._fetching.update(redis_keys)
         for tier, count in num_bytes.items():
@@ -235,7 +244,11 @@ class LoadPolicy:
         if running.idle_since is not None and not self._num_requests:
             took = slowest.waited_seconds + slowest.seconds
             self.model.steps.waited_idle(self._clock() - running.idle_since - took)
-        self._observe_load(slowest, reads_redis=bool(running.redis_keys))
+        if not running.redis_keys:
+            late = max(0.0, slowest.waited_seconds - running.wait_seconds)
+            self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
+            self._late_at = self._clock()
+        self._observe_load(slowest)
 
     def observe_reports(self, reports: Iterable[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
@@ -276,7 +289,13 @@ class LoadPolicy:
         limit = self.model.max_step_tokens
         return self.model.step_seconds(min(limit, max(0, self._prompt_tokens - limit)))
 
-    def _observe_load(self, result: JobResult, *, reads_redis: bool) -> None:
+    def _wait_seconds(self, after_job: int, step_seconds: float | None) -> float:
+        """Before a load can begin, apart from the loads ahead of it."""
+        fence = self._fenced_share * (step_seconds or 0.0)
+        late = self._late_seconds if self._clock() - self._late_at < _FRESH_SECONDS else 0.0
+        return fence + late + self._stores.wait_seconds(after_job)
+
+    def _observe_load(self, result: JobResult) -> None:
         copy_seconds = max(0.0, result.seconds - result.redis_seconds)
         if result.redis_failed:
             self._redis_news_at = self._clock()
@@ -288,8 +307,6 @@ class LoadPolicy:
             self.model.observe_load(Tier.REDIS, result.redis_bytes, seconds)
         elif result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
-        elif result.outcome is Outcome.DEADLINE and not reads_redis:
-            self.model.observe_load_late(Tier.CPU)
 
     def _observe_redis(self, probes: Sequence[TransferTime]) -> None:
         """The slowest rank counts. A load is a fetch and then a copy: the copy's time is added to

@@ -169,11 +169,6 @@ class TierSpeed:
         if num_bytes > 0:
             self._observe(now, num_bytes, seconds)
 
-    def kept_waiting(self, now: float) -> None:
-        """A load was given up before it began. That says nothing of the speed."""
-        self._count(failed=True)
-        self._changed_at = now
-
     def _observe(self, now: float, num_bytes: int, seconds: float) -> None:
         if num_bytes <= 0 or seconds < 0:
             raise ValueError(f"no load moves {num_bytes} bytes in {seconds} seconds")
