@@ -217,7 +217,7 @@ class GpuEngine:
         seconds = self.shape.speed.pass_seconds(spans)
         ends_at = self.device.launch(seconds, frozenset(blocks))
         for work in works:
-            self.kernel.at(ends_at - seconds, partial(self._check, *work))
+            self.kernel.at(ends_at - seconds / 2, partial(self._check, *work))
             self.kernel.at(ends_at, partial(self._write, *work))
         return ends_at
 
