@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.kv_events.log import BlockRun, KvEventSink
 from lmcache_connector.kv_events.vllm_events import describe_chunk
+from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.chunk_index import ChunkIndex
@@ -19,7 +20,6 @@ from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PartR
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.block_pins import BlockPins
 from lmcache_connector.scheduler.block_witness import BlockWitness
-from lmcache_connector.scheduler.blocks_in_use import BlocksInUse
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.request_book import RequestBook
@@ -59,7 +59,7 @@ class JobDispatcher:
         self._short_loads: list[ShortLoad] = []
         self._pins = BlockPins(settings, witness)
         self._keeps_blocks = False  # in the step being scheduled
-        self.in_use = BlocksInUse(settings)
+        self.in_use = BlocksInUse(settings.num_batches, is_told=settings.is_prefix_only)
 
     def found(self, state: RequestState, hit: Hit) -> None:
         """The request has been looked up."""

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from lmcache_connector.scheduler.request_state import SchedulerSettings
-
 
 class BlocksInUse:
-    """What was freed since the last few steps were planned: later passes do not use it.
+    """What was freed since the last few steps were planned: no later pass uses it.
 
-    Windows and states free blocks without a word: for them every block counts as in use.
+    ``num_batches`` steps are under way at once. Windows and states free blocks without a word: for
+    them, without ``is_told``, every block counts as in use.
     """
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self._is_told = settings.is_prefix_only
+    def __init__(self, num_batches: int, *, is_told: bool) -> None:
+        self._is_told = is_told
         # A pass planned before the last ``num_batches - 1`` plans has ended.
-        self._freed: deque[set[int]] = deque(maxlen=settings.num_batches - 1)
+        self._freed: deque[set[int]] = deque(maxlen=num_batches - 1)
         self._num_unknown = 0
         self.next_step()
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_connector.kv_parts.part import Part, Rule
-from lmcache_connector.scheduler.blocks_in_use import BlocksInUse
-from lmcache_connector.scheduler.request_state import SchedulerSettings
-
-
-def blocks_in_use(num_batches: int, rule: Rule = Rule.PREFIX) -> BlocksInUse:
-    part = Part(rule, groups=(0,), block_size=16, span=32 if rule is Rule.WINDOW else 0)
-    settings = SchedulerSettings(
-        chunk_size=32, parts=(part,), world_size=1, loads=True, stores=True, num_batches=num_batches
-    )
-    return BlocksInUse(settings)
+from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3])
 def test_a_finished_request_was_part_of_the_steps_under_way(num_batches: int) -> None:
     """They are all but the one being planned, and the oldest of them ends with each plan."""
-    blocks = blocks_in_use(num_batches)
+    blocks = BlocksInUse(num_batches, is_told=True)
     blocks.next_step()
     blocks.freed([[1, 2], [7]])
     for _ in range(num_batches - 1):
@@ -32,7 +22,7 @@ def test_a_finished_request_was_part_of_the_steps_under_way(num_batches: int) ->
 
 
 def test_after_a_reset_any_block_may_be_in_use() -> None:
-    blocks = blocks_in_use(2)
+    blocks = BlocksInUse(2, is_told=True)
     blocks.freed_some()
     assert blocks.includes_any({5})
     blocks.next_step()
@@ -40,5 +30,5 @@ def test_after_a_reset_any_block_may_be_in_use() -> None:
 
 
 def test_windows_leave_blocks_behind_without_a_word() -> None:
-    assert blocks_in_use(2, Rule.WINDOW).includes_any({5})
-    assert not blocks_in_use(1, Rule.WINDOW).includes_any({5})
+    assert BlocksInUse(2, is_told=False).includes_any({5})
+    assert not BlocksInUse(1, is_told=False).includes_any({5})
