@@ -80,15 +80,15 @@ def draw_plan(kernel: Kernel) -> Plan:
         settings=settings,
     )
     families = [_tokens(kernel, chance.randint(64, 200)) for _ in range(chance.choice([2, 3]))]
-    rushes = [chance.uniform(0.0, 2.5) for _ in range(4)]
+    rushes = [chance.uniform(0.0, 2.5) for _ in range(3)]
     clients = [
         Client(
             start=chance.choice(rushes) + chance.uniform(0.0, 0.1),
             prompt=(*chance.choice(families), *_tokens(kernel, chance.randrange(40))),
-            max_tokens=chance.choice([1, 1, 2, 2, 3, 40]),
+            max_tokens=chance.choice([1, 1, 2, 2, 3, 33]),
             abort_after=chance.uniform(0.0, 0.5) if chance.random() < 0.15 else None,
         )
-        for _ in range(chance.randint(10, 20))
+        for _ in range(chance.randint(6, 12))
     ]
     roles = chance.choice([["kv_both"], ["kv_both"] * 2, ["kv_both"] * 2, _PAIR])
     return Plan(shape, list(roles), families, clients)
