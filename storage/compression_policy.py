@@ -12,7 +12,6 @@ one value in sixteen even where that does not pay.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -50,18 +49,19 @@ def pays(measured: Measured, *, is_on: bool) -> bool:
 
 
 class CompressionPolicy:
-    """Of one tier. Thread-safe. ``clock`` returns seconds, ``cpu_clock`` those of this thread."""
+    """Of one tier. Thread-safe. ``clock`` returns seconds, ``cpu_clock`` those that the calling
+    thread has had a core for."""
 
     def __init__(
         self,
         codec: Codec,
         num_readers: int,
+        num_cores: int,
         clock: Callable[[], float],
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._codec = codec
-        # On fewer cores than readers, decompression takes turns.
-        self._turns = num_readers / max(1, min(num_readers, (os.cpu_count() or 1) // 2))
+        self._readers_per_core = num_readers / max(1, min(num_readers, num_cores // 2))
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class CompressionPolicy:
         self._take(
             Measured(
                 link=0.0,
-                decompress=len(payload) / max(unpack_seconds * self._turns, 1e-9),
+                decompress=len(payload) / max(unpack_seconds * self._readers_per_core, 1e-9),
                 ratio=ratio,
                 core_share=min(1.0, cpu_seconds / max(seconds, 1e-9)),
             )

@@ -91,7 +91,9 @@ class RedisTier:
         self._topology = make_topology(config, clock)
         self._servers = Servers(config, self._topology, clock, random, greet=warn_of_noeviction)
         self._healer = Healer(self._servers)
-        self._compression = CompressionPolicy(config.codec, config.num_connections, clock)
+        self._compression = CompressionPolicy(
+            config.codec, config.num_connections, _num_cores(), clock
+        )
         self._reads = ReadQueue()
         self._writes = WriteQueue(config.write_queue_bytes, clock)
         shards = tuple(part.shards for part in geometries.parts)
@@ -278,5 +280,8 @@ def _plan(
 def _num_writers(num_connections: int) -> int:
     """A writer mostly computes and copies. On two cores, a second writer would only take the core
     that the engine, or a server on this machine, could run on."""
-    num_cores = os.cpu_count() or 1
-    return max(1, min(num_connections, num_cores // 2))
+    return max(1, min(num_connections, _num_cores() // 2))
+
+
+def _num_cores() -> int:
+    return os.cpu_count() or 1
