@@ -27,6 +27,15 @@ def tokens_of(seed: int, number: int) -> list[int]:
     return [random.Random(seed * 1000 + i).randrange(VOCABULARY) for i in range(number)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A tiny model: threads would wait for each other."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[SteppedEngine]:
     with SteppedEngine({}) as engine:

@@ -35,9 +35,10 @@ def generate_elsewhere(
     new_tokens: int = 2,
     kv_tokens: int = 0,
     warm_up: int = 0,
+    threads: int = 1,
 ) -> dict[str, Any]:
     """Run it in another process. ``kv_tokens``: whose KV is digested. ``warm_up``: the length of
-    a prompt of its own before it."""
+    a prompt of its own before it. ``threads``: of torch."""
     task = {
         "model": str(model),
         "config": dict(config),
@@ -45,6 +46,7 @@ def generate_elsewhere(
         "new_tokens": new_tokens,
         "kv_tokens": kv_tokens,
         "warm_up": warm_up,
+        "threads": threads,
     }
     done = subprocess.run(
         [sys.executable, "-m", __spec__.name, json.dumps(task)],
@@ -78,6 +80,7 @@ def main() -> None:
 
     from lmcache_connector.transformers import KVTiers
 
+    torch.set_num_threads(task["threads"])
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.bfloat16)
     prompt = torch.tensor([task["token_ids"]])
     limits = {"do_sample": False, "max_new_tokens": task["new_tokens"]}
