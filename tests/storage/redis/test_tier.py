@@ -98,9 +98,7 @@ def test_a_spoiled_value_is_written_anew(valkey: Server) -> None:
 
 
 @pytest.mark.parametrize("forger", [None, b"another secret of 16"])
-def test_who_does_not_know_the_secret_forges_no_value(
-    valkey: Server, forger: bytes | None
-) -> None:
+def test_who_does_not_know_the_secret_forges_no_value(valkey: Server, forger: bytes | None) -> None:
     """Whatever he writes under the right names, with the right header: it is a miss, and others
     write over it."""
     with open_tier(valkey.url, hash_key=forger) as stranger:
