@@ -9,7 +9,9 @@ does not change, so its minimum lies where a run of chunks from one tier ends: o
 are compared (and the longest one the deadline cap lets through). A load lasts what is predicted,
 plus twice the error predictions have had lately (``spread``), plus the deadline times the share of
 loads that failed; loads larger than any seen are taken to last in proportion to the largest. The
-wait must be 5 % shorter than the compute it saves.
+wait must be 5 % shorter than the compute it saves. Compute is taken from all who wait for their
+first token: the more others do, the less the steps count which a load costs, down to the load
+itself.
 
 The deadline, counted from the decision. Let ``C`` be recompute alone, ``R`` the compute left after
 the load, ``p`` the predicted load, and ``S = 5 % of C``. A load that brings nothing until a
@@ -222,13 +224,18 @@ class CostModel:
             deadline = self._deadline_seconds(offer, prefix, compute_seconds)
             stall_seconds = prefix.failure_rate * deadline
             load_seconds = prefix.risky_seconds + stall_seconds
-            wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
+            wait_seconds = self._wait_seconds(offer, load_seconds)
             saved_seconds = compute_seconds - prefix.rest_seconds
             if wait_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE):
                 continue
             if wait_seconds + prefix.rest_seconds < best_seconds:
                 best, best_seconds = prefix, wait_seconds + prefix.rest_seconds
         return best
+
+    def _wait_seconds(self, offer: LoadOffer, load_seconds: float) -> float:
+        """What a load costs, as it is judged."""
+        wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
+        return load_seconds + (wait_seconds - load_seconds) / (1 + offer.waiting_requests)
 
     def _prefixes(self, offer: LoadOffer) -> Iterator[_Prefix]:
         """The prefixes worth comparing, shorter first, up to a tier that stalls or is on trial.

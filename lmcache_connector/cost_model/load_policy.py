@@ -95,6 +95,7 @@ class LoadPolicy:
         self._fetching: Counter[bytes] = Counter()
         self._stores = StoreBacklog(clock)
         self._num_requests = 0
+        self._waiting: set[str] = set()
         self._prompt_tokens = 0  # left of the requests that run, and of those that begin
         self._fenced_share = 0.0
         self._late_seconds, self._late_at = 0.0, float("-inf")
@@ -140,6 +141,7 @@ class LoadPolicy:
                 running_requests=self._num_requests,
                 wait_seconds=self._wait_seconds(after_job, step_seconds),
                 step_seconds=step_seconds,
+                waiting_requests=max(0, len(self._waiting) - 1),
                 ends=ends,
                 other_bytes=other_bytes,
             )
@@ -197,12 +199,18 @@ class LoadPolicy:
         self.model.steps.planned(now, follows=follows, has_prefill=has_prefill)
         self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
 
-    def request_admitted(self, num_tokens: int) -> None:
+    def request_arrived(self, request_id: str) -> None:
+        """It waits to be computed, or to be loaded first."""
+        self._waiting.add(request_id)
+
+    def request_admitted(self, request_id: str, num_tokens: int) -> None:
         """The step being planned begins to compute a prompt, of which so much is left."""
+        self._waiting.discard(request_id)
         self._prompt_tokens += num_tokens
 
-    def request_ended(self, num_requests: int) -> None:
-        """So many of the last step's run still."""
+    def request_ended(self, request_id: str, num_requests: int) -> None:
+        """``num_requests`` of the last step's run still."""
+        self._waiting.discard(request_id)
         self._num_requests = num_requests
 
     def store_planned(self, job: StoreJob) -> None:

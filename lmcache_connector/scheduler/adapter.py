@@ -104,6 +104,7 @@ class SchedulerAdapter:
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
+        self.policy.request_arrived(request.request_id)
         state = self._enter(request)
         if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
             return
@@ -143,7 +144,8 @@ class SchedulerAdapter:
 
     def admitted(self, request: Request) -> None:
         """The step being planned computes of the request, unless it is waiting for its load."""
-        self.policy.request_admitted(request.num_tokens - request.num_computed_tokens)
+        num_tokens = request.num_tokens - request.num_computed_tokens
+        self.policy.request_admitted(request.request_id, num_tokens)
 
     def redis_hit_tokens(self, request: Request) -> int:
         """Of the load planned last for this request: tokens that come from Redis."""
@@ -191,7 +193,7 @@ class SchedulerAdapter:
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
-        self.policy.request_ended(len(self._scheduled))
+        self.policy.request_ended(request.request_id, len(self._scheduled))
         self._dispatcher.in_use.freed(block_ids)
         if (state := self.book.finish(request)) is not None:
             self._dispatcher.finish(state, block_ids)

@@ -251,8 +251,22 @@ def test_beside_long_steps_a_small_hit_is_computed(
     run_steps(policy, clock, step)
     assert policy.model.steps.decode_seconds == pytest.approx(step)
     assert bool(decide(policy, keys, num_cpu=8)) is loads
-    policy.request_ended(0)  # the others are gone
+    policy.request_ended("r", 0)  # the others are gone
     assert decide(policy, keys, num_cpu=8) == 8
+
+
+def test_the_steps_a_load_costs_count_less_the_more_others_wait(
+    policy: LoadPolicy, clock: Clock
+) -> None:
+    """Each of a crowd would rather compute, and all would wait for that."""
+    keys = KEYS[:8]
+    run_steps(policy, clock, 0.150)
+    for number in range(4):
+        policy.request_arrived(f"r{number}")
+        assert bool(decide(policy, keys, num_cpu=8)) is (number > 0), number
+    for number in range(3):
+        policy.request_admitted(f"r{number}", 0)
+    assert decide(policy, keys, num_cpu=8) == 0
 
 
 def test_prompts_that_others_compute_make_steps_long(policy: LoadPolicy, clock: Clock) -> None:
@@ -261,9 +275,9 @@ def test_prompts_that_others_compute_make_steps_long(policy: LoadPolicy, clock: 
     run_steps(policy, clock, 0.001)
     keys = KEYS[:8]
     assert decide(policy, keys, num_cpu=8) == 8
-    policy.request_admitted(PROMPT // 2)  # this step computes it to its end
+    policy.request_admitted("s", PROMPT // 2)  # this step computes it to its end
     assert decide(policy, keys, num_cpu=8) == 8
-    policy.request_admitted(4 * PROMPT)
+    policy.request_admitted("s", 4 * PROMPT)
     assert decide(policy, keys, num_cpu=8) == 0
 
 
