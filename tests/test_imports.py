@@ -79,6 +79,7 @@ ALLOWED = {
         f"{OWN}/vllm_compat/c*.py",  # how the CPU packs a block; the names of dtypes
         f"{OWN}/worker/*.py",
     ),
+    "blosc2": ("storage/compression.py",),  # its import takes a second
     "numba": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "llvmlite": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "triton": (f"{OWN}/copy_kv_blocks/cuda_gather.py",),
