@@ -51,8 +51,8 @@ class P2PConfig(StrictSettings):
     """Without ``secret`` and ``peer_hosts``: let anybody hand over and fetch KV."""
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = "PUT_ASYNC"
     """For request ids that name both instances: push and wait, push, or let it be fetched."""
-    transport: Literal["auto", "tcp", "nccl"] = "auto"
-    """Data plane; ``auto`` is NCCL between GPUs and TCP else."""
+    transport: Literal["auto", "tcp", "nixl"] = "auto"
+    """Data plane; ``auto`` is NIXL on one machine and over RDMA, where it imports, and TCP else."""
     kv_buffer_size: Annotated[int, Field(gt=0, le=1 << 44)] = 1 << 30
     """KV on its way, per worker rank, bytes."""
     overflow_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 1 << 30

@@ -48,7 +48,7 @@ class Arena:
 
     def room(self, num_bytes: int) -> memoryview:
         first, self._used = self._used, self._used + num_bytes
-        return memoryview(self._memory)[first : self._used]
+        return self._memory.data[first : self._used]
 
 
 def plain_room(num_bytes: int) -> memoryview:
