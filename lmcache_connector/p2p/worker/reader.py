@@ -23,7 +23,8 @@ from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 
 _PROOF_PAUSE_SECONDS = 0.001
 _KEEP_SECONDS = 0.5
-_DAMAGED = Cause(Reason.BAD_CHECKSUM, "bytes were damaged on the way, or their blocks were reused")
+_DAMAGED = Cause(Reason.BAD_CHECKSUM, "bytes were damaged on the way")
+_LET_GO = Cause(Reason.LOST, "the producer let the blocks go while they were read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,11 @@ class Reader:
             for session, place, layers in zip(sessions, places, work, strict=True):
                 num_bytes += self._fetch(session, place, layers, waiting)
             seconds = self._clock() - started
-            intact = [
-                self._prove(session, layers, waiting)
+            causes = [
+                self._disproof(session, layers, waiting)
                 for session, layers in zip(sessions, work, strict=True)
             ]
-            cause = None if all(intact) else _DAMAGED
+            cause = next(filter(None, causes), None)
         except PeerError as error:
             cause = error.cause
             raise
@@ -170,8 +171,10 @@ class Reader:
         self._nixl.read(place.metadata, mine, theirs, go_on)
         return int(local[:, 1].sum())
 
-    def _prove(self, session: PeerSession, layers: Sequence[_LayerRuns], waiting: Waiting) -> bool:
-        """Whether what was read is what the producer computed."""
+    def _disproof(
+        self, session: PeerSession, layers: Sequence[_LayerRuns], waiting: Waiting
+    ) -> Cause | None:
+        """Why what was read may not be what the producer computed."""
         load = waiting.load
         answer = session.ask(messages.HaveRead(load.transfer_id, load.first_block))
         while isinstance(answer, messages.Coming):
@@ -179,15 +182,14 @@ class Reader:
             time.sleep(_PROOF_PAUSE_SECONDS)
             answer = session.ask(messages.HaveRead(load.transfer_id, load.first_block))
         if not isinstance(answer, messages.Proof):
-            return False
-        if not answer.digests:
-            return self._settings.digest_bytes != BLAKE3_BYTES
-        if len(answer.digests) != len(layers):
-            return False
-        return all(
+            return _LET_GO
+        if not answer.digests and self._settings.digest_bytes != BLAKE3_BYTES:
+            return None
+        intact = len(answer.digests) == len(layers) and all(
             digest_of(bytes_at(layer.local), len(digest)) == digest
             for layer, digest in zip(layers, answer.digests, strict=True)
         )
+        return None if intact else _DAMAGED
 
     def _check_is_wanted(self, waiting: Waiting) -> None:
         if waiting.cause is not None:

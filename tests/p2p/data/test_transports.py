@@ -17,7 +17,7 @@ from lmcache_connector.p2p.data.nixl_agent import Nixl
 from lmcache_connector.p2p.data.tcp import TcpTransport
 from lmcache_connector.p2p.errors import PeerError
 from tests.p2p.data.conftest import SESSION, Collector, frame_of, key_of
-from tests.support.engines.nixl_engines import needs_nixl
+from tests.support.nixl import needs_nixl
 
 
 @dataclass

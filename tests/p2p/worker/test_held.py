@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
 from lmcache_connector.p2p.plans import Drop, HandoverPlan, Release
 from lmcache_connector.p2p.reasons import Cause, Reason
-from tests.support.engines.nixl_engines import needs_nixl
 from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,
     NUM_HEADS,
@@ -20,6 +22,7 @@ from tests.support.engines.p2p_instances import (
     check_all_arrived,
     running_instance,
 )
+from tests.support.nixl import needs_nixl
 
 pytestmark = needs_nixl
 
@@ -135,3 +138,79 @@ def test_a_lease_ends() -> None:
         prefill.hold("forgotten", SHUFFLED)
         prefill.until(lambda: "request of forgotten" in prefill.sent)
         assert ("forgotten", Reason.EXPIRED) in prefill.unsent
+
+
+class Meddler:
+    """Does something right after the bytes of a read have come."""
+
+    def __init__(self, nixl: Nixl, then: Callable[[Runs], object]) -> None:
+        self._read, self._then = nixl.read, then
+
+    def __call__(
+        self, metadata: bytes, local: Runs, remote: Runs, go_on: Callable[[], None]
+    ) -> None:
+        self._read(metadata, local, remote, go_on)
+        self._then(local)
+
+
+def meddle(
+    decode: FakeInstance, monkeypatch: pytest.MonkeyPatch, then: Callable[[Runs], object]
+) -> None:
+    nixl = decode.ranks[0].worker._nixl
+    assert nixl is not None
+    monkeypatch.setattr(nixl, "read", Meddler(nixl, then))
+
+
+def test_blocks_that_were_let_go_meanwhile_are_no_hit(
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was read of them. Without digests too."""
+    prefill.hold("raced", SHUFFLED, seed=7)
+    reset = HandoverPlan(drops=(Drop("raced", Cause(Reason.RESET, "a reset")),))
+    meddle(decode, monkeypatch, lambda _: prefill.step(reset))
+    decode.load("raced", OTHERS, prefill.address)
+    (result,) = decode.finish("request of raced")
+    assert (result.num_blocks, result.cause and result.cause.reason) == (0, Reason.LOST)
+    prefill.until(lambda: "request of raced" in prefill.sent)
+
+
+def test_damaged_bytes_are_no_hit(
+    prefill: FakeInstance,
+    decode: FakeInstance,
+    settings: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if settings.get("checksum") is False:
+        return  # then nobody looks
+    prefill.hold("damaged", SHUFFLED, seed=8)
+
+    def damage(local: Runs) -> None:
+        ctypes.c_ubyte.from_address(int(local[-1].sum()) - 1).value ^= 1
+
+    meddle(decode, monkeypatch, damage)
+    decode.load("damaged", OTHERS, prefill.address)
+    (result,) = decode.finish("request of damaged")
+    assert (result.num_blocks, result.cause and result.cause.reason) == (0, Reason.BAD_CHECKSUM)
+    prefill.until(lambda: "request of damaged" in prefill.sent)
+
+
+def test_an_abort_while_it_is_read_waits_for_the_read(
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are not given away before."""
+    prefill.hold("aborted", SHUFFLED, seed=9)
+    read, go_on = threading.Event(), threading.Event()
+
+    def pause(_: Runs) -> None:
+        read.set()
+        assert go_on.wait(30)
+
+    meddle(decode, monkeypatch, pause)
+    decode.load("aborted", OTHERS, prefill.address)
+    assert read.wait(30)
+    decode.step(HandoverPlan(cancelled_loads=("request of aborted",), idle=True))
+    assert "request of aborted" not in decode.results
+    go_on.set()
+    (result,) = decode.finish("request of aborted")
+    assert result.num_blocks == 0
+    prefill.until(lambda: "request of aborted" in prefill.sent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.engines.instance import VllmInstance, set_environment
 from tests.support.engines.p2p_instances import free_ports
-
-needs_nixl = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None or importlib.util.find_spec("nixl_cu13") is None,
-    reason="runs where the wheels nixl and nixl-cu13 are installed: there are some for Linux",
-)
 
 
 def nixl_transfer(role: str) -> dict[str, Any]:
