@@ -46,6 +46,7 @@ BENCHMARKS = {
     "ttft": "time to first token cold and from each tier, against vLLM alone and LMCache's own",
     "redis": "chunks to and from a real Redis or Valkey server",
     "sharing": "what engines of one shape wrote, read by engines of another",
+    "transformers": "generate of Hugging Face transformers: cold, from each tier, and plain",
 }
 COMMANDS = {
     "all": "every benchmark, each in a process of its own, kept and reported",

@@ -210,16 +210,31 @@ class Wire:
         while pending.views:
             pending.advance(self._slice(self._channel.send, pending.head(), deadline, silence))
 
-    def receive_line(self, deadline: Deadline) -> bytes:
+    def receive_behind(self, views: Sequence[memoryview], deadline: Deadline) -> None:
+        """Fill ``views`` with what follows the last line. Raises `WireError`."""
+        pending = _Pending(views)
+        silence = self._silence()
+        while pending.views:
+            if self._line_buffer:
+                pending.advance(self._take_buffered(pending.views[0]))
+            else:
+                pending.advance(self._slice(self._fill, pending.head(), deadline, silence))
+
+    def give_back(self, data: bytes) -> None:
+        """What `receive` has received, to be received again, as lines and what is behind them."""
+        self._line_buffer[:0] = data
+
+    def receive_line(self, deadline: Deadline, max_bytes: int = _LINE_BYTES) -> bytes:
         """Receive one line and return it without its CRLF. Raises `WireError`.
 
+        Receives at most ``max_bytes`` at once: what comes behind the line waits in a buffer.
         The whole line has ``idle_seconds``: one that comes byte by byte is as good as none. They
         begin when what was sent before has reached the peer: it cannot answer sooner.
         """
         silence = _Silence(self._clock, self._idle_seconds, float("inf"))
         unsent = self._num_unsent()
         while (line := self.next_line()) is None:
-            self._buffer_more(deadline, silence)
+            self._buffer_more(deadline, silence, max_bytes)
             if unsent and (left := self._num_unsent()) <= max(0, unsent - self._idle_bytes):
                 unsent, silence = left, silence.again()
         return line
@@ -284,8 +299,17 @@ class Wire:
     def _silence(self) -> _Silence:
         return _Silence(self._clock, self._idle_seconds, self._idle_bytes)
 
-    def _buffer_more(self, deadline: Deadline, silence: _Silence) -> None:
-        count = self._slice(self._receive_any, [self._line_scratch], deadline, silence)
+    def _take_buffered(self, view: memoryview) -> int:
+        count = min(len(view), len(self._line_buffer))
+        view[:count] = self._line_buffer[:count]
+        del self._line_buffer[:count]
+        return count
+
+    def _buffer_more(
+        self, deadline: Deadline, silence: _Silence, max_bytes: int = _LINE_BYTES
+    ) -> None:
+        place = self._line_scratch[:max_bytes]
+        count = self._slice(self._receive_any, [place], deadline, silence)
         self._line_buffer += self._line_scratch[:count]
 
     def _slice(

@@ -89,7 +89,8 @@ class JobTransfer:
 class LMCacheEngineAdapter:
     """One rank's CPU tier, and Redis behind it.
 
-    ``copier`` moves blocks between ``parts``, the model's in order, and LMCache's memory.
+    ``copier`` moves blocks between ``parts``, the model's in order, and LMCache's memory. A job may
+    name other caches of the same geometries instead, where KV has no fixed place.
     ``redis_tier`` is closed with the engine. Raises :class:`ConfigError` if LMCache cannot be
     started with the settings.
     """
@@ -108,7 +109,7 @@ class LMCacheEngineAdapter:
         self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
         metadata = make_metadata(settings, self._sizes)
         self._database = PlannedTokenDatabase(metadata)
-        self._blocks = BlockCopyConnector(parts, self._sizes, copier)
+        self._blocks = BlockCopyConnector(self._sizes, copier)
         self._engine = start_engine(settings, metadata, self._database, self._blocks, redis_tier)
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
@@ -130,19 +131,22 @@ class LMCacheEngineAdapter:
         fence: Fence | None,
         cancelled: threading.Event,
         gate: StepGate,
+        parts: Sequence[PagedPart] = (),
     ) -> JobTransfer:
         """Copy the chunks the CPU tier lacks out of the paged cache; blocks the calling thread.
 
         Chunks it has are not copied, but go on to Redis if the job says so. What does not pass the
-        ``gate`` is dropped. Raises what the copy raises.
+        ``gate`` is dropped. ``parts``: the caches of this job. Raises what the copy raises.
         """
+        parts = parts or self._parts
         transfers = []
         for run in job.runs:
-            held = {key for key in run.keys if self._holds(key)}
+            held = {key for key in run.keys if self.holds(key)}
             self._events.confirm(held)
             missing = [i for i, key in enumerate(run.keys) if key not in held]
             transfer = RunTransfer(
                 part=run.part,
+                paged=parts[run.part],
                 keys=tuple(run.keys[i] for i in missing),
                 block_ids=tuple(_of_chunks(ids, len(run.keys), missing) for ids in run.block_ids),
                 skip_blocks=0,
@@ -164,17 +168,31 @@ class LMCacheEngineAdapter:
         return JobTransfer.of(transfers)
 
     def load(
-        self, job: LoadJob, fence: Fence | None, cancelled: threading.Event, deadline: float
+        self,
+        job: LoadJob,
+        fence: Fence | None,
+        cancelled: threading.Event,
+        deadline: float,
+        parts: Sequence[PagedPart] = (),
     ) -> JobTransfer:
         """Copy chunks into the paged cache; the first ``num_chunks`` of the result arrived whole.
         Nothing follows a run that did not.
 
         ``deadline`` is a reading of ``time.monotonic``. A load that was planned from the CPU tier
         never asks Redis: if a chunk was evicted meanwhile, a slow Redis shall not hold up the lane
-        of loads that find theirs. Raises what the copy raises.
+        of loads that find theirs. ``parts``: the caches of this job. Raises what the copy raises.
         """
+        parts = parts or self._parts
         transfers = [
-            RunTransfer(run.part, run.keys, run.block_ids, run.skip_blocks, fence, cancelled)
+            RunTransfer(
+                run.part,
+                parts[run.part],
+                run.keys,
+                run.block_ids,
+                run.skip_blocks,
+                fence,
+                cancelled,
+            )
             for run in job.runs
         ]
         for transfer in transfers:
@@ -201,7 +219,7 @@ class LMCacheEngineAdapter:
         """
         (run,) = job.runs
         part = self._parts[run.part]
-        transfer = Comparison(run.part, run.keys, run.block_ids, 0, fence, cancelled, gate)
+        transfer = Comparison(run.part, part, run.keys, run.block_ids, 0, fence, cancelled, gate)
         computed = bytearray(part.geometry.chunk_bytes)
         self._blocks.copy_out(transfer, np.frombuffer(computed, np.uint8))
         transfer.compare = lambda stored: compare_chunks(
@@ -276,9 +294,7 @@ class LMCacheEngineAdapter:
             raise transfer.error
 
     def _tokens(self, transfer: RunTransfer) -> PlannedTokens:
-        return PlannedTokens(
-            transfer.keys, self._sizes.num_units(self._parts[transfer.part].geometry)
-        )
+        return PlannedTokens(transfer.keys, self._sizes.num_units(transfer.paged.geometry))
 
     def _share(self, job: StoreJob, run: PartRun, held: Collection[bytes]) -> None:
         """Queue chunks that were in the CPU tier before the job for Redis."""
@@ -325,7 +341,8 @@ class LMCacheEngineAdapter:
         if stored and self._report_writes:
             self._written.append(key)
 
-    def _holds(self, key: bytes) -> bool:
+    def holds(self, key: bytes) -> bool:
+        """Whether the CPU tier has it now."""
         return bool(self._cpu.contains(self._database.engine_key(key)))
 
     def _touch(self, transfers: Sequence[RunTransfer]) -> None:

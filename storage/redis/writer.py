@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import WireError
-from lmcache_connector.storage.redis.burst import Burst, WriteRefusedError, WriterNotes
+from lmcache_connector.storage.redis.burst import Burst, Compress, WriteRefusedError, WriterNotes
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.counters import Counters, WriteEnd
@@ -51,6 +51,7 @@ class Writer(threading.Thread):
         plan: ValuePlan,
         counters: Counters,
         notes: WriterNotes,
+        compress: Compress,
         healer: Healer,
     ) -> None:
         super().__init__(name=name, daemon=True)
@@ -60,6 +61,7 @@ class Writer(threading.Thread):
         self._plan = plan
         self._counters = counters
         self._notes = notes
+        self._compress = compress
         self._healer = healer
         self._stopping = threading.Event()
         self._times: deque[tuple[int, float]] = deque(maxlen=_MAX_TIMES)
@@ -69,7 +71,7 @@ class Writer(threading.Thread):
         self._stopping.set()
 
     def take_times(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of each burst that succeeded since the last call."""
+        """Bytes written and seconds of each burst that succeeded since the last call."""
         return [self._times.popleft() for _ in range(len(self._times))]
 
     def run(self) -> None:
@@ -124,7 +126,9 @@ class Writer(threading.Thread):
         # As long as bytes move, only `stop` ends a send; an answer has the wire's time-out.
         deadline = Deadline(float("inf"), self._servers.clock, self._stopping.is_set)
         wire = self._connections.get(node, self._connect_deadline())
-        burst = Burst(self._plan, wire, deadline, self._counters, self._notes, on_end)
+        burst = Burst(
+            self._plan, wire, deadline, self._counters, self._notes, self._compress, on_end
+        )
         started = self._servers.clock()
         burst.run(writes)
         if burst.num_bytes:

@@ -218,8 +218,6 @@ class Producer(Role):
         found = self._buffer.find(want.transfer_id)
         if not isinstance(found, Outgoing):
             return found
-        if found.failed is not None:
-            return messages.Gone(found.failed.to_wire())
         if found.start.digest != want.digest:
             return messages.Gone(OTHER_PROMPT.to_wire())
         try:

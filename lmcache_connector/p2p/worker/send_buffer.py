@@ -217,12 +217,16 @@ class SendBuffer:
     # -- the sender's threads, and the control server ------------------------------------------
 
     def find(self, transfer_id: str) -> Outgoing | Message:
-        """A transfer, or what to answer to whom wants it."""
+        """A transfer, or what to answer to whom wants it. Looked up and judged at once: one that
+        is begun anew right after has not failed."""
         with self.changed:
             if transfer_id in self._announced:
                 return messages.Coming()
-            gone = self._ended.get(transfer_id, messages.Unknown())
-            return self._transfers.get(transfer_id, gone)
+            outgoing = self._transfers.get(transfer_id)
+            if outgoing is None:
+                return self._ended.get(transfer_id, messages.Unknown())
+            failed = outgoing.failed
+            return outgoing if failed is None else messages.Gone(failed.to_wire())
 
     def route(
         self,

@@ -30,7 +30,8 @@ MAX_MEMORY = 5 << 20
 
 
 @pytest.fixture(
-    scope="module", params=["valkey", pytest.param("redis", marks=pytest.mark.redis_server)]
+    scope="module",
+    params=["valkey", "oldest_redis", pytest.param("redis", marks=pytest.mark.redis_server)],
 )
 def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with running_server(request.getfixturevalue(f"{request.param}_path")) as server:
@@ -48,7 +49,8 @@ def configure(server: Server, maxmemory: int, policy: str) -> None:
     with server.client() as client:
         client.flushall()
         client.config_resetstat()
-        client.config_set("maxmemory", maxmemory, "maxmemory-policy", policy)
+        client.config_set("maxmemory", maxmemory)  # both at once only since Redis 7
+        client.config_set("maxmemory-policy", policy)
 
 
 def remaining_ms(server: Server) -> list[int]:
