@@ -91,7 +91,17 @@ class P2PConfig(StrictSettings):
         """Whether a request may make this instance connect there."""
         if self.peer_hosts:
             return any(_matches(peer.host, allowed) for allowed in self.peer_hosts)
-        return peer.is_loopback or not PeerAddress(self.host, 1).is_loopback
+        return peer.is_loopback or not self.is_loopback
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches this instance."""
+        return PeerAddress(self.host, 1).is_loopback
+
+    @property
+    def knows_its_peers(self) -> bool:
+        """Whether no stranger can introduce himself."""
+        return self.secret is not None or self.is_loopback
 
     @property
     def largest_buffer_bytes(self) -> int:

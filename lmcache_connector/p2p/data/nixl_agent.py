@@ -59,10 +59,15 @@ class Nixl:
     """Agents that share one list of registered memory. Thread-safe.
 
     Raises ``PeerError`` where NIXL cannot be imported or has no UCX. ``name``: for NIXL's own log.
+    ``is_local``: UCX listens on loopback only. Else it does so on all networks, and serves whoever
+    speaks its protocol.
     """
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, clock: Callable[[], float] = time.monotonic, *, is_local: bool = True
+    ) -> None:
         self._name = name
+        self._ucx = {"engine_config": "NET_DEVICES=lo"} if is_local else {}
         self._clock = clock
         self._lock = threading.RLock()
         self._regions: list[tuple[int, int]] = []
@@ -248,9 +253,10 @@ class Nixl:
     def _begin(self, *, with_memory: bool = False) -> _Generation:
         agent = self._api.nixl_agent(
             f"{self._name}-{secrets.token_hex(8)}",
-            self._api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False),
+            self._api.nixl_agent_config(backends=[], enable_prog_thread=False),
         )
-        if with_memory:
+        agent.create_backend("UCX", self._ucx)
+        if with_memory and self._regions:
             agent.register_memory(
                 [(address, size, 0, "") for address, size in self._regions], "DRAM"
             )

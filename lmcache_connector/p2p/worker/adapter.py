@@ -20,7 +20,7 @@ from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.control.server import ControlServer
 from lmcache_connector.p2p.control.sockets import is_of_this_machine
 from lmcache_connector.p2p.data.base import Sink, Transport
-from lmcache_connector.p2p.data.links import links
+from lmcache_connector.p2p.data.links import has_rdma, links
 from lmcache_connector.p2p.data.nixl import NixlTransport
 from lmcache_connector.p2p.data.nixl_agent import Nixl
 from lmcache_connector.p2p.data.tcp import TcpTransport
@@ -247,10 +247,10 @@ def _nixl(
     """With all memory that KV leaves from or lands in. Raises ``PeerError`` if it must be there and
     is not."""
     config = settings.config
-    if config.transport == "tcp":
+    if config.transport == "tcp" or not (config.transport == "nixl" or config.knows_its_peers):
         return None
     try:
-        nixl = Nixl(f"lmcache-{settings.card.rank}", clock)
+        nixl = Nixl(f"lmcache-{settings.card.rank}", clock, is_local=_is_local(config))
     except PeerError as error:
         if config.transport == "nixl":
             raise
@@ -263,11 +263,17 @@ def _nixl(
     return nixl
 
 
+def _is_local(config: P2PConfig) -> bool:
+    """Whether NIXL is for peers on this machine only."""
+    return config.is_loopback or (config.transport == "auto" and not has_rdma())
+
+
 def _linked(settings: P2PWorkerSettings, nixl: Nixl | None) -> P2PWorkerSettings:
     """The card says over what this rank can read and be read."""
     if nixl is None:
         return settings
-    found = links(anywhere=settings.config.transport == "nixl")
+    config = settings.config
+    found = links(is_local=_is_local(config), anywhere=config.transport == "nixl")
     return replace(settings, card=msgspec.structs.replace(settings.card, links=found))
 
 
