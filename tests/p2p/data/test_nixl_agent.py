@@ -126,7 +126,7 @@ def test_sources_that_die_cost_an_error_and_no_descriptor() -> None:
             with pytest.raises(PeerError):
                 nixl.read(metadata, whole(memory), remote, Patience(10))
         nixl.forget(metadata)
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        counts.append(len(open_files()))
     assert counts[-1] <= counts[0]
     nixl.close(5)
 
@@ -138,3 +138,26 @@ def test_metadata_of_nobody_costs_an_error() -> None:
         with pytest.raises(PeerError):
             nixl.read(garbage, whole(memory), whole(memory), Patience(10))
     nixl.close(5)
+
+
+def open_files() -> list[Path]:
+    return [place for place in Path("/proc/self/fd").iterdir() if place.is_symlink()]
+
+
+def listening() -> set[str]:
+    """Addresses at which this process listens, as ``/proc/net/tcp`` has them: ``HEX:PORT``."""
+    links = (os.fspath(place.readlink()) for place in open_files())
+    own = {link.removeprefix("socket:[").removesuffix("]") for link in links}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in own}
+
+
+def test_ucx_listens_on_loopback_only() -> None:
+    before = listening()
+    nixl = Nixl("test", is_local=True)
+    nixl.metadata()
+    new = listening() - before
+    assert new
+    assert all(address.startswith("0100007F:") for address in new)
+    nixl.close(5)
+    assert not listening() - before

@@ -214,3 +214,18 @@ def test_an_abort_while_it_is_read_waits_for_the_read(
     (result,) = decode.finish("request of aborted")
     assert result.num_blocks == 0
     prefill.until(lambda: "request of aborted" in prefill.sent)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_used"),
+    [
+        ({"insecure": True}, False),
+        ({"peer_hosts": ("10.9.8.7",)}, False),
+        ({"secret": "known to both of them"}, True),
+    ],
+)
+def test_strangers_are_not_let_into_memory(config: dict[str, object], is_used: bool) -> None:
+    """Who is let in by NIXL reads and writes all of it: not without a secret, unless told to."""
+    where: dict[str, object] = {"host": "10.9.8.7", "bind_host": "127.0.0.1", "transport": "auto"}
+    with running_instance(produces=True, **where, **config) as instance:  # type: ignore[arg-type]
+        assert (instance.ranks[0].worker._nixl is not None) is is_used
