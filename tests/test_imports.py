@@ -71,7 +71,6 @@ ALLOWED = {
     "torch": (
         f"{OWN}/copy_kv_blocks/*.py",
         f"{OWN}/kv_layout/*.py",
-        f"{OWN}/p2p/data/process_group.py",
         f"{OWN}/p2p/worker/*.py",
         f"{OWN}/requests/content_digest.py",  # images and embeddings, inside functions
         f"{OWN}/stepwise/*.py",
