@@ -123,3 +123,8 @@ class RequestKeys:
             ]
         self.keys += self._hasher.extend(self._tail, token_ids[start : end + lookahead], extras)
         self._tail = self.keys[-1]
+
+    def shorten(self, num_tokens: int) -> None:
+        """Forget the keys of chunks that are not whole in the first ``num_tokens``."""
+        del self.keys[num_tokens // self._hasher.chunk_size :]
+        self._tail = self.keys[-1] if self.keys else self._root
