@@ -88,7 +88,7 @@ def draw_plan(kernel: Kernel) -> Plan:
             max_tokens=chance.choice([1, 1, 2, 2, 3, 33]),
             abort_after=chance.uniform(0.0, 0.5) if chance.random() < 0.15 else None,
         )
-        for _ in range(chance.randint(6, 12))
+        for _ in range(chance.randint(4, 10))
     ]
     roles = chance.choice([["kv_both"], ["kv_both"] * 2, ["kv_both"] * 2, _PAIR])
     return Plan(shape, list(roles), families, clients)

@@ -100,6 +100,14 @@ class SendBuffer:
             else:
                 self._remember(transfer_id, cause)
 
+    def held_ended(self, transfer_id: str, cause: Cause | None) -> None:
+        """A prompt that was held in the paged cache. Without a cause, all have read it."""
+        with self.changed:
+            self._announced.discard(transfer_id)
+            self._remember(transfer_id, cause)
+            if cause is not None:
+                self._unsent.append((transfer_id, cause.reason))
+
     def get(self, transfer_id: str) -> Outgoing | None:
         with self.changed:
             return self._transfers.get(transfer_id)
