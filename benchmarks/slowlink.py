@@ -10,6 +10,11 @@ changed, which the instance cannot know yet.
 ``worst_ttft_vs_recompute`` is the largest of two dozen medians, so it shows the scatter of one
 first: where pairs scatter by 10 %, fifteen rounds bring it to some 5 %.
 
+With ``--codecs none blosc2`` every setting is measured for values of both kinds, each written by an
+instance of its own and read by the same one. ``ttft_vs_first_codec`` is the median over the rounds
+of one kind's time against that of the first one, a moment before. How far values shrink depends on
+the model: ``--model`` takes a folder with a trained one.
+
 The proxy is one Python process on the same machine: above a few hundred MB/s it is what limits.
 """
 
@@ -18,8 +23,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +42,18 @@ from benchmarks.harness.plots import panels
 from benchmarks.harness.ratios import median, median_ratio
 from benchmarks.harness.results import FOLDER
 from benchmarks.harness.servers import warm_valkey
+from tests.support.engines.calls import chunk_keys
 from tests.support.engines.instance import InstanceError, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import tiered_transfer
 from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
 from tests.support.redis.slow_proxy import SlowLink, proxy_process
+from tests.support.redis.values import value_names
 
 MB_PER_S = (1, 3, 10, 30, 100, 300, 1000)
 LATENCIES_MS = (0, 20, 200)
+_CHUNK_TOKENS = 128  # the default
 PLOT = FOLDER / "slowlink.png"
 
 
@@ -64,12 +73,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of one setting."""
+    """Medians of one setting, for values of one kind."""
 
+    codec: str
     mb_per_s: float | None
     latency_ms: float
     ttft_vs_recompute: float
     first_ttft_vs_recompute: float
+    ttft_vs_first_codec: float
     ttft_s: float
     recompute_s: float
     loaded_tokens: int
@@ -80,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=6000, help="length of a prompt")
     parser.add_argument("--mb-per-s", type=float, nargs="*", default=MB_PER_S, metavar="MB/s")
     parser.add_argument("--latency-ms", type=float, nargs="*", default=LATENCIES_MS, metavar="ms")
+    parser.add_argument("--codecs", nargs="+", default=["none"], metavar="CODEC")
+    parser.add_argument("--model", type=Path, help="a folder; without it, random weights")
     parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
 
 
@@ -87,21 +100,25 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """``errors``: requests that got no token."""
     settings = [Setting(speed, ms) for ms in args.latency_ms for speed in args.mb_per_s[::-1]]
     settings.append(Setting(None, 0.0))
-    prompts = [random_prompt(seed, args.tokens) for seed in range(args.rounds)]
+    prompts = {
+        codec: [random_prompt(number + 1000 * seed, args.tokens) for seed in range(args.rounds)]
+        for number, codec in enumerate(args.codecs)
+    }
     results: list[Measured] = []
     errors = 0
-    with _engine(prompts) as (link, engine):
+    with _engine(prompts, args.model) as (link, engine, stored):
         for setting in progress.track(settings, description="links"):
             try:
-                results.append(_measure(setting, link, engine, prompts))
+                results += _measure(setting, link, engine, prompts)
             except InstanceError:
                 errors += 1
                 break
-    _plot(results, args.plot)
+    _plot([result for result in results if result.codec == args.codecs[0]], args.plot)
     ratios = [result.ttft_vs_recompute for result in results]
     return {
         "prompt_tokens": args.tokens,
         "rounds": args.rounds,
+        "redis_bytes_per_token": stored,
         "worst_ttft_vs_recompute": max(ratios),
         "best_ttft_vs_recompute": min(ratios),
         "worst_first_ttft_vs_recompute": max(r.first_ttft_vs_recompute for r in results),
@@ -111,58 +128,98 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _engine(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[SlowLink, VllmInstance]]:
-    """The link, and vLLM with a connector behind it. Valkey has all prompts."""
-    num_tokens = len(prompts[0])
-    batch = {"max_num_batched_tokens": max(8192, num_tokens)}
+def _engine(
+    prompts: Mapping[str, Sequence[Sequence[int]]], model: Path | None
+) -> Iterator[tuple[SlowLink, VllmInstance, dict[str, float]]]:
+    """The link, vLLM with a connector behind it, and what a token takes in Redis by codec. Valkey
+    has all prompts."""
+    num_tokens = len(next(iter(prompts.values()))[0])
+    batch = {
+        "max_num_batched_tokens": max(8192, num_tokens),
+        "max_model_len": max(8192, num_tokens + 256),
+    }
+    stored = {}
     link = SlowLink()
     with (
-        warm_valkey() as valkey,
+        warm_valkey(1024 * len(prompts)) as valkey,
         proxy_process(valkey.port, link) as port,
-        Engines() as engines,
+        Engines(model=model) as engines,
     ):
-        near = tiered_transfer(cpu_gib=1.0, redis_url=valkey.url)
-        with engines.instance("writer", near, **batch) as writer:
-            for prompt in prompts:
-                writer.call(ttft_seconds, prompt)
-                writer.call(come_to_rest)
+        for codec, its_prompts in prompts.items():
+            near = tiered_transfer(cpu_gib=1.0, redis_url=valkey.url, redis_codec=codec)
+            with engines.instance(f"writer of {codec}", near, **batch) as writer:
+                for prompt in its_prompts:
+                    writer.call(ttft_seconds, prompt)
+                    writer.call(come_to_rest)
+                keys = [key for prompt in its_prompts for key in writer.call(chunk_keys, prompt)]
+                stored[codec] = _bytes_of(valkey, keys) / (len(keys) * _CHUNK_TOKENS)
         far = tiered_transfer(cpu_gib=1.0, redis_url=f"redis://127.0.0.1:{port}")
         engine = engines.start("behind the link", far, **batch)
         for seed in range(2):  # compilation, first touches
             engine.call(ttft_seconds, random_prompt(10_000 + seed, num_tokens))
-        yield link, engine
+        yield link, engine, stored
 
 
 def _measure(
-    setting: Setting, link: SlowLink, engine: VllmInstance, prompts: Sequence[Sequence[int]]
-) -> Measured:
+    setting: Setting,
+    link: SlowLink,
+    engine: VllmInstance,
+    prompts: Mapping[str, Sequence[Sequence[int]]],
+) -> list[Measured]:
     setting.apply(link)
     engine.call(empty_cpu_tier)
-    first = engine.call(ttft_seconds, prompts[0])
+    first = engine.call(ttft_seconds, next(iter(prompts.values()))[0])
     engine.call(probe_link)
-    loading, recomputing, loaded = [], [], []
+    seen = {codec: Seen() for codec in prompts}
+    for turn, its_prompts in enumerate(zip(*prompts.values(), strict=True)):
+        for codec, prompt in zip(seen, its_prompts, strict=True):
+            seen[codec].serve(engine, prompt, load_first=bool(turn % 2))
+    baseline = next(iter(seen.values()))
+    return [
+        Measured(
+            codec=codec,
+            mb_per_s=setting.mb_per_s,
+            latency_ms=setting.latency_ms,
+            ttft_vs_recompute=median_ratio(its.loading, its.recomputing),
+            first_ttft_vs_recompute=round(first / statistics.median(baseline.recomputing), 4),
+            ttft_vs_first_codec=median_ratio(its.loading, baseline.loading),
+            ttft_s=median(its.loading),
+            recompute_s=median(its.recomputing),
+            loaded_tokens=int(statistics.median(its.loaded)),
+        )
+        for codec, its in seen.items()
+    ]
 
-    def load(prompt: Sequence[int]) -> None:
-        before = engine.call(EngineProbe.external_hit_tokens)
-        loading.append(engine.call(ttft_seconds, prompt))
-        loaded.append(engine.call(EngineProbe.external_hit_tokens) - before)
 
-    def recompute(prompt: Sequence[int]) -> None:
-        recomputing.append(engine.call(without_connector, ttft_seconds, prompt))
+@dataclass
+class Seen:
+    """Of values of one kind: seconds to the first token, and tokens that were loaded."""
 
-    for turn, prompt in enumerate(prompts):
-        for serve in (load, recompute) if turn % 2 else (recompute, load):
+    loading: list[float] = field(default_factory=list)
+    recomputing: list[float] = field(default_factory=list)
+    loaded: list[int] = field(default_factory=list)
+
+    def serve(self, engine: VllmInstance, prompt: Sequence[int], *, load_first: bool) -> None:
+        """Once with the connector and once without."""
+        for serve in (self._load, self._recompute) if load_first else (self._recompute, self._load):
             engine.call(empty_cpu_tier)
-            serve(prompt)
-    return Measured(
-        mb_per_s=setting.mb_per_s,
-        latency_ms=setting.latency_ms,
-        ttft_vs_recompute=median_ratio(loading, recomputing),
-        first_ttft_vs_recompute=round(first / statistics.median(recomputing), 4),
-        ttft_s=median(loading),
-        recompute_s=median(recomputing),
-        loaded_tokens=int(statistics.median(loaded)),
-    )
+            serve(engine, prompt)
+
+    def _load(self, engine: VllmInstance, prompt: Sequence[int]) -> None:
+        before = engine.call(EngineProbe.external_hit_tokens)
+        self.loading.append(engine.call(ttft_seconds, prompt))
+        self.loaded.append(engine.call(EngineProbe.external_hit_tokens) - before)
+
+    def _recompute(self, engine: VllmInstance, prompt: Sequence[int]) -> None:
+        self.recomputing.append(engine.call(without_connector, ttft_seconds, prompt))
+
+
+def _bytes_of(server: Server, keys: Sequence[bytes]) -> int:
+    """What these chunks take in Redis."""
+    tags = {key.hex().encode() for key in keys}
+    names = [name for name in value_names(server) if name.split(b":")[2].rstrip(b"}") in tags]
+    with server.client() as client:
+        return sum(client.strlen(name) for name in names)
 
 
 def _plot(results: Sequence[Measured], target: Path) -> None:

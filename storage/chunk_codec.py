@@ -7,7 +7,8 @@ Format v1, all integers little-endian::
          4     2  format version, 1
          6     2  header length, 128
          8     2  dtype code (see DTYPE_CODES)
-        10     2  flags: bit 0 set when the seal is a keyed BLAKE3 tag
+        10     2  flags: bit 0 set when the seal is a keyed BLAKE3 tag, bit 1 when the payload is
+                  stored as a blosc2 chunk (see :mod:`lmcache_connector.storage.compression`)
         12     4  first layer (global, canonical order)
         16     4  layer after the last
         20     4  KV head index
@@ -16,10 +17,11 @@ Format v1, all integers little-endian::
         32     4  content width: bytes of one token of one layer, 0 when layers differ
         36     8  payload length in bytes
         44    32  full chunk key
-        76    20  reserved, zero
-        96    32  seal over bytes 0..95 and the payload: xxh3-64 (little-endian, zero-padded),
+        76     8  length of the blosc2 chunk in bytes, less than the payload's; 0 without one
+        84    12  reserved, zero
+        96    32  seal over bytes 0..95 and what follows: xxh3-64 (little-endian, zero-padded),
                   or the 32-byte BLAKE3 tag keyed from ``hash_key``
-       128        payload [layers][tokens][content], the KV cache's own bytes
+       128        payload [layers][tokens][content], the KV cache's own bytes, or the blosc2 chunk
 
 Nothing here allocates what a header claims: a reader knows which header to expect, and compares.
 """
@@ -30,6 +32,7 @@ import hmac
 import struct
 from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Literal
 
 import xxhash
 from blake3 import blake3
@@ -57,12 +60,17 @@ DTYPE_CODES = {
 
 _DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 _KEYED = 1
-_FIELDS = struct.Struct(f"<4sHHHHIIIIIIQ{CHUNK_KEY_BYTES}s20s")
+_COMPRESSED = 2
+_FIELDS = struct.Struct(f"<4sHHHHIIIIIIQ{CHUNK_KEY_BYTES}sQ12s")
 _SEALED_BYTES = _FIELDS.size
 _SEAL_BYTES = HEADER_BYTES - _SEALED_BYTES
-_RESERVED = bytes(20)
+_RESERVED = bytes(12)
+# No blosc2 chunk is shorter.
+_MIN_COMPRESSED_BYTES = 32
 
 Buffer = bytes | bytearray | memoryview
+Codec = Literal["none", "auto", "blosc2"]
+"""Whether values are written compressed: never, where that pays, always. Readers read all."""
 
 
 class ValueFault(Enum):
@@ -87,6 +95,8 @@ class ValueFault(Enum):
     FOREIGN_SEAL = "foreign_seal"
     BAD_CHECKSUM = "bad_checksum"
     FORGED_TAG = "forged_tag"
+    # It is what was sealed, and no blosc2 chunk of the kind and size that is expected.
+    BAD_COMPRESSION = "bad_compression"
 
 
 class InvalidValueError(ValueError):
@@ -99,7 +109,10 @@ class InvalidValueError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ValueHeader:
-    """The header of a value, without its seal. Sizes in bytes, layers in global order."""
+    """The header of a value, without its seal. Sizes in bytes, layers in global order.
+
+    ``compressed_bytes``: what is stored instead of the payload; 0 if the payload itself is.
+    """
 
     dtype: str
     keyed: bool
@@ -111,6 +124,12 @@ class ValueHeader:
     content_width: int
     payload_bytes: int
     key: bytes
+    compressed_bytes: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """What lies behind the header."""
+        return self.compressed_bytes or self.payload_bytes
 
     def pack(self) -> bytes:
         """The 96 sealed bytes. Raises ``ValueError`` for an unknown dtype or a bad key."""
@@ -123,7 +142,7 @@ class ValueHeader:
             VERSION,
             HEADER_BYTES,
             DTYPE_CODES[self.dtype],
-            _KEYED if self.keyed else 0,
+            (_KEYED if self.keyed else 0) | (_COMPRESSED if self.compressed_bytes else 0),
             self.layer_start,
             self.layer_end,
             self.shard,
@@ -132,6 +151,7 @@ class ValueHeader:
             self.content_width,
             self.payload_bytes,
             self.key,
+            self.compressed_bytes,
             _RESERVED,
         )
 
@@ -173,25 +193,32 @@ class Sealer:
     def keyed(self) -> bool:
         return self._key is not None
 
-    def seal(self, sealed: Buffer, payload: Buffer) -> bytes:
-        """The 32-byte seal of ``sealed`` (the 96 header bytes before the seal) and ``payload``."""
+    def seal(self, sealed: Buffer, stored: Buffer) -> bytes:
+        """The 32-byte seal of ``sealed`` (the 96 header bytes before the seal) and ``stored``."""
         if self._key is not None:
             tag = blake3(sealed, key=self._key)
-            tag.update(payload)
+            tag.update(stored)
             return tag.digest()
         checksum = xxhash.xxh3_64(sealed)
-        checksum.update(payload)
+        checksum.update(stored)
         return int(checksum.intdigest()).to_bytes(_SEAL_BYTES, "little")
 
 
-def encode_header(header: ValueHeader, payload: Buffer, sealer: Sealer) -> bytes:
-    """The 128 bytes that go before ``payload``. Raises ``ValueError`` if they do not match."""
-    if len(payload) != header.payload_bytes:
-        raise ValueError(f"payload has {len(payload)} bytes, not {header.payload_bytes}")
+def encode_header(header: ValueHeader, stored: Buffer, sealer: Sealer) -> bytes:
+    """The 128 bytes that go before ``stored``. Raises ``ValueError`` if they do not match."""
+    if len(stored) != header.stored_bytes:
+        raise ValueError(f"payload has {len(stored)} bytes, not {header.stored_bytes}")
     if header.keyed != sealer.keyed:
         raise ValueError("header and sealer disagree on keyed or not")
     sealed = header.pack()
-    return sealed + sealer.seal(sealed, payload)
+    return sealed + sealer.seal(sealed, stored)
+
+
+def may_be_value(num_bytes: int, payload_bytes: int) -> bool:
+    """Whether a value with a payload of ``payload_bytes`` can have ``num_bytes``, header included:
+    as it is, or compressed."""
+    stored = num_bytes - HEADER_BYTES
+    return stored == payload_bytes or _MIN_COMPRESSED_BYTES < stored < payload_bytes
 
 
 def decode_header(raw: Buffer) -> ValueHeader:
@@ -200,7 +227,9 @@ def decode_header(raw: Buffer) -> ValueHeader:
         raise InvalidValueError(
             ValueFault.TRUNCATED_HEADER, f"{len(raw)} bytes, a header has {HEADER_BYTES}"
         )
-    (magic, version, length, dtype_code, flags, *numbers, key, reserved) = _FIELDS.unpack_from(raw)
+    (magic, version, length, dtype_code, flags, *numbers, key, compressed, reserved) = (
+        _FIELDS.unpack_from(raw)
+    )
     layer_start, layer_end, shard, num_shards, tokens, width, payload_bytes = numbers
     if magic != MAGIC:
         raise InvalidValueError(ValueFault.BAD_MAGIC, f"magic is {magic!r}")
@@ -212,10 +241,12 @@ def decode_header(raw: Buffer) -> ValueHeader:
         raise InvalidValueError(ValueFault.OVERSIZED_PAYLOAD, f"payload length {payload_bytes}")
     if dtype_code not in _DTYPE_NAMES:
         raise InvalidValueError(ValueFault.UNKNOWN_DTYPE, f"dtype code {dtype_code}")
-    if flags & ~_KEYED or reserved != _RESERVED:
-        raise InvalidValueError(
-            ValueFault.BAD_FLAGS, f"flags {flags:#x}, reserved {reserved.hex()}"
-        )
+    is_compressed = bool(flags & _COMPRESSED)
+    if flags & ~(_KEYED | _COMPRESSED) or is_compressed != (compressed > 0) or any(reserved):
+        detail = f"flags {flags:#x}, compressed {compressed}, reserved {reserved.hex()}"
+        raise InvalidValueError(ValueFault.BAD_FLAGS, detail)
+    if is_compressed and compressed >= payload_bytes:
+        raise InvalidValueError(ValueFault.OVERSIZED_PAYLOAD, f"compressed length {compressed}")
     if layer_end <= layer_start or shard >= num_shards or tokens == 0 or payload_bytes == 0:
         raise InvalidValueError(
             ValueFault.IMPOSSIBLE_RANGE,
@@ -232,6 +263,7 @@ def decode_header(raw: Buffer) -> ValueHeader:
         content_width=width,
         payload_bytes=payload_bytes,
         key=key,
+        compressed_bytes=compressed,
     )
 
 
@@ -247,29 +279,39 @@ _FOREIGN = {
     "content_width": ValueFault.FOREIGN_WIDTH,
     "payload_bytes": ValueFault.FOREIGN_LENGTH,
 }
-assert set(_FOREIGN) == {field.name for field in fields(ValueHeader)}
+# Compressed or not is for the writer to choose.
+assert {*_FOREIGN, "compressed_bytes"} == {field.name for field in fields(ValueHeader)}
 
 
-def check_header(raw: Buffer, expected: ValueHeader) -> None:
-    """Raise `InvalidValueError` with the fault in which ``raw`` differs from ``expected``."""
+def check_header(raw: Buffer, expected: ValueHeader) -> int:
+    """The number of bytes that should lie behind the header ``raw``, compressed or not.
+
+    Raises `InvalidValueError` with the fault in which ``raw`` differs from ``expected``.
+    """
     if bytes(raw[:_SEALED_BYTES]) == expected.pack() and len(raw) == HEADER_BYTES:
-        return
+        return expected.stored_bytes
     found = decode_header(raw)
     for name, fault in _FOREIGN.items():
         if getattr(found, name) != getattr(expected, name):
             raise InvalidValueError(fault, f"{name} differs")
-    raise InvalidValueError(
-        ValueFault.BAD_HEADER_LENGTH, f"{len(raw)} bytes, a header has {HEADER_BYTES}"
-    )
+    if len(raw) != HEADER_BYTES:
+        raise InvalidValueError(
+            ValueFault.BAD_HEADER_LENGTH, f"{len(raw)} bytes, a header has {HEADER_BYTES}"
+        )
+    return found.stored_bytes
 
 
-def check_value(raw: Buffer, payload: Buffer, expected: ValueHeader, sealer: Sealer) -> None:
-    """Raise `InvalidValueError` unless header ``raw`` and ``payload`` are, byte for byte, what was
-    sealed as ``expected``. Runs at memory speed, and almost all of it without the GIL."""
-    check_header(raw, expected)
-    if len(payload) != expected.payload_bytes:
-        raise InvalidValueError(ValueFault.FOREIGN_LENGTH, f"payload has {len(payload)} bytes")
-    seal = sealer.seal(raw[:_SEALED_BYTES], payload)
+def check_value(raw: Buffer, stored: Buffer, expected: ValueHeader, sealer: Sealer) -> bool:
+    """Raise `InvalidValueError` unless header ``raw`` and ``stored`` are, byte for byte, what was
+    sealed as ``expected``. Runs at memory speed, and almost all of it without the GIL.
+
+    Returns whether ``stored`` is compressed: then it must still prove to hold the payload.
+    """
+    stored_bytes = check_header(raw, expected)
+    if len(stored) != stored_bytes:
+        raise InvalidValueError(ValueFault.FOREIGN_LENGTH, f"payload has {len(stored)} bytes")
+    seal = sealer.seal(raw[:_SEALED_BYTES], stored)
     if not hmac.compare_digest(seal, bytes(raw[_SEALED_BYTES:])):
         fault = ValueFault.FORGED_TAG if sealer.keyed else ValueFault.BAD_CHECKSUM
         raise InvalidValueError(fault, "the seal differs")
+    return stored_bytes != expected.payload_bytes

@@ -32,7 +32,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("p2p/control", "p2p/heartbeat", "p2p/ring", "p2p/crew"),
     ("p2p/errors",),
     ("p2p/reasons",),
-    ("connector",),
+    ("transformers",),
+    ("connector", "stepwise"),
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
     ("kv_layout", "config", "lookup"),
@@ -70,12 +71,14 @@ ALLOWED = {
     "torch": (
         f"{OWN}/copy_kv_blocks/*.py",
         f"{OWN}/kv_layout/*.py",
-        f"{OWN}/p2p/data/process_group.py",
         f"{OWN}/p2p/worker/*.py",
         f"{OWN}/requests/content_digest.py",  # images and embeddings, inside functions
+        f"{OWN}/stepwise/*.py",
+        f"{OWN}/transformers/*.py",
         f"{OWN}/vllm_compat/c*.py",  # how the CPU packs a block; the names of dtypes
         f"{OWN}/worker/*.py",
     ),
+    "blosc2": ("storage/compression.py",),  # its import takes a second
     "numba": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "llvmlite": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "triton": (f"{OWN}/copy_kv_blocks/cuda_gather.py",),

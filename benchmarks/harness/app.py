@@ -40,12 +40,13 @@ BENCHMARKS = {
     "growth": "how costs grow with prompts, cached chunks, requests and instances",
     "models": "families of models with windows and states: hits, bytes and times, tier by tier",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
-    "p2p": "KV from a prefill to a decode engine, against a plain socket and recompute",
+    "p2p": "KV from a prefill to a decode engine by NIXL and TCP, against vLLM's NixlConnector",
     "slowlink": "time to first token over slow and silent links, against recompute",
     "trace": "realistic load on a served API, with the connector, without, and with LMCache's own",
     "ttft": "time to first token cold and from each tier, against vLLM alone and LMCache's own",
     "redis": "chunks to and from a real Redis or Valkey server",
     "sharing": "what engines of one shape wrote, read by engines of another",
+    "transformers": "generate of Hugging Face transformers: cold, from each tier, and plain",
 }
 COMMANDS = {
     "all": "every benchmark, each in a process of its own, kept and reported",

@@ -29,13 +29,14 @@ MODELS = {
 
 
 class Engines(contextlib.ExitStack):
-    """Engines of one model, their logs beside it in ``folder``. All are gone on exit."""
+    """Engines of one model, their logs in ``folder``. All are gone on exit. ``model``: a folder
+    with a trained one; without it, one of ``shape`` is made."""
 
-    def __init__(self, shape: ModelShape = DEMO_SHAPE) -> None:
+    def __init__(self, shape: ModelShape = DEMO_SHAPE, model: Path | None = None) -> None:
         super().__init__()
         folder = tempfile.TemporaryDirectory(prefix="lmcache-connector-benchmark-")
         self.folder = Path(self.enter_context(folder))
-        self.model = build_tiny_model(self.folder / "model", shape)
+        self.model = model or build_tiny_model(self.folder / "model", shape)
 
     def instance(
         self, name: str, transfer: dict[str, Any] | None = None, **options: Any

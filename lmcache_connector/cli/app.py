@@ -70,6 +70,33 @@ def check(
     _run(json_, lambda report: command.run(report, config, engine or ()))
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [VLLM OPTIONS]",
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Name or folder of a model.")],
+    cpu_gib: Annotated[
+        float | None, typer.Option(help="CPU tier of each rank, GiB.", show_default="8")
+    ] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Share through it: a URL, env:NAME or file:PATH.")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Instead: the JSON of --kv-transfer-config, or a file with it."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say vLLM's line.")] = False,
+    json_: Json = False,
+) -> None:
+    """Start vLLM's API server with the connector. Other options go to vllm serve."""
+    from lmcache_connector.cli.engine import serve as command
+
+    options = command.Options(model, cpu_gib, redis_url, config, tuple(context.args))
+    _run(json_, lambda report: command.run(report, options, dry_run=dry_run))
+
+
 @app.command()
 def stats(urls: Urls, json_: Json = False) -> None:
     """What engines have done since their start, from their /metrics."""

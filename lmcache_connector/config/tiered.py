@@ -15,6 +15,7 @@ from lmcache_connector.config.model_digest import ModelDigest
 from lmcache_connector.config.strict import Secret, StrictSettings, parse
 from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.storage.chunk_codec import Codec
 from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 
 _LMCACHE_PREFIX = "lmcache."
@@ -39,6 +40,8 @@ class ConnectorConfig(StrictSettings):
     """Most tokens between two places where a hit may end on stored windows; none: 8 windows."""
     redis_admission: Literal["all", "reused"] = "all"
     """Write every chunk to Redis, or those that a second request of this instance has wanted."""
+    redis_codec: Codec = "none"
+    """Store values in Redis as they are, compressed without loss, or so where that pays."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     """Lifetime of values in Redis; none leaves it to the server's eviction."""
     redis_ttl_refresh: bool = False
@@ -97,6 +100,7 @@ class ConnectorConfig(StrictSettings):
             url=self.redis_url.get_secret_value(),
             namespace=self.namespace,
             hash_key=self.hash_key_bytes,
+            codec=self.redis_codec,
             ttl_seconds=self.redis_ttl_seconds,
             refresh_ttl=self.redis_ttl_refresh,
             connect_timeout_seconds=self.redis_timeout_seconds,

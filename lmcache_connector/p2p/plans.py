@@ -36,11 +36,23 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldPrompt:
+    """A prompt that stays in the paged cache until it is read there. ``digest``: see
+    :class:`Start`. ``block_ids``: of all of it."""
+
+    digest: bytes
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HandoverHold:
-    """A finished request whose blocks wait until its saves have been copied."""
+    """A finished request whose blocks wait until its saves have been copied, or until what is
+    ``held`` in them has been read."""
 
     request_id: str
     transfer_id: str
+    held: HeldPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +137,11 @@ class HandoverResult:
 
 @dataclass(frozen=True, slots=True)
 class RankHost:
-    """Where a rank listens."""
+    """Where a rank listens. ``holds``: peers can read its paged cache."""
 
     rank: int
     host: str
+    holds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,10 @@ class JobDispatcher:
             self.cancel_overwritten()
         scheduled = scheduler_output.num_scheduled_tokens
         offers = scheduler_output.kv_connector_block_state.boundary_state_offloads
+        max_len = self._settings.drafted_len
+        is_drafted = max_len is None or self._is_drafted(scheduler_output, max_len)
         for state in self._witness.due(scheduled, self._book.states, offers):
-            self._plan_request(state, scheduler_output)
+            self._plan_request(state, scheduler_output, is_drafted=is_drafted)
         if self._held.is_holding:
             # Should the next step compute as much.
             num_blocks = scheduler_output.total_num_scheduled_tokens // self._least_block
@@ -161,12 +163,16 @@ class JobDispatcher:
 
     # -- details ---------------------------------------------------------------------------------
 
-    def _plan_request(self, state: RequestState, scheduler_output: SchedulerOutput) -> None:
+    def _plan_request(
+        self, state: RequestState, scheduler_output: SchedulerOutput, *, is_drafted: bool
+    ) -> None:
         request_id = state.request.request_id
         block_state = scheduler_output.kv_connector_block_state
         num_tokens = scheduler_output.num_scheduled_tokens[request_id]
         is_own, is_sure = self._book.computes_its_own(state, num_tokens)
-        may_be_more = self._witness.scheduled(state, num_tokens if is_own else 0, is_sure=is_sure)
+        num_own = num_tokens if is_own and is_drafted else 0
+        is_sure &= self._settings.drafted_len is None  # else every step decides
+        may_be_more = self._witness.scheduled(state, num_own, is_sure=is_sure)
         offers = block_state.boundary_state_offloads.get(request_id, ())
         if not (may_be_more or offers):
             return
@@ -179,6 +185,15 @@ class JobDispatcher:
             audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
             if audit is not None:
                 self._start(state, audit)
+
+    def _is_drafted(self, scheduler_output: SchedulerOutput, max_len: int) -> bool:
+        """Whether the model's drafter computes the step's tokens too: for all requests together, or
+        for none."""
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts |= {request.req_id: request.num_computed_tokens for request in new}
+        scheduled = scheduler_output.num_scheduled_tokens
+        return all(starts[name] + count <= max_len for name, count in scheduled.items())
 
     def _plan_store(
         self,

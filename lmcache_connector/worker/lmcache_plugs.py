@@ -60,12 +60,13 @@ class ValueSizes:
 class RunTransfer:
     """One run of a job on its way through LMCache to the GPU connector, and what came of it.
 
-    ``part`` is its number. ``num_bytes`` were copied from or to the paged cache, ``num_chunks``
-    leading chunks arrived. ``redis_bytes`` came from Redis in ``redis_seconds``; ``redis_failed``:
-    too slow, or broken.
+    ``part`` is its number, ``paged`` the cache that it is copied from or to. ``num_bytes`` were
+    copied, ``num_chunks`` leading chunks arrived. ``redis_bytes`` came from Redis in
+    ``redis_seconds``; ``redis_failed``: too slow, or broken.
     """
 
     part: int
+    paged: PagedPart
     keys: tuple[bytes, ...]
     block_ids: BlockIds
     skip_blocks: int
@@ -131,8 +132,7 @@ class PlannedTokenDatabase(TokenDatabase):
 class BlockCopyConnector(GPUConnectorInterface):
     """Moves the chunks of a run between LMCache's memory and the paged cache in one call."""
 
-    def __init__(self, parts: Sequence[PagedPart], sizes: ValueSizes, copier: Copier) -> None:
-        self._parts = parts
+    def __init__(self, sizes: ValueSizes, copier: Copier) -> None:
         self._sizes = sizes
         self._copier = copier
 
@@ -164,7 +164,7 @@ class BlockCopyConnector(GPUConnectorInterface):
             if isinstance(transfer, Comparison):
                 self._compare(memory_objs, transfer)
                 return
-            copies = self._parts[transfer.part].copies(
+            copies = transfer.paged.copies(
                 [obj.data_ptr for obj in memory_objs],
                 memory_objs,
                 transfer.block_ids,
@@ -183,14 +183,13 @@ class BlockCopyConnector(GPUConnectorInterface):
         self._copy_out(transfer, [int(memory.ctypes.data)], memory)
 
     def _copy_out(self, transfer: RunTransfer, addresses: Sequence[int], owners: object) -> None:
-        part = self._parts[transfer.part]
-        copies = part.copies(addresses, owners, transfer.block_ids, to_chunks=True)
+        copies = transfer.paged.copies(addresses, owners, transfer.block_ids, to_chunks=True)
         transfer.num_bytes = self._copier.copy(copies, "d2h", transfer.fence)
 
     def _compare(self, memory_objs: list[MemoryObj], transfer: Comparison) -> None:
         assert transfer.compare is not None
         (memory_obj,) = memory_objs
-        stored = value_bytes(memory_obj, self._parts[transfer.part].geometry)
+        stored = value_bytes(memory_obj, transfer.paged.geometry)
         transfer.differences = transfer.compare(stored)
         transfer.num_chunks = 1
 

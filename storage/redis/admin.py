@@ -180,7 +180,7 @@ class RedisAdmin:
             return Unreadable.WRONG_TYPE
         if isinstance(length, ErrorReply):
             raise self._translate(RefusedError(length))
-        if not isinstance(length, int) or length <= 0:
+        if not isinstance(length, int):
             return None
         if length > HEADER_BYTES + MAX_PAYLOAD_BYTES:
             return Unreadable.OVERSIZED

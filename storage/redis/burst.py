@@ -2,8 +2,9 @@
 
 One pipelined round trip asks the length of each value and leaves a claim on each chunk: whole
 values are not written again, and a chunk that another writer has claimed is left to it. Then the
-missing values go out straight from the chunks' buffers, one batch at a time, while the answers to
-the batch before are read. What is wrong with one chunk, or with its slot, costs that chunk only.
+missing values go out, straight from the chunks' buffers unless they are compressed, one batch at a
+time, while the answers to the batch before are read. What is wrong with one chunk, or with its
+slot, costs that chunk only.
 
 A claim on a chunk of which nothing turned out missing is taken back ahead of the first batch:
 should the chunk vanish a moment later, its next writer shall not wait. No chunk waits for that.
@@ -13,11 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
-from lmcache_connector.storage.chunk_codec import HEADER_BYTES, encode_header
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Buffer, encode_header, may_be_value
 from lmcache_connector.storage.geometry import Stripe
 from lmcache_connector.storage.redis.client.resp import (
     command,
@@ -30,6 +31,8 @@ from lmcache_connector.storage.redis.counters import Counters, WriteEnd
 from lmcache_connector.storage.redis.recent_keys import RecentKeys
 from lmcache_connector.storage.redis.value_names import chunk_tag, claim_suffix, stripe_suffix
 from lmcache_connector.storage.redis.write_queue import PendingWrite
+
+Compress = Callable[[Buffer, str], bytes | None]
 
 _MAX_KEYS = 4096
 _LENGTH_BYTES = 20
@@ -73,10 +76,13 @@ class WriterNotes:
         self._claimed_at.pop(key)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Value:
+    """``stored_bytes``: of its payload, compressed or not; 0 until it is sent."""
+
     chunk: _Chunk
     stripe: Stripe
+    stored_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -89,8 +95,9 @@ class _Chunk:
 
 
 class Burst:
-    """``on_end(write, end)`` is called as each chunk is done with. ``deadline`` bounds each send.
-    ``num_bytes``: payload bytes that were set. ``was_redirected``: some chunks live elsewhere."""
+    """``compress(payload, dtype)`` returns what to store instead, or None. ``on_end(write, end)``
+    is called as each chunk is done with. ``deadline`` bounds each send. ``num_bytes``: stored bytes
+    of payloads that were set. ``was_redirected``: some chunks live elsewhere."""
 
     def __init__(
         self,
@@ -99,9 +106,11 @@ class Burst:
         deadline: Deadline,
         counters: Counters,
         notes: WriterNotes,
+        compress: Compress,
         on_end: Callable[[PendingWrite, WriteEnd], None],
     ) -> None:
         self._plan = plan
+        self._compress = compress
         self._wire = wire
         self._deadline = deadline
         self._counters = counters
@@ -158,7 +167,7 @@ class Burst:
         values = [
             _Value(chunk, stripe)
             for stripe, length in zip(stripes, lengths, strict=True)
-            if spoiled or length != HEADER_BYTES + stripe.num_bytes
+            if spoiled or length is None or not may_be_value(length, stripe.num_bytes)
         ]
         if not values:
             if claimed:
@@ -201,16 +210,20 @@ class Burst:
             yield batch
 
     def _encode(self, batch: Sequence[_Value]) -> list[bytes | memoryview]:
-        """The SETs of ``batch``; the payloads are views of the chunks' own buffers."""
+        """The SETs of ``batch``; payloads that are not compressed are views of the chunks' own
+        buffers."""
         plan = self._plan
         parts: list[bytes | memoryview] = []
         for value in batch:
             write, stripe = value.chunk.write, value.stripe
-            payload = write.buffer[stripe.offset : stripe.offset + stripe.num_bytes]
-            expected = plan.header(write.key, stripe)
+            stored: bytes | memoryview = write.buffer[stripe.offset :][: stripe.num_bytes]
+            header = plan.header(write.key, stripe)
+            if (compressed := self._compress(stored, header.dtype)) is not None:
+                stored, header = compressed, replace(header, compressed_bytes=len(compressed))
+            value.stored_bytes = len(stored)
             name = chunk_tag(plan.config.namespace, write.key) + stripe_suffix(stripe)
-            head, tail = set_command(name, HEADER_BYTES + stripe.num_bytes, plan.config.ttl_options)
-            parts += [head + encode_header(expected, payload, plan.sealer), payload, tail]
+            head, tail = set_command(name, HEADER_BYTES + len(stored), plan.config.ttl_options)
+            parts += [head + encode_header(header, stored, plan.sealer), stored, tail]
         # Its answer has another form than those before it, which shows that they were in step.
         parts.append(command(b"STRLEN", name))
         return parts
@@ -221,10 +234,10 @@ class Burst:
         are_set = [self._answer_to_set() for _ in batch]
         length = self._answer_to_strlen()
         last = batch[-1]
-        if length != HEADER_BYTES + last.stripe.num_bytes:
+        if length != HEADER_BYTES + last.stored_bytes:
             last.chunk.has_failed = True  # it is gone again, or another's
         answered = list(zip(batch, are_set, strict=True))
-        num_bytes = sum(value.stripe.num_bytes for value, is_set in answered if is_set)
+        num_bytes = sum(value.stored_bytes for value, is_set in answered if is_set)
         self.num_bytes += num_bytes
         self._counters.count_bytes_written(num_bytes)
         for value, is_set in answered:

@@ -9,6 +9,7 @@ from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
+    Codec,
     Sealer,
     ValueHeader,
     stripe_header,
@@ -57,6 +58,7 @@ class RedisTierConfig:
     write_queue_bytes: int = 1024 * MIB
     # The largest stored value, header included.
     max_value_bytes: int = 4 * MIB
+    codec: Codec = "none"
     # For how long other writers leave a chunk to the writer that claimed it.
     claim_seconds: float = 5.0
     backoff_min_seconds: float = 0.1

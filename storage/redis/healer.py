@@ -18,8 +18,9 @@ from lmcache_connector.storage.chunk_codec import (
     InvalidValueError,
     Sealer,
     ValueHeader,
-    check_value,
+    may_be_value,
 )
+from lmcache_connector.storage.compression import check_whole_value
 from lmcache_connector.storage.redis.client.conversation import (
     ErrorReply,
     RefusedError,
@@ -48,15 +49,17 @@ class Suspect:
     sealer: Sealer
 
     @property
-    def num_bytes(self) -> int:
+    def max_bytes(self) -> int:
         return HEADER_BYTES + self.expected.payload_bytes
+
+    def may_have(self, length: Reply) -> bool:
+        return isinstance(length, int) and may_be_value(length, self.expected.payload_bytes)
 
     def is_sound(self, value: Reply) -> bool:
         if not isinstance(value, bytes):
             return False
         try:
-            payload = memoryview(value)[HEADER_BYTES:]
-            check_value(value[:HEADER_BYTES], payload, self.expected, self.sealer)
+            check_whole_value(value, self.expected, self.sealer)
         except InvalidValueError:
             return False
         return True
@@ -112,8 +115,8 @@ def _remove(suspect: Suspect, wire: Wire, deadline: Deadline) -> bool:
     if not (isinstance(length, ErrorReply) and length.is_a(b"WRONGTYPE")):
         _agreed(length)
     is_wrong = True  # or there is nothing: removing that does no harm
-    if length == suspect.num_bytes:
-        (value,) = _ask(wire, deadline, suspect.num_bytes + 64, (b"GET", name))
+    if suspect.may_have(length):
+        (value,) = _ask(wire, deadline, suspect.max_bytes + 64, (b"GET", name))
         _agreed(value)  # what was not seen is not wrong
         is_wrong = not (value is None or suspect.is_sound(value))
     # An empty transaction ends the watch as well.

@@ -21,6 +21,7 @@ from lmcache_connector.storage.chunk_codec import (
     ValueHeader,
     check_value,
 )
+from lmcache_connector.storage.compression import decompress
 from lmcache_connector.storage.redis.client.resp import CRLF, bulk_line, command
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.counters import Miss, NotAsked
@@ -35,7 +36,8 @@ class ValueRequest:
     """One value of a chunk: the command that asks for it, and where its reply goes.
 
     A good reply is ``line`` and the value's header (both received into ``head``), the payload
-    (received into the chunk's buffer), and CRLF (``tail``).
+    (received into the chunk's buffer), and CRLF (``tail``). A compressed value has another line,
+    and is received elsewhere.
     """
 
     chunk: int
@@ -52,9 +54,15 @@ class ValueRequest:
     def reply_bytes(self) -> int:
         return len(self.head) + len(self.payload) + len(self.tail)
 
-    def verify(self) -> None:
-        """Raise `InvalidValueError` unless what was received is the value that was stored."""
-        check_value(self.head[len(self.line) :], self.payload, self.expected, self.sealer)
+    @property
+    def header(self) -> memoryview:
+        return self.head[len(self.line) :]
+
+    def verify(self, stored: memoryview) -> None:
+        """Raise `InvalidValueError` unless ``header`` and ``stored``, what was received behind it,
+        are the value that was stored. From here on its payload is in place."""
+        if check_value(self.header, stored, self.expected, self.sealer):
+            decompress(stored, self.payload, self.expected.dtype)
 
 
 class PendingRead:

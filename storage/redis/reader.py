@@ -1,9 +1,11 @@
 """Threads that read values, each over connections of its own.
 
 A reader keeps two batches of requests on the way. It receives a whole batch, replies and all, with
-one scattered system call: every good reply has a length known beforehand. A reply that is not as
-expected shifts what follows it, so nothing behind it in the pipeline is believed and the connection
-is closed. That costs little, because what follows a missing chunk is of no use anyway.
+one scattered system call: every good reply has a length known beforehand, until the first value
+turns up that is compressed. From then on the reader receives one value after the other, each where
+its length says. A reply that is neither shifts what follows it, so nothing behind it in the
+pipeline is believed and the connection is closed. That costs little, because what follows a missing
+chunk is of no use anyway.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from collections.abc import Callable, Sequence
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
-from lmcache_connector.storage.chunk_codec import InvalidValueError
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, InvalidValueError, may_be_value
 from lmcache_connector.storage.redis.client.resp import (
     CRLF,
     ReplyFault,
+    bulk_length,
     classify_mismatch,
     first_line,
     is_redirection,
@@ -42,7 +45,8 @@ _VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
 
 
 class Reader(threading.Thread):
-    """``on_spoiled(request)`` is told of values whose stored bytes did not verify."""
+    """``on_spoiled(request)`` is told of values whose stored bytes did not verify, and
+    ``on_received(num_bytes, seconds)`` how fast replies come."""
 
     def __init__(
         self,
@@ -50,12 +54,15 @@ class Reader(threading.Thread):
         servers: Servers,
         queue: ReadQueue,
         on_spoiled: Callable[[ValueRequest], None],
+        on_received: Callable[[int, float], None],
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._servers = servers
         self._connections = Connections(servers, servers.config.read_timeout_seconds)
         self._queue = queue
         self._on_spoiled = on_spoiled
+        self._on_received = on_received
+        self._replies = SingleReplies()
 
     def run(self) -> None:
         timeout = 0.0  # connect before there is anything to read
@@ -96,7 +103,9 @@ class Reader(threading.Thread):
         batch_bytes = max(1, min(config.batch_bytes, fair))
         with read.reading() as entered:
             if entered:
-                self._stream(_Stream(read, node, wire, batch_bytes, self._on_spoiled), node)
+                observers = (self._on_spoiled, self._on_received)
+                stream = _Stream(read, node, wire, batch_bytes, self._replies, *observers)
+                self._stream(stream, node)
 
     def _stream(self, stream: _Stream, node: Node) -> None:
         """Read what can be read from ``node``; keep what came whole and fail the rest."""
@@ -121,26 +130,66 @@ class BadReplyError(Exception):
         self.reply = reply
 
 
+class SingleReplies:
+    """Receives replies one by one. ``are_wanted``: some value was of another length than expected.
+
+    A payload goes straight into its chunk. What may be compressed goes into one buffer of the
+    reader, which is as large as the largest payload asked for so far.
+    """
+
+    def __init__(self) -> None:
+        self.are_wanted = False
+        self._scratch = memoryview(bytearray())
+
+    def receive(self, wire: Wire, request: ValueRequest, deadline: Deadline) -> memoryview:
+        """What lies behind the value's header, until the next call.
+
+        Raises `BadReplyError` for a reply that is not, or too long or short for, a value; or
+        `WireError`.
+        """
+        # A good reply is longer than its line and header: nothing of the next one comes with it.
+        line = wire.receive_line(deadline, len(request.head))
+        num_bytes = bulk_length(line)
+        payload_bytes = len(request.payload)
+        if num_bytes is None or not may_be_value(num_bytes, payload_bytes):
+            raise BadReplyError(classify_mismatch(line + CRLF), line)
+        stored = self._place(request, num_bytes - HEADER_BYTES)
+        wire.receive_behind([request.header, stored, request.tail], deadline)
+        if request.tail != CRLF:
+            raise BadReplyError(WireFault.OUT_OF_STEP, bytes(request.tail))
+        return stored
+
+    def _place(self, request: ValueRequest, stored_bytes: int) -> memoryview:
+        if stored_bytes == len(request.payload):
+            return request.payload
+        if len(self._scratch) < len(request.payload):
+            self._scratch = memoryview(bytearray(len(request.payload)))
+        return self._scratch[:stored_bytes]
+
+
 class Batch:
     """Requests that are sent together, and whose replies are received together."""
 
     def __init__(self, requests: Sequence[ValueRequest]) -> None:
-        self.requests = requests
+        self.left = deque(requests)
+        """Not taken yet, in the order of their replies."""
         self.reply_bytes = sum(request.reply_bytes for request in requests)
         self._num_good = 0
         self._good_bytes = 0
+        self._received = 0
 
     def command(self) -> bytes:
-        return b"".join(request.command for request in self.requests)
+        return b"".join(request.command for request in self.left)
 
     def views(self) -> list[memoryview]:
-        return [v for r in self.requests for v in (r.head, r.payload, r.tail)]
+        return [v for r in self.left for v in (r.head, r.payload, r.tail)]
 
     def check_replies(self, received: int) -> None:
         """Raise `BadReplyError` at the first reply that the first ``received`` bytes show to be
         wrong."""
-        while self._num_good < len(self.requests):
-            request = self.requests[self._num_good]
+        self._received = received
+        while self._num_good < len(self.left):
+            request = self.left[self._num_good]
             here = received - self._good_bytes
             line = bytes(request.head[: max(0, min(here, len(request.line)))])
             if not request.line.startswith(line):
@@ -155,15 +204,16 @@ class Batch:
             self._num_good += 1
             self._good_bytes += request.reply_bytes
 
-    @property
-    def good(self) -> Sequence[ValueRequest]:
-        """Requests whose replies are complete and well framed."""
-        return self.requests[: self._num_good]
+    def take_good(self) -> list[ValueRequest]:
+        """Requests whose replies are complete and well framed; they leave the batch."""
+        good = [self.left.popleft() for _ in range(self._num_good)]
+        self._received -= self._good_bytes
+        self._num_good = self._good_bytes = 0
+        return good
 
-    @property
-    def bad(self) -> Sequence[ValueRequest]:
-        """The other requests."""
-        return self.requests[self._num_good :]
+    def received(self) -> bytes:
+        """What has come for those that are left, whatever it is."""
+        return b"".join(self.views())[: self._received]
 
 
 class _Stream:
@@ -175,14 +225,19 @@ class _Stream:
         node: Node,
         wire: Wire,
         batch_bytes: int,
+        replies: SingleReplies,
         on_spoiled: Callable[[ValueRequest], None],
+        on_received: Callable[[int, float], None],
     ) -> None:
         self._read = read
         self._node = node
         self._wire = wire
         self._batch_bytes = batch_bytes
+        self._replies = replies
         self._on_spoiled = on_spoiled
+        self._on_received = on_received
         self._in_flight: deque[Batch] = deque()
+        self._is_flowing = False
 
     def receive_batch(self) -> bool:
         """Receive and verify the oldest batch on its way. False if there is nothing left to do.
@@ -193,21 +248,25 @@ class _Stream:
         if not self._in_flight:
             return False
         batch = self._in_flight[0]
-        self._wire.receive(batch.views(), self._read.deadline, batch.check_replies)
-        batch.check_replies(batch.reply_bytes)
-        self._in_flight.popleft()
-        try:
-            self._top_up()  # before the next batch is verified, so that the server is not idle
-        finally:
-            self._verify(batch.requests)
+        if not self._replies.are_wanted:
+            self._receive_at_once(batch)
+        while batch.left:
+            request, begun = batch.left[0], self._read.deadline.clock()
+            stored = self._replies.receive(self._wire, request, self._read.deadline)
+            self._has_received(len(stored), begun)
+            batch.left.popleft()
+            self._verify(request, stored)
+        if self._in_flight and self._in_flight[0] is batch:
+            self._in_flight.popleft()
         return True
 
     def give_up(self, fault: ReplyFault | WireFault) -> None:
         """Keep what came whole, fail the rest."""
         is_behind = False
         for batch in self._in_flight:
-            self._verify(batch.good)
-            for request in batch.bad:
+            for request in batch.take_good():
+                self._verify(request, request.payload)
+            for request in batch.left:
                 if fault in _VALUE_FAULTS and not is_behind:
                     self._on_spoiled(request)
                 self._read.fail(request, Miss(fault, is_behind))
@@ -222,13 +281,39 @@ class _Stream:
             self._in_flight.append(batch)
             self._wire.send([batch.command()], self._read.deadline)
 
-    def _verify(self, requests: Sequence[ValueRequest]) -> None:
-        """Settle the values that are, byte for byte, what was stored; fail the others."""
-        for request in requests:
-            try:
-                request.verify()
-            except InvalidValueError as error:
-                self._on_spoiled(request)
-                self._read.fail(request, Miss(error.fault))
-            else:
-                self._read.settle(request)
+    def _receive_at_once(self, batch: Batch) -> None:
+        """Receive and verify ``batch``, up to the first value that may be compressed."""
+        begun = self._read.deadline.clock()
+        try:
+            self._wire.receive(batch.views(), self._read.deadline, batch.check_replies)
+            batch.check_replies(batch.reply_bytes)
+        except BadReplyError as error:
+            if error.fault is not ReplyFault.WRONG_LENGTH:
+                raise
+            good = batch.take_good()
+            self._wire.give_back(batch.received())
+            self._replies.are_wanted = True
+        else:
+            self._has_received(batch.reply_bytes, begun)
+            good = batch.take_good()
+            self._in_flight.popleft()
+        try:
+            self._top_up()  # before this batch is verified, so that the server is not idle
+        finally:
+            for request in good:
+                self._verify(request, request.payload)
+
+    def _has_received(self, num_bytes: int, begun: float) -> None:
+        if self._is_flowing:  # what comes first was waited for, which tells of latency
+            self._on_received(num_bytes, self._read.deadline.clock() - begun)
+        self._is_flowing = True
+
+    def _verify(self, request: ValueRequest, stored: memoryview) -> None:
+        """Settle a value that is, byte for byte, what was stored; fail any other."""
+        try:
+            request.verify(stored)
+        except InvalidValueError as error:
+            self._on_spoiled(request)
+            self._read.fail(request, Miss(error.fault))
+        else:
+            self._read.settle(request)

@@ -21,11 +21,13 @@ from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.net.wire import WireFault
 from lmcache_connector.storage.chunk_codec import Sealer
+from lmcache_connector.storage.compression_policy import CompressionPolicy
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.burst import WriterNotes
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.conversation import Conversation
 from lmcache_connector.storage.redis.config import PartValues, RedisTierConfig, ValuePlan
-from lmcache_connector.storage.redis.connections import Servers, warn_of_noeviction
+from lmcache_connector.storage.redis.connections import Servers, look_at_memory
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked, TierCounts, WriteEnd
 from lmcache_connector.storage.redis.healer import Healer, Suspect
 from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
@@ -88,7 +90,10 @@ class RedisTier:
         self._counters = Counters()
         self._notes = WriterNotes(config.claim_seconds, clock)
         self._topology = make_topology(config, clock)
-        self._servers = Servers(config, self._topology, clock, random, greet=warn_of_noeviction)
+        self._compression = CompressionPolicy(
+            config.codec, config.num_connections, _num_cores(), clock
+        )
+        self._servers = Servers(config, self._topology, clock, random, greet=self._greet)
         self._healer = Healer(self._servers)
         self._reads = ReadQueue()
         self._writes = WriteQueue(config.write_queue_bytes, clock)
@@ -196,7 +201,8 @@ class RedisTier:
 
     def _make_reader(self, index: int) -> Reader:
         name = f"lmc-redis-read-{index}"
-        return Reader(name, self._servers, self._reads, self._found_spoiled)
+        observers = (self._found_spoiled, self._compression.received)
+        return Reader(name, self._servers, self._reads, *observers)
 
     def _make_writer(self, index: int) -> Writer:
         return Writer(
@@ -206,8 +212,12 @@ class RedisTier:
             self._write_plan,
             self._counters,
             self._notes,
+            self._compression.compress,
             self._healer,
         )
+
+    def _greet(self, conversation: Conversation) -> None:
+        self._compression.memory_is_full = look_at_memory(conversation)
 
     def _found_spoiled(self, request: ValueRequest) -> None:
         self._notes.add_spoiled(request.expected.key)
@@ -274,5 +284,8 @@ def _plan(
 def _num_writers(num_connections: int) -> int:
     """A writer mostly computes and copies. On two cores, a second writer would only take the core
     that the engine, or a server on this machine, could run on."""
-    num_cores = os.cpu_count() or 1
-    return max(1, min(num_connections, num_cores // 2))
+    return max(1, min(num_connections, _num_cores() // 2))
+
+
+def _num_cores() -> int:
+    return os.cpu_count() or 1

@@ -132,6 +132,22 @@ def test_verify_finds_exactly_what_is_damaged(cli: Cli, valkey: Server) -> None:
     assert sum(limited["values"].values()) == 5
 
 
+def test_verify_finds_what_is_no_value_at_all(cli: Cli, valkey: Server) -> None:
+    fill(valkey, 2)
+    with valkey.client() as client:
+        list_name, empty_name = sorted(client.scan_iter(f"lmc:*{chunk_key(1).hex()}*-*"))[:2]
+        client.delete(list_name)
+        client.rpush(list_name, b"x")
+        client.set(empty_name, b"")
+    bad = cli("verify", "--redis-url", valkey.url, "--json")
+    assert bad.code == 1
+    assert {v["name"] for v in bad.document["unsound"]} == {
+        list_name.decode(),
+        empty_name.decode(),
+    }
+    assert bad.document["values"]["sound"] == 2 * VALUES_PER_CHUNK - 2
+
+
 def test_verify_of_keyed_values_takes_the_key(cli: Cli, valkey: Server) -> None:
     fill(valkey, 2, hash_key=HASH_KEY.encode())
     without = cli("verify", "--redis-url", valkey.url, "--json").document

@@ -25,6 +25,7 @@ from tests.support.redis.values import values_of
 
 NUM_HEADS = 4
 NUM_TOKENS = 1500
+TOKEN_BYTES = 4 * NUM_HEADS * 2 * 64 * 2  # layers, heads, K and V, elements, bytes
 NUM_CHUNKS = NUM_TOKENS // CHUNK_SIZE
 HIT = NUM_CHUNKS * CHUNK_SIZE
 
@@ -46,8 +47,10 @@ def one(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance
 
 @pytest.fixture(scope="module")
 def two(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance]:
-    """Two tensor-parallel ranks, blocks of 128 tokens."""
-    with start(transfer, tensor_parallel_size=2) as instance:
+    """Two tensor-parallel ranks, blocks of 128 tokens. They write compressed values."""
+    settings = transfer["kv_connector_extra_config"] | {"redis_codec": "blosc2"}
+    compressing = transfer | {"kv_connector_extra_config": settings}
+    with start(compressing, tensor_parallel_size=2) as instance:
         yield instance
         instance.call(check_integrity)
 
@@ -94,6 +97,11 @@ def assert_from_either(hit: Served, first: Served, second: Served) -> None:
         assert all(f in s for f, *s in zip(found, *stored, strict=True))
 
 
+def stored_bytes(valkey: Server, tags: list[bytes]) -> int:
+    with valkey.client() as client:
+        return sum(client.strlen(name) for tag in tags for name in values_of(valkey, tag))
+
+
 def failed_loads(instance: VllmInstance) -> int:
     return int(instance.counts().total("failed_loads"))
 
@@ -107,10 +115,12 @@ def test_another_tensor_parallel_size_reads_it(
 ) -> None:
     cold = serve_cold(request.getfixturevalue(writer), valkey, prompt)
     instance: VllmInstance = request.getfixturevalue(reader)
+    share = stored_bytes(valkey, instance.call(chunk_tags, prompt)) / (HIT * TOKEN_BYTES)
+    assert share < 0.8 if writer == "two" else share >= 1.0
     before = instance.counts().total("loaded_bytes", "redis")
     assert_same_bytes(instance.serve(prompt), cold)
     loaded = instance.counts().total("loaded_bytes", "redis") - before
-    assert loaded == HIT * 4 * 4 * 2 * 64 * 2  # layers, heads, K and V, elements, bytes
+    assert loaded == HIT * TOKEN_BYTES
 
 
 def test_two_ranks_read_their_own_cpu_tiers(

@@ -51,8 +51,19 @@ def test_a_server_loads_what_an_offline_run_stored(valkey: Server, tiny_model: P
     assert tokens(serve, "again") == (FULL_CHUNKS_TOKENS, NUM_WORDS)
 
 
-@pytest.mark.parametrize("name", ["offline.py", "serve.py"])
+@pytest.mark.parametrize("name", ["offline.py", "serve.py", "transformers_generate.py"])
 def test_help_says_what_an_example_does(name: str) -> None:
     output = run_example(name, "--help")
     assert "--redis-url" in output
     assert "the connector" in output
+
+
+@pytest.mark.timeout(600)
+def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_model: Path) -> None:
+    """Another process finds in Redis what the first one computed."""
+    output = run_example(
+        "transformers_generate.py", str(tiny_model), "--redis-url", valkey.url, *SMALL
+    )
+    assert tokens(output, "first") == (0, NUM_WORDS + 4)
+    assert tokens(output, "second") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 4)
+    assert tokens(output, "elsewhere") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 3)

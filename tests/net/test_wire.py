@@ -73,6 +73,23 @@ def test_bytes_left_over_from_lines_end_the_connection(wire: tuple[Wire, socket.
     assert error.fault is WireFault.OUT_OF_STEP
 
 
+def test_what_is_given_back_comes_again(wire: tuple[Wire, socket.socket]) -> None:
+    near, peer = wire
+    peer.sendall(b"5\r\nabcde4\r\n")
+    taken = bytearray(11)
+    near.receive([memoryview(taken)], soon())
+    near.give_back(bytes(taken[6:]))
+    near.give_back(bytes(taken[3:6]))
+    target = bytearray(7)
+    peer.sendall(b"wxyz" * 2)
+    near.receive_behind([memoryview(target)[:2], memoryview(target)[2:5]], soon())
+    assert near.receive_line(soon(), 3) == b"4"
+    near.receive_behind([memoryview(target)[5:]], soon())
+    assert target == b"abcdewx"
+    assert not near.is_fresh()
+    assert near.receive_bytes(6, soon()) == b"yzwxyz"
+
+
 def test_an_endless_line_ends_the_connection(wire: tuple[Wire, socket.socket]) -> None:
     near, peer = wire
     sender = threading.Thread(target=peer.sendall, args=(bytes(200_000),), daemon=True)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.plans import PartRun, StoreJob
-from lmcache_connector.scheduler.held_blocks import MAX_SECONDS, HeldBlocks
+from lmcache_connector.scheduler.held_blocks import MAX_SECONDS, MAX_STEPS, HeldBlocks
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import VOCABULARY, Faults
 
 SCARCE = Shape(num_blocks=40, groups=("full", "w32"), tier_chunks=1000, prefix_caching=False)
+SEEDS = 3
 SCARCE_FULL = Shape(num_blocks=24, tier_chunks=1000, prefix_caching=False)
 
 
@@ -54,11 +55,13 @@ def serve(model: Path, shape: Shape, seed: int, faults: Faults) -> tuple[int, in
 def test_slow_stores_cost_no_preemptions_and_hardly_a_step(
     model: Path, shape: Shape, faults: dict[str, float]
 ) -> None:
-    """Against an engine that stores nothing. Neither loads anything."""
+    """Against an engine that stores nothing. Neither loads anything. A lane that is stuck costs one
+    wait, until a store is overdue."""
+    wait = SEEDS * MAX_STEPS if "stuck" in faults else 0
     runs = {
         role: [
             serve(model, replace(shape, role=role), seed, Faults(**faults))  # type: ignore[arg-type]
-            for seed in range(3)
+            for seed in range(SEEDS)
         ]
         for role in ("kv_consumer", "kv_producer")
     }
@@ -66,7 +69,7 @@ def test_slow_stores_cost_no_preemptions_and_hardly_a_step(
     steps = {role: sum(s for _, s in each) for role, each in runs.items()}
     assert preemptions["kv_consumer"] > 0, "blocks are not scarce"
     assert preemptions["kv_producer"] <= preemptions["kv_consumer"]
-    assert steps["kv_producer"] <= 1.02 * steps["kv_consumer"]
+    assert steps["kv_producer"] <= 1.02 * steps["kv_consumer"] + wait
 
 
 class Held:

@@ -7,8 +7,9 @@ of Python's own by `loading`), Redis servers (`redis_model`), LMCache's engine (
 the model's forward pass (`kv_memory`). One operating-system thread runs everything, so a seed
 decides the whole course of events, and simulated time passes as fast as the code runs.
 
-Each seed draws a *world* (`world`): instances, prompts that share prefixes, clients that abort, and
-faults that begin and end (`faults`). The module of the world says what must hold in it.
+Each seed draws a *world* (`plan`): instances, prompts that share prefixes, clients that abort, and
+faults that begin and end (`faults`). `world` says what must hold in it, `recovery` what must come
+back afterwards.
 
     python -m tests.simulation --seconds 60 --jobs 2     # as many seeds as fit into a minute
     python -m tests.simulation --seed 123 --trace        # one of them again, with all that happens

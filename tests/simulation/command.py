@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import Report
 
 _HASH_SEED = "0"
-_MUTATION_SEEDS = 300
+_MUTATION_SEEDS = 500
+_COLLECT_EVERY = 10  # worlds
 
 
 def main() -> None:
@@ -122,6 +123,7 @@ def _run_share(arguments: argparse.Namespace, model: Path, job: int) -> Counter[
         report = run_world(seed, model)
         digests[seed] = report.digest
         seed += arguments.jobs
+        _tidy(len(digests))
         numbers += report.counts
         numbers.update(seeds=1, failed=bool(report.failures), seconds=round(report.seconds))
         if report.failures:
@@ -131,6 +133,11 @@ def _run_share(arguments: argparse.Namespace, model: Path, job: int) -> Counter[
             numbers["unlike"] += 1
             print(f"seed {seed} does not repeat itself")
     return numbers
+
+
+def _tidy(num_worlds: int) -> None:
+    if num_worlds % _COLLECT_EVERY == 0:
+        gc.collect()
 
 
 def _summarize(arguments: argparse.Namespace, totals: _Totals, seconds: float) -> None:
@@ -175,6 +182,7 @@ def _look_for(name: str, arguments: argparse.Namespace, model: Path) -> int:
     num_seeds = arguments.seeds or _MUTATION_SEEDS
     for seed in range(arguments.first, arguments.first + num_seeds):
         report = run_world(seed, model)
+        _tidy(seed)
         if report.failures:
             print(f"{name}: seed {seed}: {report.failures[0][:100]!r}", flush=True)
         if any(mutations.ALL[name][1] in failure for failure in report.failures):

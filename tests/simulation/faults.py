@@ -181,19 +181,23 @@ class DamagedValues:
 
     def begin(self, world: Deployment, server: RedisModel) -> None:
         names = [n for n in server.names() if b":claim:" not in n and b"-" in n]
-        for name in names:
-            if world.chance.random() < self._share:
-                self._damage(world, server, name, names)
+        self.damage(world, [(server, name) for name in names])
 
     def end(self, world: Deployment, server: RedisModel) -> None:
         """Nobody repairs them but the product."""
 
-    def _damage(
-        self, world: Deployment, server: RedisModel, name: bytes, names: Sequence[bytes]
-    ) -> None:
-        chance, entry = world.chance, server.entries[name]
-        value = bytearray(entry.value)
-        kind = b"string"
+    def damage(self, world: Deployment, values: Sequence[tuple[RedisModel, bytes]]) -> int:
+        """Some of ``values``: how many."""
+        chosen = [value for value in values if world.chance.random() < self._share]
+        for server, name in chosen:
+            other, other_name = world.chance.choice(values)
+            entry = self._spoiled(world, server.entries[name], other.entries[other_name])
+            world.damaged[name] = entry.value
+            server.entries[name] = entry
+        return len(chosen)
+
+    def _spoiled(self, world: Deployment, entry: Entry, other: Entry) -> Entry:
+        chance, value, kind = world.chance, bytearray(entry.value), b"string"
         match chance.randrange(5):
             case 0 if value:
                 value[chance.randrange(len(value))] ^= 1 << chance.randrange(8)
@@ -204,9 +208,8 @@ class DamagedValues:
             case 3:
                 kind = b"list"
             case _:
-                value = bytearray(server.entries[chance.choice(names)].value)
-        world.damaged[name] = bytes(value)
-        server.entries[name] = Entry(bytes(value), kind, entry.expires_at)
+                value = bytearray(other.value)
+        return Entry(bytes(value), kind, entry.expires_at)
 
 
 class LyingServer:

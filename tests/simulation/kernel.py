@@ -98,6 +98,7 @@ class Kernel:
         self.processes: list[Process] = []
         self.closing = False
         self.preempt_chance = self.chance.choice([0.0, 0.01, 0.05])
+        self.stall_chance = self.chance.choice([0.0, 0.02])
         self.num_switches = 0
         self._trace = trace
         self._events: list[_Event] = []
@@ -199,6 +200,11 @@ class Kernel:
             return
         if self.chance.random() < self.preempt_chance:
             self.sleep(self._delay())
+
+    def maybe_stall(self) -> None:
+        """The machine may leave the current thread aside for a while, where it stands."""
+        if self.stall_chance and self.chance.random() < self.stall_chance:
+            self.sleep(0.02 * self.chance.random())
 
     # -- for whoever runs the world --------------------------------------------------------------
 

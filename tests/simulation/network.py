@@ -267,19 +267,38 @@ class SimSocket:
         wanted = sum(len(view) for view in views)
         wait_all = bool(flags & real_socket.MSG_WAITALL)
         timeout = 0.0 if flags & real_socket.MSG_DONTWAIT else self._limit(real_socket.SO_RCVTIMEO)
-        self._wait(self._readers, lambda: self._may_read(wanted if wait_all else 1), timeout)
+        kernel, count = self._network.kernel, 0
+        end = None if timeout is None else kernel.now + timeout
+        while count < wanted:
+            left = None if end is None else max(0.0, end - kernel.now)
+            self._wait(self._readers, lambda: self.is_readable, left)
+            kernel.maybe_stall()  # what has come is copied when the thread runs again
+            if not self._received:
+                break
+            part = self._copy(views, count, keep=bool(flags & real_socket.MSG_PEEK))
+            count += part
+            if not wait_all or flags & real_socket.MSG_PEEK:
+                break
+        if count or not wanted:
+            return count, [], 0, None
         if self._is_broken:
             raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-        if not self._received and not self._is_at_end and wanted:
+        if not self._is_at_end:
             raise self._nothing_came()
+        return 0, [], 0, None
+
+    def _copy(self, views: Sequence[memoryview], skip: int, *, keep: bool) -> int:
+        """What has been received, into ``views`` behind the first ``skip`` bytes: how much."""
         count = 0
         for view in views:
-            part = self._received[count : count + len(view)]
-            view[: len(part)] = part
+            rest = view[skip:]
+            skip = max(0, skip - len(view))
+            part = self._received[count : count + len(rest)]
+            rest[: len(part)] = part
             count += len(part)
-        if not flags & real_socket.MSG_PEEK:
+        if not keep:
             del self._received[:count]
-        return count, [], 0, None
+        return count
 
     def send(self, data: Any, flags: int = 0) -> int:
         return self.sendmsg([data])
@@ -368,9 +387,6 @@ class SimSocket:
         if self._timeout:
             return TimeoutError("timed out")
         return BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    def _may_read(self, wanted: int) -> bool:
-        return len(self._received) >= wanted or self._is_at_end or self._is_broken
 
     def _may_send(self) -> bool:
         link = self._link

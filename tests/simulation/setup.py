@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,32 @@ def prepare(folder: Path) -> Path:
     _module("worker.adapter").make_copier = lambda device: copier
     _module("worker.adapter").ask_for_amx = lambda: None
     _module("worker.lmcache_engine").start_engine = lmcache_model.start_engine
+    model = _module("vllm_compat.model")
+    model.configuration_digests = _remembered(model.configuration_digests)
     compat = _module("vllm_compat.parts")
     plain = compat.Packing("simulated", ())
     compat.find_packing = lambda *_: plain
     _watch_reads(RedisTier)
     return build_tiny_model(folder, TINY)
+
+
+def _remembered(digests: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
+    """``configuration_digests``, taken once for each shape of instances: they all serve one model,
+    and a digest takes as long as a tenth of a world."""
+    known: dict[tuple[object, ...], dict[str, str]] = {}
+
+    def remembered(vllm_config: Any, kv_cache_config: Any, packings: Any) -> dict[str, str]:
+        shape = (
+            vllm_config.parallel_config.tensor_parallel_size,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.scheduler_config.async_scheduling,
+            kv_cache_config.num_blocks,
+        )
+        if shape not in known:
+            known[shape] = digests(vllm_config, kv_cache_config, packings)
+        return known[shape]
+
+    return remembered
 
 
 class _SlowCopier:

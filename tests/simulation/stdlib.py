@@ -49,7 +49,8 @@ class Stand(ModuleType):
         self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        value = self.__dict__[name] = getattr(self._real, name)
+        return value
 
 
 # -- threading -----------------------------------------------------------------------------------

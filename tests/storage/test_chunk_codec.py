@@ -133,6 +133,9 @@ def patched(offset: int, data: bytes) -> bytes:
         (patched(0, b"") + b"\0", ValueFault.BAD_HEADER_LENGTH),
         (patched(8, b"\xff"), ValueFault.UNKNOWN_DTYPE),
         (patched(10, b"\x02"), ValueFault.BAD_FLAGS),
+        (patched(10, b"\x04"), ValueFault.BAD_FLAGS),
+        (patched(76, b"\x80"), ValueFault.BAD_FLAGS),
+        (patched(84, b"\x01"), ValueFault.BAD_FLAGS),
         (patched(80, b"\x01"), ValueFault.BAD_FLAGS),
         (patched(36, b"\xff" * 8), ValueFault.OVERSIZED_PAYLOAD),
         (patched(16, b"\x01"), ValueFault.IMPOSSIBLE_RANGE),
@@ -173,7 +176,8 @@ def test_a_value_replayed_under_another_key_is_foreign() -> None:
 def test_the_faults_are_the_labels_that_dashboards_know() -> None:
     labels = """truncated_header bad_magic unknown_version bad_header_length unknown_dtype bad_flags
         oversized_payload impossible_range foreign_dtype foreign_layers foreign_shard foreign_tokens
-        foreign_width foreign_length foreign_key foreign_seal bad_checksum forged_tag"""
+        foreign_width foreign_length foreign_key foreign_seal bad_checksum forged_tag
+        bad_compression"""
     assert [fault.value for fault in ValueFault] == labels.split()
 
 

@@ -66,6 +66,8 @@ def _header(value: StoredValue) -> tuple[str, dict[str, Any] | None]:
     if header.key != value.name.key:
         return "unsound: it is another chunk's", None
     text = f"{header.dtype}, {header.num_tokens} tokens, head {header.shard} of {header.num_shards}"
+    if header.compressed_bytes:
+        text += f", compressed from {size(header.payload_bytes)}"
     return text, {**asdict(header), "key": header.key.hex()}
 
 

@@ -13,9 +13,9 @@ from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
     InvalidValueError,
     Sealer,
-    check_value,
     decode_header,
 )
+from lmcache_connector.storage.compression import check_whole_value
 from lmcache_connector.storage.redis.admin import Unreadable
 from lmcache_connector.storage.redis.value_names import ValueName
 
@@ -52,16 +52,15 @@ def judge(name: ValueName, value: bytes | Unreadable | None, sealer: Sealer, pla
         return "gone"
     if isinstance(value, Unreadable):
         return value.value
-    raw, payload = value[:HEADER_BYTES], memoryview(value)[HEADER_BYTES:]
     try:
-        header = decode_header(raw)
+        header = decode_header(value[:HEADER_BYTES])
         if header.key != name.key or header.shard != name.shard:
             return "foreign_key"
         if (header.layer_start, header.layer_end) != (name.layer_start, name.layer_end):
             return "foreign_layers"
         if header.keyed and not sealer.keyed:
             return "needs_hash_key"
-        check_value(raw, payload, header, sealer if header.keyed else plain)
+        check_whole_value(value, header, sealer if header.keyed else plain)
     except InvalidValueError as error:
         return error.fault.value
     return "sound"

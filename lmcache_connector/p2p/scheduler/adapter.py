@@ -53,6 +53,7 @@ class P2PSchedulerAdapter:
         self._num_resets = 0
         self._settings = settings
         self._hosts: dict[int, str] = {}  # of ranks
+        self._holding: set[int] = set()  # ranks whose paged cache can be read
         self._new_hosts: tuple[str, ...] = ()
 
     # -- requests ------------------------------------------------------------------------------
@@ -126,6 +127,8 @@ class P2PSchedulerAdapter:
             self._producing.update(report)
             if report.start is not None:
                 self._hosts[report.start.rank] = report.start.host
+                if report.start.holds:
+                    self._holding.add(report.start.rank)
                 self._announce()
         return short_loads
 
@@ -147,6 +150,7 @@ class P2PSchedulerAdapter:
         if len(self._hosts) == self._settings.world_size:
             hosts = tuple(host for _, host in sorted(self._hosts.items()))
             self._producing.address = PeerAddress(hosts[0], own.port)
+            self._producing.holds = len(self._holding) == len(hosts)
             if set(hosts) != {own.host}:
                 self._new_hosts = hosts
 

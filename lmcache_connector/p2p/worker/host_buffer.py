@@ -79,6 +79,11 @@ class HostBuffer:
         self._lock = threading.Lock()
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Address and bytes of the large allocation."""
+        return self._memory.data_ptr(), self._capacity
+
+    @property
     def capacity_bytes(self) -> int:
         """With the overflow."""
         return self._capacity + self._overflow

@@ -173,8 +173,8 @@ class Waiting:
     """A request whose blocks are allocated. ``since``: on the buffer's clock.
 
     ``num_blocks``: of its blocks are in the cache, from the first on. ``cause``: what ended the
-    wait early. ``unusable``: what has arrived must not be used for it. ``taken``: the loader has
-    it.
+    wait early. ``unusable``: what has arrived must not be used for it. ``taken``: the loader or a
+    reader has it. ``read_bytes`` were read at the producer, in ``read_seconds``.
     """
 
     load: HandoverLoad
@@ -183,6 +183,23 @@ class Waiting:
     cause: Cause | None = None
     unusable: bool = False
     taken: bool = False
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its blocks are in the cache."""
+        return self.num_blocks == len(self.load.block_ids)
+
+    def has_read(self, num_bytes: int, seconds: float, cause: Cause | None) -> None:
+        """The blocks were read at the producer; ``cause``: why not. Whoever took it gives it
+        back."""
+        self.taken = False
+        self.read_bytes, self.read_seconds = num_bytes, seconds
+        if cause is None and not self.unusable:
+            self.num_blocks = len(self.load.block_ids)
+        else:
+            self.cause = self.cause or cause
 
     @property
     def deadline(self) -> float:

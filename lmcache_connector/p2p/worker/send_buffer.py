@@ -100,6 +100,14 @@ class SendBuffer:
             else:
                 self._remember(transfer_id, cause)
 
+    def held_ended(self, transfer_id: str, cause: Cause | None) -> None:
+        """A prompt that was held in the paged cache. Without a cause, all have read it."""
+        with self.changed:
+            self._announced.discard(transfer_id)
+            self._remember(transfer_id, cause)
+            if cause is not None:
+                self._unsent.append((transfer_id, cause.reason))
+
     def get(self, transfer_id: str) -> Outgoing | None:
         with self.changed:
             return self._transfers.get(transfer_id)
@@ -209,12 +217,16 @@ class SendBuffer:
     # -- the sender's threads, and the control server ------------------------------------------
 
     def find(self, transfer_id: str) -> Outgoing | Message:
-        """A transfer, or what to answer to whom wants it."""
+        """A transfer, or what to answer to whom wants it. Looked up and judged at once: one that
+        is begun anew right after has not failed."""
         with self.changed:
             if transfer_id in self._announced:
                 return messages.Coming()
-            gone = self._ended.get(transfer_id, messages.Unknown())
-            return self._transfers.get(transfer_id, gone)
+            outgoing = self._transfers.get(transfer_id)
+            if outgoing is None:
+                return self._ended.get(transfer_id, messages.Unknown())
+            failed = outgoing.failed
+            return outgoing if failed is None else messages.Gone(failed.to_wire())
 
     def route(
         self,

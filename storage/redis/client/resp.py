@@ -7,6 +7,7 @@ from enum import Enum
 from lmcache_connector.net.wire import WireFault
 
 CRLF = b"\r\n"
+_MAX_DIGITS = 20
 
 
 class ReplyFault(Enum):
@@ -35,6 +36,14 @@ def set_command(key: bytes, value_bytes: int, options: tuple[bytes, ...]) -> tup
 def bulk_line(num_bytes: int) -> bytes:
     """The line that announces a bulk string."""
     return b"$%d\r\n" % num_bytes
+
+
+def bulk_length(line: bytes) -> int | None:
+    """The length that such a line, without its CRLF, announces; None if it is another line."""
+    digits = line[1:]
+    if line[:1] != b"$" or not digits.isdigit() or len(digits) > _MAX_DIGITS:
+        return None
+    return int(digits)
 
 
 def classify_mismatch(head: bytes) -> ReplyFault | WireFault:

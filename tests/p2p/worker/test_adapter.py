@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.plans import Drop, HandoverHold, HandoverPlan, Release, Save, Start
 from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.worker.outgoing import Outgoing
+from lmcache_connector.p2p.worker.producer import Producer
 from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,
     DIGEST,
@@ -154,6 +157,30 @@ class TestRequestsThatEndEarly:
         )
         check_all_arrived(prefill, decode, "again", sent=list(elsewhere))
         prefill.until(lambda: "again" in prefill.released)
+        prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
+
+    def test_begun_anew_just_when_it_is_asked_for(
+        self, prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever asks finds the first run, which ends before he is answered."""
+        ids = tuple(SHUFFLED)
+        start = Start("anew", DIGEST, len(ids) * BLOCK_SIZE, None)
+        first = HandoverPlan(starts=(start,), saves=(Save("anew", 0, ids[:4], False),))
+        prefill.step(first, prefill.compute(ids[:4], 20))
+        producer = prefill.ranks[0].worker._roles[0]
+        assert isinstance(producer, Producer)
+        find = producer._buffer.find
+
+        def find_and_begin_anew(transfer_id: str) -> Outgoing | Message:
+            found = find(transfer_id)
+            monkeypatch.undo()
+            prefill.step(HandoverPlan(vacated=("anew",)))
+            prefill.prefill("anew", ids, seed=21)
+            return found
+
+        monkeypatch.setattr(producer._buffer, "find", find_and_begin_anew)
+        decode.load("anew", OTHERS, prefill.address)
+        check_all_arrived(prefill, decode, "anew")
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
 
     def test_an_aborted_prefill_ends_the_wait_at_once(

@@ -97,6 +97,21 @@ def test_a_spoiled_value_is_written_anew(valkey: Server) -> None:
         assert get_all(tier, range(1)) == ([True], [chunk_data(0)])
 
 
+@pytest.mark.parametrize("forger", [None, b"another secret of 16"])
+def test_who_does_not_know_the_secret_forges_no_value(valkey: Server, forger: bytes | None) -> None:
+    """Whatever he writes under the right names, with the right header: it is a miss, and others
+    write over it."""
+    with open_tier(valkey.url, hash_key=forger) as stranger:
+        assert put_all(stranger, range(3)) == [True] * 3
+    with open_tier(valkey.url, hash_key=b"the secret of us all", claim_seconds=0.001) as tier:
+        assert get_all(tier, range(3))[0] == [False] * 3
+        wait_until(lambda: all(put_all(tier, range(3))), "a forged value stays")
+        wait_until(
+            lambda: get_all(tier, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)]),
+            "it was not replaced",
+        )
+
+
 def test_a_rank_that_writes_no_head_is_done_at_once(valkey: Server) -> None:
     tier = RedisTier(config(valkey.url), PARTS, ((),))
     ends = Ends()

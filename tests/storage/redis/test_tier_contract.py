@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
-from tests.support.redis.chunks import PARTS, Ends, chunk_data, chunk_key, config
+from tests.support.redis.chunks import PARTS, Ends, chunk_key, config, kv_data
 from tests.support.redis.servers import Server, running_server
 
 
@@ -73,16 +73,17 @@ def oldest_redis(oldest_redis_path: str) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["memory", "valkey", "valkey, keyed", "oldest_redis"])
+@pytest.fixture(params=["memory", "valkey", "valkey, keyed", "valkey, compressed", "oldest_redis"])
 def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
     tier: Tier
     if request.param == "memory":
         tier = MemoryTier(PARTS)
     else:
-        name, *keyed = request.param.split(", ")
-        hash_key = b"0123456789abcdef" if keyed else None
+        name, _, kind = request.param.partition(", ")
+        hash_key = b"0123456789abcdef" if kind == "keyed" else None
+        codec = "blosc2" if kind == "compressed" else "none"
         server: Server = request.getfixturevalue(name)
-        tier = RedisTier(config(server.url, hash_key=hash_key), PARTS)
+        tier = RedisTier(config(server.url, hash_key=hash_key, codec=codec), PARTS)
     yield tier
     assert tier.close(1.0)
 
@@ -90,7 +91,7 @@ def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
 def put(tier: Tier, indices: Sequence[int]) -> list[bool]:
     ends = Ends()
     for order, index in enumerate(indices):
-        assert tier.put(chunk_key(index), memoryview(chunk_data(index)), ends, order)
+        assert tier.put(chunk_key(index), memoryview(kv_data(index)), ends, order)
     return ends.wait(len(indices))
 
 
@@ -111,20 +112,20 @@ def test_an_empty_tier_hits_nothing(tier: Tier) -> None:
 
 def test_a_hit_is_byte_equal(tier: Tier) -> None:
     assert put(tier, [0, 1, 2]) == [True] * 3
-    assert get(tier, [2, 0, 1]) == [chunk_data(2), chunk_data(0), chunk_data(1)]
+    assert get(tier, [2, 0, 1]) == [kv_data(2), kv_data(0), kv_data(1)]
 
 
 def test_the_same_chunk_may_be_asked_for_twice(tier: Tier) -> None:
     put(tier, [0])
-    assert get(tier, [0, 0]) == [chunk_data(0)] * 2
+    assert get(tier, [0, 0]) == [kv_data(0)] * 2
 
 
 def test_what_is_there_is_not_overwritten(tier: Tier) -> None:
     put(tier, [0])
     ends = Ends()
-    tier.put(chunk_key(0), memoryview(chunk_data(1)), ends)
+    tier.put(chunk_key(0), memoryview(kv_data(1)), ends)
     ends.wait(1)
-    assert get(tier, [0]) == [chunk_data(0)]
+    assert get(tier, [0]) == [kv_data(0)]
 
 
 def test_past_its_deadline_nothing_is_a_hit(tier: Tier) -> None:
@@ -142,7 +143,7 @@ def test_closed_it_is_a_miss_and_every_put_still_ends(tier: Tier) -> None:
     assert tier.close(1.0)
     assert get(tier, [0]) == [None]
     ends = Ends()
-    assert not tier.put(chunk_key(1), memoryview(chunk_data(1)), ends)
+    assert not tier.put(chunk_key(1), memoryview(kv_data(1)), ends)
     assert ends.results == [False]
 
 
@@ -158,8 +159,8 @@ def test_the_leading_hits_are_those_that_were_put(
         put(tier, sorted(stored))
         found = get(tier, asked)
         end = next((i for i, index in enumerate(asked) if index not in stored), len(asked))
-        assert found[:end] == [chunk_data(i) for i in asked[:end]]
+        assert found[:end] == [kv_data(i) for i in asked[:end]]
         for index, data in zip(asked[end:], found[end:], strict=True):
-            assert data is None or data == chunk_data(index)
+            assert data is None or data == kv_data(index)
         assert end == len(asked) or found[end] is None
         tier.close(1.0)

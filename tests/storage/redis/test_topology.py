@@ -50,7 +50,8 @@ def slot_of(index: int) -> int:
 
 
 @pytest.fixture(
-    scope="module", params=["valkey", pytest.param("redis", marks=pytest.mark.redis_server)]
+    scope="module",
+    params=["valkey", "oldest_redis", pytest.param("redis", marks=pytest.mark.redis_server)],
 )
 def binary(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(f"{request.param}_path"))
@@ -222,7 +223,7 @@ class TestCluster:
         elsewhere = [i for i in range(40) if i not in there]
         slow = {"backoff_min_seconds": 600.0, "backoff_max_seconds": 600.0}
         with full.client() as client, open_tier(cluster.url, **slow) as tier:  # type: ignore[arg-type]
-            client.config_set("maxmemory", 1, "maxmemory-policy", "noeviction")
+            client.config_set("maxmemory", 1)  # the policy is noeviction
             try:
                 assert put_all(tier, there) == [False] * len(there)
                 assert tier.stats().writes_paused

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -33,6 +34,13 @@ def forks_from(module: str) -> ForkServerContext:
 def set_environment(variables: dict[str, str]) -> None:
     """For ``prepare``, by :func:`functools.partial`."""
     os.environ.update(variables)
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """Something of an answer before its end."""
+
+    item: Any
 
 
 class InstanceError(RuntimeError):
@@ -121,6 +129,15 @@ class VllmInstance:
         self._pipe.send((function, args, kwargs))
         return self._receive(_ANSWER_SECONDS)
 
+    def listen(
+        self, on_news: Callable[[Any], None], function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """As :meth:`call`, of a function whose last argument takes what it has to say meanwhile."""
+        self._pipe.send((_telling, (function, *args), {}))
+        while isinstance(answer := self._receive(_ANSWER_SECONDS), _News):
+            on_news(answer.item)
+        return answer
+
     def _receive(self, seconds: float) -> Any:
         try:
             if self._pipe.poll(seconds):
@@ -159,8 +176,15 @@ def _run(
         pipe.send("ready")
         while (command := pipe.recv()) is not None:
             function, args, kwargs = command
+            if function is _telling:
+                function, *args = args
+                args.append(lambda item: pipe.send(_News(item)))
             pipe.send(function(probe, *args, **kwargs))
         probe.shutdown()
     except Exception as error:
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
         raise
+
+
+def _telling() -> None:
+    """Names a command whose function tells while it works."""

@@ -104,24 +104,40 @@ def logical(cache: Any, block_ids: Sequence[int]) -> Any:
 def _cpu_order(dtype: Any, tokens: int, head_size: int) -> Any:
     """Where in a block vLLM's CPU attention puts each element of [tokens][K, then V].
 
-    Found by storing the numbers 0, 1, 2, ... the way the attention does.
+    Found by storing the numbers 0, 1, 2, ... the way the attention does, one hexadecimal digit at
+    a time: each type of a cache holds the numbers below sixteen exactly.
     """
+    import torch
+
+    numbers = torch.arange(2 * tokens * head_size)
+    found = torch.zeros_like(numbers)
+    for shift in range(0, int(numbers[-1]).bit_length(), 4):
+        found += _as_stored(numbers >> shift & 15, dtype, tokens, head_size) << shift
+    return found.argsort()
+
+
+def _as_stored(numbers: Any, dtype: Any, tokens: int, head_size: int) -> Any:
+    """Numbers below sixteen, [tokens][K, then V], in the order of a block in memory."""
     import torch
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    numbers = torch.arange(2 * tokens * head_size).view(tokens, 1, 2 * head_size)
-    key, value = numbers.to(integer).view(dtype).chunk(2, dim=2)
+    eight_bits = dtype.itemsize == 1
+    model_dtype = torch.bfloat16 if eight_bits else dtype
+    cache_dtype = "fp8_e4m3" if eight_bits else "auto"
+    key, value = numbers.view(tokens, 1, 2 * head_size).to(model_dtype).chunk(2, dim=2)
     block = torch.zeros(1, 1, 2 * tokens, head_size, dtype=dtype)
     ops.cpu_attn_reshape_and_cache(
         key.contiguous(),
         value.contiguous(),
         *block.chunk(2, dim=2),
         torch.arange(tokens),
-        _get_attn_isa(dtype, tokens, head_size, "auto"),
+        _get_attn_isa(model_dtype, tokens, head_size, cache_dtype),
         k_scale=1.0,
         v_scale=1.0,
-        kv_cache_dtype="auto",
+        kv_cache_dtype=cache_dtype,
     )
-    return block.flatten().view(integer).long().argsort()
+    stored = block.flatten()
+    if eight_bits:
+        stored = stored.view(torch.float8_e4m3fn)
+    return stored.float().round().long()

@@ -113,8 +113,26 @@ class EngineProbe:
         num_tokens = {self.add(prompt, max_tokens, **sampling): len(prompt) for prompt in prompts}
         return [finished.served for finished in self.finish(num_tokens, started)]
 
+    def answer(
+        self, prompt: Sequence[int], max_tokens: int, on_tokens: Callable[[tuple[int, ...]], None]
+    ) -> Served:
+        """Serve one request to the model's own end; ``on_tokens`` gets all tokens so far."""
+        started = time.perf_counter()
+        request_id = self.add(prompt, max_tokens, ignore_eos=False)
+        (finished,) = self.finish(
+            {request_id: len(prompt)},
+            started,
+            on_output=lambda output: on_tokens(tuple(output.outputs[0].token_ids)),
+        )
+        return finished.served
+
     def finish(
-        self, num_tokens: Mapping[str, int], started: float, *, drain: bool = True
+        self,
+        num_tokens: Mapping[str, int],
+        started: float,
+        *,
+        drain: bool = True,
+        on_output: Callable[[Any], None] = lambda output: None,
     ) -> list[Finished]:
         """Step until requests have ended and, with ``drain``, connectors have let go of their
         blocks.
@@ -128,6 +146,7 @@ class EngineProbe:
         for _ in range(_MAX_STEPS):
             for output in self.engine.step():
                 name = output.request_id
+                on_output(output)
                 if name not in first_tokens and output.outputs[0].token_ids:
                     seconds = time.perf_counter() - started
                     first_tokens[name] = seconds, self._digest(name, num_tokens[name])
@@ -149,7 +168,8 @@ class EngineProbe:
         """Add a request without stepping; returns its id."""
         from vllm import SamplingParams, TokensPrompt
 
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampling)
+        settings = {"temperature": 0.0, "ignore_eos": True} | sampling
+        params = SamplingParams(max_tokens=max_tokens, **settings)
         request_id = f"probe-{next(self._ids)}"
         self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=list(prompt)), params)
         return request_id
@@ -198,10 +218,13 @@ class EngineProbe:
         self.engine.engine_core.shutdown()
 
     @property
-    def _has_windows(self) -> bool:
-        """Whether requests let go of blocks as they go on."""
+    def _has_unlike_layers(self) -> bool:
+        """Whether requests let go of blocks as they go on, or a drafter has layers of its own."""
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        return any(type(g.kv_cache_spec).__name__ == "SlidingWindowSpec" for g in groups)
+        speculative = self.scheduler.vllm_config.speculative_config
+        return any(type(g.kv_cache_spec).__name__ == "SlidingWindowSpec" for g in groups) or (
+            speculative is not None and speculative.uses_draft_kv_cache()
+        )
 
     def _scheduler_counts(self) -> Samples:
         from lmcache_connector.connector_base import ConnectorBase
@@ -218,7 +241,7 @@ class EngineProbe:
         if not running:
             return (), (), {}
         groups = self.scheduler.kv_cache_manager.get_block_ids(running[0])
-        if len(groups) > 1 or self._has_windows:
+        if len(groups) > 1 or self._has_unlike_layers:
             layers = self.on_ranks(digest_layers_on_rank, groups, num_tokens)
             return (), (), merged(layers)
         (block_ids,) = groups

@@ -28,6 +28,8 @@ from tests.support.prompts import random_prompt
 _MAX_IN_FLIGHT = 10
 _NUM_PREFIXES = 20
 _SAMPLES = 6
+_CROWD = 8
+_CROWD_TOKENS = 380
 
 
 @dataclass
@@ -144,6 +146,12 @@ class Storm:
                 self.report.aborted += 1
         probe.drain()
 
+    def crowd(self) -> None:
+        """Requests that fit together until they have generated some tokens: one is preempted."""
+        for _ in range(_CROWD):
+            self._ask(random_prompt(self._chance.randrange(10**9), _CROWD_TOKENS), 150)
+        self.blow(0)
+
     def check_against_recompute(self) -> None:
         """Some prompts, loaded and computed anew, one at a time."""
         for prompt in self._chance.sample(self.prompts, _SAMPLES):
@@ -163,7 +171,9 @@ class Storm:
         if chance.random() < 0.2:
             prefix = random_prompt(chance.randrange(10**9), len(prefix))
         prompt = [*prefix, *random_prompt(chance.randrange(10**9), chance.choice([5, 60, 300]))]
-        wanted = chance.choice([2, 10, 60, 150])
+        self._ask(prompt, chance.choice([2, 10, 60, 150]))
+
+    def _ask(self, prompt: list[int], wanted: int) -> None:
         self._wanted[self._probe.add(prompt, wanted)] = wanted
         self.report.requests += 1
         self.prompts.append(prompt)
@@ -181,6 +191,7 @@ def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) 
         storm.note_memory()
         while storm.report.requests < num_requests or time.monotonic() - started < seconds:
             storm.blow(min(20, max(1, num_requests - storm.report.requests)))
+        storm.crowd()
     storm.report.preemptions = len(preempted)
     storm.note_memory()
     storm.check_against_recompute()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
@@ -13,6 +13,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.kv_bytes import bfloat16_bytes
 
 # 16 tokens, 4 layers of 64 bytes, 2 heads: 8 KiB a chunk.
 GEOMETRY = ChunkGeometry(
@@ -32,8 +33,13 @@ def chunk_key(index: int) -> bytes:
 
 
 def chunk_data(index: int, geometry: ChunkGeometry = GEOMETRY) -> bytes:
-    """The bytes of the chunk ``index``, the same in every test."""
+    """The bytes of the chunk ``index``, the same in every test: noise."""
     return random.Random(-1 - index).randbytes(geometry.chunk_bytes)
+
+
+def kv_data(index: int, geometry: ChunkGeometry = GEOMETRY) -> bytes:
+    """The same, and can be compressed as a model's KV can."""
+    return bfloat16_bytes(index, geometry.chunk_bytes)
 
 
 def config(url: str, **changes: object) -> RedisTierConfig:
@@ -77,11 +83,15 @@ class Ends:
             return list(self.results)
 
 
-def put_all(tier: RedisTier, indices: range | list[int]) -> list[bool]:
+def put_all(
+    tier: RedisTier,
+    indices: range | list[int],
+    make: Callable[[int, ChunkGeometry], bytes] = chunk_data,
+) -> list[bool]:
     """Put the chunks of ``indices``, and wait until each is stored or given up."""
     ends = Ends()
     for order, index in enumerate(indices):
-        data = memoryview(chunk_data(index, tier.geometries.largest))
+        data = memoryview(make(index, tier.geometries.largest))
         tier.put(chunk_key(index), data, ends, order)
     return ends.wait(len(indices))
 

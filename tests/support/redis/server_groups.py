@@ -5,7 +5,9 @@ It also makes certificates for servers with TLS.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -17,11 +19,13 @@ from pathlib import Path
 
 import redis
 
-from tests.support.redis.servers import Server, free_port, running_server
+from tests.support.redis.servers import Server, free_port, oldest_binary, running_server
 
 NUM_SLOTS = 16384
 MASTER = "cache"
 _SECONDS = 30.0
+# From a node's port to that of the cluster's bus, unless it is told another.
+_BUS_OFFSET = 10_000
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = _SECONDS) -> None:
@@ -86,15 +90,27 @@ def running_cluster(binary: str, num_masters: int = 3) -> Iterator[Cluster]:
         # What is left of a cluster that lost a master must go on serving its slots.
         "cluster-require-full-coverage": "no",
     }
+    is_old = binary == oldest_binary()  # before Redis 7 nobody could name the bus's port
     with ExitStack() as stack:
-        masters = [
-            stack.enter_context(
-                running_server(binary, {**settings, "cluster-port": str(free_port())})
-            )
-            for _ in range(num_masters)
-        ]
+        masters = []
+        for _ in range(num_masters):
+            port = _port_with_bus() if is_old else free_port()
+            bus = {} if is_old else {"cluster-port": str(free_port())}
+            server = running_server(binary, {**settings, **bus}, port=port)
+            masters.append(stack.enter_context(server))
         _join(masters)
         yield Cluster(masters)
+
+
+def _port_with_bus() -> int:
+    """A free port whose cluster bus has a free port too."""
+    while True:
+        with socket.socket() as sock, socket.socket() as bus:
+            sock.bind(("127.0.0.1", 0))
+            port: int = sock.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):  # in use, or beyond the last port
+                bus.bind(("127.0.0.1", port + _BUS_OFFSET))
+                return port
 
 
 def _join(masters: list[Server]) -> None:
@@ -105,11 +121,10 @@ def _join(masters: list[Server]) -> None:
     first = masters[0]
     for epoch, master in enumerate(masters, start=1):
         with master.client() as client:
-            mine = slots[master.port]
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", epoch)
-            client.execute_command("CLUSTER ADDSLOTSRANGE", mine[0], mine[-1])
+            client.execute_command("CLUSTER ADDSLOTS", *slots[master.port])
             if master is not first:
-                bus = first.settings["cluster-port"]
+                bus = first.settings.get("cluster-port", first.port + _BUS_OFFSET)
                 client.execute_command("CLUSTER MEET", "127.0.0.1", first.port, bus)
     cluster.wait_whole()
 

@@ -122,11 +122,10 @@ class Server:
         config = self.folder / "server.conf"
         lines = [f"{name} {value or chr(34) * 2}" for name, value in settings.items()]
         config.write_text("\n".join(lines) + "\n")
-        self.process = subprocess.Popen(
-            [self.binary, str(config), *self.arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with (self.folder / "server.out").open("wb") as out:
+            self.process = subprocess.Popen(
+                [self.binary, str(config), *self.arguments], stdout=out, stderr=subprocess.STDOUT
+            )
         self._wait_ready()
 
     def kill(self) -> None:
@@ -165,18 +164,24 @@ class Server:
                 return  # it answers that it wants a password
             except (redis.ConnectionError, redis.TimeoutError):
                 time.sleep(0.01)
-        log = (self.folder / "server.log").read_text(errors="replace")[-2000:]
         self.stop()
-        raise RuntimeError(f"server did not start: {log}")
+        # A setting that it does not know is told before there is a log.
+        said = (self.folder / "server.out", self.folder / "server.log")
+        log = "".join(path.read_text(errors="replace") for path in said if path.exists())
+        raise RuntimeError(f"server did not start: {log[-2000:]}")
 
 
 @contextmanager
 def running_server(
-    binary: str, settings: Mapping[str, str] | None = None, **options: Any
+    binary: str,
+    settings: Mapping[str, str] | None = None,
+    *,
+    port: int | None = None,
+    **options: Any,
 ) -> Iterator[Server]:
-    """A server on a free port and a Unix socket, stopped and removed afterwards."""
+    """A server on ``port``, or a free one, and a Unix socket; stopped and removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="lmc-"))
-    server = Server(binary, folder, free_port(), settings or {}, **options)
+    server = Server(binary, folder, port or free_port(), settings or {}, **options)
     try:
         server.start()
         yield server

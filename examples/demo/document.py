@@ -1,0 +1,108 @@
+"""The demo with a trained model: two questions about one document.
+
+Answers are greedy. Within one process they are reproducible. Between processes, and after a hit,
+vLLM computes the last tokens in other batches, whose rounding differs, so that two words that are
+about equally likely may change places. What must be equal, and is compared, are the bytes of the
+KV that was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from examples.demo.outcome import Outcome, Way
+from examples.demo.stage import Stage, served_by, stage
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.probe import EngineProbe, Served
+
+QUESTIONS = (
+    "In one sentence: what is this document about?",
+    "In one sentence: what happens while Redis is down?",
+)
+_MAX_ANSWER_TOKENS = 60
+_CPU_GIB = 1
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes prompts of a document, and text of tokens. ``tokenizer``: that of transformers."""
+
+    tokenizer: Any
+    document: str
+
+    def prompt(self, question: str) -> list[int]:
+        message = {"role": "user", "content": f"{self.document}\n\n{question}"}
+        text = self.tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True
+        )
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text.rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that is half there
+
+
+def ask_about(document: Path, model: Path, folder: Path, console: Console) -> Outcome:
+    """Ask both questions of the text file ``document``.
+
+    Raises ``InstanceError``, and ``ValueError`` for a document that is too long for the model.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    reader = Reader(AutoTokenizer.from_pretrained(model), document.read_text())
+    prompts = [reader.prompt(question) for question in QUESTIONS]
+    length = AutoConfig.from_pretrained(model).max_position_embeddings
+    needed = max(map(len, prompts)) + _MAX_ANSWER_TOKENS
+    if needed > length:
+        raise ValueError(
+            f"{document} needs {needed} tokens, and the model reads {length}: choose a shorter one"
+        )
+    console.print(f"The document: {document.name}, {len(prompts[0])} tokens with a question")
+    with stage(model, folder, console, cpu_gib=_CPU_GIB, max_model_len=length) as on:
+        return _three_ways(on, reader, prompts)
+
+
+def _three_ways(on: Stage, reader: Reader, prompts: list[list[int]]) -> Outcome:
+    first, second = prompts
+    with on.instance("A") as a:
+        cold = _ask(on.console, reader, a, QUESTIONS[0], first, "computed")
+        a.reset_prefix_cache()
+        cpu = _ask(on.console, reader, a, QUESTIONS[1], second, "document from the CPU tier")
+    with on.instance("B") as b:
+        redis = _ask(on.console, reader, b, QUESTIONS[0], first, "document from Valkey")
+    size = len(first) // len(cold.served[0].block_digests)
+    equal = all(way.same_bytes_as(cold.served, size) for way in (cpu, redis))
+    return Outcome(len(first), cold, cpu, redis, kv_bytes_equal=equal)
+
+
+def _ask(
+    console: Console,
+    reader: Reader,
+    instance: VllmInstance,
+    question: str,
+    prompt: list[int],
+    source: str,
+) -> Way:
+    """Print the answer as it comes."""
+    console.print(f"\n[bold]{question}[/bold]")
+    shown = ""
+
+    def show(token_ids: tuple[int, ...]) -> None:
+        nonlocal shown
+        text = reader.text(token_ids)
+        if text.startswith(shown):
+            console.print(text[len(shown) :], end="", markup=False, highlight=False, soft_wrap=True)
+            shown = text
+
+    def ask() -> tuple[Served, ...]:
+        return (instance.listen(show, EngineProbe.answer, prompt, _MAX_ANSWER_TOKENS),)
+
+    way = served_by(instance, ask)
+    console.print(f"\n[dim]{source}: first token after {way.ttft_seconds:.2f} s[/dim]")
+    return way

@@ -1,0 +1,134 @@
+"""The connector for engines that are stepped by hand: three calls around a forward pass.
+
+::
+
+    connector = LMCacheConnector(rank, local_rank, {"cpu_gib": 8, "redis_url": "redis://host"})
+    while (model_input := next_step()) is not None:
+        hidden, bypass, model_input = connector.recv_kv_caches_and_hidden_states(
+            model, model_input, kv_caches)
+        if not bypass:
+            hidden = model(model_input, kv_caches)
+        connector.send_kv_caches_and_hidden_states(model, model_input, kv_caches, hidden)
+    connector.close()
+
+``kv_caches`` has one entry per layer, K and V: a tensor ``[2, blocks, block_size, heads,
+head_dim]`` or a pair of tensors ``[blocks, block_size, heads, head_dim]``, of any strides with
+whole heads, the same ones in every call. All layers keep all tokens: one block table says nothing
+of sliding windows or recurrent states. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lmcache_connector.stepwise.model_input import ModelInput
+from lmcache_connector.stepwise.paged import KVCaches, PagedSequences
+from lmcache_connector.stepwise.settings import read_settings
+from lmcache_connector.stepwise.tiers import Counts
+
+logger = logging.getLogger(__name__)
+
+_ENGINE = "stepwise"
+
+Agree = Callable[[Sequence[int]], Sequence[int]]
+
+
+class LMCacheConnector:
+    """Stores and restores KV around the forward passes of one rank.
+
+    ``rank`` and ``local_rank``: of this process in its group, and on this host. ``config``: the
+    keys of ``kv_connector_extra_config``, see the README. ``agree``: for ranks that hold parts of
+    one model, and must restore alike: the element-wise least of what all ranks pass to it (an
+    ``all_reduce``). Without it, ranks are replicas and share what they store.
+
+    Raises ``ConfigError`` with all that is wrong with it, or ``UnsupportedError`` for an LMCache
+    that cannot be used. Memory is taken with the first ``recv``.
+    """
+
+    def __init__(
+        self, rank: int, local_rank: int, config: Mapping[str, Any], agree: Agree | None = None
+    ) -> None:
+        self._rank = rank
+        self._local_rank = local_rank
+        self._config = read_settings(config)
+        self._agree = agree
+        self._model: Any = None
+        self._paged: PagedSequences | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """What was looked up, restored and stored so far."""
+        return self._paged.tiers.counts if self._paged is not None else Counts()
+
+    def recv_kv_caches_and_hidden_states(
+        self, model_executable: Any, model_input: ModelInput, kv_caches: KVCaches
+    ) -> tuple[Any, bool, ModelInput]:
+        """Restore the longest stored prefix of every sequence into its blocks, before the forward
+        pass. Returns ``(hidden_or_intermediate_states, bypass_model_exec, model_input)``.
+
+        The ``model_input`` returned has shorter ``query_lens``: what was restored need not be
+        computed. Positions whose hidden states the caller reads are always computed, the last one
+        of each sequence unless it says otherwise, so hidden states are never stored.
+        ``bypass_model_exec`` is true only where the caller reads none and all KV is there. The
+        first value is ``None``: there are no hidden states but those of computed positions.
+
+        Waits for loads, each up to its deadline; what has not arrived by then is computed. Raises
+        ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError`` at the first
+        call, for a model or caches that cannot be served, and ``ValueError`` at later ones if these
+        are others.
+        """
+        paged = self._bound(model_executable, kv_caches)
+        paged.begin_step()
+        rows = list(model_input.rows())
+        there: Sequence[int] = [paged.restore(row) for row in rows]
+        if self._agree is not None:
+            there = self._agree(there)
+        for row, num_tokens in zip(rows, there, strict=True):
+            paged.restored(row, num_tokens)
+        left = model_input.with_query_lens(
+            [len(row.token_ids) - n for row, n in zip(rows, there, strict=True)]
+        )
+        if left.num_query_tokens:
+            contexts = (n * q for n, q in zip(there, left.query_lens, strict=True))
+            mean = sum(contexts) // left.num_query_tokens
+            paged.tiers.forward_begins(left.num_query_tokens, mean)
+        return None, left.num_query_tokens == 0, left
+
+    def send_kv_caches_and_hidden_states(
+        self,
+        model_executable: Any,
+        model_input: ModelInput,
+        kv_caches: KVCaches,
+        hidden_or_intermediate_states: Any,
+    ) -> None:
+        """Store every chunk that has become whole, after the forward pass of the ``model_input``
+        that ``recv`` returned. Returns once nothing reads the blocks; writes to Redis go on.
+
+        ``hidden_or_intermediate_states`` are not kept: whoever restores KV computes the positions
+        it reads. Raises ``ValueError`` for another model or other caches than before.
+        """
+        paged = self._bound(model_executable, kv_caches)
+        paged.tiers.forward_ended()
+        for row in model_input.rows():
+            paged.keep(row)
+        paged.tiers.finish_stores()
+
+    def close(self) -> None:
+        """Write what is queued for Redis, within ``shutdown_seconds``, and let go of all memory and
+        threads. Idempotent."""
+        if self._paged is not None:
+            self._paged.tiers.close()
+            self._paged = self._model = None
+
+    def _bound(self, model: Any, kv_caches: KVCaches) -> PagedSequences:
+        if self._paged is None:
+            place = self._rank if self._agree is not None else None
+            self._paged = PagedSequences(self._config, _ENGINE, place, model, kv_caches)
+            self._model = model
+            if self._local_rank == 0:
+                logger.info("LMCacheConnector: %s", self._paged.tiers)
+        elif model is not self._model or not self._paged.is_of(kv_caches):
+            raise ValueError("a connector serves one model and its KV caches: make another one")
+        return self._paged

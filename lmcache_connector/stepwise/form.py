@@ -1,0 +1,102 @@
+"""The form of a model's KV, and tensors seen as blocks of it.
+
+K and V of a layer are tensors of their own here, so each is what the copies call a layer, with the
+content of one token and one head as its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.worker.paged_part import PagedPart
+
+_HALVES = ("keys", "values")
+
+
+@dataclass(frozen=True, slots=True)
+class KVForm:
+    """``widths``: elements of one token and one head, of K and V of each layer in turn. ``dtype``
+    in torch's words, without its ``torch.``"""
+
+    num_heads: int
+    widths: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> KVForm:
+        """``tensors``: K and V of each layer in turn, ``[..., heads, tokens, content]``. Raises
+        :class:`UnsupportedError` for what does not fit one form."""
+        if not tensors:
+            raise UnsupportedError("This model keeps no KV: there is nothing to store.")
+        heads, dtypes = {each.shape[-3] for each in tensors}, {each.dtype for each in tensors}
+        devices = {each.device for each in tensors}
+        for what, found in (("numbers of KV heads", heads), ("dtypes", dtypes)):
+            if len(found) > 1:
+                raise UnsupportedError(
+                    f"Layers of several {what} ({', '.join(sorted(map(str, found)))}) are not "
+                    "supported: use the model without this cache."
+                )
+        if len(devices) > 1:
+            raise UnsupportedError(
+                f"KV on several devices ({', '.join(sorted(map(str, devices)))}) is not supported: "
+                "put the model on one."
+            )
+        return cls(
+            num_heads=heads.pop(),
+            widths=tuple(each.shape[-1] for each in tensors),
+            dtype=str(dtypes.pop()).removeprefix("torch."),
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def geometry(self, chunk_size: int) -> ChunkGeometry:
+        """Of a chunk of ``chunk_size`` tokens."""
+        size = self.torch_dtype.itemsize
+        return ChunkGeometry(
+            num_tokens=chunk_size,
+            layer_start=0,
+            layer_widths=tuple(width * size for width in self.widths),
+            shards=tuple(range(self.num_heads)),
+            num_shards_total=self.num_heads,
+            dtype=self.dtype,
+        )
+
+    def part(self, blocks: Sequence[torch.Tensor], chunk_size: int) -> PagedPart:
+        """``blocks``: K and V of each layer in turn, ``[blocks, heads, tokens, content]``, whatever
+        their strides. Raises ``LayoutError`` for what cannot be proved."""
+        geometry = self.geometry(chunk_size)
+        caches = {f"layer {i // 2} {_HALVES[i % 2]}": each for i, each in enumerate(blocks)}
+        specs = {
+            name: LayerSpec(self.num_heads, blocks[0].shape[2], width)
+            for name, width in zip(caches, geometry.layer_widths, strict=True)
+        }
+        paged = PagedLayout.from_kv_caches(caches, specs)
+        return PagedPart(geometry, (paged,), (tuple(range(len(blocks))),))
+
+    def empty(self, num_tokens: int, device: torch.device) -> list[torch.Tensor]:
+        """K and V of each layer in turn, ``[1, heads, num_tokens, content]``, not initialised."""
+        dtype = self.torch_dtype
+        return [
+            torch.empty((1, self.num_heads, num_tokens, width), dtype=dtype, device=device)
+            for width in self.widths
+        ]
+
+
+def as_blocks(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
+    """A view of the whole blocks of one sequence: ``[1, heads, tokens, content]`` as ``[blocks,
+    heads, block_size, content]``."""
+    num_blocks = tensor.shape[2] // block_size
+    return (
+        tensor[0, :, : num_blocks * block_size]
+        .unflatten(1, (num_blocks, block_size))
+        .transpose(0, 1)
+    )

@@ -1,0 +1,106 @@
+"""What one step of an engine that is stepped by hand computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of a :class:`ModelInput`. Counts are in tokens.
+
+    The first ``context_len`` of ``token_ids`` have their KV in ``blocks``; this step computes the
+    rest. ``wanted_from``: the first position whose hidden state the caller reads; the length of the
+    sequence if it reads none.
+    """
+
+    token_ids: tuple[int, ...]
+    context_len: int
+    blocks: tuple[int, ...]
+    wanted_from: int
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """The sequences of one step, in one order throughout. Raises ``ValueError`` if they disagree.
+
+    - ``token_ids``, ``[sum(seq_lens)]``: all tokens of all sequences, one sequence after the other,
+      those included whose KV is there. Chunks are named by everything before them.
+    - ``seq_lens``, ``[sequences]``: tokens of each.
+    - ``query_lens``, ``[sequences]``: how many of the last tokens of each this step computes. The
+      KV of those before is in the sequence's blocks.
+    - ``block_tables``, ``[sequences][blocks]``: token ``t`` of a sequence lies in its block number
+      ``t // block_size``, at place ``t % block_size``. There are blocks for all its tokens.
+    - ``sampling_positions``, ``[sequences][any number]``: the positions, counted from the beginning
+      of the sequence, whose hidden states the caller reads; they are always computed. ``None``: the
+      last one of each sequence. An empty tuple: none, as where KV is only to be produced.
+    - ``cache_salts``, ``[sequences]`` or empty: sequences share KV with those of the same salt.
+    """
+
+    token_ids: Sequence[int]
+    seq_lens: Sequence[int]
+    query_lens: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+    sampling_positions: Sequence[Sequence[int]] | None = None
+    cache_salts: Sequence[str | None] = ()
+
+    def __post_init__(self) -> None:
+        number = len(self.seq_lens)
+        salts = self.cache_salts or (None,) * number
+        listed = (self.query_lens, self.block_tables, self.sampling_positions or salts, salts)
+        if any(len(each) != number for each in listed):
+            raise ValueError(f"{number} sequences, but not as many of everything else")
+        if len(self.token_ids) != sum(self.seq_lens):
+            raise ValueError(f"{len(self.token_ids)} tokens for lengths {list(self.seq_lens)}")
+        for seq_len, query_len in zip(self.seq_lens, self.query_lens, strict=True):
+            if not 0 <= query_len <= seq_len:
+                raise ValueError(f"{query_len} tokens to compute of {seq_len}")
+        for index, positions in enumerate(self.sampling_positions or ()):
+            computed = range(self.seq_lens[index] - self.query_lens[index], self.seq_lens[index])
+            if any(position not in computed for position in positions):
+                raise ValueError(f"a sampling position of sequence {index} is not computed")
+
+    def rows(self) -> Iterator[Row]:
+        """The sequences one by one."""
+        start = 0
+        for index, seq_len in enumerate(self.seq_lens):
+            context_len = seq_len - self.query_lens[index]
+            last = (seq_len - 1,) if context_len < seq_len else ()
+            wanted = last if self.sampling_positions is None else self.sampling_positions[index]
+            yield Row(
+                token_ids=tuple(self.token_ids[start : start + seq_len]),
+                context_len=context_len,
+                blocks=tuple(self.block_tables[index]),
+                wanted_from=min(wanted, default=seq_len),
+                cache_salt=self.cache_salts[index] if self.cache_salts else None,
+            )
+            start += seq_len
+
+    def with_query_lens(self, query_lens: Sequence[int]) -> ModelInput:
+        """The same sequences, of which less is left to compute."""
+        return replace(self, query_lens=tuple(query_lens))
+
+    @property
+    def num_query_tokens(self) -> int:
+        """Tokens this step computes, over all sequences."""
+        return sum(self.query_lens)
+
+    @property
+    def query_token_ids(self) -> list[int]:
+        """``[num_query_tokens]``: the model's input, one sequence after the other."""
+        return [token for row in self.rows() for token in row.token_ids[row.context_len :]]
+
+    @property
+    def query_positions(self) -> list[int]:
+        """``[num_query_tokens]``: the place of each in its sequence."""
+        return [p for row in self.rows() for p in range(row.context_len, len(row.token_ids))]
+
+    def slot_mapping(self, block_size: int) -> list[int]:
+        """``[num_query_tokens]``: ``block * block_size + place`` of each, where its KV goes."""
+        return [
+            row.blocks[position // block_size] * block_size + position % block_size
+            for row in self.rows()
+            for position in range(row.context_len, len(row.token_ids))
+        ]

@@ -1,0 +1,143 @@
+"""Sequences in a paged cache: what of them is restored, and what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.errors import ConfigError
+from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.stepwise.block_witness import BlockWitness
+from lmcache_connector.stepwise.form import KVForm
+from lmcache_connector.stepwise.identity import ModelIdentity
+from lmcache_connector.stepwise.model_input import Row
+from lmcache_connector.stepwise.tiers import Tiers
+
+KVCaches = Sequence[torch.Tensor | Sequence[torch.Tensor]]
+
+
+@dataclass(slots=True)
+class _Known:
+    """The keys of the sequence that begins in some block."""
+
+    tokens: tuple[int, ...]
+    cache_salt: str | None
+    keys: RequestKeys
+
+
+class PagedSequences:
+    """The sequences in ``kv_caches``, as the connector's module describes them.
+
+    ``place`` tells ranks apart that hold parts of one model. Raises ``UnsupportedError``,
+    ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for what cannot be served.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        engine: str,
+        place: int | None,
+        model: object,
+        kv_caches: KVCaches,
+    ) -> None:
+        blocks = as_layers(kv_caches)
+        form = KVForm.of(blocks)
+        self._block_size = blocks[0].shape[2]
+        self._config = config = config.with_chunk_size(_chunk_size(config, self._block_size))
+        self._part = form.part(blocks, config.chunk_size)
+        self._per_chunk = config.chunk_size // self._block_size
+        self._identity = ModelIdentity(model, engine, form, config, place)
+        self._witness = BlockWitness(self._block_size, config.chunk_size)
+        self._sequences: dict[int, _Known] = {}
+        self._identity.refresh()
+        self.tiers = Tiers(config, self._part, self._identity.root)
+
+    def is_of(self, kv_caches: KVCaches) -> bool:
+        """Whether these are the tensors it was made for."""
+        ours = self._part.groups[0].owners
+        theirs = as_layers(kv_caches)
+        return [each.data_ptr() for each in ours] == [each.data_ptr() for each in theirs]
+
+    def begin_step(self) -> None:
+        """Weights that have changed since make everything another model's."""
+        if self._identity.refresh():
+            self._witness.forget_all()
+            self._sequences.clear()
+
+    def restore(self, row: Row) -> int:
+        """Load what is stored of a sequence that is to be computed from ``row.context_len`` on.
+        How many of its tokens have their KV then."""
+        keys, size = self._keys(row), self._config.chunk_size
+        if not self._witness.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
+            return row.context_len
+        last = row.wanted_from // size
+        if self._bypasses(row) or last * size <= row.context_len:
+            return row.context_len
+        plan = self.tiers.plan(keys.keys[:last], row.context_len, len(row.token_ids))
+        if plan is None:
+            return row.context_len
+        skipped = row.context_len % size // self._block_size
+        blocks = row.blocks[plan.first * self._per_chunk + skipped : plan.stop * self._per_chunk]
+        arrived = self.tiers.load(plan, self._part, blocks, skipped)
+        return max(row.context_len, (plan.first + arrived) * size if arrived else 0)
+
+    def restored(self, row: Row, num_tokens: int) -> None:
+        """So many tokens of the sequence have their KV, of which ``row.context_len`` had it."""
+        if num_tokens > row.context_len:
+            tokens = row.token_ids[:num_tokens]
+            self._witness.learn(_parents(self._keys(row)), tokens, row.blocks, row.context_len)
+
+    def keep(self, row: Row) -> None:
+        """Store the chunks that a forward pass from ``row.context_len`` on has made whole."""
+        keys, size = self._keys(row), self._config.chunk_size
+        parents = _parents(keys)
+        if not self._witness.begin(parents, row.token_ids[: row.context_len], row.blocks):
+            return
+        self._witness.learn(parents, row.token_ids, row.blocks, row.context_len)
+        first, end = row.context_len // size, len(row.token_ids) // size
+        if first < end and not self._bypasses(row):
+            blocks = row.blocks[first * self._per_chunk : end * self._per_chunk]
+            self.tiers.store(keys.keys[first:end], first, self._part, blocks)
+
+    def _bypasses(self, row: Row) -> bool:
+        return self._config.require_cache_salt and not row.cache_salt
+
+    def _keys(self, row: Row) -> RequestKeys:
+        """Hashes what was not hashed in an earlier step of the sequence."""
+        known = self._sequences.get(row.blocks[0]) if row.blocks else None
+        if (
+            known is None
+            or known.cache_salt != row.cache_salt
+            or row.token_ids[: len(known.tokens)] != known.tokens
+        ):
+            known = _Known((), row.cache_salt, self._identity.keys(row.cache_salt))
+        known.keys.extend(row.token_ids)
+        known.tokens = row.token_ids[: known.keys.num_hashed_tokens]
+        if row.blocks:
+            self._sequences[row.blocks[0]] = known
+        return known.keys
+
+
+def as_layers(kv_caches: KVCaches) -> list[torch.Tensor]:
+    """K and V of each layer in turn, ``[blocks, heads, block_size, head_dim]``."""
+    return [half.transpose(1, 2) for layer in kv_caches for half in layer]
+
+
+def _parents(keys: RequestKeys) -> list[bytes]:
+    """What the key of each chunk is chained to, one more than there are keys."""
+    return [keys.parent(0), *keys.keys]
+
+
+def _chunk_size(config: ConnectorConfig, block_size: int) -> int:
+    wanted = config.wanted_chunk_size
+    if wanted is None:
+        return -(-config.chunk_size // block_size) * block_size
+    if wanted % block_size:
+        raise ConfigError(
+            f"chunk_size {wanted} is no multiple of the {block_size} tokens of a block: leave it "
+            "out, or name a multiple"
+        )
+    return wanted

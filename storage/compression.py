@@ -1,0 +1,88 @@
+"""Payloads made smaller without loss: blosc2 chunks, byte shuffle and zstd, one per value.
+
+The exponents of a trained model's KV hold three or four bits of information, its mantissas are
+noise: put side by side, the exponent bytes shrink to half. Everything but the choice to compress is
+fixed, so that one chunk has one form.
+
+blosc2 would decode much more than that: codecs and filters of every kind, plugins which it looks
+for on the machine, sizes that a chunk claims. So a chunk is handed to it only if its header says,
+byte for byte, what ours say, and sizes that are known beforehand.
+
+Both directions run without the GIL, on the calling thread alone.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import blosc2
+
+from lmcache_connector.storage.chunk_codec import (
+    HEADER_BYTES,
+    Buffer,
+    InvalidValueError,
+    Sealer,
+    ValueFault,
+    ValueHeader,
+    check_value,
+)
+
+# Bytes of one number, which are shuffled. Dtypes of one byte are not listed.
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_LEVEL = 1
+# The header of a chunk, of blosc2's format 5: format, format of the codec, flags, item size; sizes
+# of payload, block and chunk; then filters, codec and their options.
+_HEADER = struct.Struct("<4BIII16s")
+_FORMAT, _CODEC_FORMAT = 5, 1
+_FLAGS = 0x85  # zstd, one stream for each byte of an item
+_SHUFFLE_AND_ZSTD = bytes((1, 0, 0, 0, 0, 0, 5)) + bytes(9)
+
+
+def compress(payload: Buffer, dtype: str) -> bytes | None:
+    """A chunk that holds ``payload``, or None if it would not be smaller."""
+    blosc2.set_releasegil(True)
+    item_bytes = _ITEM_BYTES.get(dtype, 1)
+    chunk: bytes = blosc2.compress2(
+        payload,
+        codec=blosc2.Codec.ZSTD,
+        clevel=_LEVEL,
+        typesize=item_bytes,
+        filters=[blosc2.Filter.SHUFFLE],
+        splitmode=blosc2.SplitMode.ALWAYS_SPLIT,
+        nthreads=1,
+    )
+    # A payload of zeros, or of noise, becomes a chunk of another kind.
+    is_smaller = len(chunk) < len(payload)
+    return chunk if is_smaller and _is_ours(chunk, len(payload), item_bytes) else None
+
+
+def decompress(chunk: memoryview, payload: memoryview, dtype: str) -> None:
+    """Fill ``payload`` from ``chunk``. Raises `InvalidValueError` for what is no chunk of that size
+    and kind; the payload may hold anything then."""
+    if not _is_ours(chunk, len(payload), _ITEM_BYTES.get(dtype, 1)):
+        raise InvalidValueError(ValueFault.BAD_COMPRESSION, "not a chunk as they are written")
+    blosc2.set_releasegil(True)
+    try:
+        blosc2.decompress2(chunk, dst=payload, nthreads=1)
+    except (ValueError, RuntimeError) as error:
+        raise InvalidValueError(ValueFault.BAD_COMPRESSION, str(error)) from error
+
+
+def check_whole_value(value: Buffer, expected: ValueHeader, sealer: Sealer) -> None:
+    """Raise `InvalidValueError` unless ``value`` holds, byte for byte, what was sealed as
+    ``expected``. Decompressing it takes as much memory as ``expected`` says."""
+    stored = memoryview(value)[HEADER_BYTES:]
+    if check_value(value[:HEADER_BYTES], stored, expected, sealer):
+        decompress(stored, memoryview(bytearray(expected.payload_bytes)), expected.dtype)
+
+
+def _is_ours(chunk: Buffer, payload_bytes: int, item_bytes: int) -> bool:
+    if len(chunk) <= _HEADER.size:
+        return False
+    *kind, num_bytes, block_bytes, chunk_bytes, pipeline = _HEADER.unpack_from(chunk)
+    return (
+        kind == [_FORMAT, _CODEC_FORMAT, _FLAGS, item_bytes]
+        and (num_bytes, chunk_bytes) == (payload_bytes, len(chunk))
+        and 0 < block_bytes <= payload_bytes
+        and pipeline == _SHUFFLE_AND_ZSTD
+    )

@@ -1,0 +1,88 @@
+"""``serve``: the line it becomes. That a server runs so is shown with the examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_connector.cli.app import app
+
+
+def line(*arguments: str) -> list[str]:
+    """vLLM's line."""
+    answer = CliRunner().invoke(app, ["serve", *arguments, "--dry-run", "--json"])
+    assert answer.exit_code == 0, answer.output
+    document = json.loads(answer.stdout)
+    assert document["ok"] is True
+    command: list[str] = document["command"]
+    return command
+
+
+def transfer(command: list[str]) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(command[command.index("--kv-transfer-config") + 1])
+    return document
+
+
+def test_a_model_is_all_it_needs() -> None:
+    command = line("some/model")
+    assert "some/model" in command
+    assert transfer(command) == {
+        "kv_connector": "LMCacheTieredConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_gib": 8.0},
+    }
+
+
+def test_what_it_does_not_know_goes_to_vllm() -> None:
+    command = line("some/model", "--port", "1234", "--max-model-len=4096", "--cpu-gib", "2")
+    assert command[command.index("--port") + 1] == "1234"
+    assert "--max-model-len=4096" in command
+    assert "--cpu-gib" not in command
+
+
+@pytest.mark.parametrize("choice", ["--no-enforce-eager", "--enforce-eager", "-O.level=3"])
+def test_on_cpus_nothing_is_compiled_unless_asked_for(choice: str) -> None:
+    assert line("some/model")[-1] == "--enforce-eager"
+    chosen = line("some/model", choice)
+    assert [o for o in chosen if o.startswith(("--enforce", "--no-enforce", "-O"))] == [choice]
+
+
+def test_a_password_is_not_on_the_line(tmp_path: Path) -> None:
+    """vLLM logs its line, and anyone on the machine can list processes."""
+    command = line("some/model", "--redis-url", "redis://user:hunter2@cache:6379")
+    assert not any("hunter2" in word for word in command)
+    settings = transfer(command)["kv_connector_extra_config"]
+    assert settings["redis_url"] == "env:LMCACHE_CONNECTOR_SERVE_REDIS_URL"
+    secret = tmp_path / "redis"
+    secret.write_text("redis://user:hunter2@cache:6379")
+    named = transfer(line("some/model", "--redis-url", f"file:{secret}"))
+    assert named["kv_connector_extra_config"]["redis_url"] == f"file:{secret}"
+
+
+def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
+    document = {"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_producer"}
+    path = tmp_path / "transfer.json"
+    path.write_text(json.dumps(document))
+    assert transfer(line("some/model", "--config", str(path))) == document
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--cpu-gib", "-1"], "cpu_gib"),
+        (["--redis-url", "htp://cache"], "redis_url"),
+        (["--config", "{}", "--cpu-gib", "1"], "--config"),
+        (["--config", "nowhere.json"], "cannot read"),
+    ],
+)
+def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> None:
+    answer = CliRunner().invoke(app, ["serve", "some/model", *arguments, "--json"])
+    assert answer.exit_code == 2
+    document = json.loads(answer.stdout)
+    assert document["ok"] is False
+    assert complaint in document["error"]
+    assert "Traceback" not in answer.output

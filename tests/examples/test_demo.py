@@ -1,0 +1,47 @@
+"""The demo, with a tiny model in the trained model's place: the same story, words for words."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from examples.demo.document import QUESTIONS, ask_about
+
+NUM_WORDS = 1500
+FULL_CHUNKS_TOKENS = 1408  # eleven of 128; the questions begin in the twelfth
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    """As many tokens as words."""
+    path = tmp_path / "document.txt"
+    path.write_text(" ".join(f"w{number % 997 + 2}" for number in range(NUM_WORDS)))
+    return path
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_both_hits_are_hits_of_the_document(
+    document: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    said = StringIO()
+    outcome = ask_about(document, tiny_model, tmp_path, Console(file=said))
+    shown = said.getvalue()
+    assert all(question in shown for question in QUESTIONS)
+    for source in ("computed", "from the CPU tier", "from Valkey"):
+        assert source in shown
+    assert outcome.cold.hit_tokens == 0
+    # Of the first hit of each kind one chunk is audited: here, or of the prompt that warms up.
+    audited = {FULL_CHUNKS_TOKENS - 128, FULL_CHUNKS_TOKENS}
+    assert {outcome.cpu.hit_tokens, outcome.redis.hit_tokens} <= audited
+    assert outcome.kv_bytes_equal
+
+
+def test_a_document_that_is_too_long_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    document = tmp_path / "long.txt"
+    document.write_text("w2 " * 20_000)
+    with pytest.raises(ValueError, match="choose a shorter one"):
+        ask_about(document, tiny_model, tmp_path, Console(file=StringIO()))

@@ -1,0 +1,71 @@
+"""What each chunk key of a world must hold, and whether Redis holds that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from lmcache_connector.storage.redis.value_names import parse_value_name
+from tests.simulation.faults import Deployment
+from tests.simulation.instance import CHUNK_SIZE, WIDTH
+from tests.simulation.kernel import SimulationFailure
+from tests.simulation.kv_memory import cells_of, payload
+from tests.simulation.redis_model import Entry, RedisModel
+
+_HEADER_BYTES = 128
+
+
+class Ledger:
+    """Instances tell ``name`` what they plan to store or load; see `kv_memory` for cells."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._cells_of_key: dict[bytes, tuple[int, ...]] = {}
+
+    def name(self, key: bytes, cells: tuple[int, ...]) -> None:
+        if self._cells_of_key.setdefault(key, cells) != cells:
+            raise SimulationFailure("WRONG BYTES: one key names two different chunks")
+
+    def keys_of(self, prompt: Sequence[int]) -> set[bytes]:
+        """Of the chunks of a prompt that some instance has named."""
+        cells = cells_of(prompt)
+        return {
+            key
+            for key, held in self._cells_of_key.items()
+            if held[-1] in cells and len(held) == CHUNK_SIZE
+        }
+
+    def keys_in_redis(self) -> set[bytes]:
+        return {key for _, _, key in self._values()}
+
+    def values_of(self, keys: Collection[bytes]) -> list[tuple[RedisModel, bytes]]:
+        """Where values of these chunks lie, and their names there."""
+        return [(server, name) for server, name, key in self._values() if key in keys]
+
+    def is_right(self, name: bytes, entry: Entry) -> bool:
+        """Whether that is the value of its name, byte for byte. So are those of unknown chunks."""
+        parsed = parse_value_name(name)
+        cells = self._cells_of_key.get(parsed.key) if parsed is not None else None
+        if parsed is None or cells is None:
+            return True
+        layers = range(parsed.layer_start, parsed.layer_end)
+        right = payload(cells, layers, parsed.shard, WIDTH)
+        return entry.kind == b"string" and entry.value[_HEADER_BYTES:] == right
+
+    def check(self) -> int:
+        """How many values are right. Raises if one is wrong that no fault has damaged."""
+        count = 0
+        for server, name, _ in self._values():
+            entry = server.entries[name]
+            if self._deployment.damaged.get(name) == entry.value:
+                continue
+            if not self.is_right(name, entry):
+                raise SimulationFailure(f"WRONG BYTES stored as {name!r}")
+            count += 1
+        return count
+
+    def _values(self) -> Iterator[tuple[RedisModel, bytes, bytes]]:
+        for server in self._deployment.servers:
+            for name in server.names():
+                parsed = parse_value_name(name)
+                if parsed is not None:
+                    yield server, name, parsed.key

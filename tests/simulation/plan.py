@@ -1,0 +1,101 @@
+"""What a world is made of, drawn from its seed before anything happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.simulation.faults import Deployment
+from tests.simulation.instance import CHUNK_SIZE, VOCABULARY, Shape
+from tests.simulation.kernel import Kernel
+from tests.simulation.network import Network
+from tests.simulation.redis_model import Cluster, RedisModel
+
+_PAIR = ["kv_producer", "kv_consumer"]
+
+
+@dataclass
+class Client:
+    """Asks for one prompt of a family, on some instance."""
+
+    start: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    abort_after: float | None
+
+
+@dataclass
+class Plan:
+    """``roles``: one for each instance. ``families``: prompts begin with one of them."""
+
+    shape: Shape
+    roles: list[str]
+    families: list[tuple[int, ...]]
+    clients: list[Client] = field(default_factory=list)
+
+
+def deploy(kernel: Kernel, network: Network) -> Deployment:
+    chance = kernel.chance
+    is_cluster = chance.random() < 0.3
+    servers = [
+        RedisModel(
+            kernel,
+            network,
+            (f"redis{i}", 6379 + i),
+            max_bytes=chance.choice([1 << 40, 1 << 20]),
+            evicts=True,
+        )
+        for i in range(3 if is_cluster else 1)
+    ]
+    if not is_cluster:
+        return Deployment(kernel, network, servers, "redis://redis0:6379")
+    cluster = Cluster(servers)
+    cluster.spread()
+    for server in servers:
+        server.cluster = cluster
+    url = "redis+cluster://" + ",".join(f"{s.address[0]}:{s.address[1]}" for s in servers)
+    return Deployment(kernel, network, servers, url, cluster)
+
+
+def draw_plan(kernel: Kernel) -> Plan:
+    chance = kernel.chance
+    settings = {
+        "compute_or_load": chance.choice(["always", "auto"]),
+        "redis_timeout_seconds": chance.choice([0.3, 1.0]),
+        "load_deadline_seconds": chance.choice([0.3, 2.0]),
+        "redis_connections": chance.choice([1, 2]),
+    }
+    if chance.random() < 0.3:
+        settings |= {"redis_ttl_seconds": 8, "redis_ttl_refresh": chance.random() < 0.5}
+    if chance.random() < 0.2:
+        settings["hash_key"] = "a secret of more than 16 bytes"
+    if chance.random() < 0.2:
+        settings["redis_admission"] = "reused"
+    shape = Shape(
+        world_size=chance.choice([1, 1, 2]),
+        depth=chance.choice([1, 2]),
+        num_blocks=chance.choice([20, 24, 40]),
+        cpu_chunks=chance.choice([8, 24]),
+        max_batched_tokens=chance.choice([64, 256]),
+        token_seconds=chance.choice([0.0002, 0.001]),
+        settings=settings,
+    )
+    families = [_tokens(kernel, chance.randint(64, 200)) for _ in range(chance.choice([2, 3]))]
+    rushes = [chance.uniform(0.0, 2.5) for _ in range(3)]
+    clients = [
+        Client(
+            start=chance.choice(rushes) + chance.uniform(0.0, 0.1),
+            prompt=(*chance.choice(families), *_tokens(kernel, chance.randrange(40))),
+            max_tokens=chance.choice([1, 1, 2, 2, 3, 33]),
+            abort_after=chance.uniform(0.0, 0.5) if chance.random() < 0.15 else None,
+        )
+        for _ in range(chance.randint(4, 10))
+    ]
+    roles = chance.choice([["kv_both"], ["kv_both"] * 2, ["kv_both"] * 2, _PAIR])
+    return Plan(shape, list(roles), families, clients)
+
+
+def _tokens(kernel: Kernel, count: int) -> tuple[int, ...]:
+    return tuple(kernel.chance.randrange(VOCABULARY) for _ in range(count))
+
+
+assert CHUNK_SIZE * 2 <= 64, "a family has at least two chunks"

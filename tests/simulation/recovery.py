@@ -1,0 +1,85 @@
+"""What must come back once faults are over: hits, and values that were lost or spoiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.simulation.faults import DamagedValues, Deployment
+from tests.simulation.instance import Instance
+from tests.simulation.kernel import Kernel, SimulationFailure
+from tests.simulation.ledger import Ledger
+
+_SECONDS = 90.0
+
+Tokens = tuple[int, ...]
+
+
+@dataclass
+class Recovery:
+    """``ask(instance, prompt, max_tokens)`` waits for the answer. ``counts``: what came back."""
+
+    kernel: Kernel
+    deployment: Deployment
+    ledger: Ledger
+    ask: Callable[[Instance, Tokens, int], None]
+    counts: Counter[str]
+
+    def hits(self, reader: Instance, writer: Instance, prompt: Tokens) -> None:
+        """``reader``, with nothing in memory, finds a prompt in Redis that ``writer`` is asked
+        for too."""
+        before, attempts = reader.num_redis_hits, 0
+        until = self._until(f"NO HIT of {reader.process.name} came back")
+        while reader.num_redis_hits == before:
+            until()
+            if attempts:
+                self.kernel.sleep(1.0)
+            self._ask_both(reader, writer, prompt)
+            attempts += 1
+        self.counts["attempts to hit"] += attempts
+
+    def offers(self, writer: Instance, prompt: Tokens) -> None:
+        """What Redis has lost and one instance holds in memory comes back to Redis, although nobody
+        computes it again."""
+        self.ask(writer, prompt, 1)
+        wanted = self.ledger.keys_of(prompt) & writer.keys_in_memory()
+        for server in self.deployment.servers:
+            server.entries.clear()
+        pause, until = 0.5, self._until(f"NOT OFFERED AGAIN by {writer.process.name}")
+        while wanted - self.ledger.keys_in_redis():
+            until()
+            self.ask(writer, prompt, 1)
+            self.kernel.sleep(pause)
+            pause = min(2 * pause, 4.0)
+        self.counts["offered again"] += 1
+
+    def names(self, reader: Instance, writer: Instance, prompt: Tokens) -> None:
+        """Whatever lies under names of the prompt's values is replaced by those values."""
+        keys, ledger = self.ledger.keys_of(prompt), self.ledger
+        num_spoiled = DamagedValues(0.5).damage(self.deployment, ledger.values_of(keys))
+        until = self._until(f"NOT HEALED by {reader.process.name} and {writer.process.name}")
+        while not all(ledger.is_right(name, s.entries[name]) for s, name in ledger.values_of(keys)):
+            until()
+            self._ask_both(reader, writer, prompt)
+            self.kernel.sleep(1.0)
+        self.hits(reader, writer, prompt)
+        self.counts["healed"] += num_spoiled
+
+    def _ask_both(self, reader: Instance, writer: Instance, prompt: Tokens) -> None:
+        if writer is not reader:
+            self.ask(writer, prompt, 1)
+        reader.evict_all()
+        # Any step tells the scheduler side what has left.
+        self.ask(reader, (1, 2, 3), 1)
+        self.ask(reader, prompt, 2)
+
+    def _until(self, what: str) -> Callable[[], None]:
+        """To be called again and again: fails once it took too long."""
+        end = self.kernel.now + _SECONDS
+
+        def check() -> None:
+            if self.kernel.now > end:
+                raise SimulationFailure(f"{what} within {_SECONDS:g} s")
+
+        return check

@@ -1,0 +1,233 @@
+"""Three calls around the forward pass of a real paged model: what comes back, byte for byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from lmcache_connector.errors import ConfigError, UnsupportedError
+from lmcache_connector.stepwise.connector import LMCacheConnector
+from lmcache_connector.stepwise.model_input import ModelInput
+from tests.support.engines.stepped_model import (
+    BLOCK,
+    VOCABULARY,
+    SteppedEngine,
+    SteppedModel,
+    sequence,
+)
+from tests.support.redis.servers import Server
+from tests.support.redis.slow_proxy import SlowLink, slow_proxy
+
+CHUNK = 32
+
+
+def tokens_of(seed: int, number: int) -> list[int]:
+    return [random.Random(seed * 1000 + i).randrange(VOCABULARY) for i in range(number)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A tiny model: threads would wait for each other."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SteppedEngine]:
+    with SteppedEngine({}) as engine:
+        yield engine
+
+
+def test_a_prefix_comes_back_byte_for_byte_and_shortens_the_input(engine: SteppedEngine) -> None:
+    tokens = tokens_of(1, 100)
+    cold, all_of_it = engine.step(sequence(tokens, range(7)))
+    assert all_of_it.query_lens == (100,)
+    hit, left = engine.step(sequence(tokens, range(20, 27)))
+    assert left.query_lens == (100 - 3 * CHUNK,)
+    assert torch.equal(engine.kv_of(range(20, 27), 96), engine.kv_of(range(7), 96))
+    assert torch.allclose(hit[-1], cold[-1], atol=1e-4)
+    assert engine.connector.counts.hit_chunks >= 3
+
+
+def test_the_last_token_is_computed_even_if_all_of_it_is_stored(engine: SteppedEngine) -> None:
+    tokens = tokens_of(2, 3 * CHUNK)
+    cold, _ = engine.step(sequence(tokens, range(6)))
+    hit, left = engine.step(sequence(tokens, range(30, 36)))
+    assert left.query_lens == (CHUNK,)
+    assert torch.allclose(hit[-1], cold[-1], atol=1e-4)
+
+
+def test_whoever_reads_no_hidden_state_may_skip_the_model(engine: SteppedEngine) -> None:
+    tokens = tokens_of(3, 2 * CHUNK)
+    engine.step(sequence(tokens, range(4)))
+    wants_none = sequence(tokens, range(40, 44), sampling_positions=((),))
+    hidden, bypass, left = engine.connector.recv_kv_caches_and_hidden_states(
+        engine.model, wants_none, engine.kv_caches
+    )
+    assert (hidden, bypass, left.num_query_tokens) == (None, True, 0)
+    assert torch.equal(engine.kv_of(range(40, 44), 64), engine.kv_of(range(4), 64))
+
+
+def test_positions_that_are_read_are_computed(engine: SteppedEngine) -> None:
+    tokens = tokens_of(4, 4 * CHUNK)
+    engine.step(sequence(tokens, range(8)))
+    _, left = engine.step(sequence(tokens, range(30, 38), sampling_positions=((70, 127),)))
+    assert left.query_lens == (2 * CHUNK,)
+
+
+def test_sequences_of_one_step_are_told_apart(engine: SteppedEngine) -> None:
+    one, other = tokens_of(5, 70), tokens_of(6, 90)
+    both = ModelInput((*one, *other), (70, 90), (70, 90), (tuple(range(5)), tuple(range(5, 11))))
+    engine.step(both)
+    swapped = ModelInput(
+        (*other, *one), (90, 70), (90, 70), (tuple(range(20, 26)), tuple(range(30, 35)))
+    )
+    _, left = engine.step(swapped)
+    assert left.query_lens == (90 - 64, 70 - 64)
+    assert torch.equal(engine.kv_of(range(20, 26), 64), engine.kv_of(range(5, 11), 64))
+    assert torch.equal(engine.kv_of(range(30, 35), 64), engine.kv_of(range(5), 64))
+
+
+def test_generated_tokens_are_stored_once_they_fill_a_chunk(engine: SteppedEngine) -> None:
+    tokens = tokens_of(7, 2 * CHUNK)
+    blocks = tuple(range(4))
+    engine.step(sequence(tokens[:50], blocks))
+    for end in range(51, 2 * CHUNK + 1):
+        engine.step(ModelInput(tuple(tokens[:end]), (end,), (1,), (blocks,)))
+    _, left = engine.step(sequence([*tokens, 1], range(10, 15)))
+    assert left.query_lens == (1,)
+    assert torch.equal(engine.kv_of(range(10, 14), 64), engine.kv_of(blocks, 64))
+
+
+def test_context_that_nobody_saw_computed_is_not_stored(engine: SteppedEngine) -> None:
+    """The caller says that 40 tokens are in the blocks; they hold another sequence's."""
+    tokens, blocks = tokens_of(8, 70), tuple(range(5))
+    engine.step(sequence(tokens_of(9, 70), blocks))
+    engine.step(ModelInput(tuple(tokens), (70,), (30,), (blocks,)))
+    _, left = engine.step(sequence(tokens, range(10, 15)))
+    assert left.query_lens == (70,)
+
+
+def test_a_step_in_the_middle_of_a_chunk_loads_what_follows(engine: SteppedEngine) -> None:
+    """40 tokens were computed here, and 96 are stored from elsewhere."""
+    tokens = tokens_of(10, 100)
+    engine.step(sequence(tokens, range(7)))
+    blocks = tuple(range(20, 27))
+    mid = BLOCK * 2 + 8
+    engine.model(sequence(tokens[:mid], blocks[:3]), engine.kv_caches)
+    engine.connector.send_kv_caches_and_hidden_states(
+        engine.model, sequence(tokens[:mid], blocks[:3]), engine.kv_caches, None
+    )
+    _, left = engine.step(ModelInput(tuple(tokens), (100,), (100 - mid,), (blocks,)))
+    assert left.query_lens == (4,)
+    assert torch.allclose(
+        engine.kv_of(blocks, 100).float(), engine.kv_of(range(7), 100).float(), atol=1e-2
+    )
+
+
+def test_salts_keep_tenants_apart(engine: SteppedEngine) -> None:
+    tokens = tokens_of(11, 70)
+    engine.step(sequence(tokens, range(5), cache_salts=("a",)))
+    _, left = engine.step(sequence(tokens, range(10, 15), cache_salts=("b",)))
+    assert left.query_lens == (70,)
+    _, left = engine.step(sequence(tokens, range(10, 15), cache_salts=("a",)))
+    assert left.query_lens == (6,)
+
+
+def test_weights_that_change_in_place_are_another_model() -> None:
+    tokens = tokens_of(12, 70)
+    with SteppedEngine({}) as engine:
+        engine.step(sequence(tokens, range(5)))
+        with torch.no_grad():
+            engine.model.get_parameter("qkv.0.weight").mul_(1.5)
+        _, left = engine.step(sequence(tokens, range(10, 15)))
+        assert left.query_lens == (70,)
+        _, left = engine.step(sequence(tokens, range(20, 25)))
+        assert left.query_lens == (6,)
+
+
+def test_another_process_restores_from_redis_only_what_its_own_model_computed(
+    valkey: Server,
+) -> None:
+    tokens, shared = tokens_of(13, 100), {"redis_url": valkey.url}
+    with SteppedEngine(shared) as one:
+        one.step(sequence(tokens, range(7)))
+        stored = one.kv_of(range(7), 96)
+    with SteppedEngine(shared) as two:
+        _, left = two.step(sequence(tokens, range(10, 17)))
+        assert left.query_lens == (4,)
+        assert two.connector.counts.redis_chunks == 3
+        assert torch.equal(two.kv_of(range(10, 17), 96), stored)
+    with SteppedEngine(shared, model=SteppedModel(seed=1)) as other:
+        _, left = other.step(sequence(tokens, range(7)))
+        assert left.query_lens == (100,)
+
+
+def test_values_spoiled_in_redis_are_computed(valkey: Server) -> None:
+    tokens, shared = tokens_of(14, 100), {"redis_url": valkey.url, "namespace": "spoiled"}
+    with SteppedEngine(shared) as one:
+        one.step(sequence(tokens, range(7)))
+    client = valkey.client()
+    for name in client.keys("lmc:{spoiled:*"):
+        value = bytearray(client.get(name))
+        value[-1] ^= 1
+        client.set(name, bytes(value))
+    with SteppedEngine(shared) as two:
+        _, left = two.step(sequence(tokens, range(10, 17)))
+        assert left.query_lens == (100,)
+        assert two.connector.counts.lost_chunks == 3
+
+
+def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(valkey: Server) -> None:
+    """It says what it holds, and would take half a minute to bring it."""
+    tokens, shared = tokens_of(18, 100), {"redis_url": valkey.url, "namespace": "slow"}
+    with SteppedEngine(shared) as one:
+        one.step(sequence(tokens, range(7)))
+    link = SlowLink()
+    with slow_proxy(valkey.port, link) as proxy:
+        limits = {"load_deadline_seconds": 0.2, "lookup_deadline_seconds": 30.0}
+        with SteppedEngine(shared | limits | {"redis_url": proxy.url}) as two:
+            two.step(sequence(tokens_of(19, 40), range(3)))  # connects
+            link.set(bytes_per_second=2000)
+            hidden, left = two.step(sequence(tokens, range(10, 17)))
+            assert left.query_lens == (100,)
+            assert two.connector.counts.lost_chunks == 3
+            assert len(hidden) == 100
+
+
+def test_a_redis_that_is_gone_costs_hits_not_steps() -> None:
+    with SteppedEngine({"redis_url": "redis://127.0.0.1:1"}) as engine:
+        tokens = tokens_of(15, 70)
+        engine.step(sequence(tokens, range(5)))
+        _, left = engine.step(sequence(tokens, range(10, 15)))
+        assert left.query_lens == (6,)
+
+
+def test_ranks_that_hold_parts_restore_what_all_of_them_have() -> None:
+    def agree(there: Sequence[int]) -> list[int]:
+        return [min(each, CHUNK) for each in there]
+
+    with SteppedEngine({}) as engine:
+        engine.connector = LMCacheConnector(
+            1, 1, {"chunk_size": CHUNK, "cpu_gib": 0.05, "compute_or_load": "always"}, agree
+        )
+        tokens = tokens_of(16, 100)
+        engine.step(sequence(tokens, range(7)))
+        _, left = engine.step(sequence(tokens, range(10, 17)))
+        assert left.query_lens == (100 - CHUNK,)
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(ConfigError, match="chunk_sise"):
+        LMCacheConnector(0, 0, {"chunk_sise": 32})
+    with SteppedEngine({"chunk_size": 24}) as engine, pytest.raises(ConfigError, match="multiple"):
+        engine.step(sequence(tokens_of(17, 40), range(3)))
+    with SteppedEngine({}) as engine:
+        engine.model = lambda *_: None
+        with pytest.raises(UnsupportedError, match="model_digest"):
+            engine.step(sequence(tokens_of(17, 40), range(3)))

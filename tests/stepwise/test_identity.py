@@ -1,0 +1,113 @@
+"""Whose KV a chunk is: what changes the keys of a model in memory, and what does not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lmcache_connector.config.tiered import parse_config
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.stepwise.form import KVForm
+from lmcache_connector.stepwise.identity import ModelIdentity, weights_in_memory
+
+FORM = KVForm(num_heads=2, widths=(16, 16), dtype="bfloat16")
+IDS = list(range(32))
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+
+
+def key(model: object, engine: str = "e", form: KVForm = FORM, **config: Any) -> bytes:
+    identity = ModelIdentity(model, engine, form, parse_config({"chunk_size": 32} | config))
+    identity.refresh()
+    keys = identity.keys()
+    keys.extend(IDS)
+    return keys.keys[0]
+
+
+def test_a_model_made_again_has_the_same_keys() -> None:
+    again = tiny()
+    again.config._name_or_path = "elsewhere"
+    assert key(tiny()) == key(again)
+
+
+def _scale(model: LlamaForCausalLM) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+
+
+def _swap(model: LlamaForCausalLM) -> None:
+    """Another configuration, of the same weights."""
+    model.config.rms_norm_eps = 1e-3
+
+
+def _cast(model: LlamaForCausalLM) -> None:
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [_scale, _swap, _cast])
+def test_whatever_changes_a_model_changes_its_keys(
+    change: Callable[[LlamaForCausalLM], None],
+) -> None:
+    model = tiny()
+    before = key(model)
+    change(model)
+    assert key(model) != before
+
+
+def test_engines_forms_and_namespaces_never_mix() -> None:
+    model = tiny()
+    wider = KVForm(num_heads=4, widths=(8, 8), dtype="bfloat16")
+    found = [
+        key(model),
+        key(model, engine="f"),
+        key(model, form=wider),
+        key(model, namespace="other"),
+        key(model, hash_key="sixteen bytes or more"),
+        key(model, weights_label="next"),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_changes_in_place_are_noticed() -> None:
+    model = tiny()
+    identity = ModelIdentity(model, "e", FORM, parse_config({}))
+    assert not identity.refresh()
+    assert not identity.refresh()
+    _scale(model)
+    assert identity.refresh()
+    assert not identity.refresh()
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
+    assert identity.refresh()
+    assert identity.version == 3
+
+
+def test_tied_weights_are_read_once_and_count_by_name() -> None:
+    model = tiny()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    tied = weights_in_memory(model)
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+    assert weights_in_memory(model) == tied
+
+
+def test_weights_that_are_not_here_need_a_name() -> None:
+    with torch.device("meta"):
+        absent = tiny()
+    with pytest.raises(UnsupportedError, match="model_digest"):
+        key(absent)
+    assert key(absent, model_digest="mine") == key(absent, model_digest="mine")
+
+
+def test_code_that_lies_in_no_file_needs_a_name() -> None:
+    made: dict[str, Any] = {"torch": torch, "__name__": "made"}
+    exec("class Made(torch.nn.Linear):\n    pass", made)
+    with pytest.raises(UnsupportedError, match="model_digest"):
+        key(made["Made"](2, 2))

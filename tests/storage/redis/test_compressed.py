@@ -1,0 +1,207 @@
+"""Values compressed and not on one Redis: every reader has both, whatever it writes itself."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+
+from lmcache_connector.storage.chunk_codec import (
+    HEADER_BYTES,
+    Codec,
+    Sealer,
+    decode_header,
+    encode_header,
+)
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.counters import WriteEnd
+from lmcache_connector.storage.redis.tier import RedisTier
+from tests.support.redis.chunks import (
+    chunk_data,
+    chunk_key,
+    count_found,
+    get_all,
+    kv_data,
+    open_tier,
+    put_all,
+)
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.servers import Server
+
+CODECS: list[Codec] = ["none", "blosc2"]
+
+
+def lengths(server: Server, index: int) -> list[int]:
+    """Of the payloads of chunk ``index`` as stored: layers 0 to 2 and 3, head by head."""
+    with server.client() as client:
+        names = sorted(client.keys(f"lmc:*{chunk_key(index).hex()}*-*"))
+        return [client.strlen(name) - HEADER_BYTES for name in names]
+
+
+def assert_no_miss(tier: RedisTier) -> None:
+    assert tier.stats().counts.misses == {}
+    assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
+
+
+def test_values_are_smaller_where_the_writer_says_so(valkey: Server) -> None:
+    with open_tier(valkey.url, codec="blosc2") as tier:
+        assert put_all(tier, [0], kv_data) == [True]
+        assert put_all(tier, [1]) == [True], "noise"
+        assert tier.stats().counts.bytes_written == sum(lengths(valkey, 0) + lengths(valkey, 1))
+    assert all(
+        n < 0.8 * m for n, m in zip(lengths(valkey, 0), [3072, 3072, 1024, 1024], strict=True)
+    )
+    assert lengths(valkey, 1) == [3072, 3072, 1024, 1024]
+
+
+@pytest.mark.parametrize(("writes", "reads"), product(CODECS, CODECS))
+@pytest.mark.parametrize("keyed", [False, True])
+def test_every_reader_reads_every_value(
+    valkey: Server, writes: Codec, reads: Codec, keyed: bool
+) -> None:
+    opened = partial(open_tier, valkey.url, hash_key=b"0123456789abcdef" if keyed else None)
+    with opened(codec=writes) as writer:
+        assert all(put_all(writer, range(3), kv_data))
+    with opened(codec=reads) as reader:
+        for _ in range(2):
+            assert get_all(reader, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
+        assert_no_miss(reader)
+
+
+# Batches of one value, of some, and of all; small ones are shared by the readers.
+@pytest.mark.parametrize("window_bytes", [2, 20_000, 8 << 20])
+@pytest.mark.parametrize("num_connections", [1, 2])
+def test_both_kinds_in_turn_cost_no_miss(
+    valkey: Server, window_bytes: int, num_connections: int
+) -> None:
+    """Wherever in a batch a reader meets its first compressed value."""
+    sizes = partial(open_tier, window_bytes=window_bytes, num_connections=num_connections)
+    for first in range(9):
+        with valkey.client() as client:
+            client.flushall()
+        with open_tier(valkey.url) as plain, open_tier(valkey.url, codec="blosc2") as small:
+            assert all(put_all(plain, range(first), kv_data))
+            assert all(put_all(small, [i for i in range(first, 12) if i % 3], kv_data))
+            assert all(put_all(plain, [i for i in range(first, 12) if not i % 3], kv_data))
+        with sizes(valkey.url) as reader:
+            for _ in range(3):
+                assert get_all(reader, range(12)) == ([True] * 12, [kv_data(i) for i in range(12)])
+            assert_no_miss(reader)
+
+
+def test_large_values_of_both_kinds(valkey: Server) -> None:
+    """Values of 3 MiB, which come in many pieces."""
+    geometry = ChunkGeometry(128, 0, (2048,) * 12, (0, 1), 2, "bfloat16")
+    opened = partial(open_tier, valkey.url, geometry, max_value_bytes=4 << 20)
+    with opened() as plain, opened(codec="blosc2") as small:
+        assert put_all(small, [0, 2], kv_data) == put_all(plain, [1, 3], kv_data) == [True] * 2
+        for reader in (plain, small):
+            hits, data = get_all(reader, range(4))
+            assert hits == [True] * 4
+            assert data == [kv_data(i, geometry) for i in range(4)]
+            assert_no_miss(reader)
+
+
+@pytest.mark.parametrize(("first", "second"), product(CODECS, CODECS))
+def test_what_one_has_written_another_leaves(valkey: Server, first: Codec, second: Codec) -> None:
+    with open_tier(valkey.url, codec=first) as tier:
+        assert put_all(tier, range(2), kv_data) == [True] * 2
+    before = lengths(valkey, 0)
+    with open_tier(valkey.url, codec=second) as tier:
+        assert put_all(tier, range(2), kv_data) == [True] * 2
+        assert tier.stats().counts.writes == {WriteEnd.ALREADY_THERE: 2}
+    assert lengths(valkey, 0) == before
+    assert count_found(valkey.url, 3) == 2
+
+
+def test_a_missing_chunk_ends_the_read_of_compressed_ones(valkey: Server) -> None:
+    with open_tier(valkey.url, codec="blosc2") as tier:
+        assert all(put_all(tier, [0, 1, 3], kv_data))
+        for _ in range(4):
+            hits, data = get_all(tier, range(4))
+            assert (hits[:3], data[:2]) == ([True, True, False], [kv_data(0), kv_data(1)])
+        assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
+        assert get_all(tier, range(2))[0] == [True] * 2
+
+
+# What lies under a value's name instead of it. All is sealed as if a writer had meant it.
+
+
+def resealed(value: bytes, change: Callable[[bytearray], None]) -> bytes:
+    header, stored = decode_header(value[:HEADER_BYTES]), bytearray(value[HEADER_BYTES:])
+    change(stored)
+    header = replace(header, compressed_bytes=len(stored))
+    return encode_header(header, stored, Sealer()) + stored
+
+
+def patch(offset: int, data: bytes) -> Callable[[bytearray], None]:
+    def change(stored: bytearray) -> None:
+        stored[offset : offset + len(data)] = data
+
+    return change
+
+
+def cut(stored: bytearray) -> None:
+    del stored[len(stored) // 2 :]
+
+
+def noise(stored: bytearray) -> None:
+    stored[40:] = chunk_data(7)[: len(stored) - 40]
+
+
+HOSTILE = {
+    "a bomb": patch(4, struct.pack("<i", 1 << 30)),
+    "a shorter payload": patch(4, struct.pack("<i", 2)),
+    "one block of all memory": patch(8, struct.pack("<i", 1 << 30)),
+    "a truncated stream": cut,
+    "noise": noise,
+    "a plugin's codec": patch(22, bytes([36])),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_chunk_that_does_not_decompress_is_a_miss_and_removed(
+    valkey: Server, change: Callable[[bytearray], None]
+) -> None:
+    with open_tier(valkey.url, codec="blosc2", claim_seconds=0.001) as tier:
+        assert all(put_all(tier, range(3), kv_data))
+        with valkey.client() as client:
+            name = min(client.keys(f"lmc:*{chunk_key(1).hex()}*-*"))
+            client.set(name, resealed(client.get(name), change))
+            hits, data = get_all(tier, range(3))
+            assert (hits[:2], data[0]) == ([True, False], kv_data(0))
+            assert tier.stats().counts.misses["bad_compression"] == 1
+            wait_until(lambda: not client.exists(name), "the value was not removed")
+        assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
+        assert put_all(tier, range(3), kv_data) == [True] * 3
+        assert get_all(tier, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("num_bytes", [1, HEADER_BYTES, HEADER_BYTES + 33, HEADER_BYTES + 3071])
+def test_a_shorter_value_is_a_miss(valkey: Server, codec: Codec, num_bytes: int) -> None:
+    with open_tier(valkey.url, codec=codec, claim_seconds=0.001) as tier:
+        assert all(put_all(tier, range(3), kv_data))
+        get_all(tier, range(3))
+        with valkey.client() as client:
+            name = min(client.keys(f"lmc:*{chunk_key(1).hex()}*-*"))
+            client.set(name, client.get(name)[:num_bytes].ljust(num_bytes, b"\0"))
+            assert get_all(tier, range(3))[0][:2] == [True, False]
+            wait_until(lambda: not client.exists(name), "the value was not removed")
+        assert put_all(tier, range(3), kv_data) == [True] * 3
+        assert get_all(tier, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
+
+
+def test_a_flipped_bit_is_seen_before_anything_is_decompressed(valkey: Server) -> None:
+    with open_tier(valkey.url, codec="blosc2") as tier, valkey.client() as client:
+        assert all(put_all(tier, range(2), kv_data))
+        for index, at in enumerate((HEADER_BYTES, HEADER_BYTES + 500)):
+            name = min(client.keys(f"lmc:*{chunk_key(index).hex()}*-*"))
+            client.setrange(name, at, bytes([client.get(name)[at] ^ 1]))
+            assert get_all(tier, [index])[0] == [False]
+        assert tier.stats().counts.misses == {"bad_checksum": 2}

@@ -1,0 +1,295 @@
+"""``model.generate`` over the tiers: what is restored, what is stored, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, MistralForCausalLM
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.transformers import KVTiers, TieredCache
+from tests.support.engines.generate_child import generate_elsewhere, kv_digest
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server, running_valkey
+
+CHUNK = 128
+SMALL = {"cpu_gib": 0.05, "compute_or_load": "always"}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "min_new_tokens": 2}
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def prompt(seed: int, length: int) -> torch.Tensor:
+    return torch.tensor([random_prompt(seed, length)]) % 60 + 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models: threads would wait for each other."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+@pytest.fixture(scope="module")
+def llama(model: Path) -> Any:
+    return load(model)
+
+
+@pytest.fixture(scope="module")
+def tiers(llama: Any) -> Iterator[KVTiers]:
+    with KVTiers(llama, SMALL) as tiers:
+        yield tiers
+
+
+def cold(llama: Any, tiers: KVTiers, ids: torch.Tensor, **more: Any) -> TieredCache:
+    """The cache of a run that found nothing, and stored all."""
+    cache, before = tiers.new_cache(), tiers.counts
+    llama.generate(ids, past_key_values=cache, **(GREEDY | more))
+    tiers.finish_stores()
+    assert tiers.counts.hit_chunks == before.hit_chunks
+    assert tiers.counts.stored_chunks > before.stored_chunks
+    return cache
+
+
+def tail_logits(llama: Any, prefix: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """Of the last token, by a plain cache that is given the KV of the first tokens."""
+    cache = DynamicCache(config=llama.config)
+    for index, (keys, values) in enumerate(zip(prefix[::2], prefix[1::2], strict=True)):
+        cache.update(keys, values, index)
+    rest = ids[:, prefix[0].shape[2] :]
+    with torch.no_grad():
+        logits: torch.Tensor = llama(rest, past_key_values=cache, logits_to_keep=1).logits
+    return logits
+
+
+def test_a_hit_is_byte_equal_and_its_logits_are_those_of_its_tail(
+    llama: Any, tiers: KVTiers
+) -> None:
+    ids = prompt(1, 700)
+    stored = [each[:, :, : 5 * CHUNK] for each in cold(llama, tiers, ids).tensors()]
+    cache, before = tiers.new_cache(), tiers.counts
+    hit = llama.generate(
+        ids, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **GREEDY
+    )
+    assert tiers.counts.hit_chunks == before.hit_chunks + 5
+    for new, old in zip(cache.tensors(), stored, strict=True):
+        assert torch.equal(new[:, :, : 5 * CHUNK], old)
+    assert torch.equal(hit.logits[0], tail_logits(llama, stored, ids)[:, -1].float())
+
+
+def test_the_last_token_is_computed(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(2, 3 * CHUNK)
+    cold(llama, tiers, ids)
+    before = tiers.counts
+    llama.generate(ids, past_key_values=tiers.new_cache(), **GREEDY)
+    assert tiers.counts.hit_chunks == before.hit_chunks + 2
+
+
+def test_an_answer_is_stored_and_found_by_the_next_turn(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(3, 200)
+    cache = tiers.new_cache()
+    answer = llama.generate(
+        ids, past_key_values=cache, do_sample=False, max_new_tokens=200, min_new_tokens=200
+    )
+    tiers.finish_stores()
+    stored = [each[:, :, : 3 * CHUNK].clone() for each in cache.tensors()]
+    before, again = tiers.counts, tiers.new_cache()
+    llama.generate(torch.cat([answer, ids], 1), past_key_values=again, **GREEDY)
+    assert tiers.counts.hit_chunks == before.hit_chunks + 3
+    assert all(
+        torch.equal(a[:, :, : 3 * CHUNK], b) for a, b in zip(again.tensors(), stored, strict=True)
+    )
+
+
+def test_a_cache_that_goes_on_finds_what_others_stored(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(4, 700)
+    stored = [each.clone() for each in cold(llama, tiers, ids).tensors()]
+    cache = tiers.new_cache()
+    llama.generate(ids[:, :200], past_key_values=cache, do_sample=False, max_new_tokens=1)
+    assert cache.get_seq_length() == 200
+    mine = [each.clone() for each in cache.tensors()]
+    llama.generate(ids, past_key_values=cache, **GREEDY)
+    for new, old, other in zip(cache.tensors(), mine, stored, strict=True):
+        assert torch.equal(new[:, :, :200], old)  # in use already: not exchanged
+        assert torch.equal(new[:, :, 200 : 5 * CHUNK], other[:, :, 200 : 5 * CHUNK])
+
+
+def test_prefill_in_pieces_finds_the_same(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(5, 700)
+    whole = [each.clone() for each in cold(llama, tiers, ids).tensors()]
+    cache, before = tiers.new_cache(), tiers.counts
+    llama.generate(ids, past_key_values=cache, prefill_chunk_size=300, **GREEDY)
+    assert tiers.counts.hit_chunks > before.hit_chunks
+    assert list(cache.token_ids[:700]) == ids[0].tolist()
+    assert all(
+        torch.equal(a[:, :, :256], b[:, :, :256])
+        for a, b in zip(cache.tensors(), whole, strict=True)
+    )
+
+
+def test_rejected_drafts_leave_nothing_behind(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(6, 50).repeat(1, 5)
+    cache = tiers.new_cache()
+    output = llama.generate(
+        ids,
+        past_key_values=cache,
+        prompt_lookup_num_tokens=10,
+        do_sample=False,
+        max_new_tokens=150,
+        min_new_tokens=150,
+    )
+    tiers.finish_stores()
+    known = list(cache.token_ids)
+    assert known == output[0, : len(known)].tolist()
+    again, before = tiers.new_cache(), tiers.counts
+    llama.generate(output, past_key_values=again, **GREEDY)
+    assert tiers.counts.hit_chunks > before.hit_chunks + 1
+
+
+def test_whoever_reads_all_logits_gets_all_of_them(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(7, 300)
+    cold(llama, tiers, ids)
+    with torch.no_grad():
+        logits = llama(ids, past_key_values=tiers.new_cache()).logits
+    assert logits.shape[1] == 300
+
+
+def test_salts_keep_tenants_apart(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(8, 300)
+    cold(llama, tiers, ids)
+    before = tiers.counts
+    llama.generate(ids, past_key_values=tiers.new_cache("someone"), **GREEDY)
+    assert tiers.counts.hit_chunks == before.hit_chunks
+
+
+def test_another_process_without_vllm_restores_from_redis(model: Path, valkey: Server) -> None:
+    ids, shared = prompt(9, 700)[0].tolist(), SMALL | {"redis_url": valkey.url}
+    first = generate_elsewhere(model, shared, ids, kv_tokens=5 * CHUNK)
+    second = generate_elsewhere(model, shared, ids, kv_tokens=5 * CHUNK)
+    assert (first["counts"]["hit_chunks"], first["counts"]["stored_chunks"]) == (0, 5)
+    assert second["counts"]["redis_chunks"] == second["counts"]["hit_chunks"] == 5
+    assert second["kv"] == first["kv"]
+
+
+def test_a_redis_that_goes_away_costs_hits_alone(llama: Any, model: Path) -> None:
+    ids = prompt(10, 700)
+    with running_valkey() as server:
+        shared = SMALL | {"redis_url": server.url, "load_deadline_seconds": 2.0}
+        generate_elsewhere(model, shared, ids[0].tolist())
+        with KVTiers(llama, shared) as tiers:
+            server.stop()
+            cache = tiers.new_cache()
+            llama.generate(ids, past_key_values=cache, **GREEDY)
+            tiers.finish_stores()
+            assert tiers.counts.hit_chunks == 0
+            llama.generate(ids, past_key_values=tiers.new_cache(), **GREEDY)
+            assert tiers.counts.hit_chunks == 5
+    plain = DynamicCache(config=llama.config)
+    llama.generate(ids, past_key_values=plain, **GREEDY)
+    halves = [half for layer in plain.layers for half in (layer.keys, layer.values)]
+    assert kv_digest(cache.tensors(), 700) == kv_digest(halves, 700)
+
+
+# -- whose KV it is --------------------------------------------------------------------------------
+
+
+def test_trained_weights_are_another_model(model: Path) -> None:
+    llama, ids = load(model), prompt(11, 300)
+    with KVTiers(llama, SMALL) as tiers:
+        stale = tiers.new_cache()
+        cold(llama, tiers, ids)
+        with torch.no_grad():
+            llama.model.layers[0].self_attn.k_proj.weight.mul_(1.25)
+        before = tiers.counts
+        llama.generate(ids, past_key_values=stale, **GREEDY)  # passes by
+        assert tiers.counts == before
+        llama.generate(ids, past_key_values=tiers.new_cache(), **GREEDY)
+        tiers.finish_stores()
+        assert tiers.counts.hit_chunks == before.hit_chunks
+        assert tiers.counts.stored_chunks == before.stored_chunks + 2
+
+
+@pytest.mark.parametrize("alteration", ["hooks", "training", "attentions", "autocast"])
+def test_kv_that_may_be_altered_passes_by(llama: Any, tiers: KVTiers, alteration: str) -> None:
+    tiers.finish_stores()
+    ids, before = prompt(12, 300), tiers.counts
+    more: dict[str, Any] = {}
+    context = torch.autocast("cpu", dtype=torch.bfloat16, enabled=alteration == "autocast")
+    hook = None
+    if alteration == "hooks":
+        hook = llama.model.layers[0].register_forward_hook(lambda *_: None)
+    if alteration == "training":
+        llama.train()
+    if alteration == "attentions":
+        more = {"output_attentions": True, "return_dict_in_generate": True}
+        llama.set_attn_implementation("eager")
+    try:
+        with context:
+            llama.generate(ids, past_key_values=tiers.new_cache(), **GREEDY, **more)
+    finally:
+        llama.eval()
+        llama.set_attn_implementation("sdpa")
+        if hook is not None:
+            hook.remove()
+    tiers.finish_stores()
+    assert tiers.counts == before
+
+
+def test_a_pass_that_fails_leaves_no_names_behind(llama: Any, tiers: KVTiers) -> None:
+    """The model fails before it has computed anything; other tokens take the place of those."""
+    wrong, right = prompt(13, 300), prompt(14, 300)
+    cache = tiers.new_cache()
+    wrong[0, 150] = 10**6  # no such token
+    with pytest.raises(IndexError):
+        llama.generate(wrong, past_key_values=cache, **GREEDY)
+    llama.generate(right, past_key_values=cache, **GREEDY)
+    tiers.finish_stores()
+    before, again = tiers.counts, tiers.new_cache()
+    llama.generate(right, past_key_values=again, **GREEDY)
+    assert tiers.counts.hit_chunks == before.hit_chunks + 2
+    assert all(
+        torch.equal(a[:, :, :256], b[:, :, :256])
+        for a, b in zip(again.tensors(), cache.tensors(), strict=True)
+    )
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_several_sequences_are_refused(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(15, 40)
+    for more in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+        with pytest.raises(UnsupportedError, match="one sequence"):
+            llama.generate(ids, past_key_values=tiers.new_cache(), **(GREEDY | more))
+    with pytest.raises(UnsupportedError, match="one sequence"):
+        llama.generate(ids.repeat(2, 1), past_key_values=tiers.new_cache(), **GREEDY)
+
+
+def test_padding_is_refused(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(16, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    with pytest.raises(UnsupportedError, match="no padding"):
+        llama.generate(ids, attention_mask=mask, past_key_values=tiers.new_cache(), **GREEDY)
+
+
+def test_models_that_need_more_than_all_tokens_are_refused(llama: Any) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    windowed = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=16))
+    with pytest.raises(UnsupportedError, match="sliding windows"):
+        KVTiers(windowed, SMALL)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    scaled = MistralForCausalLM(
+        MistralConfig(**sizes, **heads, sliding_window=None, rope_parameters=rope)
+    )
+    with pytest.raises(UnsupportedError, match="dynamic"):
+        KVTiers(scaled, SMALL)
