@@ -50,12 +50,13 @@ BENCHMARKS = {
 }
 COMMANDS = {
     "all": "every benchmark, each in a process of its own, kept and reported",
+    "gpu": "what a machine with a CUDA GPU is wanted for: tests and copies, without a network",
     "report": "write RESULTS.md and its plots anew from the results kept",
 }
 # With small pages, where an engine's memory happens to lie decides its speed: two engines without
 # any connector, started one after the other, differed by 20 %. With huge pages they did not.
 _ENGINE_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
-_COMMAND_MODULES = {"all": "suite", "report": "report"}
+_COMMAND_MODULES = {"all": "suite", "gpu": "gpu", "report": "report"}
 
 
 def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:

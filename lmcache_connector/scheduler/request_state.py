@@ -66,12 +66,14 @@ class WitnessState:
 
     ``num_tokens`` may count drafts that will be rejected; ``None``: the request has not been
     scheduled since it began, or began again. The blocks that the leading ``num_vouched`` tokens
-    fill are vouched for.
+    fill are vouched for. Up to ``due_at`` tokens, steps that go on computing it change no more
+    than ``num_tokens``.
     ``has_gap``: it went on from tokens that are not witnessed.
     """
 
     num_tokens: int | None = None
     num_vouched: int = 0
+    due_at: int = 0
     has_gap: bool = False
 
     def restart(self) -> None:
@@ -81,7 +83,7 @@ class WitnessState:
     def reset(self) -> None:
         """Its blocks belong to keys of before. What is computed behind a gap stays so."""
         self.num_tokens = None
-        self.num_vouched = 0
+        self.num_vouched = self.due_at = 0
 
 
 @dataclass(slots=True)

@@ -144,8 +144,14 @@ class WorkerAdapter:
             self._jobs.cancel(plan.vacated_stores)
         self._gate.open()
 
-    def start_forward(self, plan: StepPlan) -> None:
-        """Right before the forward pass."""
+    def start_forward(self, plan: StepPlan | None) -> None:
+        """Right before the forward pass. ``None``: the step does nothing else."""
+        if plan is None:
+            self._idle = False
+            if self._settings.blocks_are_zeroed:
+                self._gate.open()
+            self._hold_writes(float("inf"))
+            return
         if not plan.idle:
             self._hold_writes(float("inf"))
         self._timer.start(plan.prefill)

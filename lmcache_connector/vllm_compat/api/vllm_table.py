@@ -196,6 +196,7 @@ _SCHEDULING = (
     ),
     Use("vllm.v1.core.block_pool", "BlockPool", members=("blocks", "hash_block_size")),
     Use("vllm.v1.core.block_pool", "BlockPool.evict_blocks", passes=("block_ids",)),
+    Use("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", passes=()),
     Use("vllm.v1.core.block_pool", "BlockPool.touch", passes=("blocks",)),
     Use("vllm.v1.core.block_pool", "BlockPool.unpin_blocks", passes=("blocks", "on_reuse")),
     Use(_CACHE, "KVCacheBlock", members=("block_id",)),
