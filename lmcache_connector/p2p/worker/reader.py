@@ -108,6 +108,11 @@ class Reader:
                 waiting.has_read(num_bytes, seconds, cause)
                 self._buffer.changed.notify_all()
 
+    def forget(self, places: Sequence[Place]) -> None:
+        """Nothing more is read there."""
+        for place in places:
+            self._nixl.forget(place.metadata)
+
     # -- details -------------------------------------------------------------------------------
 
     def _place(self, session: PeerSession) -> Place | None:

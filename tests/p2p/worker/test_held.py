@@ -133,6 +133,27 @@ def test_a_consumer_without_nixl_gets_frames() -> None:
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
 
 
+def test_blocks_do_not_wait_long_for_who_is_in_no_hurry() -> None:
+    """The prompt waits in host memory, and is sent in frames."""
+    with (
+        running_instance(produces=True, transport="nixl") as prefill,
+        running_instance(consumes=True, transport="nixl") as decode,
+    ):
+        prefill.hold("slow", SHUFFLED)
+        prefill.until(lambda: "request of slow" in prefill.sent)
+        assert prefill.used_bytes > 0
+        decode.load("slow", OTHERS, prefill.address)
+        check_all_arrived(prefill, decode, "slow")
+        prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
+
+
+def test_a_reset_lets_all_blocks_go(prefill: FakeInstance) -> None:
+    prefill.hold("reset", SHUFFLED, seed=10)
+    prefill.step(HandoverPlan(reset=True))
+    prefill.until(lambda: "request of reset" in prefill.sent)
+    assert ("reset", Reason.RESET) in prefill.unsent
+
+
 def test_a_lease_ends() -> None:
     with running_instance(produces=True, transport="nixl", lease_seconds=0.2) as prefill:
         prefill.hold("forgotten", SHUFFLED)
