@@ -11,6 +11,7 @@ import pytest
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
 from lmcache_connector.p2p.plans import Drop, HandoverPlan, Release
 from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.worker import adapter
 from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,
     NUM_HEADS,
@@ -250,3 +251,15 @@ def test_strangers_are_not_let_into_memory(config: dict[str, object], is_used: b
     where: dict[str, object] = {"host": "10.9.8.7", "bind_host": "127.0.0.1", "transport": "auto"}
     with running_instance(produces=True, **where, **config) as instance:  # type: ignore[arg-type]
         assert (instance.ranks[0].worker._nixl is not None) is is_used
+
+
+def test_who_shares_no_link_gets_frames_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_instance(produces=True, transport="auto") as prefill:
+        monkeypatch.setattr(adapter, "links", lambda **_: ("another machine",))
+        with running_instance(consumes=True, transport="auto") as decode:
+            nixl = decode.ranks[0].worker._nixl
+            assert nixl is not None
+            monkeypatch.setattr(nixl, "read", None)
+            prefill.hold("far", SHUFFLED)
+            decode.load("far", OTHERS, prefill.address)
+            check_all_arrived(prefill, decode, "far")
