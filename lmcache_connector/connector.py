@@ -20,7 +20,7 @@ from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, R
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
-from lmcache_connector.vllm_compat.resets import before_each_reset
+from lmcache_connector.vllm_compat.short_loads import before_each_reset
 from lmcache_connector.vllm_compat.weights import weights_identity
 
 if TYPE_CHECKING:

@@ -118,6 +118,11 @@ def _check_is_handed_over(model: ModelDescription) -> None:
             "hand-overs of models with windows, states or several KV cache groups yet",
             "share KV through Redis with LMCacheTieredConnector, or use vLLM's NixlConnector",
         )
+    if model.drafted_len is not None:
+        raise unsupported(
+            "hand-overs of models whose drafter has KV of its own yet",
+            "draft with ngram or suffix, or share KV through Redis with LMCacheTieredConnector",
+        )
 
 
 def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter:

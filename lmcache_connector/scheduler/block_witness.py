@@ -75,6 +75,7 @@ class BlockWitness:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._chunk_size = settings.chunk_size
+        self._lookahead = settings.lookahead
         self._parts = settings.parts
         # Their blocks fill up one by one; those of states are told of.
         self._group_sizes = {
@@ -222,6 +223,7 @@ class BlockWitness:
         """The request begins, or begins again, with ``start`` tokens that vLLM says are there: how
         many of them are witnessed."""
         state.keys.extend(state.request.all_token_ids)
+        start = min(start, state.request.num_tokens - self._lookahead)  # drafts may be ahead of it
         sizes = self._group_sizes | self._state_sizes
         num_tokens = min(self._own_tokens(state, *group, start) for group in sizes.items())
         state.witness.num_vouched = num_tokens
@@ -244,10 +246,10 @@ class BlockWitness:
         return num_blocks * size
 
     def _vouch(self, state: RequestState, num_tokens: int) -> bool:
-        """For the blocks full of tokens that are known: drafts may be rejected. True: for more than
-        before."""
+        """For the blocks full of tokens whose KV is known: drafts may be rejected. True: for more
+        than before."""
         before = state.witness.num_vouched
-        after = int(min(num_tokens, state.request.num_tokens))
+        after = int(min(num_tokens, state.request.num_tokens - self._lookahead))
         if after // self._least_block <= before // self._least_block:
             return False
         state.keys.extend(state.request.all_token_ids)
@@ -299,9 +301,10 @@ class BlockWitness:
         return lineages
 
     def _full_lineage(self, state: RequestState, size: int, block: int) -> bytes:
-        """With all that else goes into the chunk's key, up to the block's end."""
+        """With all that else goes into the chunk's key, up to the end of what the block's KV
+        follows from."""
         chunk = block // (self._chunk_size // size)
-        start, end = chunk * self._chunk_size, (block + 1) * size
+        start, end = chunk * self._chunk_size, (block + 1) * size + self._lookahead
         parent, more = state.keys.parent(chunk), state.keys.extras(start, end)
         if self._names_tokens:
             more += array("I", state.request.all_token_ids[start:end]).tobytes()

@@ -74,11 +74,13 @@ class JobDispatcher:
     def plan_step(self, scheduler_output: SchedulerOutput) -> None:
         """The stores and audits that a step makes possible by what it computes."""
         block_state = scheduler_output.kv_connector_block_state
+        is_drafted = self._is_drafted(scheduler_output)
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._book.get(request_id)
             if state is None:
                 continue
-            num_own = num_scheduled if self._book.computes_its_own(state, num_scheduled) else 0
+            is_own = is_drafted and self._book.computes_its_own(state, num_scheduled)
+            num_own = num_scheduled if is_own else 0
             may_be_more = self._witness.scheduled(state, num_own)
             offers = block_state.boundary_state_offloads.get(request_id, ())
             if not (may_be_more or offers):
@@ -174,6 +176,18 @@ class JobDispatcher:
         return short_loads
 
     # -- details ---------------------------------------------------------------------------------
+
+    def _is_drafted(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether the model's drafter, if it has KV, computes the step's tokens too: for all
+        requests together, or for none."""
+        max_len = self._settings.drafted_len
+        if max_len is None:
+            return True
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts |= {request.req_id: request.num_computed_tokens for request in new}
+        scheduled = scheduler_output.num_scheduled_tokens
+        return all(starts[name] + count <= max_len for name, count in scheduled.items())
 
     def _plan_store(
         self,

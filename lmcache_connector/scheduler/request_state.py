@@ -26,6 +26,8 @@ class SchedulerSettings:
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
     window_interval: int | None = None  # None: eight windows
+    lookahead: int = 0  # the KV of a token follows from so many tokens after it too
+    drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
 
     @property
     def is_prefix_only(self) -> bool:

@@ -23,11 +23,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.stepwise.model_input import ModelInput
 from lmcache_connector.stepwise.paged import KVCaches, PagedSequences
+from lmcache_connector.stepwise.settings import read_settings
 from lmcache_connector.stepwise.tiers import Counts
-from lmcache_connector.vllm_compat.api.versions import check_lmcache
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,8 @@ class LMCacheConnector:
     one model, and must restore alike: the element-wise least of what all ranks pass to it (an
     ``all_reduce``). Without it, ranks are replicas and share what they store.
 
-    Raises ``ConfigError`` with all that is wrong with it. Memory is taken with the first ``recv``.
+    Raises ``ConfigError`` with all that is wrong with it, or ``UnsupportedError`` for an LMCache
+    that cannot be used. Memory is taken with the first ``recv``.
     """
 
     def __init__(
@@ -52,11 +52,10 @@ class LMCacheConnector:
     ) -> None:
         self._rank = rank
         self._local_rank = local_rank
-        self._config = parse_config(config)
+        self._config = read_settings(config)
         self._agree = agree
         self._model: Any = None
         self._paged: PagedSequences | None = None
-        check_lmcache()
 
     @property
     def counts(self) -> Counts:

@@ -39,7 +39,7 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.reconciler import Pace
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
-from lmcache_connector.worker.self_test import run_self_test
+from lmcache_connector.worker.self_test import SelfTestError, run_self_test
 from lmcache_connector.worker.step_gate import StepGate
 
 if TYPE_CHECKING:
@@ -126,7 +126,11 @@ class Tiers:
             clock,
         )
         self._probe = self._make_probe(probe_root)
-        self._calibrate()
+        try:
+            self._calibrate()
+        except SelfTestError:
+            self._engine.close(0.0)
+            raise
         on_cpu = self._device.type == "cpu"
         self._jobs = JobQueue(
             self._run,

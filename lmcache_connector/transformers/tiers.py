@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.stepwise.form import as_blocks
 from lmcache_connector.stepwise.identity import ModelIdentity
+from lmcache_connector.stepwise.settings import read_settings
 from lmcache_connector.stepwise.tiers import Counts, LoadPlan, StuckCopyError, Tiers
 from lmcache_connector.transformers.cache import TieredCache
 from lmcache_connector.transformers.forward_call import ForwardCall, by_name, without_first
 from lmcache_connector.transformers.support import find_form
-from lmcache_connector.vllm_compat.api.versions import check_lmcache
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,7 @@ class KVTiers:
     """
 
     def __init__(self, model: PreTrainedModel, config: Mapping[str, Any]) -> None:
-        check_lmcache()
-        self._config = parse_config(config)
+        self._config = read_settings(config)
         self._model = model
         self._form = find_form(model)
         self._device = model.device
@@ -155,9 +153,10 @@ class KVTiers:
             or self._has_new_weights(cache)
             or torch.is_autocast_enabled(self._device.type)
             or any(
-                not self._hook_ids.issuperset(hooks)
+                not (number in self._hook_ids or hook.__module__.startswith(f"{_ENGINE}."))
                 for module in self._model.modules()
                 for hooks in (module._forward_hooks, module._forward_pre_hooks)
+                for number, hook in hooks.items()
             )
         )
 

@@ -337,7 +337,13 @@ class WorkerAdapter:
         if self.self_test is not None:
             local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
         calibration = Calibration(local, self._probe.first(_FIRST_PROBE_SECONDS))
-        return RankStart(self._settings.configuration, calibration)
+        rank, parts = self._settings.engine.rank, self._settings.parts
+        return RankStart(
+            self._settings.configuration,
+            calibration,
+            layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
+            formats=parts[0].formats,
+        )
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:

@@ -32,6 +32,7 @@ SHAPES = {
     "what is reused": Shape(redis=True, admission="reused", depth=2),
     "consumer": Shape(role="kv_consumer", redis=True),
     "producer": Shape(role="kv_producer"),
+    "a drafter's head": Shape(lookahead=1, redis=True, depth=2),
 }
 
 

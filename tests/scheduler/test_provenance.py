@@ -42,6 +42,11 @@ SHAPES = {
         groups=("w40", "full"), num_blocks=36, tier_chunks=30, zeroes=True, prefix_caching=False
     ),
     "one window": Shape(groups=("w40",)),
+    "a drafter's head": Shape(lookahead=1, redis=True),
+    "a drafter's head, async, zeroed": Shape(lookahead=1, depth=2, zeroes=True, num_blocks=26),
+    "a drafter's head, windows": Shape(
+        groups=("w40", "full"), lookahead=1, num_blocks=60, tier_chunks=30
+    ),
 }
 
 IMAGES = {"cat": 3, "dog": 20, "owl": 20}  # content: how many tokens it takes

@@ -155,7 +155,12 @@ class Instance:
 
     def evict_all(self) -> None:
         """Soon: forget what memory holds, in the CPU tier and, once no request runs, in vLLM."""
-        self._wants_eviction = self._wants_reset = True
+        self._wants_eviction = True
+        self.evict_blocks()
+
+    def evict_blocks(self) -> None:
+        """Once no request runs: forget what vLLM holds. The CPU tier keeps it."""
+        self._wants_reset = True
         self._changed.set()
 
     def keys_in_memory(self) -> set[bytes]:

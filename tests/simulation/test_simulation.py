@@ -47,8 +47,9 @@ def _run(seconds: float, jobs: int, folder: Path) -> None:
     )
     numbers: dict[str, int] = json.loads(file.read_text())
     # Else they were not worth much.
+    assert numbers["seeds"] > 20
     for name in ("requests", "hits from redis", "hits from memory", "values checked", "healed"):
-        assert numbers[name] > 0, numbers
+        assert numbers.get(name), numbers
 
 
 @pytest.mark.timeout(900)

@@ -158,10 +158,12 @@ class World:
         kernel.trace(f"{type(fault).__name__} ends")
 
     def _be_short_of_memory(self) -> None:
-        """What memory holds is forgotten now and then, so that Redis is asked."""
-        for _ in range(self.kernel.chance.randrange(12)):
-            self.kernel.sleep(self.kernel.chance.uniform(0.0, 0.5))
-            self.kernel.chance.choice(self._alive).evict_all()
+        """What memory holds is forgotten now and then, so that the tiers are asked."""
+        chance = self.kernel.chance
+        for _ in range(chance.randrange(12)):
+            self.kernel.sleep(chance.uniform(0.0, 0.5))
+            instance = chance.choice(self._alive)
+            chance.choice([instance.evict_all, instance.evict_blocks])()
 
     def _be_crash(self) -> None:
         kernel = self.kernel

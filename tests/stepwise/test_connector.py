@@ -19,6 +19,7 @@ from tests.support.engines.stepped_model import (
     sequence,
 )
 from tests.support.redis.servers import Server
+from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
 CHUNK = 32
 
@@ -180,6 +181,23 @@ def test_values_spoiled_in_redis_are_computed(valkey: Server) -> None:
         _, left = two.step(sequence(tokens, range(10, 17)))
         assert left.query_lens == (100,)
         assert two.connector.counts.lost_chunks == 3
+
+
+def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(valkey: Server) -> None:
+    """It says what it holds, and would take half a minute to bring it."""
+    tokens, shared = tokens_of(18, 100), {"redis_url": valkey.url, "namespace": "slow"}
+    with SteppedEngine(shared) as one:
+        one.step(sequence(tokens, range(7)))
+    link = SlowLink()
+    with slow_proxy(valkey.port, link) as proxy:
+        limits = {"load_deadline_seconds": 0.2, "lookup_deadline_seconds": 30.0}
+        with SteppedEngine(shared | limits | {"redis_url": proxy.url}) as two:
+            two.step(sequence(tokens_of(19, 40), range(3)))  # connects
+            link.set(bytes_per_second=2000)
+            hidden, left = two.step(sequence(tokens, range(10, 17)))
+            assert left.query_lens == (100,)
+            assert two.connector.counts.lost_chunks == 3
+            assert len(hidden) == 100
 
 
 def test_a_redis_that_is_gone_costs_hits_not_steps() -> None:

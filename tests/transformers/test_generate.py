@@ -219,6 +219,7 @@ def test_trained_weights_are_another_model(model: Path) -> None:
 
 @pytest.mark.parametrize("alteration", ["hooks", "training", "attentions", "autocast"])
 def test_kv_that_may_be_altered_passes_by(llama: Any, tiers: KVTiers, alteration: str) -> None:
+    tiers.finish_stores()
     ids, before = prompt(12, 300), tiers.counts
     more: dict[str, Any] = {}
     context = torch.autocast("cpu", dtype=torch.bfloat16, enabled=alteration == "autocast")

@@ -96,10 +96,11 @@ def check_vllm() -> Standing:
     return replace(standing, lost=_lost(VLLM_PACKAGE, VLLM))
 
 
-def check_lmcache() -> None:
-    """Whether LMCache has all that is used of it: in a worker only, and once that is initialised.
-    Raises :class:`UnsupportedError`, with all that is missing."""
-    _lost(LMCACHE_PACKAGE, LMCACHE)
+def check_lmcache() -> Standing:
+    """What is known of LMCache, and whether it has all that is used of it: in a worker only, and
+    once that is initialised. Raises :class:`UnsupportedError`, with all that is missing."""
+    standing = _standing(LMCACHE_PACKAGE)
+    return replace(standing, lost=_lost(LMCACHE_PACKAGE, LMCACHE))
 
 
 def warnings(standing: Standing) -> list[str]:
