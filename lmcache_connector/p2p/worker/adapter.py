@@ -91,6 +91,8 @@ class P2PWorkerAdapter:
         settings, config, nixl = self._settings, self._settings.config, self._nixl
         host, ports = config.bind_host or self._host, dict[str, int]()
         reads = nixl if self._is_on_cpu else None
+        if nixl is not None:
+            nixl.start(reads=settings.consumes, is_read=settings.produces)
         if settings.consumes:
             consumer = Consumer(
                 settings, paged, self._copier, self._host_buffer, self._dialer, self._clock, reads
