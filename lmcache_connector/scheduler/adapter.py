@@ -168,7 +168,8 @@ class SchedulerAdapter:
         """
         if scheduler_output.preempted_req_ids:
             self._dispatcher.in_use.freed_some()
-        self._dispatcher.in_use.next_step()
+        if self._dispatcher.in_use.changes:
+            self._dispatcher.in_use.next_step()
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self.book.get(request_id)) is not None:
                 self._auditor.drop(state)
