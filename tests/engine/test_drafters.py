@@ -133,13 +133,13 @@ def test_a_hit_goes_on_where_vllms_own_ends(engine: VllmInstance) -> None:
     assert_equal(hit, computed, 640)
 
 
-def test_the_next_turn_of_a_conversation(engine: VllmInstance) -> None:
+def test_the_next_turn_of_a_conversation(engine: VllmInstance, kind: str) -> None:
     """It goes on from what was drafted and accepted."""
     prompt = random_prompt(40, 500)
     first = engine.serve(prompt, 200)
     turn = [*prompt, *first.token_ids, *random_prompt(41, 100)]
     engine.reset_prefix_cache()
-    hit = engine.serve(turn)
-    assert hit.external_hit_tokens == hit.cached_tokens >= 640 - CHUNK
-    fresh = cold(engine, turn)
-    assert_equal(hit, fresh, 512)
+    hit, share = serve(engine, turn)
+    assert hit.external_hit_tokens == hit.cached_tokens == 640
+    assert share >= SHARP.get(kind, 0.0)
+    assert_equal(hit, cold(engine, turn), 384)  # what is decoded differs in the last bits
