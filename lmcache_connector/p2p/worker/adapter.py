@@ -25,10 +25,10 @@ from lmcache_connector.p2p.data.nixl import NixlTransport
 from lmcache_connector.p2p.data.nixl_agent import Nixl
 from lmcache_connector.p2p.data.tcp import TcpTransport
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.memory.cache_form import form_of
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, RankHost
-from lmcache_connector.p2p.worker.cache_form import form_of
 from lmcache_connector.p2p.worker.consumer import Consumer
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.producer import Producer, Readable
 from lmcache_connector.p2p.worker.role import Role
 from lmcache_connector.p2p.worker.session import Dialer

@@ -19,9 +19,9 @@ from lmcache_connector.p2p.control.peers import Overlap, Peer, overlap, ranks_of
 from lmcache_connector.p2p.crew import Crew
 from lmcache_connector.p2p.data.frame import NO_DIGEST, digest_of
 from lmcache_connector.p2p.data.nixl_agent import Nixl
+from lmcache_connector.p2p.memory.cache_form import bytes_at, runs
 from lmcache_connector.p2p.plans import HandoverHold, HeldPrompt
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.cache_form import bytes_at, runs
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 
 logger = logging.getLogger(__name__)

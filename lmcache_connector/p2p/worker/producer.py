@@ -13,11 +13,11 @@ from lmcache_connector.p2p.control.messages import CacheForm, Message
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.nixl_agent import Nixl
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
+from lmcache_connector.p2p.memory.outgoing import LayerSave, Outgoing
 from lmcache_connector.p2p.plans import HandoverHold, HandoverPlan, HandoverReport, Save, Start
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.held import OTHER_PROMPT, HeldPrompts
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
-from lmcache_connector.p2p.worker.outgoing import LayerSave, Outgoing
 from lmcache_connector.p2p.worker.role import Role
 from lmcache_connector.p2p.worker.saver import Saver
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer

@@ -14,8 +14,8 @@ from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
 from lmcache_connector.p2p.data.frame import BLAKE3_BYTES, digest_of
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.memory.cache_form import bytes_at, fits, joined, runs
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.cache_form import bytes_at, fits, joined, runs
 from lmcache_connector.p2p.worker.incoming import Waiting
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.session import PeerSession
