@@ -288,11 +288,15 @@ class RankStart:
     """What one rank found out when it started.
 
     ``configuration``: digests of the model's configuration, part by part and sorted by name, as
-    this rank sees it once its model is built.
+    this rank sees it once its model is built. ``layer_widths``: of the layers of each part of its
+    KV, in bytes per token and head. ``formats``: how those of the first part are stored. Of layers
+    that share a KV cache group the scheduler's process sees one.
     """
 
     configuration: tuple[tuple[str, str], ...]
     calibration: Calibration
+    layer_widths: tuple[tuple[int, ...], ...] = ()
+    formats: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ BENCHMARKS = {
     "growth": "how costs grow with prompts, cached chunks, requests and instances",
     "models": "families of models with windows and states: hits, bytes and times, tier by tier",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
-    "p2p": "KV from a prefill to a decode engine, against a plain socket and recompute",
+    "p2p": "KV from a prefill to a decode engine by NIXL and TCP, against vLLM's NixlConnector",
     "simulated-gpu": "hits on a simulated GPU, against recompute and an oracle; virtual time",
     "slowlink": "time to first token over slow and silent links, against recompute",
     "trace": "realistic load on a served API, with the connector, without, and with LMCache's own",
@@ -51,12 +51,13 @@ BENCHMARKS = {
 }
 COMMANDS = {
     "all": "every benchmark, each in a process of its own, kept and reported",
+    "gpu": "what a machine with a CUDA GPU is wanted for: tests and copies, without a network",
     "report": "write RESULTS.md and its plots anew from the results kept",
 }
 # With small pages, where an engine's memory happens to lie decides its speed: two engines without
 # any connector, started one after the other, differed by 20 %. With huge pages they did not.
 _ENGINE_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
-_COMMAND_MODULES = {"all": "suite", "report": "report"}
+_COMMAND_MODULES = {"all": "suite", "gpu": "gpu", "report": "report"}
 
 
 def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:

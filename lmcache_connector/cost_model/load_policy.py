@@ -86,8 +86,8 @@ class LoadPolicy:
     ) -> None:
         self.model = model
         self._chunk_tokens = chunk_tokens
-        self._value_bytes = tuple(value_bytes)
-        self._chunk_bytes = sum(value_bytes[:num_prefix_parts])
+        self._num_prefix_parts = num_prefix_parts
+        self.learn_sizes(value_bytes)
         self._clock = clock
         self._num_stages = num_stages
         self._running: dict[int, _Running] = {}
@@ -103,6 +103,11 @@ class LoadPolicy:
         self._next_probe_at = float("-inf")
         self._probe_pause = _MIN_PROBE_SECONDS
         self._probe_wanted = False
+
+    def learn_sizes(self, value_bytes: Sequence[int]) -> None:
+        """What values of each part take, once that is known better. Before any decision."""
+        self._value_bytes = tuple(value_bytes)
+        self._chunk_bytes = sum(value_bytes[: self._num_prefix_parts])
 
     # -- decisions -----------------------------------------------------------------------------
 

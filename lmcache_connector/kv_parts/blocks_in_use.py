@@ -21,22 +21,27 @@ class BlocksInUse:
         self._is_told = is_told
         # A pass planned before the last ``num_batches - 1`` plans has ended.
         self._freed: deque[set[int]] = deque(maxlen=num_batches - 1)
+        self._freed.extend(set() for _ in range(num_batches - 1))
         self._num_unknown = 0
-        self.next_step()
+        self.changes = False
+        """Whether :meth:`next_step` makes a difference."""
 
     def next_step(self) -> None:
         """A step has been planned."""
         self._freed.append(set())
         self._num_unknown -= self._num_unknown > 0
+        self.changes = self._num_unknown > 0 or any(self._freed)
 
     def freed(self, block_ids: Sequence[Sequence[int]]) -> None:
         """A request has ended; its blocks per KV cache group."""
         if self._freed:
             self._freed[-1].update(*block_ids)
+            self.changes = True
 
     def freed_some(self) -> None:
         """Requests were preempted, and it is not known which blocks they had."""
         self._num_unknown = len(self._freed)
+        self.changes = self._num_unknown > 0
 
     def includes_any(self, block_ids: Collection[int]) -> bool:
         """Whether a pass under way may use one of these."""

@@ -15,16 +15,21 @@ from lmcache_connector.stepwise.form import KVForm
 from lmcache_connector.vllm_compat.excused import INDEPENDENT_ROPE_TYPES
 
 
-def find_form(model: PreTrainedModel) -> KVForm:
-    """The form of the model's KV. Computes one token, and keeps nothing of it. Raises
-    :class:`UnsupportedError`."""
+def check_configuration(model: PreTrainedModel) -> None:
+    """Whether KV follows from the tokens before alone. Raises :class:`UnsupportedError`."""
     if model.config.is_encoder_decoder:
         raise _unsupported("models with an encoder, whose KV follows from another text")
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise _unsupported(f"{type(model).__name__}, whose forward has no logits_to_keep")
     odd = sorted({*_rope_types(model.config.to_dict())} - INDEPENDENT_ROPE_TYPES)
     if odd:
         raise _unsupported(f"rotary embeddings ({', '.join(odd)}) that change with the length")
+
+
+def find_form(model: PreTrainedModel) -> KVForm:
+    """The form of the model's KV. Computes one token, and keeps nothing of it. Raises
+    :class:`UnsupportedError`."""
+    check_configuration(model)
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise _unsupported(f"{type(model).__name__}, whose forward has no logits_to_keep")
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     with torch.no_grad():
         token = torch.zeros((1, 1), dtype=torch.long, device=model.device)

@@ -153,9 +153,10 @@ class KVTiers:
             or self._has_new_weights(cache)
             or torch.is_autocast_enabled(self._device.type)
             or any(
-                not self._hook_ids.issuperset(hooks)
+                not (number in self._hook_ids or hook.__module__.startswith(f"{_ENGINE}."))
                 for module in self._model.modules()
                 for hooks in (module._forward_hooks, module._forward_pre_hooks)
+                for number, hook in hooks.items()
             )
         )
 

@@ -146,8 +146,14 @@ class WorkerAdapter:
             self._jobs.cancel(plan.vacated_stores)
         self._gate.open()
 
-    def start_forward(self, plan: StepPlan) -> None:
-        """Right before the forward pass."""
+    def start_forward(self, plan: StepPlan | None) -> None:
+        """Right before the forward pass. ``None``: the step does nothing else."""
+        if plan is None:
+            self._idle = False
+            if self._settings.blocks_are_zeroed:
+                self._gate.open()
+            self._hold_writes(float("inf"))
+            return
         if not plan.idle:
             self._hold_writes(float("inf"))
         self._before = self._copier.fence() if plan.has_earlier_work else None
@@ -340,7 +346,13 @@ class WorkerAdapter:
         if self.self_test is not None:
             local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
         calibration = Calibration(local, self._probe.first(_FIRST_PROBE_SECONDS))
-        return RankStart(self._settings.configuration, calibration)
+        rank, parts = self._settings.engine.rank, self._settings.parts
+        return RankStart(
+            self._settings.configuration,
+            calibration,
+            layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
+            formats=parts[0].formats,
+        )
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:

@@ -1,0 +1,184 @@
+"""The tiers around the forward passes of transformers' continuous batching.
+
+::
+
+    manager = model.init_continuous_batching(generation_config, batching_config)
+    with TieredBatching(manager, {"cpu_gib": 8, "redis_url": "redis://host"}):
+        manager.start()
+        ...
+        manager.stop()
+
+Transformers asks its paged cache for a prompt's prefix when it schedules the prompt, and tells it
+of whole blocks after the pass that filled them. Both questions go on to the tiers from there: what
+they restore lies in the request's own blocks, and shortens its prefill. All of it runs on the
+manager's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.stepwise.model_input import Row
+from lmcache_connector.stepwise.paged import PagedSequences
+from lmcache_connector.stepwise.settings import read_settings
+from lmcache_connector.stepwise.tiers import Counts
+from lmcache_connector.transformers.support import check_configuration
+
+logger = logging.getLogger(__name__)
+
+_ENGINE = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What transformers' cache asks of a request to which it gives blocks."""
+
+    request_id: str
+    num_tokens: int
+
+    def current_len(self) -> int:
+        return self.num_tokens
+
+
+class TieredBatching:
+    """The tiers of one manager, which has not started yet, until :meth:`close`.
+
+    ``config``: the keys of ``kv_connector_extra_config``, see the README. Raises
+    ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for what cannot be
+    served.
+    """
+
+    def __init__(self, manager: ContinuousBatchingManager, config: Mapping[str, Any]) -> None:
+        model = manager.model
+        check_configuration(model)
+        if manager.is_running():
+            raise UnsupportedError("The manager runs already: make TieredBatching before start().")
+        if manager.continuous_batching_config.use_async_batching:
+            raise UnsupportedError(
+                "TieredBatching needs every pass to end before the next one is planned: set "
+                "use_async_batching to False."
+            )
+        processor = manager._create_batch_processor()
+        cache = processor.cache
+        if set(cache.cache_allocators) != {FULL_ATTENTION} or not cache.use_prefix_sharing:
+            raise UnsupportedError(
+                "TieredBatching needs layers of full attention alone, and allow_block_sharing."
+            )
+        manager.batch_processor = processor  # which start() takes over
+        self._model = model
+        self._cache = cache
+        self._allocator = cache.cache_allocators[FULL_ATTENTION]
+        self._stream = processor.inputs_and_outputs.compute_stream
+        name = f"{_ENGINE} {version(_ENGINE)} paged"
+        self._paged = PagedSequences(
+            read_settings(config), name, None, model, _layers(self._allocator)
+        )
+        self._whole: dict[str, int] = {}
+        """Tokens of each request that lie in whole blocks, and are known to the tiers."""
+        self._cache.search_prefix_match = self._restore
+        self._cache.mark_complete_blocks = self._keep
+        self._hooks: tuple[Any, ...] = (
+            model.register_forward_pre_hook(self._begins, with_kwargs=True),
+            model.register_forward_hook(self._ended),
+        )
+        logger.info("TieredBatching: %s", self._paged.tiers)
+
+    def __enter__(self) -> TieredBatching:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def counts(self) -> Counts:
+        """What was looked up, restored and stored so far."""
+        return self._paged.tiers.counts
+
+    def close(self) -> None:
+        """Once the manager has stopped. Writes what is queued for Redis, within
+        ``shutdown_seconds``, and lets go of the manager and all memory and threads. Idempotent."""
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = ()
+            del self._cache.search_prefix_match, self._cache.mark_complete_blocks
+            self._paged.tiers.close()
+
+    # -- in the place of the paged cache's own ------------------------------------------------
+
+    def _restore(self, request_id: str, prompt_ids: list[int]) -> int:
+        """How many leading tokens of a prompt that is being scheduled have their KV in its blocks:
+        those that other requests share, and those that were restored after them."""
+        shared: int = PagedAttentionCache.search_prefix_match(self._cache, request_id, prompt_ids)
+        table = self._allocator.block_table
+        self._whole = {each: n for each, n in self._whole.items() if each in table}
+        self._whole[request_id] = shared
+        rest = len(prompt_ids) - shared
+        if not self._cache.can_store_request_tokens(_Place(request_id, shared), rest):
+            return shared
+        if self._stream is not None:
+            self._stream.synchronize()  # a pass may have read these blocks for somebody else
+        self._paged.begin_step()
+        row = _row(prompt_ids, shared, table[request_id])
+        restored = self._paged.restore(row)
+        self._paged.restored(row, restored)
+        if restored == 0:
+            self._cache.free_blocks(request_id)  # the request waits on, without any
+        else:
+            self._whole[request_id] = restored
+        return restored
+
+    def _keep(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """After a forward pass: store the chunks that are whole. Only then transformers may put
+        blocks of others with the same hash into the place of the request's own."""
+        blocks: Sequence[int] = self._allocator.block_table.get(state.request_id, ())
+        before = self._whole.get(state.request_id, 0)
+        end = before + complete_blocks.get(FULL_ATTENTION, 0) * self._allocator.tokens_per_page
+        if before < end <= len(blocks) * self._allocator.tokens_per_page:
+            self._whole[state.request_id] = end
+            tokens = (state.initial_tokens + state.generated_tokens)[:end]
+            self._paged.begin_step()
+            self._paged.keep(_row(tokens, before, blocks))
+            self._paged.tiers.finish_stores()  # transformers may hand the blocks out again
+        PagedAttentionCache.mark_complete_blocks(self._cache, state, complete_blocks)
+
+    # -- around a forward pass -----------------------------------------------------------------
+
+    def _begins(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("cache") is self._cache:
+            number = kwargs["input_ids"].shape[1]
+            reached = int(kwargs["position_ids"].sum())
+            self._paged.tiers.forward_begins(number, max(0, reached // number - number // 2))
+
+    def _ended(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        self._paged.tiers.forward_ended()
+
+
+def _row(token_ids: Sequence[int], context_len: int, blocks: Sequence[int]) -> Row:
+    """The last token is computed, whatever is stored."""
+    tokens = tuple(token_ids)
+    return Row(tokens, context_len, tuple(blocks), len(tokens) - 1, None)
+
+
+def _layers(allocator: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of each layer, ``[blocks, tokens, heads, head_dim]``: a block is a run of pages, one
+    for the K and one for the V of each layer."""
+    stride = allocator.block_physical_stride // allocator.tokens_per_page
+    pages = [allocator._kv_page_views[layer] for layer in allocator.layer_indices]
+    return [(keys[::stride], values[::stride]) for keys, values in pages]

@@ -1,0 +1,126 @@
+"""Transformers' paged continuous batching over the tiers, on its own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.transformers.continuous_batching import TieredBatching
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+
+PAGE, CHUNK = 32, 128
+SMALL = {"cpu_gib": 0.05, "compute_or_load": "always"}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [token % 60 + 2 for token in random_prompt(seed, length)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models: threads would wait for each other."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+def new_manager(folder: Path, **more: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    limits = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1)
+    sizes = {"page_size": PAGE, "num_blocks": 128, "max_batch_tokens": 512}
+    return model.init_continuous_batching(limits, ContinuousBatchingConfig(**(sizes | more)))
+
+
+@contextmanager
+def batching(folder: Path, config: dict[str, Any]) -> Iterator[tuple[Any, TieredBatching]]:
+    manager = new_manager(folder)
+    with TieredBatching(manager, SMALL | config) as tiers:
+        manager.start()
+        try:
+            yield manager, tiers
+        finally:
+            manager.stop()
+
+
+def answers(manager: Any, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    for name, tokens in prompts.items():
+        manager.add_request(tokens, request_id=name)
+    results = [manager.get_result(timeout=60) for _ in prompts]
+    assert all(result is not None and result.error is None for result in results)
+    return {result.request_id: result.generated_tokens for result in results}
+
+
+def kv_of(tiers: TieredBatching, blocks: list[int]) -> torch.Tensor:
+    part = tiers._paged._part.groups[0]
+    return torch.stack([layer[blocks] for layer in part.owners])
+
+
+def test_prompts_come_back_and_answers_too(model: Path, valkey: Server) -> None:
+    """Another manager, with another cache, restores what the first one stored."""
+    prompts = {"a": prompt(1, 300), "b": prompt(2, 700), "c": prompt(3, 40)}
+    config = {"redis_url": valkey.url}
+    with batching(model, config) as (manager, first):
+        cold = answers(manager, prompts)
+        assert first.counts.hit_chunks == 0
+        assert first.counts.stored_chunks == 2 + 5
+    with batching(model, config) as (manager, second):
+        hit = answers(manager, prompts)
+        assert second.counts.hit_chunks == second.counts.redis_chunks == 2 + 5
+        turn = prompts["a"] + cold["a"] + prompt(4, 60)
+        before = second.counts
+        answers(manager, {"turn": turn})
+        assert second.counts.lost_chunks == before.lost_chunks == 0
+    assert hit["c"] == cold["c"]
+    assert all(hit[name][:1] == cold[name][:1] for name in prompts)
+
+
+def test_what_was_restored_is_what_was_stored_byte_for_byte(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' own copies are evicted between the two, so that the tiers are asked."""
+    tokens = prompt(5, 300)
+    seen: list[torch.Tensor] = []
+    stored: list[torch.Tensor] = []
+    with batching(model, {}) as (manager, tiers):
+        restored = tiers._paged.restored
+
+        def look(row: Any, number: int) -> None:
+            if number:
+                seen.append(kv_of(tiers, list(row.blocks[: number // PAGE])))
+            restored(row, number)
+
+        kept = tiers._paged.keep
+
+        def watch(row: Any) -> None:
+            if len(row.token_ids) >= 2 * CHUNK and not stored:
+                stored.append(kv_of(tiers, list(row.blocks[: 2 * CHUNK // PAGE])))
+            kept(row)
+
+        monkeypatch.setattr(tiers._paged, "restored", look)
+        monkeypatch.setattr(tiers._paged, "keep", watch)
+        answers(manager, {"cold": tokens})
+        for allocator in manager.batch_processor.cache.cache_allocators.values():
+            evicted = allocator.ledger.evict_cached_blocks()
+            allocator.pool.free_blocks(allocator.index, evicted)
+            tiers._cache.cache_tensor.zero_()
+        answers(manager, {"hit": tokens})
+        assert tiers.counts.hit_chunks == 2
+    assert torch.equal(seen[0], stored[0])
+
+
+def test_managers_that_cannot_be_served_are_refused(model: Path) -> None:
+    manager = new_manager(model, allow_block_sharing=False)
+    with pytest.raises(UnsupportedError, match="allow_block_sharing"):
+        TieredBatching(manager, SMALL)
+    manager = new_manager(model, use_async_batching=True)
+    with pytest.raises(UnsupportedError, match="use_async_batching"):
+        TieredBatching(manager, SMALL)
