@@ -157,7 +157,7 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
         settings,
         router,
         instance.weights,  # the ranks compare their configurations when they meet
-        RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()).identify_now,
+        RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()),
     )
 
 

@@ -338,9 +338,9 @@ def close_gaps(engine: ShadowEngine) -> None:
     """When vLLM computes again what another connector failed to bring, all is well."""
     scheduled = engine.adapter.witness.scheduled
 
-    def forgiving(state: RequestState, num_tokens: int) -> bool:
+    def forgiving(state: RequestState, num_tokens: int, *, is_sure: bool) -> bool:
         state.witness.has_gap = False
-        return scheduled(state, num_tokens)
+        return scheduled(state, num_tokens, is_sure=False)
 
     vars(engine.adapter.witness).update(scheduled=forgiving)
 
