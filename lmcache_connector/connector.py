@@ -72,6 +72,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 kv_events=self._wants_kv_events,
                 find_adapter=adapter_folder,
                 weak_block_hashes=_has_weak_block_hashes(vllm_config),
+                num_batches=vllm_config.max_concurrent_batches,
+                max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             )
 
     @property
@@ -88,6 +90,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             self._scheduler_side.update_state_after_alloc(
                 request, blocks.get_block_ids(), num_external_tokens
             )
+        else:
+            self._scheduler_side.admitted(request)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int

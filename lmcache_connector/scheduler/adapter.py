@@ -36,7 +36,7 @@ from lmcache_connector.scheduler.dispatcher import JobDispatcher
 from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
-from lmcache_connector.scheduler.prefill_work import prefill_work
+from lmcache_connector.scheduler.prefill_work import prefill_work, prompt_tokens_left
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
@@ -105,6 +105,7 @@ class SchedulerAdapter:
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
+        self.policy.request_arrived(request.request_id)
         state = self._enter(request)
         if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
             return
@@ -143,6 +144,11 @@ class SchedulerAdapter:
         if num_external_tokens > 0 and state is not None and state.load.job is None:
             self._dispatcher.plan_load(state, block_ids, num_external_tokens)
 
+    def admitted(self, request: Request) -> None:
+        """The step being planned computes of the request, unless it is waiting for its load."""
+        num_tokens = request.num_tokens - request.num_computed_tokens
+        self.policy.request_admitted(request.request_id, num_tokens)
+
     def redis_hit_tokens(self, request: Request) -> int:
         """Of the load planned last for this request: tokens that come from Redis."""
         state = self.book.get(request.request_id)
@@ -160,6 +166,10 @@ class SchedulerAdapter:
 
         ``None``: neither. What could be asked here is looked at first: a call takes longer.
         """
+        if scheduler_output.preempted_req_ids:
+            self._dispatcher.in_use.freed_some()
+        if self._dispatcher.in_use.changes:
+            self._dispatcher.in_use.next_step()
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self.book.get(request_id)) is not None:
                 self._auditor.drop(state)
@@ -171,10 +181,16 @@ class SchedulerAdapter:
             self._was_asked, self._may_wait = False, True
             self.hits.next_step()
         only_decodes = scheduler_output.total_num_scheduled_tokens == len(scheduled)
+        prefill = None if only_decodes else prefill_work(scheduler_output, self.book)
+        self.policy.step_planned(
+            len(scheduled),
+            prompt_tokens_left(scheduler_output, self.book) if prefill else 0,
+            has_prefill=prefill is not None,
+        )
         adapters = self._loaded_adapters
         return self._jobs.take_plan(
             idle=not scheduled,
-            prefill=None if only_decodes else prefill_work(scheduler_output, self.book),
+            prefill=prefill,
             probe=self._wants_probe(),
             wanted=self.wanted.take() if self.wanted.has_news else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
@@ -184,6 +200,8 @@ class SchedulerAdapter:
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
+        self.policy.request_ended(request.request_id, len(self._scheduled))
+        self._dispatcher.in_use.freed(block_ids)
         if (state := self.book.finish(request)) is not None:
             self._dispatcher.finish(state, block_ids)
         if self.is_idle:  # a user who steps the engine may reset it next
@@ -203,6 +221,7 @@ class SchedulerAdapter:
 
     def unpin_all(self) -> None:
         """vLLM may have back the blocks that stores read: it is about to reset its cache."""
+        self._dispatcher.in_use.freed_some()
         self._dispatcher.unpin_all()
 
     @property
@@ -296,7 +315,6 @@ class SchedulerAdapter:
         return self._loads.offer(state, num_computed_tokens, hit)
 
     def _wants_probe(self) -> bool:
-        self.policy.step_planned(len(self._scheduled))
         probe = self.policy.take_probe()
         if probe:
             self.tally.count("probes")

@@ -9,7 +9,8 @@ the load of ours that filled it, until vLLM hands it out again. Then vLLM calls 
 The *lineage* of a block says what its KV was computed from: the key that the key of its chunk is
 chained to. It names the request's identity and all tokens before the chunk. vLLM's block hash
 vouches for the tokens inside the chunk, as it is a SHA-256 of them; lineages name them too where it
-is not.
+is not. It says nothing of the token after a block, from which the KV of a drafter's head follows:
+vLLM may put together blocks of several requests that went on differently. Lineages name it.
 
 A request is *witnessed* as far as its leading blocks are of its own lineage, and then as far as it
 is computed from there. After a gap nothing is, until it begins again: what follows was computed on
@@ -340,7 +341,7 @@ class BlockWitness:
 
     def _lineages_of(self, state: RequestState, size: int, first: int, end: int) -> list[bytes]:
         """Of the request's blocks ``[first, end)``, in a group with blocks of ``size`` tokens."""
-        if self._names_tokens or state.keys.has_extras:
+        if self._names_tokens or self._lookahead or state.keys.has_extras:
             return [self._full_lineage(state, size, block) for block in range(first, end)]
         lineages: list[bytes] = []
         per_chunk = self._chunk_size // size
@@ -356,6 +357,6 @@ class BlockWitness:
         chunk = block // (self._chunk_size // size)
         start, end = chunk * self._chunk_size, (block + 1) * size + self._lookahead
         parent, more = state.keys.parent(chunk), state.keys.extras(start, end)
-        if self._names_tokens:
-            more += array("I", state.request.all_token_ids[start:end]).tobytes()
+        first = start if self._names_tokens else end - self._lookahead
+        more += array("I", state.request.all_token_ids[first:end]).tobytes()
         return bytes(blake3(parent + more).digest()) if more else parent

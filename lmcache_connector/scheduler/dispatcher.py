@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.kv_events.log import BlockRun, KvEventSink
 from lmcache_connector.kv_events.vllm_events import describe_chunk
+from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.chunk_index import ChunkIndex
@@ -59,6 +60,7 @@ class JobDispatcher:
         self._held = HeldBlocks(settings, witness)
         self._num_groups = sum(len(part.groups) for part in settings.parts)
         self._least_block = min(part.block_size for part in settings.parts)
+        self.in_use = BlocksInUse(settings.num_batches, is_told=settings.is_prefix_only)
 
     def found(self, state: RequestState, hit: Hit) -> None:
         """The request has been looked up."""
@@ -70,7 +72,7 @@ class JobDispatcher:
         self, state: RequestState, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> None:
         """Of ``num_tokens`` into the request's blocks, listed per KV cache group."""
-        self._start(state, self._loads.plan(state, block_ids, num_tokens))
+        self._start(state, self._loads.plan(state, block_ids, num_tokens, self.in_use))
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> None:
         """The stores and audits that a step makes possible by what it computes."""
@@ -235,6 +237,7 @@ class JobDispatcher:
         self._jobs.add(state, job)
         if isinstance(job, StoreJob):
             self._held.pin(job)
+            self._loads.store_planned(job)
 
     def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
         sizes = self._settings.chunk_size, self._witness.hash_block_size
@@ -259,6 +262,7 @@ class JobDispatcher:
                 self._witness.disown()
                 self.abandon(rekeyed)
         else:
+            self._loads.store_ended(job, planned.results)
             self._stores.ended(state, job, planned.results)
         self._kv_events.settle(job.keys)
         self._book.forget_if_done(state)

@@ -25,6 +25,7 @@ class SchedulerSettings:
     redis_only_reused: bool = False
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
+    num_batches: int = 1  # steps under way at once
     window_interval: int | None = None  # None: eight windows
     lookahead: int = 0  # the KV of a token follows from so many tokens after it too
     drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
@@ -38,13 +39,15 @@ class SchedulerSettings:
 class LoadState:
     """The load of a request. Written by the :class:`LoadPlanner`.
 
-    ``end``: the chunk where the load ends, once that is decided. ``offered_from``: computed tokens
+    ``end``: the chunk where the load ends, once that is decided, with ``decided_from`` tokens
+    computed. ``offered_from``: computed tokens
     when it was offered to vLLM. ``redis_tokens``: of the load planned last. ``is_second``: one has
     failed before.
     """
 
     is_allowed: bool = True
     end: int | None = None
+    decided_from: int = 0
     deadline_seconds: float = 0.0
     offered_from: int = 0
     job: LoadJob | None = None

@@ -42,7 +42,9 @@ _SHAPES = {
         groups=("s", "full", "s"), chunk_size=BLOCK_SIZE, num_blocks=60, depth=2, redis=True
     ),
     "states and windows": Shape(groups=("s", "full", "w40"), chunk_size=BLOCK_SIZE, num_blocks=60),
-    "windows, a drafter's head": Shape(groups=GEMMA, lookahead=1, redis=True, num_blocks=60),
+    "windows, a drafter's head": Shape(
+        groups=GEMMA, lookahead=1, redis=True, num_blocks=60, prefix_caching=False
+    ),
     "narrow windows": Shape(groups=("full", "w10"), max_batched_tokens=48, num_blocks=40),
 }
 SHAPES = {name: replace(shape, tier_chunks=30) for name, shape in _SHAPES.items()}
