@@ -1,4 +1,4 @@
-"""Hugging Face transformers with KV tiers: questions about one long document, in two processes.
+"""Hugging Face transformers with the connector's tiers: one long document, two processes.
 
     python examples/transformers_generate.py MODEL
     python examples/transformers_generate.py MODEL --redis-url redis://localhost:6379
