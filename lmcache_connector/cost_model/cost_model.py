@@ -1,14 +1,17 @@
 """Compute or load: how much of a hit is worth loading, and how long to wait for it.
 
 The choice. Loads are asynchronous and a request waits for its own, so loading the first ``k`` hit
-chunks costs ``load(k) + compute(the rest)`` against ``compute(everything)``. ``load`` is a latency
-per tier and a line in bytes; ``compute`` of the rest is concave in ``k``, because the last tokens
-attend to the most. Their sum is concave wherever the tier does not change, so its minimum lies
-where a run of chunks from one tier ends: only those prefixes are compared (and the longest one the
-deadline cap lets through). A prefix costs what is predicted, plus twice the error predictions have
-had lately (``spread``), plus the deadline times the share of loads that failed; loads larger than
-any seen are taken to last in proportion to the largest. It must beat the compute it saves by 5 %
-and a millisecond.
+chunks costs ``wait(load(k)) + compute(the rest)`` against ``compute(everything)``. ``wait`` counts
+in steps: see :mod:`lmcache_connector.cost_model.step_time`. ``load`` is a latency per tier and a
+line in bytes, after what is queued and the stores it relies on; ``compute`` of the rest is concave
+in ``k``, because the last tokens attend to the most. Their sum is about concave wherever the tier
+does not change, so its minimum lies where a run of chunks from one tier ends: only those prefixes
+are compared (and the longest one the deadline cap lets through). A load lasts what is predicted,
+plus twice the error predictions have had lately (``spread``), plus the deadline times the share of
+loads that failed; loads larger than any seen are taken to last in proportion to the largest. The
+wait must be 5 % shorter than the compute it saves. Compute is taken from all who wait for their
+first token: the more others do, the less the steps count which a load costs, down to the load
+itself.
 
 The deadline, counted from the decision. Let ``C`` be recompute alone, ``R`` the compute left after
 the load, ``p`` the predicted load, and ``S = 5 % of C``. A load that brings nothing until a
@@ -16,9 +19,10 @@ deadline of ``S`` leaves the request within 1.05 of recompute, however slow the 
 
 - A tier nothing is known about gets ``S``: what arrives by then is used and measures the tier.
 - A tier known to be slow (or stalled) is not loaded from.
-- A tier known to win gets ``3*p``, at most ``1.05*C - R``, where even all bytes together would
-  come too late, and at least ``S``. If such a tier stalls out of the blue, the loads under way
-  lose up to that; from the first of them reported on, nothing loads from it.
+- A tier known to win gets ``3*p``, at most ``1.05*C - R`` less the steps that any load costs, where
+  even all bytes together would come too late, and at least ``S``. If such a tier stalls out of the
+  blue, the loads under way lose up to that; from the first of them reported on, nothing loads from
+  it.
 
 All deadlines lie between a floor of 10 ms (below it, thread wake-ups decide, not the tier) and
 ``max_deadline_seconds``. Before any prefill was measured ``C`` is unknown: as much as is predicted
@@ -43,6 +47,7 @@ from typing import Literal
 
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer, Reason
 from lmcache_connector.cost_model.prefill_speed import PrefillSpeed
+from lmcache_connector.cost_model.step_time import StepTime
 from lmcache_connector.cost_model.tier_speed import TierSpeed
 from lmcache_connector.plans import Tier
 
@@ -55,8 +60,6 @@ UNMEASURED_LOAD_SECONDS = 0.250
 for a tier nothing is known about."""
 _MIN_GAIN_SHARE = 0.05
 """Closer than this predictions cannot tell, and compute is the safe side."""
-_MIN_GAIN_SECONDS = 0.001
-"""An asynchronous load costs about one more scheduling step."""
 _MAX_BORDERS = 8
 """Scattered hits are compared at their first borders and their end only: it bounds the time."""
 _MAX_ENDS = 16
@@ -85,8 +88,9 @@ class _Prefix:
 class CostModel:
     """Learns from what loads and prefills took, and decides for each request what to load.
 
-    Not thread-safe: the scheduler side calls it. ``clock`` gives seconds, monotonic. Raises
-    ``ValueError`` if ``max_deadline_seconds`` is not positive.
+    Not thread-safe: the scheduler side calls it. ``clock`` gives seconds, monotonic. Up to
+    ``num_batches`` steps are under way at once, and each computes ``max_step_tokens`` at most.
+    Raises ``ValueError`` if ``max_deadline_seconds`` is not positive.
     """
 
     def __init__(
@@ -94,6 +98,8 @@ class CostModel:
         clock: Callable[[], float],
         max_deadline_seconds: float,
         mode: Literal["auto", "always"] = "auto",
+        num_batches: int = 1,
+        max_step_tokens: int = 1 << 30,
     ) -> None:
         if max_deadline_seconds <= 0:
             raise ValueError(f"max_deadline_seconds must be positive, not {max_deadline_seconds}")
@@ -101,7 +107,9 @@ class CostModel:
         self._max_deadline_seconds = max_deadline_seconds
         self.mode = mode
         self._tiers = {tier: TierSpeed() for tier in Tier}
-        self._prefill = PrefillSpeed()
+        self._prefill = PrefillSpeed(max_step_tokens)
+        self.max_step_tokens = max_step_tokens
+        self.steps = StepTime(num_batches)
 
     # -- measurements --------------------------------------------------------------------------
 
@@ -152,6 +160,11 @@ class CostModel:
             return None
         return self._prefill.seconds(context_tokens, prompt_tokens, running_requests)
 
+    def step_seconds(self, num_tokens: int) -> float:
+        """Of a step that computes ``num_tokens`` of prompts beside what decodes."""
+        least = self.steps.decode_seconds or self._prefill.seconds_per_step
+        return least + self._prefill.added_seconds(0, num_tokens)
+
     def bytes_per_second(self, tier: Tier) -> float:
         """Bandwidth of a tier after its latency; infinite when nothing is known. After a minute
         without a load that is the calibration's: one slow load shall not count for ever."""
@@ -197,7 +210,8 @@ class CostModel:
         trial = self._prefix(offer, offer.end_after(best.num_chunks))
         # One chunk alone may not pay where the whole hit does.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
-        if pays and trial.load_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE):
+        trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
+        if pays and trial_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE):
             calibrated.on_trial = True
             return trial
         self._tiers[left_out] = learned
@@ -207,14 +221,21 @@ class CostModel:
         """The cheapest prefix, or none where recompute is as good."""
         best, best_seconds = _Prefix(rest_seconds=compute_seconds), compute_seconds
         for prefix in self._prefixes(offer):
-            stall_seconds = prefix.failure_rate * self._deadline_seconds(prefix, compute_seconds)
+            deadline = self._deadline_seconds(offer, prefix, compute_seconds)
+            stall_seconds = prefix.failure_rate * deadline
             load_seconds = prefix.risky_seconds + stall_seconds
+            wait_seconds = self._wait_seconds(offer, load_seconds)
             saved_seconds = compute_seconds - prefix.rest_seconds
-            if load_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE) - _MIN_GAIN_SECONDS:
+            if wait_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE):
                 continue
-            if load_seconds + prefix.rest_seconds < best_seconds:
-                best, best_seconds = prefix, load_seconds + prefix.rest_seconds
+            if wait_seconds + prefix.rest_seconds < best_seconds:
+                best, best_seconds = prefix, wait_seconds + prefix.rest_seconds
         return best
+
+    def _wait_seconds(self, offer: LoadOffer, load_seconds: float) -> float:
+        """What a load costs, as it is judged."""
+        wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
+        return load_seconds + (wait_seconds - load_seconds) / (1 + offer.waiting_requests)
 
     def _prefixes(self, offer: LoadOffer) -> Iterator[_Prefix]:
         """The prefixes worth comparing, shorter first, up to a tier that stalls or is on trial.
@@ -275,7 +296,8 @@ class CostModel:
 
     def _prefix(self, offer: LoadOffer, num_chunks: int) -> _Prefix:
         """Tiers are taken to load one after the other."""
-        load_seconds, risky_seconds, failure_rate, all_known = 0.0, 0.0, 0.0, True
+        load_seconds = risky_seconds = offer.wait_seconds
+        failure_rate, all_known = 0.0, True
         for tier, speed in self._tiers.items():
             num_bytes = offer.num_bytes(tier, num_chunks)
             if num_bytes == 0:
@@ -295,14 +317,15 @@ class CostModel:
             all_known,
         )
 
-    def _deadline_seconds(self, prefix: _Prefix, compute_seconds: float) -> float:
+    def _deadline_seconds(self, offer: LoadOffer, prefix: _Prefix, compute_seconds: float) -> float:
         """See the module's docstring."""
         trusted = _MULTIPLE * prefix.load_seconds
         if not self._prefill.known:
             deadline = max(trusted, UNMEASURED_LOAD_SECONDS)
         else:
             stall_safe = STALL_SHARE * compute_seconds
-            too_late = compute_seconds + stall_safe - prefix.rest_seconds
+            lost = self.steps.lost_seconds(offer.step_seconds)
+            too_late = compute_seconds + stall_safe - prefix.rest_seconds - lost
             deadline = max(stall_safe, min(trusted, too_late))
         return min(max(deadline, MIN_DEADLINE_SECONDS), self._max_deadline_seconds)
 
@@ -321,7 +344,9 @@ class CostModel:
     def _answer(
         self, offer: LoadOffer, prefix: _Prefix, compute_seconds: float, reason: Reason
     ) -> LoadDecision:
-        deadline = self._deadline_seconds(prefix, compute_seconds) if prefix.num_chunks else 0.0
+        deadline = 0.0
+        if prefix.num_chunks:
+            deadline = self._deadline_seconds(offer, prefix, compute_seconds)
         return LoadDecision(
             num_chunks=prefix.num_chunks,
             num_hit_chunks=len(offer.tiers),

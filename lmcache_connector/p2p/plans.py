@@ -102,7 +102,8 @@ class HandoverPlan:
     """One step of all ranks. ``announced``: transfers whose requests wait to be computed.
     ``vacated``: transfers whose blocks vLLM takes back before this step (preemption).
     ``cancelled_loads``: by request. ``idle``: no forward pass runs. ``waits_for_room``: a prompt
-    is not begun because the buffers are full. ``rank_hosts``: where the ranks of this instance
+    is not begun because the buffers are full. ``reset``: let go of all prompts that are held.
+    ``rank_hosts``: where the ranks of this instance
     listen, told once, if they are on several machines."""
 
     announced: tuple[str, ...] = ()
@@ -117,6 +118,7 @@ class HandoverPlan:
     releases: tuple[Release, ...] = ()
     idle: bool = False
     waits_for_room: bool = False
+    reset: bool = False
     rank_hosts: tuple[str, ...] = ()
 
 

@@ -51,14 +51,17 @@ def build_scheduler(
     stores: bool,
     kv_events: bool,
     weak_block_hashes: bool,
+    num_batches: int,
+    max_step_tokens: int,
     find_adapter: Callable[[str], Path | None] = Path,
 ) -> SchedulerAdapter:
     """The scheduler side of an engine. ``weights`` names them. ``loads`` and ``stores``: what
     ``kv_role`` allows. ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter``
-    turns a LoRA adapter's path into the folder vLLM reads."""
-    settings = _settings(config, model, loads, stores, weak_block_hashes)
+    turns a LoRA adapter's path into the folder vLLM reads. ``num_batches`` steps are under way at
+    once, of ``max_step_tokens`` at most."""
+    settings = _settings(config, model, loads, stores, weak_block_hashes, num_batches)
     tally, index = Tally(), ChunkIndex(model.world_size)
-    policy = _make_policy(config, model)
+    policy = _make_policy(config, model, num_batches, max_step_tokens)
     events = KvEventLog(model.world_size) if kv_events else KvEventSink()
     hits, metrics, redis = _make_hits(config, model, settings, index, policy, events, tally)
     loaded = LoadedAdapters(model.world_size)
@@ -193,6 +196,7 @@ def _settings(
     loads: bool,
     stores: bool,
     weak_block_hashes: bool,
+    num_batches: int,
 ) -> SchedulerSettings:
     return SchedulerSettings(
         chunk_size=config.chunk_size,
@@ -207,14 +211,19 @@ def _settings(
         load_deadline_seconds=config.load_deadline_seconds,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,
+        num_batches=num_batches,
     )
 
 
-def _make_policy(config: ConnectorConfig, model: ModelDescription) -> LoadPolicy:
+def _make_policy(
+    config: ConnectorConfig, model: ModelDescription, num_batches: int, max_step_tokens: int
+) -> LoadPolicy:
     cost_model = CostModel(
         clock=time.monotonic,
         max_deadline_seconds=config.load_deadline_seconds,
         mode=config.compute_or_load,
+        num_batches=num_batches,
+        max_step_tokens=max_step_tokens,
     )
     return LoadPolicy(
         cost_model,

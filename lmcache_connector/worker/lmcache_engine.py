@@ -256,7 +256,7 @@ class LMCacheEngineAdapter:
     @property
     def has_news(self) -> bool:
         """Whether `take_events` or `take_written` would return something."""
-        return bool(self._written or self._events.has_news)
+        return bool(self._written or self._events.events)
 
     def take_events(self) -> tuple[CacheEvent, ...]:
         """Admissions and evictions of the CPU tier since the last call, in order."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import (
     _get_kv_cache_groups_uniform_page_size,
-    generate_scheduler_kv_cache_config,
     unify_kv_cache_spec_page_size,
 )
 from vllm.v1.kv_cache_interface import (
@@ -21,7 +20,6 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 
@@ -29,7 +27,13 @@ from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.vllm_compat import identity
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
-from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
+from tests.support.vllm_configs import (
+    BLOCK_SIZE,
+    full_attention,
+    kv_cache,
+    latents_with_index,
+    vllm_config,
+)
 
 SHAPE = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16, "block_size": BLOCK_SIZE}
 
@@ -203,24 +207,8 @@ def test_stages_with_layers_that_keep_no_kv_are_refused(model: Path) -> None:
         described(model, kv_cache(full_attention()), pipeline_parallel_size=2)
 
 
-def indexed(seen_by: str = "worker") -> KVCacheConfig:
-    """DeepSeek V3.2: two tensors per layer in one group, of which the scheduler's process sees the
-    spec of one."""
-    index = {"head_size": 132, "dtype": torch.uint8, "cache_role": SparseCacheRole.INDEXER}
-    specs = {
-        f"model.layers.{i}.self_attn.{name}": spec
-        for i in range(2)
-        for name, spec in (
-            ("indexer.k_cache", MLAAttentionSpec(**LATENT | index)),
-            ("mla_attn", MLAAttentionSpec(**LATENT, cache_dtype_str="auto")),
-        )
-    }
-    found = uniform(specs)
-    return found if seen_by == "worker" else generate_scheduler_kv_cache_config([found])
-
-
 def test_an_index_beside_the_latents_is_part_of_them(model: Path) -> None:
-    (layout,) = described(model, indexed()).parts
+    (layout,) = described(model, latents_with_index()).parts
     (group,) = layout.groups
     assert group.names == tuple(
         f"model.layers.{i}.self_attn.{name}"
@@ -235,8 +223,8 @@ def test_an_index_beside_the_latents_is_part_of_them(model: Path) -> None:
 
 def test_the_schedulers_process_finds_the_same_part(model: Path) -> None:
     """It hears of the ranks how wide the layers are: see RankStart."""
-    (layout,) = described(model, indexed(seen_by="scheduler")).parts
-    (ranks_own,) = described(model, indexed()).parts
+    (layout,) = described(model, latents_with_index("scheduler")).parts
+    (ranks_own,) = described(model, latents_with_index()).parts
     assert layout.part == ranks_own.part
     assert [group.names for group in layout.groups] == [g.names for g in ranks_own.groups]
 

@@ -77,11 +77,9 @@ class Nixl:
         self._active_until = 0.0
         self._stopping = False
         self._thread: threading.Thread | None = None
-        try:
+        with _as_peer_errors():
             self._api: Any = _import_api()
             del self._begin().agent
-        except Exception as error:  # NIXL's errors have no base of their own
-            raise PeerError(f"NIXL cannot be used: {str(error)[:200]}") from error
 
     def register(self, address: int, num_bytes: int) -> None:
         """Host memory that may be read from and into. Before the first read."""
@@ -95,6 +93,14 @@ class Nixl:
             any(address <= start and end <= address + size for address, size in self._regions)
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
         )
+
+    def start(self, *, reads: bool, is_read: bool) -> None:
+        """Make agents now: registering memory takes time. Raises ``PeerError``."""
+        with _as_peer_errors():
+            if is_read:
+                self.metadata()
+            if reads:
+                self._generation()
 
     # -- memory that is read by others ---------------------------------------------------------
 
@@ -307,6 +313,15 @@ def _cut(runs: Runs) -> Runs:
         for start in range(0, size, _BATCH_BYTES)
     ]
     return np.array(pieces, np.uint64).reshape(-1, 2)
+
+
+@contextlib.contextmanager
+def _as_peer_errors() -> Iterator[None]:
+    """NIXL's errors have no base of their own."""
+    try:
+        yield
+    except Exception as error:
+        raise PeerError(f"NIXL cannot be used: {str(error)[:200]}") from error
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ class ProducingRequests:
         self.address = settings.address
         self.holds = False
         self._requests: dict[str, _Producing] = {}
-        self._waits_for_room = False
+        self._waits_for_room = self._was_reset = False
         self._announced: list[str] = []
         self._holds: list[HandoverHold] = []
         self._drops: list[Drop] = []
@@ -144,6 +144,7 @@ class ProducingRequests:
             if (state.started or state.held) and not state.declined:
                 self._drops.append(Drop(state.transfer_id, _RESET))
             state.declined = True
+        self._was_reset = True
 
     def draft(self, scheduler_output: SchedulerOutput) -> HandoverPlan:
         """The producer's part of a step's plan."""
@@ -157,9 +158,10 @@ class ProducingRequests:
             drops=tuple(self._drops),
             vacated=vacated,
             waits_for_room=self._waits_for_room,
+            reset=self._was_reset,
         )
         self._announced, self._holds, self._drops = [], [], []
-        self._waits_for_room = False
+        self._waits_for_room = self._was_reset = False
         return plan
 
     def update(self, report: HandoverReport) -> None:

@@ -25,10 +25,10 @@ from lmcache_connector.p2p.data.nixl import NixlTransport
 from lmcache_connector.p2p.data.nixl_agent import Nixl
 from lmcache_connector.p2p.data.tcp import TcpTransport
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.memory.cache_form import form_of
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, RankHost
-from lmcache_connector.p2p.worker.cache_form import form_of
 from lmcache_connector.p2p.worker.consumer import Consumer
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.producer import Producer, Readable
 from lmcache_connector.p2p.worker.role import Role
 from lmcache_connector.p2p.worker.session import Dialer
@@ -91,6 +91,8 @@ class P2PWorkerAdapter:
         settings, config, nixl = self._settings, self._settings.config, self._nixl
         host, ports = config.bind_host or self._host, dict[str, int]()
         reads = nixl if self._is_on_cpu else None
+        if nixl is not None:
+            nixl.start(reads=settings.consumes, is_read=settings.produces)
         if settings.consumes:
             consumer = Consumer(
                 settings, paged, self._copier, self._host_buffer, self._dialer, self._clock, reads

@@ -9,10 +9,10 @@ from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.nixl_agent import Nixl
+from lmcache_connector.p2p.memory.cache_form import form_of
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.cache_form import form_of
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.loader import Loader
 from lmcache_connector.p2p.worker.poller import Poller
 from lmcache_connector.p2p.worker.reader import Reader

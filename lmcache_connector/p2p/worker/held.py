@@ -19,9 +19,9 @@ from lmcache_connector.p2p.control.peers import Overlap, Peer, overlap, ranks_of
 from lmcache_connector.p2p.crew import Crew
 from lmcache_connector.p2p.data.frame import NO_DIGEST, digest_of
 from lmcache_connector.p2p.data.nixl_agent import Nixl
+from lmcache_connector.p2p.memory.cache_form import bytes_at, runs
 from lmcache_connector.p2p.plans import HandoverHold, HeldPrompt
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.cache_form import bytes_at, runs
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,13 @@ _Asked = tuple[Overlap, int]
 
 @dataclass(eq=False)
 class _Held:
-    """``digests``: by what is read; ``None`` while they are made. ``done``: who has read it."""
+    """``digests``: by what is read; ``None`` while they are made. ``done``: who has read it.
+    ``touched_at``: when a consumer last asked for it, or it was computed."""
 
     hold: HandoverHold
     prompt: HeldPrompt
     expires_at: float
+    touched_at: float
     digests: dict[_Asked, tuple[bytes, ...] | None] = field(default_factory=dict)
     num_digesting: int = 0
     done: set[_Reader] = field(default_factory=set)
@@ -79,7 +81,8 @@ class HeldPrompts:
         """The blocks are complete. Their digests are made ahead, as most consumers want them."""
         own = self._settings.own
         with self._changed:
-            held = _Held(hold, prompt, self._clock() + self._settings.config.lease_seconds)
+            now = self._clock()
+            held = _Held(hold, prompt, now + self._settings.config.lease_seconds, now)
             if not own.write_shards:  # another rank holds a replica
                 self._leaving.append(held)
                 return
@@ -170,6 +173,12 @@ class HeldPrompts:
                 self._end(held, cause)
             return held.hold if held is not None else None
 
+    def untouched(self, seconds: float) -> list[HandoverHold]:
+        """Those that nobody has asked for, for so long, to be kept elsewhere."""
+        with self._changed:
+            before = self._clock() - seconds
+            return [held.hold for held in self._held.values() if held.touched_at <= before]
+
     def take(self, transfer_id: str) -> HandoverHold | None:
         """No longer to be read here: the caller keeps the blocks from now on."""
         with self._changed:
@@ -189,7 +198,8 @@ class HeldPrompts:
 
     def _renew(self, held: _Held) -> None:
         self._nixl.wake()
-        held.expires_at = self._clock() + self._settings.config.lease_seconds
+        held.touched_at = self._clock()
+        held.expires_at = held.touched_at + self._settings.config.lease_seconds
 
     def _digest(self, held: _Held, asked: _Asked) -> None:
         """Have the digests made, once."""

@@ -1,6 +1,6 @@
 """One prompt's KV at its consumer, as it arrives, and the requests that wait for it.
 
-It lies in memory as at its producer, see :mod:`lmcache_connector.p2p.worker.outgoing`.
+It lies in memory as at its producer, see :mod:`lmcache_connector.p2p.memory.outgoing`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from lmcache_connector.p2p.control.messages import Offer
 from lmcache_connector.p2p.control.peers import Overlap
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.memory.outgoing import RingMemory
 from lmcache_connector.p2p.plans import HandoverLoad
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.outgoing import RingMemory
 
 
 @dataclass(frozen=True, slots=True)

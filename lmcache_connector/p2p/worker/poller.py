@@ -193,10 +193,10 @@ class Poller:
                     logger.exception("Asking %s failed", producer.source)
                     cause = Cause(Reason.OTHER, f"asking {producer.source} failed")
                 self._lose(todo.waiting, cause)
-                _close(sessions)
-                sessions, idle_seconds = [], 0.0  # whoever names it next dials anew
+                self._leave(sessions, places)
+                sessions, places, idle_seconds = [], None, 0.0  # who names it next dials anew
         finally:
-            _close(sessions)
+            self._leave(sessions, places)
 
     def _next(self, producer: _PolledProducer, idle_seconds: float) -> _Todo | None:
         """What to ask and tell now: at once what is new, the rest again after a while.
@@ -277,6 +277,11 @@ class Poller:
         if isinstance(answer, messages.Sent):
             return Cause(Reason.NOT_ARRIVED, f"{source} has sent it, but it did not arrive")
         return None
+
+    def _leave(self, sessions: list[PeerSession], places: Sequence[Place] | None) -> None:
+        _close(sessions)
+        if self._reader is not None and places is not None:
+            self._reader.forget(places)
 
     def _lose(self, waiting: Sequence[Waiting], cause: Cause) -> None:
         for each in waiting:

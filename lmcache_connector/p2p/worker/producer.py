@@ -13,11 +13,11 @@ from lmcache_connector.p2p.control.messages import CacheForm, Message
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.nixl_agent import Nixl
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
+from lmcache_connector.p2p.memory.outgoing import LayerSave, Outgoing
 from lmcache_connector.p2p.plans import HandoverHold, HandoverPlan, HandoverReport, Save, Start
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.held import OTHER_PROMPT, HeldPrompts
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
-from lmcache_connector.p2p.worker.outgoing import LayerSave, Outgoing
 from lmcache_connector.p2p.worker.role import Role
 from lmcache_connector.p2p.worker.saver import Saver
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _VACATE_SECONDS = _LET_GO_SECONDS = 5.0
+_HOLD_SECONDS = 2.0
 _VACATED = Cause(Reason.PREEMPTED, "its blocks were taken back")
 _RESET = Cause(Reason.RESET, "the cache was reset")
 _SHUTDOWN = Cause(Reason.SHUTDOWN, "the producer is shutting down")
@@ -67,6 +68,7 @@ class Producer(Role):
         self._settings = settings
         self._copier = copier
         self._layer_index = {name: i for i, name in enumerate(settings.layer_widths)}
+        self._host_buffer = host_buffer
         self._buffer = SendBuffer(host_buffer, config.lease_seconds, clock)
         self._saver = Saver(layers, copier, self._buffer, digest_bytes=settings.digest_bytes)
         self._sender = Sender(self._buffer, settings.own, connect, clock)
@@ -94,6 +96,8 @@ class Producer(Role):
 
     def start_forward(self, plan: HandoverPlan) -> None:
         """Know what to save, and make room for it."""
+        if plan.reset and self._held is not None:
+            self._held.end_all(_RESET, 0.0)
         self._buffer.announce(plan.announced)
         for drop in plan.drops:
             self._end(drop.transfer_id, drop.cause)
@@ -139,6 +143,7 @@ class Producer(Role):
 
     def take_output(self) -> StepOutput[HandoverReport]:
         """Transfers that ended, and finished requests whose blocks are not read any more."""
+        self._spare_blocks()
         while self._staged:
             self._holds.append(self._staged.popleft())
         free = [hold for hold in self._holds if self._buffer.is_copied(hold.transfer_id)]
@@ -149,6 +154,15 @@ class Producer(Role):
             finished_sending=read.union(hold.request_id for hold in free),
             report=HandoverReport((), released, unsent) if released or unsent else None,
         )
+
+    def _spare_blocks(self) -> None:
+        """Nobody is in a hurry for some prompts: keep them in host memory, if it has room."""
+        for hold in self._held.untouched(_HOLD_SECONDS) if self._held is not None else ():
+            assert hold.held is not None
+            ring = self._settings.ring(len(hold.held.block_ids))
+            num_bytes = self._settings.geometry(ring.segment_blocks).chunk_bytes * ring.num_slots
+            if ring.is_whole and self._host_buffer.has_room(num_bytes):
+                self._stage(hold.transfer_id)
 
     def wait(self, seconds: float, *, for_room: bool) -> bool:
         is_holding = self._held is not None and not self._held.is_empty
@@ -212,7 +226,7 @@ class Producer(Role):
     def _wanted(self, peer: Peer, want: messages.Want) -> Message:
         if self._held is not None:
             if not want.reads:
-                self._stage(want)
+                self._stage(want.transfer_id)
             elif (held := self._held.wanted(peer, want)) is not None:
                 return held
         found = self._buffer.find(want.transfer_id)
@@ -226,10 +240,10 @@ class Producer(Role):
             return messages.Refused(error.cause.to_wire())
         return messages.Coming()
 
-    def _stage(self, want: messages.Want) -> None:
-        """A consumer that cannot read blocks gets frames: copy the prompt out of its blocks."""
+    def _stage(self, transfer_id: str) -> None:
+        """Copy a prompt out of the blocks that hold it, to be sent in frames."""
         assert self._held is not None
-        hold = self._held.take(want.transfer_id)
+        hold = self._held.take(transfer_id)
         if hold is None or hold.held is None:
             return
         prompt = hold.held

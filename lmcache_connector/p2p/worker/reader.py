@@ -14,8 +14,8 @@ from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
 from lmcache_connector.p2p.data.frame import BLAKE3_BYTES, digest_of
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.memory.cache_form import bytes_at, fits, joined, runs
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.cache_form import bytes_at, fits, joined, runs
 from lmcache_connector.p2p.worker.incoming import Waiting
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.session import PeerSession
@@ -25,6 +25,10 @@ _PROOF_PAUSE_SECONDS = 0.001
 _KEEP_SECONDS = 0.5
 _DAMAGED = Cause(Reason.BAD_CHECKSUM, "bytes were damaged on the way")
 _LET_GO = Cause(Reason.LOST, "the producer let the blocks go while they were read")
+
+
+class _UnwantedError(PeerError):
+    """Nobody waits for it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,8 @@ class Reader:
                 for session, layers in zip(sessions, work, strict=True)
             ]
             cause = next(filter(None, causes), None)
+        except _UnwantedError as error:
+            cause = error.cause
         except PeerError as error:
             cause = error.cause
             raise
@@ -107,6 +113,11 @@ class Reader:
             with self._buffer.changed:
                 waiting.has_read(num_bytes, seconds, cause)
                 self._buffer.changed.notify_all()
+
+    def forget(self, places: Sequence[Place]) -> None:
+        """Nothing more is read there."""
+        for place in places:
+            self._nixl.forget(place.metadata)
 
     # -- details -------------------------------------------------------------------------------
 
@@ -183,14 +194,21 @@ class Reader:
             answer = session.ask(messages.HaveRead(load.transfer_id, load.first_block))
         if not isinstance(answer, messages.Proof):
             return _LET_GO
-        if not answer.digests and self._settings.digest_bytes != BLAKE3_BYTES:
+        size = self._settings.digest_bytes
+        if not answer.digests and size != BLAKE3_BYTES:
             return None
-        intact = len(answer.digests) == len(layers) and all(
-            digest_of(bytes_at(layer.local), len(digest)) == digest
-            for layer, digest in zip(layers, answer.digests, strict=True)
+        sizes = {len(digest) for digest in answer.digests}
+        is_safe = size != BLAKE3_BYTES or sizes == {BLAKE3_BYTES}
+        intact = (
+            is_safe
+            and len(answer.digests) == len(layers)
+            and all(
+                digest_of(bytes_at(layer.local), len(digest)) == digest
+                for layer, digest in zip(layers, answer.digests, strict=True)
+            )
         )
         return None if intact else _DAMAGED
 
     def _check_is_wanted(self, waiting: Waiting) -> None:
         if waiting.cause is not None:
-            raise PeerError(waiting.cause.text, waiting.cause.reason)
+            raise _UnwantedError(waiting.cause.text, waiting.cause.reason)

@@ -19,11 +19,11 @@ from lmcache_connector.p2p.control.peers import Peer, overlap, ranks_of
 from lmcache_connector.p2p.data.base import Landing
 from lmcache_connector.p2p.data.frame import BLAKE3_BYTES, Frame
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
+from lmcache_connector.p2p.memory.outgoing import RingMemory
 from lmcache_connector.p2p.plans import HandoverLoad
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.incoming import Arrived, Incoming, Stretch, Ticket, Waiting
-from lmcache_connector.p2p.worker.outgoing import RingMemory
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 
 _MAX_REMEMBERED = 4096

@@ -11,6 +11,7 @@ import pytest
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
 from lmcache_connector.p2p.plans import Drop, HandoverPlan, Release
 from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.worker import adapter
 from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,
     NUM_HEADS,
@@ -133,6 +134,27 @@ def test_a_consumer_without_nixl_gets_frames() -> None:
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
 
 
+def test_blocks_do_not_wait_long_for_who_is_in_no_hurry() -> None:
+    """The prompt waits in host memory, and is sent in frames."""
+    with (
+        running_instance(produces=True, transport="nixl") as prefill,
+        running_instance(consumes=True, transport="nixl") as decode,
+    ):
+        prefill.hold("slow", SHUFFLED)
+        prefill.until(lambda: "request of slow" in prefill.sent)
+        assert prefill.used_bytes > 0
+        decode.load("slow", OTHERS, prefill.address)
+        check_all_arrived(prefill, decode, "slow")
+        prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
+
+
+def test_a_reset_lets_all_blocks_go(prefill: FakeInstance) -> None:
+    prefill.hold("reset", SHUFFLED, seed=10)
+    prefill.step(HandoverPlan(reset=True))
+    prefill.until(lambda: "request of reset" in prefill.sent)
+    assert ("reset", Reason.RESET) in prefill.unsent
+
+
 def test_a_lease_ends() -> None:
     with running_instance(produces=True, transport="nixl", lease_seconds=0.2) as prefill:
         prefill.hold("forgotten", SHUFFLED)
@@ -229,3 +251,15 @@ def test_strangers_are_not_let_into_memory(config: dict[str, object], is_used: b
     where: dict[str, object] = {"host": "10.9.8.7", "bind_host": "127.0.0.1", "transport": "auto"}
     with running_instance(produces=True, **where, **config) as instance:  # type: ignore[arg-type]
         assert (instance.ranks[0].worker._nixl is not None) is is_used
+
+
+def test_who_shares_no_link_gets_frames_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_instance(produces=True, transport="auto") as prefill:
+        monkeypatch.setattr(adapter, "links", lambda **_: ("another machine",))
+        with running_instance(consumes=True, transport="auto") as decode:
+            nixl = decode.ranks[0].worker._nixl
+            assert nixl is not None
+            monkeypatch.setattr(nixl, "read", None)
+            prefill.hold("far", SHUFFLED)
+            decode.load("far", OTHERS, prefill.address)
+            check_all_arrived(prefill, decode, "far")

@@ -327,7 +327,7 @@ class ShadowEngine:
         parts = [metadata]
         if isinstance(metadata, MultiKVConnectorMetadata):
             parts = list(metadata.metadata)
-        (ours,) = [part.plan for part in parts if isinstance(part, PlanMetadata)]
+        (ours,) = [part.plan or StepPlan() for part in parts if isinstance(part, PlanMetadata)]
         aborted, self._aborted = frozenset(self._aborted), set()
         for part in parts:
             if isinstance(part, ForeignMetadata):

@@ -108,6 +108,11 @@ class HostBuffer:
             return Region(num_bytes, self._allocate(num_bytes))
         return Region(num_bytes, self._memory[offset : offset + num_bytes], offset)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether :meth:`take` is likely to find some."""
+        with self._lock:
+            return _aligned(num_bytes) <= max(self._free.num_free, self._overflow_left)
+
     def give(self, region: Region) -> None:
         with self._lock:
             if region.offset is None:
