@@ -34,7 +34,8 @@ Runs = npt.NDArray[np.uint64]
 """Runs of bytes, ``[n, 2]``: address and length."""
 
 MAX_METADATA_BYTES = 1 << 17
-_BATCH_BYTES = 8 << 20
+_BATCH_BYTES = 16 << 20
+"""Of one post, which may copy all of it at once, and holds the GIL meanwhile."""
 _MAX_PEERS = 1024
 _POLL_SECONDS = 0.0001
 _CHECK_SECONDS = 0.1
@@ -177,7 +178,6 @@ class Nixl:
             name = self._peer(generation, metadata)
             for mine, theirs in _batches(local, remote):
                 self._post(generation, name, mine, theirs, handles)
-                time.sleep(0)  # a post may copy all of it, and holds the GIL meanwhile
             self._await(generation, handles, go_on)
         except _AgentLostError:
             raise

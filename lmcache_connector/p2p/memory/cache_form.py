@@ -80,6 +80,12 @@ def joined(*sides: Runs) -> tuple[Runs, ...]:
     )
 
 
+def in_order(local: Runs, remote: Runs) -> tuple[Runs, ...]:
+    """A read in the order of the memory it comes from, in as few runs as there can be."""
+    order = np.argsort(remote[:, 0])
+    return joined(local[order], remote[order])
+
+
 def bytes_at(places: Runs) -> Iterator[memoryview]:
     """Host memory, run by run. The caller keeps it alive."""
     for address, size in joined(places)[0].tolist():

@@ -14,7 +14,7 @@ from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
 from lmcache_connector.p2p.data.frame import BLAKE3_BYTES, digest_of
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
 from lmcache_connector.p2p.errors import PeerError, RefusedError
-from lmcache_connector.p2p.memory.cache_form import bytes_at, fits, joined, runs
+from lmcache_connector.p2p.memory.cache_form import bytes_at, fits, in_order, runs
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.incoming import Waiting
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
@@ -178,7 +178,7 @@ class Reader:
                 session.ask(messages.Keep((waiting.load.transfer_id,)))
                 asked_at = self._clock()
 
-        mine, theirs = joined(local, remote)
+        mine, theirs = in_order(local, remote)
         self._nixl.read(place.metadata, mine, theirs, go_on)
         return int(local[:, 1].sum())
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,7 @@ from tests.support.nixl import needs_nixl
 pytestmark = needs_nixl
 SIZE = 32 << 20
 GIVE_UP_SECONDS = 0.5
+PATIENCE_SECONDS = 100.0
 
 
 def whole(memory: np.ndarray) -> Runs:  # type: ignore[type-arg]
@@ -46,19 +49,28 @@ def serve(pipe: Connection, tls: str) -> None:
     nixl.close(5)
 
 
+Method = Literal["spawn", "fork"]
+
+
 @contextmanager
-def source(tls: str) -> Iterator[tuple[multiprocessing.process.BaseProcess, bytes, Runs]]:
-    context = multiprocessing.get_context("spawn")
+def source(tls: str, method: Method = "spawn") -> Iterator[tuple[BaseProcess, bytes, Runs]]:
+    context = _context(method)
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, tls))
     process.start()
     try:
-        assert ours.poll(60)
+        assert ours.poll(PATIENCE_SECONDS)
         metadata = ours.recv_bytes()
         yield process, metadata, np.frombuffer(ours.recv_bytes(), np.uint64).reshape(-1, 2)
     finally:
         process.kill()
         process.join(10)
+
+
+def _context(method: Method) -> SpawnContext | ForkContext:
+    if method == "fork":
+        return multiprocessing.get_context("fork")
+    return multiprocessing.get_context("spawn")
 
 
 class Patience:
@@ -72,13 +84,14 @@ class Patience:
             raise PeerError("long enough")
 
 
-def read_late(pipe: Connection) -> None:
+def read_late(pipe: Connection, method: Method) -> None:
     """Over TCP, from a source that is stopped in the midst of it."""
     os.environ["UCX_TLS"] = "tcp"
-    memory = np.zeros(SIZE, np.uint8)
-    nixl = nixl_with(memory)
-    with source("tcp") as (process, metadata, remote):
-        nixl.read(metadata, whole(memory)[:, :], remote, Patience(30))
+    with source("tcp", method) as stopped, source("tcp", method) as other:
+        memory = np.zeros(SIZE, np.uint8)
+        nixl = nixl_with(memory)
+        process, metadata, remote = stopped
+        nixl.read(metadata, whole(memory), remote, Patience(PATIENCE_SECONDS))
         assert memory.all()
         memory[:] = 0
         assert process.pid is not None
@@ -89,26 +102,22 @@ def read_late(pipe: Connection) -> None:
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(1.0)  # in which the answers to what was given up come
         assert (memory == 7).all()
-    with source("tcp") as (_, metadata, remote):  # with a new agent
-        nixl.read(metadata, whole(memory), remote, Patience(30))
+        _, metadata, remote = other  # with a new agent
+        nixl.read(metadata, whole(memory), remote, Patience(PATIENCE_SECONDS))
         assert (memory == 1).all()
-    nixl.close(5)
+        nixl.close(5)
     pipe.send_bytes(b"done")
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_nothing_lands_after_a_read_was_given_up(method: Literal["spawn", "fork"]) -> None:
+def test_nothing_lands_after_a_read_was_given_up(method: Method) -> None:
     """Not even what UCX has asked for over TCP, which nothing but the agent's end calls off."""
-    context = (
-        multiprocessing.get_context("spawn")
-        if method == "spawn"
-        else multiprocessing.get_context("fork")
-    )
+    context = multiprocessing.get_context("spawn")  # one that has not loaded UCX
     ours, theirs = context.Pipe()
-    process = context.Process(target=read_late, args=(theirs,))
+    process = context.Process(target=read_late, args=(theirs, method))
     process.start()
     theirs.close()
-    assert ours.poll(120)
+    assert ours.poll(2 * PATIENCE_SECONDS)
     assert ours.recv_bytes() == b"done"
     process.join(10)
     assert process.exitcode == 0
@@ -120,11 +129,11 @@ def test_sources_that_die_cost_an_error_and_no_descriptor() -> None:
     counts = []
     for _ in range(2):
         with source("all") as (process, metadata, remote):
-            nixl.read(metadata, whole(memory), remote, Patience(30))
+            nixl.read(metadata, whole(memory), remote, Patience(PATIENCE_SECONDS))
             process.kill()
             process.join(10)
             with pytest.raises(PeerError):
-                nixl.read(metadata, whole(memory), remote, Patience(10))
+                nixl.read(metadata, whole(memory), remote, Patience(PATIENCE_SECONDS))
         nixl.forget(metadata)
         counts.append(len(open_files()))
     assert counts[-1] <= counts[0]
@@ -136,7 +145,7 @@ def test_metadata_of_nobody_costs_an_error() -> None:
     nixl = nixl_with(memory)
     for garbage in (b"x", os.urandom(331), bytes(1000)):
         with pytest.raises(PeerError):
-            nixl.read(garbage, whole(memory), whole(memory), Patience(10))
+            nixl.read(garbage, whole(memory), whole(memory), Patience(PATIENCE_SECONDS))
     nixl.close(5)
 
 
