@@ -9,7 +9,6 @@ from typing import Any
 
 from tests.support.engines.probe import EngineProbe, Finished, Served
 
-
 _STEPS_TO_HOLD = 2  # a server goes on making steps while blocks are held
 
 
