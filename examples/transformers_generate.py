@@ -1,4 +1,4 @@
-"""Hugging Face transformers with KV tiers: questions about one long document, in two processes.
+"""Hugging Face transformers with the connector's tiers: one long document, two processes.
 
     python examples/transformers_generate.py MODEL
     python examples/transformers_generate.py MODEL --redis-url redis://localhost:6379
@@ -32,7 +32,7 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
-    config: dict[str, Any] = {"cpu_gib": args.cpu_gib}
+    config: dict[str, Any] = {"cpu_gib": args.cpu_gib, "compute_or_load": args.compute_or_load}
     if args.redis_url:
         config["redis_url"] = args.redis_url
     document = " ".join(f"w{number % 997 + 2}" for number in range(args.words))
@@ -64,6 +64,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cpu-gib", type=float, default=8.0, help="CPU tier, GiB (8)")
     parser.add_argument("--redis-url", help="share through this Redis or Valkey (none)")
     parser.add_argument("--words", type=int, default=3000, help="length of the document (3000)")
+    parser.add_argument(
+        "--compute-or-load", default="auto", help="load what is quicker, or always (auto)"
+    )
     parser.add_argument("--elsewhere", action="store_true", help="ask the third question only")
     return parser.parse_args()
 

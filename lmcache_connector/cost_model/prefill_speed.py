@@ -1,14 +1,14 @@
 """How fast this instance prefills, fitted to the prefills seen lately.
 
 Computing ``n`` tokens after ``c`` computed ones, while ``r`` other requests run, is taken to
-last ::
+last that much longer than a step that computes none ::
 
-    e*steps + a*n + b*n*(c + n/2) + d*n*r   seconds
+    a*n + b*n*(c + n/2) + d*n*r   seconds
 
 ``a`` is the linear layers, ``b`` attention (each token reads all tokens before it), ``d`` the
-share of each step the other requests take, ``e`` what a step costs however little it computes. The
-four are fitted by non-negative least squares over decayed sums. Errors are absolute seconds: long
-prefills, for which the decision matters, outweigh short ones.
+share of each step the other requests take. The three are fitted by non-negative least squares over
+decayed sums. Errors are absolute seconds: long prefills, for which the decision matters, outweigh
+short ones.
 
 Not thread-safe; the scheduler side owns it.
 """
@@ -35,37 +35,26 @@ _MAX_SLOWNESS = 2.0
 """A prefill slower than this many times the prediction counts as that slow: one hiccup must not
 make loading look good. A lasting slowdown gets through in a few observations."""
 # Features are scaled to be about 1 for a prefill of 1,000 tokens after 10,000, beside 10 requests.
-_SCALE = np.array((1e-3, 1e-7, 1e-4, 1.0))
-# Where the data cannot tell (all prefills alike), ``a`` explains it before the others do.
-_RIDGE = np.array((1e-8, 1e-4, 1e-4, 1e-4))
+_SCALE = np.array((1e-3, 1e-7, 1e-4))
+# Where the data cannot tell (all prefills alike), ``a`` explains it before ``b`` and ``d`` do.
+_RIDGE = np.array((1e-6, 1e-4, 1e-4))
 
 
 @dataclass(slots=True)
 class PrefillSpeed:
-    """``known`` is false until the first prefill of at least 32 tokens was observed.
+    """``known`` is false until the first prefill of at least 32 tokens was observed."""
 
-    A step computes ``max_step_tokens`` at most.
-    """
-
-    max_step_tokens: int = 1 << 30
     seconds_per_token: float = 0.0
     seconds_per_token_pair: float = 0.0
     """Per token and token of context."""
     seconds_per_token_and_request: float = 0.0
-    seconds_per_step: float = 0.0
     known: bool = False
-    _xx: Matrix = field(default_factory=lambda: np.zeros((4, 4)))
-    _xy: Matrix = field(default_factory=lambda: np.zeros(4))
+    _xx: Matrix = field(default_factory=lambda: np.zeros((3, 3)))
+    _xy: Matrix = field(default_factory=lambda: np.zeros(3))
     _changed_at: float = 0.0
 
     def seconds(self, start: int, end: int, running_requests: int = 0) -> float:
         """Predicted seconds to compute tokens ``[start, end)``; 0 when nothing is known."""
-        num_steps = -(-(end - start) // self.max_step_tokens)
-        added = self.added_seconds(start, end, running_requests)
-        return num_steps * self.seconds_per_step + added
-
-    def added_seconds(self, start: int, end: int, running_requests: int = 0) -> float:
-        """The same, in steps that run anyway."""
         num_tokens = end - start
         return (
             self.seconds_per_token + self.seconds_per_token_and_request * running_requests
@@ -96,7 +85,7 @@ class PrefillSpeed:
         if seconds * _SURPRISE_FACTOR < predicted:
             keep *= _KEEP_AFTER_FAST_SURPRISE
         pairs = num_tokens * (context_tokens + num_tokens / 2)
-        features = _SCALE * (num_tokens, pairs, num_tokens * running_requests, 1.0)
+        features = _SCALE * (num_tokens, pairs, num_tokens * running_requests)
         self._xx = self._xx * keep + np.outer(features, features)
         self._xy = self._xy * keep + features * seconds
         self._changed_at = now
@@ -104,11 +93,10 @@ class PrefillSpeed:
         self._fit()
 
     def _fit(self) -> None:
-        a, b, d, e = (non_negative_solution(self._xx, self._xy, _RIDGE) * _SCALE).tolist()
+        a, b, d = (non_negative_solution(self._xx, self._xy, _RIDGE) * _SCALE).tolist()
         self.seconds_per_token = a
         self.seconds_per_token_pair = b
         self.seconds_per_token_and_request = d
-        self.seconds_per_step = e
 
 
 def non_negative_solution(xx: Matrix, xy: Matrix, ridge: Matrix) -> Matrix:

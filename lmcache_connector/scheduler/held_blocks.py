@@ -9,10 +9,12 @@ its output, and never between two calls: a reset would find them. A request that
 waits a little longer then.
 
 Neither may cost vLLM more than that. Both hold so many blocks at most, for so many steps and
-seconds. Stores run in order, so while one is overdue nothing is held for those behind it. Nothing
-is held when no request runs. Before free blocks run out, pins end: the newest first, whose stores
-would take longest, and whose requests have what was stored before. What is held no longer is the
-last to be handed out, and a store that still reads it is cancelled when it is.
+seconds. Stores run in order: while one is overdue and a request waits to begin, nothing is held for
+those behind it. Nothing is held when no request runs. Before free blocks run out, pins end: the
+newest first, whose stores would take longest, and whose requests have what was stored before.
+
+What is held no longer is the last to be handed out, and a store that still reads it is cancelled
+when it is.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class HeldBlocks:
         self._overdue: set[int] = set()  # stores
         self._kept: list[Block] = []
         self._has_kept = False  # since `put_back`
+        self._is_crowded = False  # a request waited to begin in the last step
 
     @property
     def num_pins(self) -> int:
@@ -79,16 +82,17 @@ class HeldBlocks:
 
     def next_step(self) -> None:
         """A step is being planned."""
+        self._is_crowded = self._has_kept
         self.put_back()
         now = self._clock()
         for job_id, pin in list(self._pins.items()):
             pin.num_steps += 1
-            if pin.is_over(now):
+            if is_over := pin.is_over(now):
                 self._overdue.add(job_id)
-            if self._is_short or self._overdue:
+            if is_over or self._is_short or self._must_yield:
                 self.unpin(job_id)
         self._is_short = False
-        self.is_holding = bool(self._pins)
+        self.is_holding = bool(self._pins) or self._is_crowded
 
     def forget(self, job_id: int) -> None:
         """The store has ended."""
@@ -102,7 +106,7 @@ class HeldBlocks:
         """What it reads of windows and states, if there is room for it."""
         runs = [run for run in job.runs if run.part not in self._lasting]
         block_ids = [i for run in runs for ids in run.block_ids for i in ids]
-        if not block_ids or self._overdue:
+        if not block_ids or self._must_yield:
             return
         if self._num_pinned + len(block_ids) <= self._max_blocks:
             self._pins[job.job_id] = _Hold(self._clock(), self._witness.pin(block_ids))
@@ -148,7 +152,7 @@ class HeldBlocks:
         :meth:`put_back`."""
         if self._has_kept:
             return
-        self._has_kept = True
+        self._has_kept = self.is_holding = True
         now, block_ids = self._clock(), list[int]()
         for job_id, reads in jobs.read_after_the_end():
             hold = self._waited_for.setdefault(job_id, _Hold(now, []))
@@ -168,6 +172,10 @@ class HeldBlocks:
         self._witness.unpin(kept)
 
     # -- details ---------------------------------------------------------------------------------
+
+    @property
+    def _must_yield(self) -> bool:
+        return self._is_crowded and bool(self._overdue)
 
     @property
     def _max_blocks(self) -> float:

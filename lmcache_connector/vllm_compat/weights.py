@@ -68,7 +68,7 @@ def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> 
         return f"sha256:{files_digest(files, KeptDigests(cache_folder))}"
     names = " and ".join(f"{_name(each)}@{each.revision}" for each, _ in _models(vllm_config))
     logger.warning(
-        "The weights of %s are not on this host's disk: instances recognise each other by name "
+        "The weights of %s are not on this host's disk: instances recognise each other by its name "
         "and revision alone. Set model_digest to a name of your own if that is not enough.",
         names,
     )

@@ -564,3 +564,17 @@ def test_with_always_the_largest_end_is_loaded() -> None:
     bytes_at = {3: {CPU: 10**6}, 10: {REDIS: 10**6}}
     decision = make_model(mode="always").decide(windows(bytes_at, *[CPU] * 10))
     assert decision.num_chunks == 10
+
+
+def test_what_a_step_costs_however_little_it_computes_is_not_the_prefills() -> None:
+    """On a GPU that is a few thousand tokens' worth. A prompt of two steps pays it twice."""
+    now, step, token = 0.0, 0.25, 3e-5
+    model = CostModel(lambda: now, max_deadline_seconds=10.0, max_step_tokens=8192)
+    for number in range(8):
+        model.steps.planned(now, follows=number > 0, has_prefill=False)
+        now += step
+    for num_tokens in (8192, 64, 4096, 64, 8192):
+        model.observe_prefill(num_tokens, 0, step + token * num_tokens)
+    assert model.compute_seconds(0, 2048) == pytest.approx(step + 2048 * token, rel=0.05)
+    assert model.compute_seconds(0, 16384) == pytest.approx(2 * step + 16384 * token, rel=0.05)
+    assert model.step_seconds(4096) == pytest.approx(step + 4096 * token, rel=0.05)

@@ -33,7 +33,6 @@ def test_length_context_and_company_are_told_apart() -> None:
 
 def test_chunked_prefill_adds_up_to_the_whole() -> None:
     speed = observed((2048, 0, 0), (2048, 2048, 0), (2048, 4096, 0), (2048, 16384, 0))
-    speed.max_step_tokens = 1000
     parts = sum(speed.seconds(start, start + 1000) for start in range(0, 8000, 1000))
     assert parts == pytest.approx(speed.seconds(0, 8000))
 
@@ -57,17 +56,6 @@ def test_fixed_costs_of_short_prefills_do_not_spoil_long_ones() -> None:
     for _ in range(50):
         speed.observe(0.0, 64, 0, 0.02)  # three times its share: the fixed cost of a step
     assert speed.seconds(0, 8192) == pytest.approx(true_seconds(8192, 0), rel=0.15)
-
-
-def test_the_fixed_cost_of_a_step_is_told_from_that_of_its_tokens() -> None:
-    """On a GPU it is a few thousand tokens' worth."""
-    speed, fixed = PrefillSpeed(max_step_tokens=8192), 0.25
-    for num_tokens in (128, 8192, 2048, 512) * 3:
-        speed.observe(0.0, num_tokens, 0, fixed + 0.3 * true_seconds(num_tokens, 0))
-    assert speed.seconds_per_step == pytest.approx(fixed, rel=0.05)
-    assert speed.added_seconds(0, 4096) == pytest.approx(0.3 * true_seconds(4096, 0), rel=0.05)
-    two_steps = 2 * fixed + 0.3 * true_seconds(16384, 0)
-    assert speed.seconds(0, 16384) == pytest.approx(two_steps, rel=0.05)
 
 
 def test_a_slow_first_prefill_is_forgotten_at_the_next() -> None:

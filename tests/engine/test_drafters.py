@@ -61,6 +61,7 @@ def serve(engine: VllmInstance, prompt: list[int], max_tokens: int = 40) -> tupl
     before = engine.call(draft_counts)
     served = engine.serve(prompt, max_tokens)
     drafted, accepted = (b - a for a, b in zip(before, engine.call(draft_counts), strict=True))
+    print(f"accepted {accepted} of {drafted} after {served.external_hit_tokens} loaded tokens")
     return served, accepted / drafted
 
 
@@ -97,7 +98,6 @@ def test_hits_do_not_lower_acceptance(engine: VllmInstance, kind: str) -> None:
             assert_equal(hit, computed, 640)
             assert hit.token_ids == computed.token_ids
             assert share_of_hit == share
-        print(f"{kind}: accepted {share:.3f} computed, {share_of_hit:.3f} loaded")
 
 
 @pytest.mark.parametrize("beyond", [0, 1, CHUNK], ids=lambda n: f"border+{n}")

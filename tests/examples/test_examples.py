@@ -61,9 +61,8 @@ def test_help_says_what_an_example_does(name: str) -> None:
 @pytest.mark.timeout(600)
 def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_model: Path) -> None:
     """Another process finds in Redis what the first one computed."""
-    output = run_example(
-        "transformers_generate.py", str(tiny_model), "--redis-url", valkey.url, *SMALL
-    )
+    sharing = ("--redis-url", valkey.url, "--compute-or-load", "always")
+    output = run_example("transformers_generate.py", str(tiny_model), *sharing, *SMALL)
     assert tokens(output, "first") == (0, NUM_WORDS + 4)
     assert tokens(output, "second") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 4)
     assert tokens(output, "elsewhere") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 3)

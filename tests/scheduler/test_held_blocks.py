@@ -11,6 +11,7 @@ import pytest
 
 from lmcache_connector.plans import PartRun, StoreJob
 from lmcache_connector.scheduler.held_blocks import MAX_SECONDS, MAX_STEPS, HeldBlocks
+from lmcache_connector.scheduler.jobs import PlannedJobs
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import VOCABULARY, Faults
@@ -102,10 +103,21 @@ def test_a_pin_ends_in_time(model: Path) -> None:
     held.clock.now = MAX_SECONDS * 1.01
     held.blocks.next_step()
     assert (held.blocks.num_pins, held.num_free) == (0, free)
+
+
+def test_nothing_is_pinned_behind_an_overdue_store_while_a_request_waits(model: Path) -> None:
+    held = Held(model)
+    held.pin(1, [3, 4])
+    held.clock.now = MAX_SECONDS * 1.01
+    held.blocks.next_step()
     held.pin(2, [5, 6])
-    assert held.blocks.num_pins == 0, "its store is behind one that is overdue"
+    assert held.blocks.num_pins == 1, "nobody waits"
+    held.blocks.keep_for_stores(PlannedJobs(1))
+    held.blocks.next_step()
+    held.pin(3, [7, 8])
+    assert held.blocks.num_pins == 0
     held.blocks.forget(1)
-    held.pin(3, [5, 6])
+    held.pin(4, [7, 8])
     assert held.blocks.num_pins == 1
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 HITS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 _TAIL_TOKENS = 50
+_PRIMED_TOKENS = 8  # some steps that only decode
 _WARM_UP_ROUNDS = 1
 _MAX_SECONDS = 3600.0  # simulated
 _RULES: dict[str, dict[str, Any]] = {
@@ -77,7 +78,7 @@ class Storm:
         self._sleep_until(lambda: self.engine.is_up)
         prompts = {size: _prompt(size + _TAIL_TOKENS, size) for size in hits}
         for prompt in prompts.values():
-            self._ask(prompt).ended.wait()
+            self._ask(prompt, _PRIMED_TOKENS).ended.wait()
             self.kernel.sleep(0.5)
         self._start_neighbours()
         for turn in range(rounds + _WARM_UP_ROUNDS):
