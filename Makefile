@@ -26,7 +26,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format pytest bench soak matrix newer contract docs clean
+.PHONY: help venv demo test lint format pytest bench gpu soak matrix newer contract docs clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,12 @@ pytest: $(STAMP) ## Run the tests only; choose some with ARGS="-k name"
 
 bench: $(STAMP) ## Run all benchmarks (up to an hour on 2 cores), or one: ARGS="name --json -"
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+# A machine with a GPU has its own torch, and may have no network to set anything up with.
+GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
+
+gpu: ## Test and measure on a CUDA GPU, offline (requirements-gpu.txt); ARGS=--rehearse without one
+	@$(GPU_PYTHON) -m benchmarks gpu $(ARGS)
 
 soak: $(STAMP) ## Run the long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m soak $(ARGS)

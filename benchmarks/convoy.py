@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.harness.engine_timings import seconds_for_all
+from benchmarks.harness.engine_timings import seconds_for_all, without_connector
 from benchmarks.harness.engines import Engines, Way
 from benchmarks.harness.ratios import median, median_ratio
 from benchmarks.harness.servers import warm_valkey
@@ -27,7 +27,7 @@ from tests.support.engines.settings import tiered_transfer
 from tests.support.prompts import random_prompt
 
 _ALONE, _OURS = "alone", "ours"
-_WAYS = (Way(_ALONE), Way(_OURS, connected=False), Way(_OURS))
+_WAYS = (Way(_ALONE), Way(_OURS, without_connector), Way(_OURS))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,15 +25,18 @@ from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-NUM_LAYERS, NUM_KV_HEADS, CONTENT_BYTES = 32, 8, 2 * 128 * 2
+NUM_KV_HEADS, CONTENT_BYTES = 8, 2 * 128 * 2
+REHEARSED = "rehearsed"
+"""CUDA's copier with host memory and, under TRITON_INTERPRET=1, no compiler: no measurement."""
 CHUNK_TOKENS = 256
 SPARE_BLOCKS = 1.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help="where the KV cache lies (cpu, cuda)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", REHEARSED))
     parser.add_argument("--layout", choices=LAYOUTS, default="LBHNC", help="physical order")
     parser.add_argument("--block-size", type=int, default=128, help="tokens per block")
+    parser.add_argument("--layers", type=int, default=32, help="of the model")
     parser.add_argument("--mib", type=int, default=512, help="bytes to move, in MiB")
     parser.add_argument(
         "--direct-min-bytes", type=int, help="on CUDA: runs from here on are not staged"
@@ -62,9 +65,10 @@ class Bench:
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Speeds are in GB/s (10**9 bytes); the copies' bytes count once."""
-    device = torch.device(args.device)
-    copier = _copier(device, args.direct_min_bytes)
-    bench = _bench(copier, device, args.layout, args.block_size, args.mib)
+    is_rehearsal = args.device == REHEARSED
+    device = torch.device("cpu" if is_rehearsal else args.device)
+    copier = _copier(device, args.direct_min_bytes, is_rehearsal=is_rehearsal)
+    bench = _bench(copier, device, args)
     limit_d2h, limit_h2d = _limits(bench, device)
     works = {"memcpy": limit_d2h, "d2h": bench.d2h, "memcpy_h2d": limit_h2d, "h2d": bench.h2d}
     if device.type == "cpu":
@@ -75,9 +79,10 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     gbps = {name: num_bytes / taken / 1e9 for name, taken in seconds.items()}
     fields = {f"{name}_gbps": round(speed, 3) for name, speed in gbps.items()}
     return {
-        "device": _device_name(device),
+        "device": REHEARSED if is_rehearsal else _device_name(device),
         "layout": args.layout,
         "block_size": args.block_size,
+        **({"direct_min_bytes": args.direct_min_bytes} if args.direct_min_bytes else {}),
         "mib": num_bytes / 2**20,
         **fields,
         "d2h_vs_memcpy": round(gbps["d2h"] / gbps["memcpy"], 3),
@@ -85,41 +90,50 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _copier(device: torch.device, direct_min_bytes: int | None) -> Copier:
-    if direct_min_bytes is None:
+def _copier(device: torch.device, direct_min_bytes: int | None, *, is_rehearsal: bool) -> Copier:
+    options = {} if direct_min_bytes is None else {"direct_min_run_bytes": direct_min_bytes}
+    if is_rehearsal:
+        from tests.support.doubles.rehearsed_cuda import rehearsed_copier
+
+        copier: Copier = rehearsed_copier(**options)
+        return copier
+    if not options:
         return make_copier(device)
     from lmcache_connector.copy_kv_blocks.cuda import CudaCopier  # needs Triton
 
-    return CudaCopier(device, direct_min_bytes)
+    return CudaCopier(device, **options)
 
 
-def _bench(copier: Copier, device: torch.device, layout: str, block_size: int, mib: int) -> Bench:
+def _bench(copier: Copier, device: torch.device, args: argparse.Namespace) -> Bench:
+    block_size, num_layers = args.block_size, args.layers
     geometry = ChunkGeometry(
         num_tokens=math.lcm(CHUNK_TOKENS, block_size),
         layer_start=0,
-        layer_widths=(CONTENT_BYTES,) * NUM_LAYERS,
+        layer_widths=(CONTENT_BYTES,) * num_layers,
         shards=tuple(range(NUM_KV_HEADS)),
         num_shards_total=NUM_KV_HEADS,
         dtype="bfloat16",
     )
-    num_chunks = math.ceil(mib * 2**20 / geometry.chunk_bytes)
+    num_chunks = math.ceil(args.mib * 2**20 / geometry.chunk_bytes)
     pool = torch.ones(
         num_chunks, geometry.chunk_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"
     )
     chunks = ChunkBuffers(geometry, block_size, [chunk.data_ptr() for chunk in pool], pool)
     num_blocks = int(chunks.num_blocks * SPARE_BLOCKS)
-    paged = _paged(device, layout, num_blocks, block_size)
+    paged = _paged(device, args.layout, num_layers, num_blocks, block_size)
     block_ids = np.random.default_rng(0).permutation(num_blocks)[: chunks.num_blocks].tolist()
     return Bench(copier, paged, chunks, pool, block_ids)
 
 
-def _paged(device: torch.device, layout: str, num_blocks: int, block_size: int) -> PagedLayout:
+def _paged(
+    device: torch.device, layout: str, num_layers: int, num_blocks: int, block_size: int
+) -> PagedLayout:
     """One tensor in the physical order ``layout``, its layers as vLLM registers them."""
-    sizes = {"L": NUM_LAYERS, "B": num_blocks, "H": NUM_KV_HEADS, "N": block_size, "C": 256}
+    sizes = {"L": num_layers, "B": num_blocks, "H": NUM_KV_HEADS, "N": block_size, "C": 256}
     cache = torch.ones([sizes[axis] for axis in layout], dtype=torch.bfloat16, device=device)
     layers = cache.permute([layout.index(axis) for axis in "LBHNC"])
     spec = LayerSpec(NUM_KV_HEADS, block_size, CONTENT_BYTES)
-    names = [f"layers.{i}" for i in range(NUM_LAYERS)]
+    names = [f"layers.{i}" for i in range(num_layers)]
     return PagedLayout.from_kv_caches(
         dict(zip(names, layers, strict=True)), dict.fromkeys(names, spec)
     )

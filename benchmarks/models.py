@@ -6,8 +6,9 @@ hit, and the CPU tier too before the last. ``hit_tokens`` is what the connector 
 ``prompt_tokens``, the least of all hits. ``kv_bytes_equal``: after either hit every layer holds the
 bytes of the cold run, in all blocks before the hit's end that both runs still have.
 ``bytes_per_token`` is what Valkey holds of the prompt, ``bytes_per_token_dense`` what every layer's
-KV at every token takes. Times are medians over ``--rounds`` prompts. Speculative decoding with a
-drafter that has KV of its own is refused, so there is no acceptance to measure.
+KV at every token takes. Times are medians over ``--rounds`` prompts. Of models with a drafter that
+has KV of its own, ``acceptance_cold`` and ``acceptance_hit`` are the shares of its drafts that were
+accepted, in answers of 40 tokens.
 """
 
 from __future__ import annotations
@@ -24,20 +25,25 @@ from rich.progress import Progress
 
 from benchmarks.harness.engine_timings import come_to_rest, empty_cpu_tier
 from benchmarks.harness.servers import running_valkey
+from tests.support.engines.calls import draft_counts
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.tiny_drafters import build_drafted
 from tests.support.engines.tiny_families import FAMILIES, build_family
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
+_DRAFTED = ("draft_model", "eagle")
+_ALL = (*FAMILIES, *_DRAFTED)
+_ANSWER_TOKENS = 40  # of drafted ones
 _WARM_UP_TOKENS = 2000
 _VALKEY_MIB = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--families", nargs="*", choices=tuple(FAMILIES), default=tuple(FAMILIES))
+    parser.add_argument("--families", nargs="*", choices=_ALL, default=_ALL)
     parser.add_argument("--tokens", type=int, default=6000, help="of a prompt")
     parser.add_argument("--rounds", type=int, default=3, help="prompts of each family")
 
@@ -66,10 +72,12 @@ def _case(family: str, num_tokens: int, rounds: int) -> dict[str, Any]:
         with valkey.client() as client:
             client.flushall()
         prompts = [random_prompt(2 + number, num_tokens) for number in range(rounds)]
-        served = [_serve_all_ways(engine, prompt) for prompt in prompts]
+        max_tokens = _ANSWER_TOKENS if family in _DRAFTED else 2
+        served = [_serve_all_ways(engine, prompt, max_tokens) for prompt in prompts]
         stored = _value_bytes(valkey) / rounds
         groups, dense = engine.call(_groups_and_dense_bytes)
-    cold, cpu, redis = zip(*served, strict=True)
+    answers = [list(zip(*each, strict=True)) for each in zip(*served, strict=True)]
+    (cold, cold_drafts), (cpu, cpu_drafts), (redis, redis_drafts) = answers
     return {
         "family": family,
         "groups": groups,
@@ -85,12 +93,16 @@ def _case(family: str, num_tokens: int, rounds: int) -> dict[str, Any]:
         "ttft_redis_hit_s": _median(redis),
         "bytes_per_token": round(stored / num_tokens),
         "bytes_per_token_dense": dense,
-        "acceptance_cold": None,
-        "acceptance_hit": None,
+        "acceptance_cold": _acceptance(cold_drafts),
+        "acceptance_hit": _acceptance((*cpu_drafts, *redis_drafts)),
     }
 
 
 def _engine(family: str, folder: Path, valkey: Server) -> VllmInstance:
+    if family in _DRAFTED:
+        model, engine_args = build_drafted(family, folder)
+    else:
+        model, engine_args = build_family(family, folder / "model"), FAMILIES[family].engine_args
     transfer = tiered_transfer(
         cpu_gib=0.5,
         redis_url=valkey.url,
@@ -99,24 +111,42 @@ def _engine(family: str, folder: Path, valkey: Server) -> VllmInstance:
         lookup_deadline_seconds=10.0,
     )
     return VllmInstance(
-        build_family(family, folder / "model"),
+        model,
         transfer,
         folder / "log",
         kv_cache_memory_bytes=256 << 20,
         max_model_len=8192,
-        **FAMILIES[family].engine_args,
+        **engine_args,
     )
 
 
-def _serve_all_ways(engine: VllmInstance, prompt: Sequence[int]) -> tuple[Served, Served, Served]:
+Drafts = tuple[int, int]
+"""How many, and how many of them were accepted."""
+
+
+def _serve_all_ways(
+    engine: VllmInstance, prompt: Sequence[int], max_tokens: int = 2
+) -> tuple[tuple[Served, Drafts], ...]:
     """Cold, from CPU memory, from Valkey."""
-    cold = engine.serve(prompt)
+    cold = _serve(engine, prompt, max_tokens)
     engine.call(come_to_rest)
-    from_cpu = engine.serve(prompt)
+    from_cpu = _serve(engine, prompt, max_tokens)
     engine.call(empty_cpu_tier)
-    from_redis = engine.serve(prompt)
+    from_redis = _serve(engine, prompt, max_tokens)
     engine.call(come_to_rest)
     return cold, from_cpu, from_redis
+
+
+def _serve(engine: VllmInstance, prompt: Sequence[int], max_tokens: int) -> tuple[Served, Drafts]:
+    drafted, accepted = engine.call(draft_counts)
+    served = engine.serve(prompt, max_tokens)
+    now = engine.call(draft_counts)
+    return served, (now[0] - drafted, now[1] - accepted)
+
+
+def _acceptance(drafts: Sequence[Drafts]) -> float | None:
+    drafted, accepted = map(sum, zip(*drafts, strict=True))
+    return round(accepted / drafted, 3) if drafted else None
 
 
 def _is_equal(hit: Served, cold: Served) -> bool:

@@ -9,11 +9,16 @@ Engines of the same configuration differ by more than what is to be measured: ea
 speed of its own, drawn at its start. So the engines with a connector also take turns with
 themselves: the connector is taken out of the running engine (the scheduler's, and the worker's that
 every layer asks for) and put back. ``..._vs_none`` is with the connector over without it, in the
-same process; ``..._vs_other_process`` is over the engine that never had one. All engines are
-started ``--launches`` times. Each ratio is the median over all rounds; the quartiles are in
-``ratios``. ``decode_step_cost_us`` is the loss of throughput as time: it grows with layers and
-stored bytes, not with what a step computes. ``audit_s`` is by how much an audit delays the hit that
-is audited, ``audits_us_per_hit`` what that is per hit with the default share.
+same process; ``..._vs_other_process`` is over the engine that never had one; ``..._vs_empty`` is
+over a connector whose methods do nothing, in the same process: what vLLM's own calls for any
+connector cost does not count there. All engines are started ``--launches`` times. Each ratio is the
+median over all rounds; the quartiles are in ``ratios``.
+
+``decode_step_cost_us`` is the loss of throughput as time: it grows with layers and stored bytes,
+not with what a step computes. ``quiet_step_cost_us`` compares median steps: most plan nothing, and
+nothing is stored beside them. Both have a variant ``..._vs_empty``. ``audit_s`` is by how much an
+audit delays the hit that is audited, ``audits_us_per_hit`` what that is per hit with the default
+share.
 """
 
 from __future__ import annotations
@@ -34,7 +39,10 @@ from benchmarks.harness.engine_timings import (
     decode_step_microseconds,
     decode_tokens_per_second,
     lookup_microseconds,
+    median_decode_step_seconds,
     ttft_seconds,
+    with_empty_connector,
+    without_connector,
 )
 from benchmarks.harness.engines import MODELS, Engines, Way
 from benchmarks.harness.ratios import in_turn, median, pairwise, spread
@@ -47,9 +55,14 @@ LOOKUP_TOKENS = 32_000
 AUDIT_SHARE = 0.001  # the default
 _NONE, _MISS, _COLD = "none", "kv_consumer", "kv_both"
 _WITHOUT = Way(_NONE)
-_MISSING, _MISSING_OUT = Way(_MISS), Way(_MISS, connected=False)
-_SUFFIXES = {"same process": "vs_none", "other process": "vs_other_process"}
-_STORING, _STORING_OUT = Way(_COLD), Way(_COLD, connected=False)
+_MISSING, _MISSING_OUT = Way(_MISS), Way(_MISS, without_connector)
+_STORING, _STORING_OUT = Way(_COLD), Way(_COLD, without_connector)
+_STORING_EMPTY = Way(_COLD, with_empty_connector)
+_SUFFIXES = {
+    "same process": "vs_none",
+    "other process": "vs_other_process",
+    "empty connector": "vs_empty",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,14 +108,14 @@ class Contest:
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    ttfts, speeds = _contests(args)
+    ttfts, speeds, decode_steps = _contests(args)
     steps, lookups, audits, store_jobs = [], [], [], 0
     for launch in range(args.launches):
         with _engines(args) as engines:
             for engine in engines.values():  # compilation, first touches
                 for seed in range(2):
                     engine.call(ttft_seconds, random_prompt(10_000 + seed, args.tokens))
-            for contest in (ttfts, speeds):
+            for contest in (ttfts, speeds, decode_steps):
                 contest.run(engines, progress, f"launch {launch + 1} of {args.launches}")
             both = engines[_COLD]
             prompts = [random_prompt(50_000 + i, 64) for i in range(args.decode_requests)]
@@ -121,13 +134,17 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "model": args.model,
         "prompt_tokens": args.tokens,
         **{f"{name}_{_SUFFIXES[against]}": median(r) for (name, against), r in ratios.items()},
-        "decode_step_cost_us": round(_step_cost_us(speeds, args.decode_requests)),
+        "decode_step_cost_us": _step_cost_us(speeds, _STORING_OUT, args.decode_requests),
+        "decode_step_cost_us_vs_empty": _step_cost_us(speeds, _STORING_EMPTY, args.decode_requests),
+        "quiet_step_cost_us": _longer_us(decode_steps, _STORING_OUT),
+        "quiet_step_cost_us_vs_empty": _longer_us(decode_steps, _STORING_EMPTY),
         "decode_step_scheduler_us_per_request": median(steps, 2),
         "lookup_32k_tokens_us": median(lookups, 1),
         "audit_s": median(audits, 4),
         "audits_us_per_hit": round(1e6 * AUDIT_SHARE * statistics.median(audits)),
         "ttft_none_s": median(ttfts.measured[_WITHOUT]),
         "decode_none_tokens_per_s": median(speeds.measured[_WITHOUT], 1),
+        "quiet_step_none_ms": round(1e3 * median(decode_steps.measured[_STORING_OUT], 6), 3),
         "store_jobs": store_jobs,
         "ratios": [
             {"figure": name, "against": against, **spread(r)}
@@ -136,8 +153,8 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _contests(args: argparse.Namespace) -> tuple[Contest, Contest]:
-    """Times to first token, and decode throughput."""
+def _contests(args: argparse.Namespace) -> tuple[Contest, Contest, Contest]:
+    """Times to first token, decode throughput, and median decode steps."""
     ttfts = Contest(
         "time to first token",
         (_WITHOUT, _MISSING_OUT, _MISSING, _STORING_OUT, _STORING),
@@ -146,24 +163,31 @@ def _contests(args: argparse.Namespace) -> tuple[Contest, Contest]:
     )
     speeds = Contest(
         "decode throughput",
-        (_WITHOUT, _STORING_OUT, _STORING),
+        (_WITHOUT, _STORING_OUT, _STORING_EMPTY, _STORING),
         args.decode_rounds,
-        partial(_decode_speed, args.decode_requests, args.decode_tokens),
+        partial(_decode, decode_tokens_per_second, args.decode_requests, args.decode_tokens),
     )
-    return ttfts, speeds
+    steps = Contest(
+        "decode steps",
+        (_STORING_OUT, _STORING_EMPTY, _STORING),
+        args.decode_rounds,
+        partial(_decode, median_decode_step_seconds, args.decode_requests, args.decode_tokens),
+    )
+    return ttfts, speeds, steps
 
 
 def _ratios(ttfts: Contest, speeds: Contest) -> dict[tuple[str, str], list[float]]:
     """All rounds' ratios, by what was measured and which process ran without the connector."""
-    pairs = {
-        "miss_ttft": (ttfts, _MISSING, _MISSING_OUT),
-        "cold_ttft": (ttfts, _STORING, _STORING_OUT),
-        "decode_throughput": (speeds, _STORING, _STORING_OUT),
-    }
+    same, other, empty = _SUFFIXES
     return {
-        (name, against): contest.ratios(way, out if against == "same process" else _WITHOUT)
-        for against in _SUFFIXES
-        for name, (contest, way, out) in pairs.items()
+        ("miss_ttft", same): ttfts.ratios(_MISSING, _MISSING_OUT),
+        ("cold_ttft", same): ttfts.ratios(_STORING, _STORING_OUT),
+        ("decode_throughput", same): speeds.ratios(_STORING, _STORING_OUT),
+        ("miss_ttft", other): ttfts.ratios(_MISSING, _WITHOUT),
+        ("cold_ttft", other): ttfts.ratios(_STORING, _WITHOUT),
+        ("decode_throughput", other): speeds.ratios(_STORING, _WITHOUT),
+        ("decode_throughput", empty): speeds.ratios(_STORING, _STORING_EMPTY),
+        ("empty_connector_throughput", same): speeds.ratios(_STORING_EMPTY, _STORING_OUT),
     }
 
 
@@ -191,14 +215,26 @@ def _ttft(num_tokens: int, call: Callable[..., Any], seed: int) -> float:
     return taken
 
 
-def _decode_speed(num_requests: int, num_tokens: int, call: Callable[..., Any], seed: int) -> float:
+def _decode(
+    measure: Callable[..., float],
+    num_requests: int,
+    num_tokens: int,
+    call: Callable[..., Any],
+    seed: int,
+) -> float:
     """Long enough that chunks fill with generated tokens, and are stored."""
     prompts = [random_prompt(1000 * seed + i, 200) for i in range(num_requests)]
-    speed: float = call(decode_tokens_per_second, prompts, num_tokens)
-    return speed
+    measured: float = call(measure, prompts, num_tokens)
+    return measured
 
 
-def _step_cost_us(speeds: Contest, num_requests: int) -> float:
+def _step_cost_us(speeds: Contest, reference: Way, num_requests: int) -> int:
     """How much longer a decode step takes, with its part of all stores and writes."""
-    pairs = zip(speeds.measured[_STORING], speeds.measured[_STORING_OUT], strict=True)
-    return statistics.median(1e6 * num_requests * (1 / ours - 1 / theirs) for ours, theirs in pairs)
+    pairs = zip(speeds.measured[_STORING], speeds.measured[reference], strict=True)
+    us = (1e6 * num_requests * (1 / ours - 1 / theirs) for ours, theirs in pairs)
+    return round(statistics.median(us))
+
+
+def _longer_us(steps: Contest, reference: Way) -> int:
+    pairs = zip(steps.measured[_STORING], steps.measured[reference], strict=True)
+    return round(1e6 * statistics.median(ours - theirs for ours, theirs in pairs))

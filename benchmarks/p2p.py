@@ -1,121 +1,200 @@
-"""Two real engines, one prefills and hands over to the other, against a plain socket and recompute.
+"""Pairs of real engines, one hands over to the other: ours by NIXL and by TCP, vLLM's own by NIXL.
 
 For every prompt the prefill engine computes and keeps the KV; then the decode engine fetches it all
-at once, so that what is timed is the transfer alone. The plain socket moves as many bytes between
-two processes, from and to warm memory, with nothing around it. Both are measured in turns.
+at once, so that what is timed is the transfer alone. The limits are one plain NIXL read, or a plain
+socket, of as many bytes between two processes, from and to warm memory, with nothing around it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 from rich.progress import Progress
 
 from benchmarks.harness.engines import Engines
+from benchmarks.peers.raw_nixl import RawNixl
 from benchmarks.peers.raw_socket import RawSocket
-from tests.support.engines.handover import Ask, ask
-from tests.support.engines.p2p_engines import Engines as PrefillDecode
-from tests.support.engines.p2p_engines import kv_transfer, running
+from tests.support.engines.handover import Ask, ask, prefill
+from tests.support.engines.instance import VllmInstance, set_environment
+from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred
+from tests.support.engines.p2p_engines import kv_transfer
 from tests.support.engines.p2p_instances import free_ports
 from tests.support.engines.tiny_model import DEMO_SHAPE
 from tests.support.prompts import random_prompt
 
+_TRANSPORTS = ("nixl", "tcp", "vllm-nixl")
+_SHAPE = replace(DEMO_SHAPE, max_position=32768)
+_FOR_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+_CACHE_BYTES = 768 << 20
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt-tokens", type=int, default=6000, help="length of each prompt")
-    parser.add_argument("--rounds", type=int, default=7, help="prompts, for medians")
     parser.add_argument(
-        "--send-type", choices=["GET", "PUT", "PUT_ASYNC"], default="GET", help="how KV moves"
+        "--prompt-tokens", type=int, nargs="+", default=[1000, 6000, 30000], help="lengths"
     )
+    parser.add_argument("--rounds", type=int, default=5, help="prompts of each length, for medians")
+    parser.add_argument(
+        "--transport", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS), help="in turns"
+    )
+    parser.add_argument("--no-checksum", action="store_true", help="ours, without digests")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    task = progress.add_task("Starting two engines", total=args.rounds + 1)
-    ports = free_ports(1), free_ports(1)
-    roles = zip(("kv_producer", "kv_consumer"), ports, strict=True)
-    transfers = [kv_transfer(role, port, send_type=args.send_type) for role, port in roles]
-    num_bytes = args.prompt_tokens * DEMO_SHAPE.kv_bytes_per_token
-    with (
-        Engines() as engines,
-        running(engines.model, engines.folder, transfers, kv_cache_memory_bytes=512 << 20) as (
-            prefill,
-            decode,
-        ),
-        RawSocket(num_bytes) as raw,
-    ):
-        handing_over = PrefillDecode([(prefill, ports[0])], [(decode, ports[1])], count())
-        pair = _Pair(handing_over, args.prompt_tokens)
-        pair.round()  # unmeasured: memory is touched for the first time
-        pair.recompute()
-        rounds, recomputed, raw_gbps = [], [], []
-        for number in range(args.rounds):
-            progress.update(task, description=f"Round {number + 1}", advance=1)
-            rounds.append(pair.round())
-            raw_gbps.append(raw.gbps())
-            recomputed.append(pair.recompute())
+    lengths, ways = args.prompt_tokens, args.transport
+    task = progress.add_task("Starting engines", total=len(ways) + len(lengths) * args.rounds)
+    runs = []
+    with Engines(_SHAPE) as engines:
+        pairs = []
+        for way in ways:
+            pairs.append(_start(engines, way, checksum=not args.no_checksum))
+            progress.advance(task)
+        for num_tokens in lengths:
+            num_bytes = num_tokens * _SHAPE.kv_bytes_per_token
+            with ExitStack() as stack:
+                raw = {way: _raw(stack, way, num_bytes) for way in ways}
+                for pair in pairs:
+                    pair.round(num_tokens)  # unmeasured: memory is touched for the first time
+                rounds: dict[str, list[_Round]] = {way: [] for way in ways}
+                for number in range(args.rounds):
+                    progress.update(task, description=f"{num_tokens} tokens, round {number + 1}")
+                    for pair in pairs:
+                        one = pair.round(num_tokens)
+                        rounds[pair.way].append(replace(one, raw_gbps=raw[pair.way].gbps()))
+                    progress.advance(task)
+            recomputed = statistics.median(pairs[0].recompute(num_tokens) for _ in range(3))
+            runs += [_fields(way, num_tokens, rounds[way], recomputed) for way in ways]
+    _compare(runs)
     return {
-        "send_type": args.send_type,
-        "prompt_tokens": args.prompt_tokens,
-        **_fields(rounds, raw_gbps, recomputed),
+        "checksum": not args.no_checksum,
+        "kv_bytes_equal": all(each["kv_bytes_equal"] for each in runs),
+        "errors": sum(each["errors"] for each in runs),
+        "runs": runs,
     }
+
+
+def _raw(stack: ExitStack, way: str, num_bytes: int) -> RawNixl | RawSocket:
+    if way == "tcp":
+        return stack.enter_context(RawSocket(num_bytes))
+    return stack.enter_context(RawNixl(num_bytes))
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One prompt. ``gbps``: from the first to the last byte received."""
+
+    equal: bool
+    hit_tokens: int
+    errors: int
+    num_bytes: int
+    gbps: float
+    ttft: float
+    raw_gbps: float = 0.0
 
 
 def _fields(
-    rounds: Sequence[dict[str, Any]], raw_gbps: Sequence[float], recomputed: Sequence[float]
+    way: str, num_tokens: int, rounds: Sequence[_Round], recomputed: float
 ) -> dict[str, Any]:
-    """Medians, and sums of what must not happen. ``recomputed``: times to first token."""
-    transfer = statistics.median(r["gbps"] for r in rounds)
-    ttft = statistics.median(r["ttft"] for r in rounds)
-    cold, raw_speed = statistics.median(recomputed), statistics.median(raw_gbps)
+    """Medians, and sums of what must not happen. ``recomputed``: time to first token."""
+    transfer = statistics.median(r.gbps for r in rounds)
+    raw = statistics.median(r.raw_gbps for r in rounds)
+    ttft = statistics.median(r.ttft for r in rounds)
     return {
-        "transfer_bytes": rounds[0]["bytes"],
-        "kv_bytes_equal": all(r["equal"] for r in rounds),
-        "hit_tokens": min(r["hit"] for r in rounds),
-        "errors": sum(r["errors"] for r in rounds),
+        "transport": way,
+        "prompt_tokens": num_tokens,
+        "transfer_bytes": rounds[0].num_bytes,
         "transfer_gbps": round(transfer, 3),
-        "raw_socket_gbps": round(raw_speed, 3),
-        "transfer_vs_raw": round(transfer / raw_speed, 3),
+        "raw_gbps": round(raw, 3),
+        "transfer_vs_raw": round(transfer / raw, 3),
         "decode_ttft_s": round(ttft, 4),
-        "recompute_ttft_s": round(cold, 4),
-        "decode_ttft_vs_recompute": round(ttft / cold, 3),
+        "recompute_ttft_s": round(recomputed, 4),
+        "decode_ttft_vs_recompute": round(ttft / recomputed, 3),
+        "kv_bytes_equal": all(r.equal for r in rounds),
+        "hit_tokens": min(r.hit_tokens for r in rounds),
+        "errors": sum(r.errors for r in rounds),
     }
+
+
+def _compare(runs: Sequence[dict[str, Any]]) -> None:
+    """Each with vLLM's own of the same length."""
+    own = {r["prompt_tokens"]: r["decode_ttft_s"] for r in runs if r["transport"] == "vllm-nixl"}
+    for each in runs:
+        if each["prompt_tokens"] in own:
+            ratio = each["decode_ttft_s"] / own[each["prompt_tokens"]]
+            each["decode_ttft_vs_vllm_nixl"] = round(ratio, 3)
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Both engines, and seeds for prompts that neither has seen."""
+    """Two engines that hand over one way, and seeds for prompts that neither has seen."""
 
-    engines: PrefillDecode
-    num_tokens: int
+    way: str
+    prefill: VllmInstance
+    decode: VllmInstance
     seeds: Iterator[int] = field(default_factory=count)
 
-    def round(self) -> dict[str, Any]:
-        """Hand one new prompt over. ``gbps``: from the first to the last byte received."""
-        ((decode, _),) = self.engines.decode
-        before = decode.counts()
-        cold, hit = self.engines.hand_over(random_prompt(next(self.seeds), self.num_tokens))
-        after = decode.counts()
-        num_bytes = int(after.total("p2p_received_bytes") - before.total("p2p_received_bytes"))
-        seconds = after.total("p2p_receive_seconds") - before.total("p2p_receive_seconds")
-        failed = int(after.total("p2p_failed_loads") - before.total("p2p_failed_loads"))
-        return {
-            "equal": () != hit.served.block_digests == cold.served.block_digests,
-            "hit": hit.served.external_hit_tokens,
-            "errors": failed + (hit.finish_reason != "length") + (cold.finish_reason != "length"),
-            "bytes": num_bytes,
-            "gbps": num_bytes / seconds / 1e9 if seconds else 0.0,
-            "ttft": hit.served.ttft_seconds,
-        }
-
-    def recompute(self) -> float:
-        """Time to first token of a prompt that the decode engine computes itself."""
-        ((decode, _),) = self.engines.decode
+    def round(self, num_tokens: int) -> _Round:
         seed = next(self.seeds)
-        prompt = random_prompt(seed, self.num_tokens)
-        seconds: float = decode.call(ask, Ask(f"recompute-{seed}", prompt)).served.ttft_seconds
+        prompt = random_prompt(seed, num_tokens)
+        before = self._received()
+        cold = self.prefill.call(prefill, Ask(f"p-{seed}", prompt, 1, dict(_FOR_DECODE)))
+        hit = self.decode.call(ask, Ask(f"d-{seed}", prompt, 2, cold.params))
+        num_bytes, seconds, failed = (
+            now - then for now, then in zip(self._received(), before, strict=True)
+        )
+        missed = hit.finish_reason != "length" or cold.params is None
+        return _Round(
+            equal=() != hit.served.block_digests == cold.served.block_digests,
+            hit_tokens=num_tokens if self.way == "vllm-nixl" else hit.served.external_hit_tokens,
+            errors=int(failed) + missed,
+            num_bytes=int(num_bytes),
+            gbps=num_bytes / seconds / 1e9 if seconds else 0.0,
+            ttft=hit.served.ttft_seconds,
+        )
+
+    def recompute(self, num_tokens: int) -> float:
+        """Time to first token of a prompt that the decode engine computes itself."""
+        seed = next(self.seeds)
+        cold = self.decode.call(ask, Ask(f"recompute-{seed}", random_prompt(seed, num_tokens)))
+        seconds: float = cold.served.ttft_seconds
         return seconds
+
+    def _received(self) -> tuple[float, float, float]:
+        """Bytes, seconds and failures at the decode engine so far."""
+        if self.way == "vllm-nixl":
+            received: tuple[float, float, float] = self.decode.call(nixl_transferred)
+            return received
+        counts = self.decode.counts()
+        names = ("p2p_received_bytes", "p2p_receive_seconds", "p2p_failed_loads")
+        return counts.total(names[0]), counts.total(names[1]), counts.total(names[2])
+
+
+def _start(engines: Engines, way: str, *, checksum: bool) -> _Pair:
+    """Each engine on a core of its own: two on two cores fight."""
+    cores = sorted(os.sched_getaffinity(0))
+    instances = []
+    for place, role in enumerate(("kv_producer", "kv_consumer")):
+        port = free_ports(1)
+        ours = {"transport": way, "checksum": checksum}
+        transfer = nixl_transfer(role) if way == "vllm-nixl" else kv_transfer(role, port, **ours)
+        environment = {
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+            "VLLM_CPU_OMP_THREADS_BIND": str(cores[place % len(cores)]),
+        }
+        instances.append(
+            engines.start(
+                f"{way}-{role}",
+                transfer,
+                prepare=partial(set_environment, environment),
+                kv_cache_memory_bytes=_CACHE_BYTES,
+                max_model_len=_SHAPE.max_position,
+            )
+        )
+    return _Pair(way, instances[0], instances[1])

@@ -20,7 +20,7 @@ from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, R
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
-from lmcache_connector.vllm_compat.resets import before_each_reset
+from lmcache_connector.vllm_compat.short_loads import before_each_reset
 from lmcache_connector.vllm_compat.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 kv_events=self._wants_kv_events,
                 find_adapter=adapter_folder,
                 weak_block_hashes=_has_weak_block_hashes(vllm_config),
+                num_batches=vllm_config.max_concurrent_batches,
+                max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             )
 
     @property
@@ -88,6 +90,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             self._scheduler_side.update_state_after_alloc(
                 request, blocks.get_block_ids(), num_external_tokens
             )
+        else:
+            self._scheduler_side.admitted(request)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -110,8 +114,9 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         before_each_reset(kv_cache_manager, self._scheduler_side.unpin_all)
 
     def has_pending_block_frees(self) -> bool:
-        """A request that needs blocks which a store reads waits for these, and preempts nobody."""
-        return self._scheduler_side.has_pinned_blocks
+        """A request that needs blocks which a store reads waits for these, for one step, and
+        preempts nobody."""
+        return self._scheduler_side.will_free_blocks()
 
     def has_pending_push_work(self) -> bool:
         """Steps go on while a store runs: its end is reported with one."""
@@ -119,8 +124,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
 
     def take_events(self) -> list[KVCacheEvent]:
         """The last call of every update from a step's output."""
-        self._scheduler_side.updated()
-        return [to_vllm(event) for event in self._scheduler_side.kv_events.take()]
+        events = (self._scheduler or self._scheduler_side).take_events()
+        return [to_vllm(event) for event in events] if events else []
 
     # -- worker side ---------------------------------------------------------------------------
 

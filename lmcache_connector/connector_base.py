@@ -65,7 +65,7 @@ class SchedulerPart(Protocol):
         ...
 
     def build_plan(self, scheduler_output: SchedulerOutput) -> Any:
-        """The step's plan for the workers, as plain data."""
+        """The step's plan for the workers, as plain data. ``None``: it runs the model, no more."""
         ...
 
     def update_from_reports(self, reports: tuple[Any, ...]) -> Sequence[ShortLoad]:
@@ -79,7 +79,10 @@ class SchedulerPart(Protocol):
 
 
 class WorkerPart(Protocol):
-    """What every worker side does, in the order of the calls of one step."""
+    """What every worker side does, in the order of the calls of one step.
+
+    A step without a plan brings two of them: ``start_forward(None)`` and ``finish_step``.
+    """
 
     def handle_preemptions(self, plan: Any) -> None:
         """Let go of blocks that the forward pass is about to overwrite."""
@@ -118,9 +121,12 @@ WorkerT = TypeVar("WorkerT", bound=WorkerPart)
 
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
-    """The scheduler side's plan of one step, on its way to the workers."""
+    """The scheduler side's plan of one step, on its way to the workers; ``None``: it has none."""
 
     plan: Any
+
+
+_NO_PLAN = PlanMetadata(None)
 
 
 @dataclass
@@ -149,6 +155,10 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     A subclass sets ``_scheduler`` when it is built for that role, and ``_worker`` in
     ``register_kv_caches``. ``_metrics`` lists its metrics, ``_stats_type`` words its log line.
     A call for a side that is not there raises ``RuntimeError``.
+
+    Nearly every step only decodes, and has no plan. Its calls return at once: after a forward pass
+    nothing of this lies in the processor's caches, and every further call costs a microsecond, that
+    of a property too.
     """
 
     _metrics: ClassVar[Mapping[str, Metric]]
@@ -178,7 +188,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
-        return PlanMetadata(self._scheduler_side.build_plan(scheduler_output))
+        plan = (self._scheduler or self._scheduler_side).build_plan(scheduler_output)
+        return PlanMetadata(plan) if plan is not None else _NO_PLAN
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -218,17 +229,24 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
             self._worker.let_go()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self._end_step()
-        if isinstance(kv_connector_metadata, PlanMetadata):
+        if self._step is not None:
+            self._end_step()
+        if not isinstance(kv_connector_metadata, PlanMetadata):
+            return
+        if kv_connector_metadata.plan is not None:
             self._worker_side.handle_preemptions(kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The last call before the forward pass."""
-        self._end_step()
-        super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, PlanMetadata):
-            self._step = _Step(connector_metadata.plan)
-            self._worker.start_forward(self._step.plan)
+        if self._step is not None:
+            self._end_step()
+        if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
+            return
+        plan = connector_metadata.plan
+        if plan is not None:
+            super().bind_connector_metadata(connector_metadata)
+            self._step = _Step(plan)
+        self._worker.start_forward(plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._step is not None and not self._step.loads_started:
@@ -255,11 +273,12 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
 
     def clear_connector_metadata(self) -> None:
         """The last call of a step."""
-        self._end_step()
-        super().clear_connector_metadata()
+        if self._step is not None:
+            self._end_step()
+            super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._step_output = output = self._worker_side.finish_step()
+        self._step_output = output = (self._worker or self._worker_side).finish_step()
         return set(output.finished_sending), set(output.finished_recving)
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
@@ -305,9 +324,9 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     def _end_step(self) -> None:
         """What the step under way planned is done, whatever vLLM has called: it may have nothing to
         compute and leave calls out, as vLLM 0.30 did."""
-        if self._step is None:
-            return
         step, self._step = self._step, None
+        if step is None:
+            return
         if not step.loads_started:
             self._worker_side.start_loads(step.plan)
         if not step.forward_ended:

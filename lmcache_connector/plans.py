@@ -119,7 +119,8 @@ class LoadJob(_Runs):
     """Copy consecutive chunks into the paged cache, run after run.
 
     ``needs_redis`` says that some chunk may have to come from Redis; ``after_job`` is the last
-    planned store this load relies on (0: none).
+    planned store this load relies on (0: none). ``after_passes``: forward passes of earlier steps
+    may still use the blocks, or the step zeroes them before its own.
     """
 
     job_id: int
@@ -128,6 +129,7 @@ class LoadJob(_Runs):
     deadline_seconds: float
     needs_redis: bool
     after_job: int
+    after_passes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +169,20 @@ class StepPlan:
     adapter_question: int = 0
     heard_adapters: tuple[int, ...] = ()
 
+    @property
+    def has_earlier_work(self) -> bool:
+        """Whether a job must wait for the forward passes of earlier steps, and for those alone."""
+        return any(
+            isinstance(job, StoreJob) or job.after_passes for job in self.loads_and_earlier_stores()
+        )
+
     def loads_and_earlier_stores(self) -> list[LoadJob | StoreJob]:
         """In the order they were planned. A load may rely on a store planned before it.
 
         Such a store is of a finished request: its forward passes ran in earlier steps.
         """
+        if not self.loads:
+            return []
         jobs: list[LoadJob | StoreJob] = [*self.loads]
         jobs += [job for job in self.stores if job.job_id < self._last_load]
         return sorted(jobs, key=lambda job: job.job_id)
@@ -213,7 +224,7 @@ class LayerDifference:
 @dataclass(frozen=True, slots=True)
 class JobResult:
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
-    within ``seconds`` of running.
+    within ``seconds`` of running, after ``waited_seconds`` of waiting for others.
 
     Of these, ``redis_seconds`` were spent on Redis, which brought ``redis_bytes``.
     ``redis_failed`` says that Redis was too slow or broke, not that a chunk was missing.
@@ -229,6 +240,7 @@ class JobResult:
     redis_seconds: float = 0.0
     redis_failed: bool = False
     differences: tuple[LayerDifference, ...] = ()
+    waited_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +288,15 @@ class RankStart:
     """What one rank found out when it started.
 
     ``configuration``: digests of the model's configuration, part by part and sorted by name, as
-    this rank sees it once its model is built.
+    this rank sees it once its model is built. ``layer_widths``: of the layers of each part of its
+    KV, in bytes per token and head. ``formats``: how those of the first part are stored. Of layers
+    that share a KV cache group the scheduler's process sees one.
     """
 
     configuration: tuple[tuple[str, str], ...]
     calibration: Calibration
+    layer_widths: tuple[tuple[int, ...], ...] = ()
+    formats: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

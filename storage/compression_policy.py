@@ -2,9 +2,10 @@
 
 The rule, `pays`. A reader receives a value, then decompresses it, so a byte of payload takes
 ``1 / link`` seconds as it is and ``ratio / link + 1 / decompress`` compressed. Compression begins
-when that is less by a tenth, and ends when it is more. It ends, too, where cores are what lacks: a
-thread that compresses must get most of a core, and readers that have to share half of the cores
-decompress in turn.
+when that is less by a tenth, and ends when it is more. Where the server's memory is full, room for
+half as many chunks again is worth loads that are a fifth slower. It ends, too, where cores are what
+lacks: a thread that compresses must get most of a core, and readers that have to share half of the
+cores decompress in turn.
 
 Everything is measured as it goes: the link by what each reader receives, the rest by compressing
 one value in sixteen even where that does not pay.
@@ -22,6 +23,7 @@ from lmcache_connector.storage.compression import compress, decompress
 
 _SAMPLE_EVERY = 16
 _GAIN_TO_BEGIN = 0.9
+_COST_OF_ROOM = 1.2
 _LEAST_CORE_SHARE = 0.6
 # What the last measurement counts.
 _NEWEST = 0.5
@@ -40,12 +42,13 @@ class Measured:
     core_share: float
 
 
-def pays(measured: Measured, *, is_on: bool) -> bool:
+def pays(measured: Measured, *, is_on: bool, memory_is_full: bool = False) -> bool:
     """The rule above."""
     plain = 1 / measured.link
     compressed = measured.ratio / measured.link + 1 / measured.decompress
-    limit = 1.0 if is_on else _GAIN_TO_BEGIN
-    return measured.core_share >= _LEAST_CORE_SHARE and compressed <= limit * plain
+    limit = (1.0 if is_on else _GAIN_TO_BEGIN) * (_COST_OF_ROOM if memory_is_full else 1.0)
+    shrinks = measured.ratio <= _GAIN_TO_BEGIN
+    return shrinks and measured.core_share >= _LEAST_CORE_SHARE and compressed <= limit * plain
 
 
 class CompressionPolicy:
@@ -69,6 +72,8 @@ class CompressionPolicy:
         self._sampled: Measured | None = None
         self._num_values = 0
         self._is_on = False
+        self.memory_is_full = False
+        """The server's, as the tier has found it when it connected."""
 
     def received(self, num_bytes: int, seconds: float) -> None:
         """A reader has received these bytes of replies, and waited for nothing else meanwhile."""
@@ -123,4 +128,6 @@ class CompressionPolicy:
                 ratio=_NEWEST * new.ratio + (1 - _NEWEST) * old.ratio,
                 core_share=_NEWEST * new.core_share + (1 - _NEWEST) * old.core_share,
             )
-            self._is_on = self._link is not None and pays(self._sampled, is_on=self._is_on)
+            self._is_on = self._link is not None and pays(
+                self._sampled, is_on=self._is_on, memory_is_full=self.memory_is_full
+            )

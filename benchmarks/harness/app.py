@@ -1,6 +1,6 @@
 """The command line: picks a benchmark, runs it and writes its result.
 
-A benchmark is a module ``benchmarks/NAME.py`` with two functions::
+A benchmark is a module ``benchmarks/NAME.py``, with ``_`` for ``-``, and has two functions::
 
     def add_arguments(parser: argparse.ArgumentParser) -> None: ...
     def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]: ...
@@ -40,7 +40,8 @@ BENCHMARKS = {
     "growth": "how costs grow with prompts, cached chunks, requests and instances",
     "models": "families of models with windows and states: hits, bytes and times, tier by tier",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
-    "p2p": "KV from a prefill to a decode engine, against a plain socket and recompute",
+    "p2p": "KV from a prefill to a decode engine by NIXL and TCP, against vLLM's NixlConnector",
+    "simulated-gpu": "hits on a simulated GPU, against recompute and an oracle; virtual time",
     "slowlink": "time to first token over slow and silent links, against recompute",
     "trace": "realistic load on a served API, with the connector, without, and with LMCache's own",
     "ttft": "time to first token cold and from each tier, against vLLM alone and LMCache's own",
@@ -50,12 +51,13 @@ BENCHMARKS = {
 }
 COMMANDS = {
     "all": "every benchmark, each in a process of its own, kept and reported",
+    "gpu": "what a machine with a CUDA GPU is wanted for: tests and copies, without a network",
     "report": "write RESULTS.md and its plots anew from the results kept",
 }
 # With small pages, where an engine's memory happens to lie decides its speed: two engines without
 # any connector, started one after the other, differed by 20 %. With huge pages they did not.
 _ENGINE_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
-_COMMAND_MODULES = {"all": "suite", "report": "report"}
+_COMMAND_MODULES = {"all": "suite", "gpu": "gpu", "report": "report"}
 
 
 def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:
@@ -75,6 +77,11 @@ def main(argv: Sequence[str] = tuple(sys.argv[1:])) -> int:
     return _run_benchmark(name, argv[1:])
 
 
+def benchmark_module(name: str) -> Any:
+    """Where the benchmark of that name stands."""
+    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+
+
 def benchmark_parser(name: str) -> argparse.ArgumentParser:
     """The options of a benchmark, with those that all of them have."""
     parser = argparse.ArgumentParser(
@@ -89,13 +96,13 @@ def benchmark_parser(name: str) -> argparse.ArgumentParser:
         type=variant_name,
         help="keep the result in benchmarks/results, under the benchmark's name and VARIANT",
     )
-    importlib.import_module(f"benchmarks.{name}").add_arguments(parser)
+    benchmark_module(name).add_arguments(parser)
     return parser
 
 
 def _run_benchmark(name: str, argv: Sequence[str]) -> int:
     args = benchmark_parser(name).parse_args(argv)
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = benchmark_module(name)
     os.environ.update(_ENGINE_ENVIRONMENT)  # of the processes that are started from here on
     load, begun, started = os.getloadavg()[0], datetime.now(UTC), time.perf_counter()
     with progress_bar() as progress:

@@ -5,6 +5,7 @@ All are top-level functions for :meth:`tests.support.engines.instance.VllmInstan
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -56,16 +57,31 @@ def decode_tokens_per_second(
     probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> float:
     """Throughput of requests that decode together, from the last one's first token to the end."""
+    before, steps = _decode(probe, prompts, max_tokens)
+    return (len(prompts) * max_tokens - before) / sum(steps)
+
+
+def median_decode_step_seconds(
+    probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> float:
+    """Of requests that decode together. A step that does more than most has no part in it."""
+    return statistics.median(_decode(probe, prompts, max_tokens)[1])
+
+
+def _decode(
+    probe: EngineProbe, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> tuple[int, list[float]]:
+    """Let requests decode together. Returns the tokens they had when the last one had its first,
+    and how long each step from there took, in seconds."""
     for prompt in prompts:
         probe.add(prompt, max_tokens)
     _step_until(probe, lambda lengths: len(lengths) == len(prompts))
-    before = sum(_running_lengths(probe).values())
-    started = time.perf_counter()
+    before, times = sum(_running_lengths(probe).values()), [time.perf_counter()]
     while probe.engine.has_unfinished_requests():
         probe.engine.step()
-    taken = time.perf_counter() - started
+        times.append(time.perf_counter())
     probe.drain()
-    return (len(prompts) * max_tokens - before) / taken
+    return before, [end - start for start, end in itertools.pairwise(times)]
 
 
 def come_to_rest(probe: EngineProbe) -> None:
@@ -86,10 +102,22 @@ def without_connector(probe: EngineProbe, function: Callable[..., Any], *args: A
     Process, weights and KV cache are the same, so that what one engine differs by from another is
     not measured. No request may be running.
     """
+    return _instead(None, probe, function, *args)
+
+
+def with_empty_connector(probe: EngineProbe, function: Callable[..., Any], *args: Any) -> Any:
+    """Like :func:`without_connector`, with one whose methods do nothing: what vLLM's own calls cost
+    for any connector."""
+    from benchmarks.harness.empty_connector import EmptyConnector
+
+    return _instead(EmptyConnector.in_place_of(probe.connector), probe, function, *args)
+
+
+def _instead(connector: Any, probe: EngineProbe, function: Callable[..., Any], *args: Any) -> Any:
     from vllm.distributed.kv_transfer import kv_transfer_state as state
 
     on_scheduler, on_worker = probe.scheduler.connector, state._KV_CONNECTOR_AGENT
-    probe.scheduler.connector = state._KV_CONNECTOR_AGENT = None
+    probe.scheduler.connector = state._KV_CONNECTOR_AGENT = connector
     try:
         return function(probe, *args)
     finally:

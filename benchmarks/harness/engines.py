@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.engine_timings import come_to_rest, without_connector
+from benchmarks.harness.engine_timings import come_to_rest
 from tests.support.engines.api_server import ApiServer, started_api
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
@@ -61,23 +61,24 @@ class Engines(contextlib.ExitStack):
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run vLLM: the name of an engine, and whether its connector is in it.
+    """A way to run vLLM: the name of an engine, and what runs ``around`` a measurement in it.
 
     Two processes differ by a few per cent whatever they run. What a connector costs is therefore
-    measured against the same engine, whose connector is taken out for a moment.
+    measured against the same engine, whose connector is taken out for a moment: ``around`` is
+    :func:`without_connector`, or :func:`with_empty_connector`.
     """
 
     engine: str
-    connected: bool = True
+    around: Callable[..., Any] | None = None
 
     def measure(
         self, engines: Mapping[str, VllmInstance], function: Callable[..., Any], *args: Any
     ) -> Any:
         """``function(probe, *args)`` in the engine, which comes to rest afterwards."""
         engine = engines[self.engine]
-        if self.connected:
+        if self.around is None:
             measured = engine.call(function, *args)
         else:
-            measured = engine.call(without_connector, function, *args)
+            measured = engine.call(self.around, function, *args)
         engine.call(come_to_rest)
         return measured

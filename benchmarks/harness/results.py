@@ -63,7 +63,7 @@ def _read(path: Path) -> Kept:
         name = result["benchmark"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no result of a benchmark: {error}") from error
-    label, _, variant = path.stem.partition("-")
-    if label != name:
+    label, _, variant = path.stem.removeprefix(name).partition("-")
+    if label or not path.stem.startswith(name):
         raise ValueError(f"{path} holds a result of {name}, so its name must begin with that")
     return Kept(name, variant, result)

@@ -120,10 +120,14 @@ class NoiseGauge:
     """
 
     def __init__(self, formats: Sequence[str]) -> None:
+        self.learn_formats(formats)
+        self._samples: deque[ChunkError] = deque(maxlen=KEPT_SAMPLES)
+
+    def learn_formats(self, formats: Sequence[str]) -> None:
+        """Of all ranks, once they are known better. Before anything is judged."""
         found = [_FORMATS.get(name, _OPAQUE) for name in formats]
         self._prior = max(each.prior for each in found)
         self._step = max(each.step for each in found)
-        self._samples: deque[ChunkError] = deque(maxlen=KEPT_SAMPLES)
 
     @property
     def num_samples(self) -> int:

@@ -63,6 +63,12 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
             "is shared without a new weights_label",
             "leave it out",
         )
+    if config.redis_codec == "auto" and kv_role == "kv_producer":
+        yield StartupWarning(
+            "redis_codec auto measures the link by loads, and kv_role kv_producer loads nothing, "
+            "so no value is compressed",
+            "set redis_codec blosc2 or none",
+        )
     if config.redis_url is not None:
         return
     idle = sorted(k for k in config.model_fields_set if k.startswith(("redis_", "lookup_")))

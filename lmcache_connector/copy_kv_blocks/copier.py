@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -34,9 +34,17 @@ class Fence(Protocol):
     def query(self) -> bool:
         """Whether the work before it is done."""
 
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds of device time from this fence to a later one. Both must be reached."""
+
 
 class Copier(Protocol):
-    """Copies blocks for one device. Making one compiles what copies need, which takes seconds."""
+    """Copies blocks for one device. Making one compiles what copies need, which takes seconds.
+
+    ``shares_cores``: copies run on the cores that compute the model.
+    """
+
+    shares_cores: bool
 
     def fence(self) -> Fence | None:
         """Mark the end of the work submitted to the device so far. Cheap; never waits."""

@@ -29,6 +29,8 @@ class CpuCopier:
     that: vLLM's CPU worker does not start once it is.
     """
 
+    shares_cores = True
+
     def __init__(self, stream_min_job_bytes: int = STREAM_MIN_JOB_BYTES) -> None:
         self._stream_min_job_bytes = stream_min_job_bytes
         self._kernel: Callable[..., None] = _compile()

@@ -183,6 +183,8 @@ def _the_chunks(spaces: Sequence[BlockSpace]) -> ChunkBuffers | None:
 class CudaCopier:
     """Copies for KV caches on one CUDA device."""
 
+    shares_cores = False
+
     def __init__(
         self,
         device: torch.device,
@@ -200,7 +202,7 @@ class CudaCopier:
 
     def fence(self) -> torch.cuda.Event:
         """Mark the end of what the compute stream has been given; no synchronisation."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

@@ -1,14 +1,18 @@
 """Compute or load: how much of a hit is worth loading, and how long to wait for it.
 
 The choice. Loads are asynchronous and a request waits for its own, so loading the first ``k`` hit
-chunks costs ``load(k) + compute(the rest)`` against ``compute(everything)``. ``load`` is a latency
-per tier and a line in bytes; ``compute`` of the rest is concave in ``k``, because the last tokens
-attend to the most. Their sum is concave wherever the tier does not change, so its minimum lies
-where a run of chunks from one tier ends: only those prefixes are compared (and the longest one the
-deadline cap lets through). A prefix costs what is predicted, plus twice the error predictions have
-had lately (``spread``), plus the deadline times the share of loads that failed; loads larger than
-any seen are taken to last in proportion to the largest. It must beat the compute it saves by 5 %
-and a millisecond.
+chunks costs ``wait(load(k)) + compute(the rest)`` against ``compute(everything)``. ``wait`` counts
+in steps: see :mod:`lmcache_connector.cost_model.step_time`. ``load`` is a latency per tier and a
+line in bytes, after what is queued and the stores it relies on; ``compute`` of the rest is concave
+in ``k``, because the last tokens attend to the most. Their sum is about concave wherever the tier
+does not change, so its minimum lies where a run of chunks from one tier ends: only those prefixes
+are compared (and the longest one the deadline cap lets through). A load lasts what is predicted,
+plus twice the error predictions have had lately (``spread``), plus the deadline times the share of
+loads that failed; loads larger than any seen are taken to last in proportion to the largest. The
+wait must be 5 % shorter than the compute it saves. Compute is taken from all who wait for their
+first token, so the more others do, the less the steps count which a load costs, and the loads ahead
+of it, down to the load alone: where a load beats compute, a crowd that loads beats one that
+computes.
 
 The deadline, counted from the decision. Let ``C`` be recompute alone, ``R`` the compute left after
 the load, ``p`` the predicted load, and ``S = 5 % of C``. A load that brings nothing until a
@@ -16,9 +20,10 @@ deadline of ``S`` leaves the request within 1.05 of recompute, however slow the 
 
 - A tier nothing is known about gets ``S``: what arrives by then is used and measures the tier.
 - A tier known to be slow (or stalled) is not loaded from.
-- A tier known to win gets ``3*p``, at most ``1.05*C - R``, where even all bytes together would
-  come too late, and at least ``S``. If such a tier stalls out of the blue, the loads under way
-  lose up to that; from the first of them reported on, nothing loads from it.
+- A tier known to win gets ``3*p``, at most ``C - R + S`` less the steps that any load costs, where
+  even all bytes together would come too late, and at least ``S``. ``C - R`` counts once for each
+  who waits. If such a tier stalls out of the blue, the loads under way lose up to that; from the
+  first of them reported on, nothing loads from it.
 
 All deadlines lie between a floor of 10 ms (below it, thread wake-ups decide, not the tier) and
 ``max_deadline_seconds``. Before any prefill was measured ``C`` is unknown: as much as is predicted
@@ -43,6 +48,7 @@ from typing import Literal
 
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer, Reason
 from lmcache_connector.cost_model.prefill_speed import PrefillSpeed
+from lmcache_connector.cost_model.step_time import StepTime
 from lmcache_connector.cost_model.tier_speed import TierSpeed
 from lmcache_connector.plans import Tier
 
@@ -55,8 +61,6 @@ UNMEASURED_LOAD_SECONDS = 0.250
 for a tier nothing is known about."""
 _MIN_GAIN_SHARE = 0.05
 """Closer than this predictions cannot tell, and compute is the safe side."""
-_MIN_GAIN_SECONDS = 0.001
-"""An asynchronous load costs about one more scheduling step."""
 _MAX_BORDERS = 8
 """Scattered hits are compared at their first borders and their end only: it bounds the time."""
 _MAX_ENDS = 16
@@ -64,6 +68,8 @@ _MAX_ENDS = 16
 _CAUTION = 2.0
 """A load counts as slower than predicted by this many times the usual error: a lost bet costs the
 user more than a bet not made."""
+_MIN_PREFILL_SHARE = 0.25
+"""Of a decode step: prefills that add less to a step are lost in its noise."""
 _MULTIPLE = 3.0
 """Deadline over prediction. Giving up on a load that would have come is the dearer mistake: it
 costs the wait and the recompute, so a deadline must lie outside the noise."""
@@ -75,6 +81,8 @@ class _Prefix:
 
     num_chunks: int = 0
     load_seconds: float = 0.0
+    ahead_seconds: float = 0.0
+    """Of it, before the load begins."""
     risky_seconds: float = 0.0
     """The load as it is judged for a bet: slower than predicted by what has gone wrong before."""
     rest_seconds: float = 0.0
@@ -85,8 +93,9 @@ class _Prefix:
 class CostModel:
     """Learns from what loads and prefills took, and decides for each request what to load.
 
-    Not thread-safe: the scheduler side calls it. ``clock`` gives seconds, monotonic. Raises
-    ``ValueError`` if ``max_deadline_seconds`` is not positive.
+    Not thread-safe: the scheduler side calls it. ``clock`` gives seconds, monotonic. Up to
+    ``num_batches`` steps are under way at once, and each computes ``max_step_tokens`` at most.
+    Raises ``ValueError`` if ``max_deadline_seconds`` is not positive.
     """
 
     def __init__(
@@ -94,6 +103,8 @@ class CostModel:
         clock: Callable[[], float],
         max_deadline_seconds: float,
         mode: Literal["auto", "always"] = "auto",
+        num_batches: int = 1,
+        max_step_tokens: int = 1 << 30,
     ) -> None:
         if max_deadline_seconds <= 0:
             raise ValueError(f"max_deadline_seconds must be positive, not {max_deadline_seconds}")
@@ -102,6 +113,8 @@ class CostModel:
         self.mode = mode
         self._tiers = {tier: TierSpeed() for tier in Tier}
         self._prefill = PrefillSpeed()
+        self.max_step_tokens = max_step_tokens
+        self.steps = StepTime(num_batches)
 
     # -- measurements --------------------------------------------------------------------------
 
@@ -140,7 +153,11 @@ class CostModel:
         A step with several prompts is observed as one: the sum of their tokens and the mean of
         their contexts. ``running_requests`` decoded beside it.
         """
-        self._prefill.observe(self._clock(), num_tokens, context_tokens, seconds, running_requests)
+        least = self.steps.decode_seconds
+        if self._prefill.known and seconds < (1 + _MIN_PREFILL_SHARE) * least:
+            return
+        added = max(0.0, seconds - least)
+        self._prefill.observe(self._clock(), num_tokens, context_tokens, added, running_requests)
 
     # -- answers -------------------------------------------------------------------------------
 
@@ -150,7 +167,13 @@ class CostModel:
         """Predicted seconds to compute the rest of a prompt; ``None`` before any was measured."""
         if not self._prefill.known:
             return None
-        return self._prefill.seconds(context_tokens, prompt_tokens, running_requests)
+        added = self._prefill.seconds(context_tokens, prompt_tokens, running_requests)
+        num_steps = ceil((prompt_tokens - context_tokens) / self.max_step_tokens)
+        return num_steps * self.steps.decode_seconds + added
+
+    def step_seconds(self, num_tokens: int) -> float:
+        """Of a step that computes ``num_tokens`` of prompts beside what decodes."""
+        return self.steps.decode_seconds + self._prefill.seconds(0, num_tokens)
 
     def bytes_per_second(self, tier: Tier) -> float:
         """Bandwidth of a tier after its latency; infinite when nothing is known. After a minute
@@ -197,7 +220,8 @@ class CostModel:
         trial = self._prefix(offer, offer.end_after(best.num_chunks))
         # One chunk alone may not pay where the whole hit does.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
-        if pays and trial.load_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE):
+        trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
+        if pays and trial_seconds + trial.rest_seconds <= compute_seconds * (1 + STALL_SHARE):
             calibrated.on_trial = True
             return trial
         self._tiers[left_out] = learned
@@ -207,14 +231,22 @@ class CostModel:
         """The cheapest prefix, or none where recompute is as good."""
         best, best_seconds = _Prefix(rest_seconds=compute_seconds), compute_seconds
         for prefix in self._prefixes(offer):
-            stall_seconds = prefix.failure_rate * self._deadline_seconds(prefix, compute_seconds)
-            load_seconds = prefix.risky_seconds + stall_seconds
+            deadline = self._deadline_seconds(offer, prefix, compute_seconds)
+            stall_seconds = prefix.failure_rate * deadline
+            price_seconds = self._price_seconds(offer, prefix, stall_seconds)
             saved_seconds = compute_seconds - prefix.rest_seconds
-            if load_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE) - _MIN_GAIN_SECONDS:
+            if price_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE):
                 continue
-            if load_seconds + prefix.rest_seconds < best_seconds:
-                best, best_seconds = prefix, load_seconds + prefix.rest_seconds
+            if price_seconds + prefix.rest_seconds < best_seconds:
+                best, best_seconds = prefix, price_seconds + prefix.rest_seconds
         return best
+
+    def _price_seconds(self, offer: LoadOffer, prefix: _Prefix, stall_seconds: float) -> float:
+        """What a load costs, as it is judged."""
+        load_seconds = prefix.risky_seconds + stall_seconds
+        own_seconds = load_seconds - prefix.ahead_seconds
+        wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
+        return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
 
     def _prefixes(self, offer: LoadOffer) -> Iterator[_Prefix]:
         """The prefixes worth comparing, shorter first, up to a tier that stalls or is on trial.
@@ -275,12 +307,14 @@ class CostModel:
 
     def _prefix(self, offer: LoadOffer, num_chunks: int) -> _Prefix:
         """Tiers are taken to load one after the other."""
-        load_seconds, risky_seconds, failure_rate, all_known = 0.0, 0.0, 0.0, True
+        load_seconds = risky_seconds = ahead_seconds = offer.wait_seconds
+        failure_rate, all_known = 0.0, True
         for tier, speed in self._tiers.items():
             num_bytes = offer.num_bytes(tier, num_chunks)
             if num_bytes == 0:
                 continue
             queue_seconds = offer.queued_bytes.get(tier, 0) * speed.seconds_per_byte
+            ahead_seconds += queue_seconds
             load_seconds += queue_seconds + speed.seconds(num_bytes)
             worst_seconds = queue_seconds + speed.seconds_at_worst(num_bytes)
             risky_seconds += worst_seconds * (1 + _CAUTION * speed.spread)
@@ -289,26 +323,29 @@ class CostModel:
         return _Prefix(
             num_chunks,
             load_seconds,
+            ahead_seconds,
             risky_seconds,
             self._rest_seconds(offer, num_chunks),
             failure_rate,
             all_known,
         )
 
-    def _deadline_seconds(self, prefix: _Prefix, compute_seconds: float) -> float:
+    def _deadline_seconds(self, offer: LoadOffer, prefix: _Prefix, compute_seconds: float) -> float:
         """See the module's docstring."""
         trusted = _MULTIPLE * prefix.load_seconds
         if not self._prefill.known:
             deadline = max(trusted, UNMEASURED_LOAD_SECONDS)
         else:
             stall_safe = STALL_SHARE * compute_seconds
-            too_late = compute_seconds + stall_safe - prefix.rest_seconds
+            lost = self.steps.lost_seconds(offer.step_seconds)
+            saved = (compute_seconds - prefix.rest_seconds) * (1 + offer.waiting_requests)
+            too_late = saved + stall_safe - lost
             deadline = max(stall_safe, min(trusted, too_late))
         return min(max(deadline, MIN_DEADLINE_SECONDS), self._max_deadline_seconds)
 
     def _rest_seconds(self, offer: LoadOffer, num_chunks: int) -> float:
         start = offer.tokens_after(num_chunks) if num_chunks else offer.context_tokens
-        return self._prefill.seconds(start, offer.prompt_tokens, offer.running_requests)
+        return self.compute_seconds(start, offer.prompt_tokens, offer.running_requests) or 0.0
 
     def _everything(self, offer: LoadOffer, compute_seconds: float) -> LoadDecision:
         """The whole hit, for as long as a load may take at all."""
@@ -321,7 +358,9 @@ class CostModel:
     def _answer(
         self, offer: LoadOffer, prefix: _Prefix, compute_seconds: float, reason: Reason
     ) -> LoadDecision:
-        deadline = self._deadline_seconds(prefix, compute_seconds) if prefix.num_chunks else 0.0
+        deadline = 0.0
+        if prefix.num_chunks:
+            deadline = self._deadline_seconds(offer, prefix, compute_seconds)
         return LoadDecision(
             num_chunks=prefix.num_chunks,
             num_hit_chunks=len(offer.tiers),

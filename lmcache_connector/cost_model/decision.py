@@ -28,7 +28,9 @@ class LoadOffer:
     ``context_tokens`` of ``prompt_tokens`` are computed already; ``tiers`` names, in prompt order,
     where each hit chunk from there on lies. The first may be computed in part. ``chunk_bytes`` is
     what the rank with the largest part moves per chunk. ``queued_bytes`` waits ahead of this job
-    per tier. ``running_requests`` are the others.
+    per tier, and a load can begin after ``wait_seconds``. ``running_requests`` are the others; the
+    steps to come last ``step_seconds``, ``None`` if none runs. ``waiting_requests`` others have no
+    token yet, and nothing of them is being computed.
 
     A load may end after so many chunks as ``ends`` lists, which ascend; empty: after any number.
     Besides the chunks before, one that ends after ``n`` needs ``other_bytes(n)`` of each tier.
@@ -41,6 +43,9 @@ class LoadOffer:
     tiers: tuple[Tier, ...]
     queued_bytes: Mapping[Tier, int] = field(default_factory=dict)
     running_requests: int = 0
+    wait_seconds: float = 0.0
+    step_seconds: float | None = None
+    waiting_requests: int = 0
     ends: Sequence[int] = ()
     other_bytes: Callable[[int], Mapping[Tier, int]] | None = None
 

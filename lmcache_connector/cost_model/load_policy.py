@@ -4,7 +4,9 @@ Where they come from:
 
 - at start every rank times a load from memory (the self-test) and from Redis (a probe), and hands
   both over before the first request (:meth:`LoadPolicy.calibrate`);
-- every load reports the time it was served, without the time it waited in a queue;
+- every load and store reports the time it was served and the time it waited before. The waiting is
+  not the tier's: how long stores keep loads waiting that rely on them is learned on its own;
+- how long steps last, the scheduler side sees by its own calls: it plans one when one has ended;
 - the worker times each forward pass that computes a few dozen prompt tokens or more. The
   scheduler side cannot: with asynchronous scheduling it hears of a step while the next one runs;
 - while Redis is not loaded from although requests ask for what it holds, the worker reads a few
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
+from lmcache_connector.cost_model.store_backlog import StoreBacklog
 from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.plans import (
     Calibration,
@@ -32,6 +35,7 @@ from lmcache_connector.plans import (
     Outcome,
     PrefillWork,
     RankReport,
+    StoreJob,
     Tier,
     TransferTime,
 )
@@ -42,16 +46,24 @@ _MIN_LOOKUP_SECONDS = 0.002
 """Two thread switches and a round trip on one host; prompts this cheap lose nothing that shows."""
 _FRESH_SECONDS = 60.0
 """After that long without news from Redis, requests that could use it have it probed."""
+_FENCE_WEIGHT = 0.1
+"""Of the last load, in the share of those that must wait for a forward pass."""
+_LATE_WEIGHT = 0.3
+"""Of the last load from memory, in how much longer than predicted they wait for their turn."""
 _MIN_PROBE_SECONDS, _MAX_PROBE_SECONDS = 2.0, 60.0
 """Between two probes; doubles while they change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A load on its way. ``num_bytes``: of the rank with the largest part, per tier."""
+    """A load on its way. ``num_bytes``: of the rank with the largest part, per tier.
+    ``wait_seconds``: predicted before it begins. ``idle_since``: when it was planned, if nothing
+    else ran."""
 
     redis_keys: tuple[bytes, ...]
     num_bytes: dict[Tier, int]
+    wait_seconds: float
+    idle_since: float | None
 
 
 class LoadPolicy:
@@ -74,18 +86,28 @@ class LoadPolicy:
     ) -> None:
         self.model = model
         self._chunk_tokens = chunk_tokens
-        self._value_bytes = tuple(value_bytes)
-        self._chunk_bytes = sum(value_bytes[:num_prefix_parts])
+        self._num_prefix_parts = num_prefix_parts
+        self.learn_sizes(value_bytes)
         self._clock = clock
         self._num_stages = num_stages
         self._running: dict[int, _Running] = {}
         self._queued_bytes = dict.fromkeys(Tier, 0)
         self._fetching: Counter[bytes] = Counter()
+        self._stores = StoreBacklog(clock)
         self._num_requests = 0
+        self._waiting: set[str] = set()
+        self._prompt_tokens = 0  # left of the requests that run, and of those that begin
+        self._fenced_share = 0.0
+        self._late_seconds, self._late_at = 0.0, float("-inf")
         self._redis_news_at = float("-inf")
         self._next_probe_at = float("-inf")
         self._probe_pause = _MIN_PROBE_SECONDS
         self._probe_wanted = False
+
+    def learn_sizes(self, value_bytes: Sequence[int]) -> None:
+        """What values of each part take, once that is known better. Before any decision."""
+        self._value_bytes = tuple(value_bytes)
+        self._chunk_bytes = sum(value_bytes[: self._num_prefix_parts])
 
     # -- decisions -----------------------------------------------------------------------------
 
@@ -97,12 +119,14 @@ class LoadPolicy:
         are_in_cpu: Iterable[bool],
         ends: Sequence[int] = (),
         other_bytes: Callable[[int], Mapping[Tier, int]] | None = None,
+        after_job: int = 0,
     ) -> LoadDecision:
         """Decide one request, once.
 
         Its hit chunks are those from the one that holds token ``context_tokens`` on. ``are_in_cpu``
         says of each whether memory holds it, else Redis does; ``keys`` name what is stored of them.
-        ``ends`` and ``other_bytes``: see :class:`LoadOffer`.
+        ``ends`` and ``other_bytes``: see :class:`LoadOffer`. ``after_job``: the last store that the
+        load relies on.
         """
         tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu)
         queued = dict(self._queued_bytes)
@@ -110,6 +134,7 @@ class LoadPolicy:
         if self._fetching:
             shared = sum(self.bytes_of(key) for key in keys if key in self._fetching)
             queued[Tier.REDIS] = max(0, queued[Tier.REDIS] - shared)
+        step_seconds = self._step_seconds()
         decision = self.model.decide(
             LoadOffer(
                 context_tokens=context_tokens,
@@ -119,6 +144,9 @@ class LoadPolicy:
                 tiers=tiers,
                 queued_bytes=queued,
                 running_requests=self._num_requests,
+                wait_seconds=self._wait_seconds(after_job, step_seconds),
+                step_seconds=step_seconds,
+                waiting_requests=max(0, len(self._waiting) - 1),
                 ends=ends,
                 other_bytes=other_bytes,
             )
@@ -169,9 +197,33 @@ class LoadPolicy:
 
     # -- measurements --------------------------------------------------------------------------
 
-    def step_planned(self, num_requests: int) -> None:
-        """``num_requests`` run in this step."""
+    def step_planned(self, num_requests: int, prompt_tokens: int, *, has_prefill: bool) -> None:
+        """``num_requests`` run in this step, which leaves ``prompt_tokens`` of their prompts to
+        later ones. ``has_prefill``: it computes many."""
+        now, follows = self._clock(), self._num_requests > 0
+        self.model.steps.planned(now, follows=follows, has_prefill=has_prefill)
+        self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
+
+    def request_arrived(self, request_id: str) -> None:
+        """It waits to be computed, or to be loaded first."""
+        self._waiting.add(request_id)
+
+    def request_admitted(self, request_id: str, num_tokens: int) -> None:
+        """The step being planned begins to compute a prompt, of which so much is left."""
+        self._waiting.discard(request_id)
+        self._prompt_tokens += num_tokens
+
+    def request_ended(self, request_id: str, num_requests: int) -> None:
+        """``num_requests`` of the last step's run still."""
+        self._waiting.discard(request_id)
         self._num_requests = num_requests
+
+    def store_planned(self, job: StoreJob) -> None:
+        self._stores.planned(job.job_id)
+
+    def store_ended(self, job_id: int, results: Sequence[JobResult]) -> None:
+        """All ranks have reported; the slowest counts. Without results, no rank has heard of it."""
+        self._stores.ended(job_id, [r.waited_seconds + r.seconds for r in results])
 
     def load_planned(self, job: LoadJob, redis_keys: tuple[bytes, ...]) -> None:
         """``job`` is on its way. ``redis_keys``: those of its chunks that Redis must bring."""
@@ -180,7 +232,14 @@ class LoadPolicy:
             Tier.CPU: sum(map(self.bytes_of, job.keys)) - from_redis,
             Tier.REDIS: from_redis,
         }
-        self._running[job.job_id] = _Running(redis_keys, num_bytes)
+        idle_since = None if self._num_requests or self._prompt_tokens else self._clock()
+        wait_seconds = (
+            self._queued_bytes[Tier.CPU] / self.model.bytes_per_second(Tier.CPU)
+            + self._stores.wait_seconds(job.after_job)
+            + job.after_passes * (self._step_seconds() or 0.0)
+        )
+        self._running[job.job_id] = _Running(redis_keys, num_bytes, wait_seconds, idle_since)
+        self._fenced_share += _FENCE_WEIGHT * (job.after_passes - self._fenced_share)
         self._fetching.update(redis_keys)
         for tier, count in num_bytes.items():
             self._queued_bytes[tier] += count
@@ -194,7 +253,15 @@ class LoadPolicy:
         for key in running.redis_keys:
             if not self._fetching[key]:
                 del self._fetching[key]
-        self._observe_load(max(results, key=lambda r: (r.redis_failed, r.seconds)))
+        slowest = max(results, key=lambda r: (r.redis_failed, r.seconds))
+        if running.idle_since is not None and not self._num_requests:
+            took = slowest.waited_seconds + slowest.seconds
+            self.model.steps.waited_idle(self._clock() - running.idle_since - took)
+        if not running.redis_keys:
+            late = max(0.0, slowest.waited_seconds - running.wait_seconds)
+            self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
+            self._late_at = self._clock()
+        self._observe_load(slowest)
 
     def observe_reports(self, reports: Iterable[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
@@ -226,6 +293,20 @@ class LoadPolicy:
             self._observe_redis(redis)
 
     # -- details -------------------------------------------------------------------------------
+
+    def _step_seconds(self) -> float | None:
+        """Of the steps that follow the one being planned; ``None`` if nothing runs in them. What
+        is left of prompts then comes to an end in this one, or goes on."""
+        if not (self._num_requests or self._prompt_tokens):
+            return None
+        limit = self.model.max_step_tokens
+        return self.model.step_seconds(min(limit, max(0, self._prompt_tokens - limit)))
+
+    def _wait_seconds(self, after_job: int, step_seconds: float | None) -> float:
+        """Before a load can begin, apart from the loads ahead of it."""
+        fence = self._fenced_share * (step_seconds or 0.0)
+        late = self._late_seconds if self._clock() - self._late_at < _FRESH_SECONDS else 0.0
+        return fence + late + self._stores.wait_seconds(after_job)
 
     def _observe_load(self, result: JobResult) -> None:
         copy_seconds = max(0.0, result.seconds - result.redis_seconds)

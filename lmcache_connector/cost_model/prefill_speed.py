@@ -1,14 +1,14 @@
 """How fast this instance prefills, fitted to the prefills seen lately.
 
 Computing ``n`` tokens after ``c`` computed ones, while ``r`` other requests run, is taken to
-last ::
+last that much longer than a step that computes none ::
 
     a*n + b*n*(c + n/2) + d*n*r   seconds
 
 ``a`` is the linear layers, ``b`` attention (each token reads all tokens before it), ``d`` the
 share of each step the other requests take. The three are fitted by non-negative least squares over
 decayed sums. Errors are absolute seconds: long prefills, for which the decision matters, outweigh
-short ones, whose time is mostly the fixed cost of a step.
+short ones.
 
 Not thread-safe; the scheduler side owns it.
 """

@@ -8,6 +8,9 @@
 ``key_0`` stands before the first chunk; chunk ``i`` (from 0) is named by ``key_{i+1}``. The tokens
 of a chunk have a fixed length, so where extras begin is never ambiguous. With a secret, BLAKE3 runs
 keyed: nobody without it can guess or forge a key.
+
+Where KV follows from later tokens too, those are among the tokens of the chunk: of a drafter that
+reads one token ahead, chunk ``i`` is named by its own tokens and the first of chunk ``i + 1``.
 """
 
 from __future__ import annotations
@@ -31,21 +34,27 @@ class PrefixHasher:
     """Makes the chunk keys of one model on one instance.
 
     ``model_root`` names what all requests share (namespace, model fingerprint, ...): a mapping of
-    plain JSON values. ``secret`` may have any length; ``None`` leaves BLAKE3 unkeyed.
+    plain JSON values. ``secret`` may have any length; ``None`` leaves BLAKE3 unkeyed. The KV of a
+    token follows from ``lookahead`` tokens after it, too.
     """
 
     def __init__(
-        self, model_root: Mapping[str, object], chunk_size: int, secret: bytes | None = None
+        self,
+        model_root: Mapping[str, object],
+        chunk_size: int,
+        secret: bytes | None = None,
+        *,
+        lookahead: int = 0,
     ) -> None:
         if chunk_size <= 0:
             raise ValueError(f"chunk_size must be positive, not {chunk_size}")
         self.chunk_size = chunk_size
+        self.lookahead = lookahead
         self._secret = (
             blake3(secret, derive_key_context=_SECRET_CONTEXT).digest() if secret else None
         )
-        self._model_root = canonical_bytes(
-            {"format": FORMAT_VERSION, "chunk_size": chunk_size, "model": dict(model_root)}
-        )
+        form = {"format": FORMAT_VERSION, "chunk_size": chunk_size, "model": dict(model_root)}
+        self._model_root = canonical_bytes(form | ({"lookahead": lookahead} if lookahead else {}))
 
     def root_key(self, request_root: Mapping[str, object]) -> bytes:
         """``key_0`` of a request: its salt, its LoRA identity, its weight epoch, ..."""
@@ -61,17 +70,22 @@ class PrefixHasher:
         """Keys of the full chunks in ``token_ids``, the first of which follows ``parent``.
 
         ``extras[i]`` belongs to the i-th of these chunks; missing ones are empty. Tokens past the
-        last full chunk are ignored. Raises ``OverflowError`` for an id outside u32.
+        last full chunk and its lookahead are ignored. Raises ``OverflowError`` for an id outside
+        u32.
         """
-        num_chunks = len(token_ids) // self.chunk_size
-        packed = _little_endian_u32(token_ids[: num_chunks * self.chunk_size])
-        step = 4 * self.chunk_size
+        num_chunks = self.num_chunks(len(token_ids))
+        packed = _little_endian_u32(token_ids[: num_chunks * self.chunk_size + self.lookahead])
+        step, width = 4 * self.chunk_size, 4 * (self.chunk_size + self.lookahead)
         key = parent
         for index in range(num_chunks):
-            chunk = packed[index * step : (index + 1) * step]
+            chunk = packed[index * step : index * step + width]
             extra = extras[index] if index < len(extras) else b""
             key = self._digest(key + chunk + extra)
             yield key
+
+    def num_chunks(self, num_tokens: int) -> int:
+        """The chunks of so many tokens that can be named."""
+        return max(0, num_tokens - self.lookahead) // self.chunk_size
 
     def _digest(self, data: bytes) -> bytes:
         if self._secret is None:

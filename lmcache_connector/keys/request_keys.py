@@ -84,7 +84,7 @@ class RequestIdentity:
 
 
 class RequestKeys:
-    """Chunk keys of all full chunks of one request."""
+    """Chunk keys of the full chunks of one request, up to what they look ahead to."""
 
     def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
         self._hasher = hasher
@@ -111,16 +111,17 @@ class RequestKeys:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the full chunks of ``token_ids`` (the whole request) not hashed yet."""
         start = self.num_hashed_tokens
-        chunk_size = self._hasher.chunk_size
-        end = len(token_ids) // chunk_size * chunk_size
+        chunk_size, lookahead = self._hasher.chunk_size, self._hasher.lookahead
+        end = self._hasher.num_chunks(len(token_ids)) * chunk_size
         if end <= start:
             return
         extras: list[bytes] = []
         if self.identity.has_extras:
             extras = [
-                self.identity.extras(at, at + chunk_size) for at in range(start, end, chunk_size)
+                self.identity.extras(at, at + chunk_size + lookahead)
+                for at in range(start, end, chunk_size)
             ]
-        self.keys += self._hasher.extend(self._tail, token_ids[start:end], extras)
+        self.keys += self._hasher.extend(self._tail, token_ids[start : end + lookahead], extras)
         self._tail = self.keys[-1]
 
     def shorten(self, num_tokens: int) -> None:

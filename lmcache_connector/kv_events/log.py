@@ -60,7 +60,15 @@ class _Chunk:
 
 
 class KvEventSink:
-    """Takes what becomes of chunks and forgets it: for an engine whose events nobody wants."""
+    """Takes what becomes of chunks and forgets it: for an engine whose events nobody wants.
+
+    ``events``: those since the last :meth:`take`, in order.
+    """
+
+    events: list[KvEvent]
+
+    def __init__(self) -> None:
+        self.events = []
 
     def describe(self, keys: Sequence[bytes], describe: Callable[[int], BlockRun]) -> None:
         """Before a job that may bring these chunks to a tier; ``describe(i)`` describes the i-th,
@@ -83,7 +91,8 @@ class KvEventSink:
 
     def take(self) -> list[KvEvent]:
         """Events since the last call, in order."""
-        return []
+        events, self.events = self.events, []
+        return events
 
 
 class KvEventLog(KvEventSink):
@@ -93,9 +102,9 @@ class KvEventLog(KvEventSink):
     """
 
     def __init__(self, world_size: int) -> None:
+        super().__init__()
         self._all_ranks = (1 << world_size) - 1
         self._chunks: dict[bytes, _Chunk] = {}
-        self._events: list[KvEvent] = []
 
     def __len__(self) -> int:
         """Chunks described."""
@@ -123,7 +132,7 @@ class KvEventLog(KvEventSink):
         before = chunk.holders.get(tier, 0)
         chunk.holders[tier] = before & ~(1 << rank)
         if before == self._all_ranks:
-            self._events.append(BlocksRemoved(tier, chunk.blocks.hashes))
+            self.events.append(BlocksRemoved(tier, chunk.blocks.hashes))
         if chunk.is_nowhere:
             del self._chunks[key]
 
@@ -141,12 +150,8 @@ class KvEventLog(KvEventSink):
         for chunk in self._chunks.values():
             for tier, holders in chunk.holders.items():
                 if holders == self._all_ranks:
-                    self._events.append(BlocksRemoved(tier, chunk.blocks.hashes))
+                    self.events.append(BlocksRemoved(tier, chunk.blocks.hashes))
         self._chunks.clear()
-
-    def take(self) -> list[KvEvent]:
-        events, self._events = self._events, []
-        return events
 
     def _hold(self, tier: Tier, rank: int, key: bytes) -> None:
         chunk = self._chunks.get(key)
@@ -155,4 +160,4 @@ class KvEventLog(KvEventSink):
         before = chunk.holders.get(tier, 0)
         chunk.holders[tier] = after = before | 1 << rank
         if before != after == self._all_ranks:
-            self._events.append(BlocksStored(tier, chunk.blocks))
+            self.events.append(BlocksStored(tier, chunk.blocks))

@@ -18,7 +18,12 @@ _MAX_TRACKED = 1 << 16
 
 
 class WantedSink:
-    """Takes what requests want and forgets it: for an engine that writes to no Redis."""
+    """Takes what requests want and forgets it: for an engine that writes to no Redis.
+
+    ``has_news``: whether there is something to take.
+    """
+
+    has_news = False
 
     def sight(self, keys: Sequence[bytes]) -> None:
         """A request has this prompt."""
@@ -54,11 +59,11 @@ class WantedChunks(WantedSink):
                 self._told_at[key] = now
                 self._told_at.move_to_end(key)
                 self._news.append(key)
+                self.has_news = True
         while len(self._told_at) > _MAX_TRACKED:
             self._told_at.popitem(last=False)
 
     def take(self) -> tuple[bytes, ...]:
-        if not self._news:
-            return ()
         news, self._news = tuple(self._news), []
+        self.has_news = False
         return news

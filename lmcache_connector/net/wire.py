@@ -122,8 +122,9 @@ class PlainChannel:
         """Be woken when so much has come. Over TCP that saves an eighth of a reader's time, which
         else is woken for every packet or two."""
         if num_bytes != self._low_water:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._low_water = num_bytes
+            with contextlib.suppress(OSError):  # where it cannot be set, it stays 1
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
 def _but_the_end(views: Sequence[memoryview]) -> tuple[Sequence[memoryview], int]:

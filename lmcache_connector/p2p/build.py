@@ -21,7 +21,7 @@ from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.parts import block_size_of
-from lmcache_connector.vllm_compat.support import unsupported
+from lmcache_connector.vllm_compat.support import first_spec, unsupported
 from lmcache_connector.vllm_compat.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def describe(
     assert transfer is not None
     block_size = block_size_of(kv_cache_config)
     model = describe_model(vllm_config, kv_cache_config, chunk_size=block_size)
-    _check_is_handed_over(model)
+    _check_is_handed_over(model, kv_cache_config)
     ranks = model.parts[0].ranks
     weights: dict[str, object] = {
         "namespace": config.namespace,
@@ -110,13 +110,24 @@ def describe(
     )
 
 
-def _check_is_handed_over(model: ModelDescription) -> None:
-    """A hand-over is a prefix of one KV cache group."""
-    part = model.parts[0].part
-    if len(model.parts) > 1 or part.rule is not Rule.PREFIX or len(part.groups) > 1:
+def _check_is_handed_over(model: ModelDescription, kv_cache_config: KVCacheConfig) -> None:
+    """A hand-over is a prefix of one KV cache group, whose size the scheduler's process knows."""
+    layout = model.parts[0]
+    if len(model.parts) > 1 or layout.part.rule is not Rule.PREFIX or len(layout.part.groups) > 1:
         raise unsupported(
             "hand-overs of models with windows, states or several KV cache groups yet",
             "share KV through Redis with LMCacheTieredConnector, or use vLLM's NixlConnector",
+        )
+    seen = first_spec(kv_cache_config.kv_cache_groups[0]).state_content_size_bytes
+    if max(layout.geometries[model.rank].layer_widths) > seen:
+        raise unsupported(
+            "hand-overs of models with an index beside their latents yet",
+            "share KV through Redis with LMCacheTieredConnector, or use vLLM's NixlConnector",
+        )
+    if model.drafted_len is not None:
+        raise unsupported(
+            "hand-overs of models whose drafter has KV of its own yet",
+            "draft with ngram or suffix, or share KV through Redis with LMCacheTieredConnector",
         )
 
 
@@ -146,7 +157,7 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
         settings,
         router,
         instance.weights,  # the ranks compare their configurations when they meet
-        RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()).identify_now,
+        RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()),
     )
 
 

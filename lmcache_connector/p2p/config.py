@@ -51,8 +51,8 @@ class P2PConfig(StrictSettings):
     """Without ``secret`` and ``peer_hosts``: let anybody hand over and fetch KV."""
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = "PUT_ASYNC"
     """For request ids that name both instances: push and wait, push, or let it be fetched."""
-    transport: Literal["auto", "tcp", "nccl"] = "auto"
-    """Data plane; ``auto`` is NCCL between GPUs and TCP else."""
+    transport: Literal["auto", "tcp", "nixl"] = "auto"
+    """Data plane; ``auto`` is NIXL on one machine and over RDMA, where it imports, and TCP else."""
     kv_buffer_size: Annotated[int, Field(gt=0, le=1 << 44)] = 1 << 30
     """KV on its way, per worker rank, bytes."""
     overflow_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 1 << 30
@@ -91,7 +91,17 @@ class P2PConfig(StrictSettings):
         """Whether a request may make this instance connect there."""
         if self.peer_hosts:
             return any(_matches(peer.host, allowed) for allowed in self.peer_hosts)
-        return peer.is_loopback or not PeerAddress(self.host, 1).is_loopback
+        return peer.is_loopback or not self.is_loopback
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches this instance."""
+        return PeerAddress(self.host, 1).is_loopback
+
+    @property
+    def knows_its_peers(self) -> bool:
+        """Whether no stranger can introduce himself."""
+        return self.secret is not None or self.is_loopback
 
     @property
     def largest_buffer_bytes(self) -> int:

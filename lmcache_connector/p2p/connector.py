@@ -112,6 +112,8 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
             self._heartbeat.close()
             self._heartbeat = None
         super().shutdown()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
 
     # -- metrics -------------------------------------------------------------------------------
 

@@ -36,11 +36,23 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldPrompt:
+    """A prompt that stays in the paged cache until it is read there. ``digest``: see
+    :class:`Start`. ``block_ids``: of all of it."""
+
+    digest: bytes
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HandoverHold:
-    """A finished request whose blocks wait until its saves have been copied."""
+    """A finished request whose blocks wait until its saves have been copied, or until what is
+    ``held`` in them has been read."""
 
     request_id: str
     transfer_id: str
+    held: HeldPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,8 @@ class HandoverPlan:
     """One step of all ranks. ``announced``: transfers whose requests wait to be computed.
     ``vacated``: transfers whose blocks vLLM takes back before this step (preemption).
     ``cancelled_loads``: by request. ``idle``: no forward pass runs. ``waits_for_room``: a prompt
-    is not begun because the buffers are full. ``rank_hosts``: where the ranks of this instance
+    is not begun because the buffers are full. ``reset``: let go of all prompts that are held.
+    ``rank_hosts``: where the ranks of this instance
     listen, told once, if they are on several machines."""
 
     announced: tuple[str, ...] = ()
@@ -105,6 +118,7 @@ class HandoverPlan:
     releases: tuple[Release, ...] = ()
     idle: bool = False
     waits_for_room: bool = False
+    reset: bool = False
     rank_hosts: tuple[str, ...] = ()
 
 
@@ -125,10 +139,11 @@ class HandoverResult:
 
 @dataclass(frozen=True, slots=True)
 class RankHost:
-    """Where a rank listens."""
+    """Where a rank listens. ``holds``: peers can read its paged cache."""
 
     rank: int
     host: str
+    holds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

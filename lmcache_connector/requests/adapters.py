@@ -50,10 +50,6 @@ class AdapterReader:
             return 0
         return self.loaded.ask()
 
-    def read_now(self, adapter: Any) -> str | None:
-        """The name of its content; ``None`` without an adapter, or if it cannot be read."""
-        return self._read(adapter) if adapter is not None else None
-
     def is_known(self, adapter: Any, name: str, question: int) -> bool:
         """Whether enough is known of what the ranks have loaded to say what they compute with.
 

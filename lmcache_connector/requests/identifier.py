@@ -128,20 +128,6 @@ class RequestIdentifier:
         assert opened.found is not None
         return opened.found
 
-    def identify_now(self, request: Request, weight_epoch: str) -> RequestIdentity | None:
-        """Read all of the request here and now; ``None``: it bypasses. Takes what lies on the disk
-        for the adapter that vLLM has loaded."""
-        if self._refuse(request) is not None:
-            return None
-        try:
-            inputs = self._read_inputs(request)
-        except NoContentError:
-            return None
-        lora = self.adapters.read_now(request.lora_request)
-        if request.lora_request is not None and lora is None:
-            return None
-        return replace(_identity(request, inputs, lora), weight_epoch=weight_epoch)
-
     def multimodal(self, request_id: str) -> tuple[Request, Spans | None] | None:
         """A request with items, and where they stand; ``None`` unless their content is known.
         ``None`` for one that never arrived here."""

@@ -16,27 +16,31 @@ _MAX_EXPECTED = 4096
 
 
 class LoadedAdapters:
-    """``world_size``: how many ranks report."""
+    """``world_size``: how many ranks report.
+
+    ``heard``: the number of each rank's last list, in rank order; 0: none. ``question``: the one
+    that goes with the next plan; 0: none.
+    """
 
     def __init__(self, world_size: int) -> None:
+        self.heard = (0,) * world_size
+        self.question = 0
         self._lists: dict[int, LoadedAdapterList] = {}
         self._world_size = world_size
         self._expected: OrderedDict[int, AdapterRef] = OrderedDict()  # by number
         self._last_question = 0
-        self._planned_question = 0
 
     def ask(self) -> int:
         """Have all ranks list their adapters. Returns the question's number."""
-        if self._last_question == self._planned_question:
+        if not self.question:
             self._last_question += 1
-        return self._last_question
+            self.question = self._last_question
+        return self.question
 
     def take_question(self) -> int:
-        """The question that goes with the next plan; 0: none."""
-        if self._last_question == self._planned_question:
-            return 0
-        self._planned_question = self._last_question
-        return self._last_question
+        """The question, which goes with the plan being made."""
+        question, self.question = self.question, 0
+        return question
 
     def expect(self, adapter: AdapterRef) -> None:
         """A request is taken to be computed with it."""
@@ -45,19 +49,12 @@ class LoadedAdapters:
         if len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
-    @property
-    def heard(self) -> tuple[int, ...]:
-        """The number of each rank's last list, in rank order; 0: none."""
-        return tuple(
-            self._lists[rank].number if rank in self._lists else 0
-            for rank in range(self._world_size)
-        )
-
     def update(self, rank: int, adapters: LoadedAdapterList) -> set[AdapterRef]:
         """Returns the adapters that were taken for what is loaded while another was: what has been
         computed under their names until now may be another's."""
         before = self._lists.get(rank)
         self._lists[rank] = adapters
+        self.heard = (*self.heard[:rank], adapters.number, *self.heard[rank + 1 :])
         doubtful = set()
         for number, digest in adapters.digests:
             in_memory = [d for each, d in adapters.replaced if each == number]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
-from lmcache_connector.kv_events.log import KvEventSink
+from lmcache_connector.kv_events.log import KvEvent, KvEventSink
 from lmcache_connector.kv_parts.part import keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex
@@ -36,7 +36,7 @@ from lmcache_connector.scheduler.dispatcher import JobDispatcher
 from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
-from lmcache_connector.scheduler.prefill_work import prefill_work
+from lmcache_connector.scheduler.prefill_work import prefill_work, prompt_tokens_left
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
@@ -98,12 +98,14 @@ class SchedulerAdapter:
         )
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
+        self._was_asked = False  # for hits, since the last plan
         self._may_wait = True
 
     # -- hits ----------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
+        self.policy.request_arrived(request.request_id)
         state = self._enter(request)
         if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
             return
@@ -116,6 +118,7 @@ class SchedulerAdapter:
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond ``num_computed_tokens``, and whether that is done
         between steps; ``None``: ask again in the next step."""
+        self._was_asked = True
         if not self.is_idle:
             self._dispatcher.keep_read_blocks()
         if request.skip_reading_prefix_cache:
@@ -141,6 +144,11 @@ class SchedulerAdapter:
         if num_external_tokens > 0 and state is not None and state.load.job is None:
             self._dispatcher.plan_load(state, block_ids, num_external_tokens)
 
+    def admitted(self, request: Request) -> None:
+        """The step being planned computes of the request, unless it is waiting for its load."""
+        num_tokens = request.num_tokens - request.num_computed_tokens
+        self.policy.request_admitted(request.request_id, num_tokens)
+
     def redis_hit_tokens(self, request: Request) -> int:
         """Of the load planned last for this request: tokens that come from Redis."""
         state = self.book.get(request.request_id)
@@ -153,54 +161,77 @@ class SchedulerAdapter:
 
     # -- plans ---------------------------------------------------------------------------------
 
-    def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        """Everything planned since the last step, and the stores this step makes possible."""
-        self._dispatcher.next_step()
+    def build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
+        """Everything planned since the last step, and the stores this step makes possible.
+
+        ``None``: neither. What could be asked here is looked at first: a call takes longer.
+        """
+        if scheduler_output.preempted_req_ids:
+            self._dispatcher.in_use.freed_some()
+        if self._dispatcher.in_use.changes:
+            self._dispatcher.in_use.next_step()
         for request_id in scheduler_output.preempted_req_ids or ():
             if (state := self.book.get(request_id)) is not None:
                 self._auditor.drop(state)
                 state.restart()
-        self._dispatcher.cancel_overwritten()
         self.book.step_planned(scheduler_output)
         self._dispatcher.plan_step(scheduler_output)
-        self._scheduled = set(scheduler_output.num_scheduled_tokens)
-        self._may_wait = True
-        self.hits.next_step()
+        scheduled = self._scheduled = set(scheduler_output.num_scheduled_tokens)
+        if self._was_asked:
+            self._was_asked, self._may_wait = False, True
+            self.hits.next_step()
+        only_decodes = scheduler_output.total_num_scheduled_tokens == len(scheduled)
+        prefill = None if only_decodes else prefill_work(scheduler_output, self.book)
+        self.policy.step_planned(
+            len(scheduled),
+            prompt_tokens_left(scheduler_output, self.book) if prefill else 0,
+            has_prefill=prefill is not None,
+        )
+        adapters = self._loaded_adapters
         return self._jobs.take_plan(
-            idle=not self._scheduled,
-            prefill=prefill_work(scheduler_output, self.book),
+            idle=not scheduled,
+            prefill=prefill,
             probe=self._wants_probe(),
-            wanted=self.wanted.take(),
-            adapter_question=self._loaded_adapters.take_question(),
-            heard_adapters=self._loaded_adapters.heard,
+            wanted=self.wanted.take() if self.wanted.has_news else (),
+            adapter_question=adapters.take_question() if adapters.question else 0,
+            heard_adapters=adapters.heard,
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
+        self.policy.request_ended(request.request_id, len(self._scheduled))
+        self._dispatcher.in_use.freed(block_ids)
         if (state := self.book.finish(request)) is not None:
             self._dispatcher.finish(state, block_ids)
         if self.is_idle:  # a user who steps the engine may reset it next
             self._dispatcher.unpin_all()
 
     def keep_until_updated(self, request: Request) -> None:
-        """A request that has just finished gives its blocks back. Until :meth:`updated`, those that
-        stores read are kept, to be handed out last."""
+        """A request that has just finished gives its blocks back. Until :meth:`take_events`, those
+        that stores read are kept, to be handed out last."""
         if (state := self.book.get(request.request_id)) is not None:
             self._dispatcher.keep_blocks_of(state)
 
-    def updated(self) -> None:
-        """vLLM has seen to all that a step has brought."""
-        self._dispatcher.put_back()
+    def take_events(self) -> Sequence[KvEvent]:
+        """What the tiers took in and let go since the last call. vLLM has seen to all that a step
+        has brought."""
+        self._dispatcher.updated()
+        return self.kv_events.take() if self.kv_events.events else ()
 
     def unpin_all(self) -> None:
         """vLLM may have back the blocks that stores read: it is about to reset its cache."""
+        self._dispatcher.in_use.freed_some()
         self._dispatcher.unpin_all()
 
     @property
     def has_pinned_blocks(self) -> bool:
-        """Whether a step that finds no free blocks does better to wait than to preempt."""
+        """Whether stores hold blocks of vLLM's."""
         return self._dispatcher.has_pins
+
+    def will_free_blocks(self) -> bool:
+        """A step has found no free blocks: whether it does better to wait than to preempt."""
+        return self._dispatcher.will_free_blocks()
 
     @property
     def has_open_stores(self) -> bool:
@@ -226,7 +257,7 @@ class SchedulerAdapter:
 
     def take_metrics(self) -> Samples | None:
         """What there is to tell ``/metrics`` since the last call; ``None`` if nothing is."""
-        return self._metrics.take(is_idle=self.is_idle)
+        return self._metrics.take(is_idle=not self._scheduled)
 
     def reset_cache(self) -> None:
         """From now on this instance hits nothing it stored before, unless its weights are known.
@@ -284,13 +315,13 @@ class SchedulerAdapter:
         return self._loads.offer(state, num_computed_tokens, hit)
 
     def _wants_probe(self) -> bool:
-        self.policy.step_planned(len(self._scheduled))
         probe = self.policy.take_probe()
         if probe:
             self.tally.count("probes")
         return probe
 
     def _learn_adapters(self, rank: int, adapters: LoadedAdapterList) -> None:
+        self.witness.look_again(self.book.states.values())
         if doubtful := self._loaded_adapters.update(rank, adapters):
             self.witness.forget()
             for state in self.book.of_adapters(doubtful):

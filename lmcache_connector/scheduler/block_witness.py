@@ -9,7 +9,8 @@ the load of ours that filled it, until vLLM hands it out again. Then vLLM calls 
 The *lineage* of a block says what its KV was computed from: the key that the key of its chunk is
 chained to. It names the request's identity and all tokens before the chunk. vLLM's block hash
 vouches for the tokens inside the chunk, as it is a SHA-256 of them; lineages name them too where it
-is not.
+is not. It says nothing of the token after a block, from which the KV of a drafter's head follows:
+vLLM may put together blocks of several requests that went on differently. Lineages name it.
 
 A request is *witnessed* as far as its leading blocks are of its own lineage, and then as far as it
 is computed from there. After a gap nothing is, until it begins again: what follows was computed on
@@ -18,8 +19,9 @@ top of it, and with asynchronous scheduling vLLM loses a token of a request whos
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import compress
 from operator import ne
 from typing import Any, Protocol
@@ -29,7 +31,11 @@ from blake3 import blake3
 from lmcache_connector.kv_parts.blocks import NULL_BLOCK
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.plans import LoadJob
-from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
+from lmcache_connector.scheduler.request_state import (
+    RequestState,
+    SchedulerSettings,
+    WitnessState,
+)
 
 
 class Block(Protocol):
@@ -43,6 +49,10 @@ class BlockPool(Protocol):
 
     blocks: Sequence[Block]
     hash_block_size: int
+
+    def get_num_free_blocks(self) -> int:
+        """Those that nobody holds."""
+        ...
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Take a reference to each."""
@@ -70,11 +80,13 @@ class CacheManager(Protocol):
 class BlockWitness:
     """Remembers the lineage of every block that is vouched for.
 
-    Owns the witness part of every request's state. O(1) per block, once per block.
+    Owns the witness part of every request's state. O(1) per block, once per block. ``reused``:
+    blocks once vouched for that vLLM has handed out.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._chunk_size = settings.chunk_size
+        self._lookahead = settings.lookahead
         self._parts = settings.parts
         # Their blocks fill up one by one; those of states are told of.
         self._group_sizes = {
@@ -93,8 +105,7 @@ class BlockWitness:
         self._names_tokens = settings.weak_block_hashes
         self._manager: CacheManager | None = None
         self._lineages: dict[int, bytes] = {}
-        self._reused: set[int] = set()
-        self._kept: list[Block] = []
+        self.reused: set[int] = set()
 
     def bind(self, manager: CacheManager) -> None:
         """vLLM's cache manager; until then nothing is witnessed."""
@@ -107,6 +118,16 @@ class BlockWitness:
             self._least_block if self._manager is None else self._manager.block_pool.hash_block_size
         )
 
+    @property
+    def num_blocks(self) -> int:
+        """Of vLLM's cache."""
+        return len(self._manager.block_pool.blocks) if self._manager is not None else 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Those that nobody holds."""
+        return self._manager.block_pool.get_num_free_blocks() if self._manager is not None else 0
+
     def __len__(self) -> int:
         """Blocks that are vouched for."""
         return len(self._lineages)
@@ -117,8 +138,13 @@ class BlockWitness:
 
     def break_off(self, state: RequestState) -> None:
         """Nothing of the request counts any more, until it begins again."""
-        state.witness.num_tokens = state.witness.num_vouched = 0
+        state.witness.num_tokens = state.witness.num_vouched = state.witness.due_at = 0
         state.witness.has_gap = True
+
+    def look_again(self, states: Iterable[RequestState]) -> None:
+        """What was sure of these requests may be so no more."""
+        for state in states:
+            state.witness.due_at = 0
 
     def disown(self) -> None:
         """What was loaded into these blocks may be wrong: no further request shall hit it, not in
@@ -128,24 +154,14 @@ class BlockWitness:
         self.forget()
 
     def take_reused(self) -> set[int]:
-        """Blocks once vouched for that vLLM has handed out since the last call.
+        """``reused`` since the last call.
 
         Nothing is written to them before the step being planned.
         """
-        reused, self._reused = self._reused, set()
+        reused, self.reused = self.reused, set()
         return reused
 
     # -- blocks that stores read -----------------------------------------------------------------
-
-    def keep(self, block_ids: Iterable[int]) -> None:
-        """Nobody is handed these blocks until :meth:`put_last`."""
-        self._kept += self.pin(block_ids)
-
-    def put_last(self) -> None:
-        """What was kept, and is free, is handed out after all other free blocks. vLLM would take
-        a finished request's blocks first where they are not in its prefix cache."""
-        kept, self._kept = self._kept, []
-        self.unpin(kept)
 
     def pin(self, block_ids: Iterable[int]) -> list[Block]:
         """Nobody is handed these blocks until :meth:`unpin`."""
@@ -161,9 +177,38 @@ class BlockWitness:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def scheduled(self, state: RequestState, num_tokens: int) -> bool:
+    def due(
+        self,
+        num_scheduled_tokens: Mapping[str, int],
+        states: Mapping[str, RequestState],
+        offers: Container[str],
+    ) -> list[RequestState]:
+        """The requests of the step being planned that :meth:`scheduled` is to be called for: that
+        fill a block, or are in ``offers``. The others only go on inside a block.
+
+        A decode step has many of those. A look at one costs no call.
+        """
+        due = []
+        for request_id, num_tokens in num_scheduled_tokens.items():
+            if (state := states.get(request_id)) is None:
+                continue
+            witness, start = state.witness, state.request.num_computed_tokens
+            end = start + num_tokens
+            if end >= witness.due_at or request_id in offers:
+                due.append(state)
+            elif not witness.has_gap:
+                if start <= (witness.num_tokens or 0):
+                    witness.num_tokens = end
+                else:
+                    due.append(state)
+        return due
+
+    def scheduled(self, state: RequestState, num_tokens: int, *, is_sure: bool = False) -> bool:
         """The step being planned computes ``num_tokens`` more of the request. True: there may be
-        more blocks now that are whole."""
+        more blocks now that are whole.
+
+        ``is_sure``: further steps will compute their tokens of it, too, from what its keys name.
+        """
         if self._manager is None:  # nobody would tell of blocks that are reused
             return False
         witness, start = state.witness, state.request.num_computed_tokens
@@ -173,7 +218,9 @@ class BlockWitness:
         witness.has_gap |= start > witness.num_tokens
         if not witness.has_gap:
             witness.num_tokens = start + num_tokens
-        return self._vouch(state, witness.num_tokens) or is_first
+        has_more = self._vouch(state, witness.num_tokens)
+        witness.due_at = self._next_due(witness) if is_sure else 0
+        return has_more or is_first
 
     def finished(self, state: RequestState, num_computed_tokens: int) -> int:
         """Of the tokens that were computed: how many are witnessed. Steps not yet run do not
@@ -218,10 +265,16 @@ class BlockWitness:
 
     # -- details ---------------------------------------------------------------------------------
 
+    def _next_due(self, witness: WitnessState) -> int:
+        if witness.has_gap:
+            return sys.maxsize
+        return (witness.num_vouched // self._least_block + 1) * self._least_block
+
     def _begin(self, state: RequestState, start: int) -> int:
         """The request begins, or begins again, with ``start`` tokens that vLLM says are there: how
         many of them are witnessed."""
         state.keys.extend(state.request.all_token_ids)
+        start = min(start, state.request.num_tokens - self._lookahead)  # drafts may be ahead of it
         sizes = self._group_sizes | self._state_sizes
         num_tokens = min(self._own_tokens(state, *group, start) for group in sizes.items())
         state.witness.num_vouched = num_tokens
@@ -244,10 +297,10 @@ class BlockWitness:
         return num_blocks * size
 
     def _vouch(self, state: RequestState, num_tokens: int) -> bool:
-        """For the blocks full of tokens that are known: drafts may be rejected. True: for more than
-        before."""
+        """For the blocks full of tokens whose KV is known: drafts may be rejected. True: for more
+        than before."""
         before = state.witness.num_vouched
-        after = int(min(num_tokens, state.request.num_tokens))
+        after = int(min(num_tokens, state.request.num_tokens - self._lookahead))
         if after // self._least_block <= before // self._least_block:
             return False
         state.keys.extend(state.request.all_token_ids)
@@ -273,7 +326,7 @@ class BlockWitness:
 
     def _on_reuse(self, block: Block) -> None:
         self._lineages.pop(block.block_id, None)
-        self._reused.add(block.block_id)
+        self.reused.add(block.block_id)
 
     def _blocks(self, state: RequestState, group: int, first: int, end: int) -> Sequence[Block]:
         if self._manager is None or end <= first:
@@ -288,7 +341,7 @@ class BlockWitness:
 
     def _lineages_of(self, state: RequestState, size: int, first: int, end: int) -> list[bytes]:
         """Of the request's blocks ``[first, end)``, in a group with blocks of ``size`` tokens."""
-        if self._names_tokens or state.keys.has_extras:
+        if self._names_tokens or self._lookahead or state.keys.has_extras:
             return [self._full_lineage(state, size, block) for block in range(first, end)]
         lineages: list[bytes] = []
         per_chunk = self._chunk_size // size
@@ -299,10 +352,11 @@ class BlockWitness:
         return lineages
 
     def _full_lineage(self, state: RequestState, size: int, block: int) -> bytes:
-        """With all that else goes into the chunk's key, up to the block's end."""
+        """With all that else goes into the chunk's key, up to the end of what the block's KV
+        follows from."""
         chunk = block // (self._chunk_size // size)
-        start, end = chunk * self._chunk_size, (block + 1) * size
+        start, end = chunk * self._chunk_size, (block + 1) * size + self._lookahead
         parent, more = state.keys.parent(chunk), state.keys.extras(start, end)
-        if self._names_tokens:
-            more += array("I", state.request.all_token_ids[start:end]).tobytes()
+        first = start if self._names_tokens else end - self._lookahead
+        more += array("I", state.request.all_token_ids[first:end]).tobytes()
         return bytes(blake3(parent + more).digest()) if more else parent

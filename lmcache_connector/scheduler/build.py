@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
 from lmcache_connector.lookup.wanted_chunks import WantedChunks, WantedSink
 from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.plans import RankStart
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
@@ -36,6 +38,7 @@ from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
 
 if TYPE_CHECKING:
+    from lmcache_connector.storage.redis.lookup import RedisLookup
     from lmcache_connector.vllm_compat.model import ModelDescription
 
 
@@ -48,30 +51,35 @@ def build_scheduler(
     stores: bool,
     kv_events: bool,
     weak_block_hashes: bool,
+    num_batches: int,
+    max_step_tokens: int,
     find_adapter: Callable[[str], Path | None] = Path,
 ) -> SchedulerAdapter:
     """The scheduler side of an engine. ``weights`` names them. ``loads`` and ``stores``: what
     ``kv_role`` allows. ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter``
-    turns a LoRA adapter's path into the folder vLLM reads."""
-    settings = _settings(config, model, loads, stores, weak_block_hashes)
+    turns a LoRA adapter's path into the folder vLLM reads. ``num_batches`` steps are under way at
+    once, of ``max_step_tokens`` at most."""
+    settings = _settings(config, model, loads, stores, weak_block_hashes, num_batches)
     tally, index = Tally(), ChunkIndex(model.world_size)
-    policy = _make_policy(config, model)
+    policy = _make_policy(config, model, num_batches, max_step_tokens)
     events = KvEventLog(model.world_size) if kv_events else KvEventSink()
-    hits, metrics = _make_hits(config, model, settings, index, policy, events, tally)
+    hits, metrics, redis = _make_hits(config, model, settings, index, policy, events, tally)
     loaded = LoadedAdapters(model.world_size)
+    noise = NoiseGauge(model.parts[0].formats)
+    learn = partial(_learn_layers, model, policy, redis, noise)
     wanted = WantedSink()
     if stores and config.redis_tier_config() is not None:
         wanted = WantedChunks(index, time.monotonic, config.redis_ttl_seconds)
     return SchedulerAdapter(
         settings,
-        _make_book(config, model, weights, AdapterReader(find_adapter, loaded), tally),
+        _make_book(config, model, weights, learn, AdapterReader(find_adapter, loaded), tally),
         index=index,
         hits=hits,
         policy=policy,
         kv_events=events,
         tally=tally,
         metrics=metrics,
-        auditor=_make_auditor(config, model, settings, index, tally),
+        auditor=_make_auditor(config, model, settings, index, noise, tally),
         loaded_adapters=loaded,
         wanted=wanted,
     )
@@ -85,12 +93,12 @@ def _make_hits(
     policy: LoadPolicy,
     events: KvEventSink,
     tally: Tally,
-) -> tuple[HitFinder, SchedulerMetrics]:
-    """And the metrics, which tell of Redis if it is asked."""
+) -> tuple[HitFinder, SchedulerMetrics, RedisLookup | None]:
+    """And the metrics, which tell of Redis if it is asked, and what asks it."""
     tier_config, clock = config.redis_tier_config(), time.monotonic
     if tier_config is None:
         finder = HitFinder(settings.parts, settings.chunk_size, index, tally)
-        return finder, SchedulerMetrics(tally, clock)
+        return finder, SchedulerMetrics(tally, clock), None
     from lmcache_connector.storage.geometry import PartGeometries
     from lmcache_connector.storage.redis.lookup import RedisLookup
 
@@ -108,18 +116,20 @@ def _make_hits(
         clock,
         wait_seconds=config.lookup_wait_seconds,
     )
-    return hits, SchedulerMetrics(tally, clock, lookup.take_seconds, redis.servers)
+    return hits, SchedulerMetrics(tally, clock, lookup.take_seconds, redis.servers), redis
 
 
 def _make_book(
     config: ConnectorConfig,
     model: ModelDescription,
     weights: str,
+    learn: Callable[[Sequence[RankStart]], None],
     adapters: AdapterReader,
     tally: Tally,
 ) -> RequestBook:
+    make_hasher = partial(_make_hasher, config, weights, model.lookahead)
     return RequestBook(
-        EngineStart(model.world_size, partial(_make_hasher, config, weights), time.monotonic),
+        EngineStart(model.world_size, make_hasher, time.monotonic, learn),
         RequestIdentifier(
             config.require_cache_salt,
             adapters,
@@ -137,23 +147,47 @@ def _make_book(
     )
 
 
+def _learn_layers(
+    model: ModelDescription,
+    policy: LoadPolicy,
+    redis: RedisLookup | None,
+    noise: NoiseGauge,
+    starts: Sequence[RankStart],
+) -> None:
+    """What all ranks say of their layers: this process sees one of a KV cache group."""
+    from lmcache_connector.storage.geometry import PartGeometries
+
+    found = [
+        tuple(
+            replace(part.geometries[rank], layer_widths=each)
+            for part, each in zip(model.parts, start.layer_widths, strict=True)
+        )
+        for rank, start in enumerate(starts)
+    ]
+    by_part = zip(*found, strict=True)
+    policy.learn_sizes([max(rank.chunk_bytes for rank in ranks) for ranks in by_part])
+    if redis is not None:
+        redis.learn_geometries([PartGeometries(parts) for parts in found])
+    noise.learn_formats([name for start in starts for name in start.formats])
+
+
 def _make_auditor(
     config: ConnectorConfig,
     model: ModelDescription,
     settings: SchedulerSettings,
     index: ChunkIndex,
+    noise: NoiseGauge,
     tally: Tally,
 ) -> Auditor:
     sampler = AuditSampler(config.audit_share, random.Random().random)
-    noise = NoiseGauge(model.parts[0].formats)
     return Auditor(settings, index, sampler, noise, tally, model=model.name)
 
 
 def _make_hasher(
-    config: ConnectorConfig, weights: str, configuration: Mapping[str, str]
+    config: ConnectorConfig, weights: str, lookahead: int, configuration: Mapping[str, str]
 ) -> PrefixHasher:
     root = {"namespace": config.namespace, "weights": weights, "configuration": configuration}
-    return PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
+    return PrefixHasher(root, config.chunk_size, config.hash_key_bytes, lookahead=lookahead)
 
 
 def _settings(
@@ -162,6 +196,7 @@ def _settings(
     loads: bool,
     stores: bool,
     weak_block_hashes: bool,
+    num_batches: int,
 ) -> SchedulerSettings:
     return SchedulerSettings(
         chunk_size=config.chunk_size,
@@ -174,14 +209,21 @@ def _settings(
         redis_only_reused=config.redis_admission == "reused",
         weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
+        lookahead=model.lookahead,
+        drafted_len=model.drafted_len,
+        num_batches=num_batches,
     )
 
 
-def _make_policy(config: ConnectorConfig, model: ModelDescription) -> LoadPolicy:
+def _make_policy(
+    config: ConnectorConfig, model: ModelDescription, num_batches: int, max_step_tokens: int
+) -> LoadPolicy:
     cost_model = CostModel(
         clock=time.monotonic,
         max_deadline_seconds=config.load_deadline_seconds,
         mode=config.compute_or_load,
+        num_batches=num_batches,
+        max_step_tokens=max_step_tokens,
     )
     return LoadPolicy(
         cost_model,

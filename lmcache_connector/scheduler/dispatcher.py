@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.kv_events.log import BlockRun, KvEventSink
 from lmcache_connector.kv_events.vllm_events import describe_chunk
+from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PartRun, StoreJob, Tier
 from lmcache_connector.scheduler.auditor import Auditor
-from lmcache_connector.scheduler.block_pins import BlockPins
 from lmcache_connector.scheduler.block_witness import BlockWitness
+from lmcache_connector.scheduler.held_blocks import HeldBlocks
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.request_book import RequestBook
@@ -56,8 +57,10 @@ class JobDispatcher:
         self._witness = witness
         self._kv_events = kv_events
         self._short_loads: list[ShortLoad] = []
-        self._pins = BlockPins(settings, witness)
-        self._keeps_blocks = False  # in the step being scheduled
+        self._held = HeldBlocks(settings, witness)
+        self._num_groups = sum(len(part.groups) for part in settings.parts)
+        self._least_block = min(part.block_size for part in settings.parts)
+        self.in_use = BlocksInUse(settings.num_batches, is_told=settings.is_prefix_only)
 
     def found(self, state: RequestState, hit: Hit) -> None:
         """The request has been looked up."""
@@ -69,29 +72,24 @@ class JobDispatcher:
         self, state: RequestState, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> None:
         """Of ``num_tokens`` into the request's blocks, listed per KV cache group."""
-        self._start(state, self._loads.plan(state, block_ids, num_tokens))
+        self._start(state, self._loads.plan(state, block_ids, num_tokens, self.in_use))
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> None:
         """The stores and audits that a step makes possible by what it computes."""
-        block_state = scheduler_output.kv_connector_block_state
-        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
-            state = self._book.get(request_id)
-            if state is None:
-                continue
-            num_own = num_scheduled if self._book.computes_its_own(state, num_scheduled) else 0
-            may_be_more = self._witness.scheduled(state, num_own)
-            offers = block_state.boundary_state_offloads.get(request_id, ())
-            if not (may_be_more or offers):
-                continue
-            num_tokens = state.witness.num_tokens or 0
-            block_ids = partial(block_state.get_block_ids, request_id)
-            snapshots = self._snapshots(state, offers)
-            if self._settings.stores and (snapshots or self._stores.is_due(state, num_tokens)):
-                self._plan_store(state, num_tokens, block_ids, snapshots)
-            if self._auditor.is_due(state, num_tokens):
-                audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
-                if audit is not None:
-                    self._start(state, audit)
+        if self._held.is_holding:
+            self._held.next_step()
+        if self._witness.reused:
+            self.cancel_overwritten()
+        scheduled = scheduler_output.num_scheduled_tokens
+        offers = scheduler_output.kv_connector_block_state.boundary_state_offloads
+        max_len = self._settings.drafted_len
+        is_drafted = max_len is None or self._is_drafted(scheduler_output, max_len)
+        for state in self._witness.due(scheduled, self._book.states, offers):
+            self._plan_request(state, scheduler_output, is_drafted=is_drafted)
+        if self._held.is_holding:
+            # Should the next step compute as much.
+            num_blocks = scheduler_output.total_num_scheduled_tokens // self._least_block
+            self._held.make_room(self._num_groups * (num_blocks + len(scheduled)))
 
     def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
         """The request has ended: what is left of it to store is stored, nothing more is loaded."""
@@ -116,37 +114,29 @@ class JobDispatcher:
 
     @property
     def has_pins(self) -> bool:
-        """Whether blocks will be free once a store has ended."""
-        return len(self._pins) > 0
+        return self._held.num_pins > 0
 
-    def next_step(self) -> None:
-        """A step is being planned."""
-        self.put_back()
-        self._pins.next_step()
+    def will_free_blocks(self) -> bool:
+        """vLLM has found too few, and asks whether to wait for a step."""
+        return self._held.will_free()
 
     def unpin_all(self) -> None:
         """vLLM may have back what it wants."""
-        self._pins.unpin_all()
+        self._held.unpin_all()
 
     def keep_read_blocks(self) -> None:
         """While others run, a request that waits may wait for a store to have read its blocks.
-        Once a step; until :meth:`put_back`.
-
-        Blocks are kept within vLLM's call to schedule a step, or to see to its output, and never
-        between two calls: a reset would find them.
-        """
-        if not self._keeps_blocks:
-            self._witness.keep(self._jobs.blocks_read_after_the_end())
-        self._keeps_blocks = True
+        Once a step."""
+        self._held.keep_for_stores(self._jobs)
 
     def keep_blocks_of(self, state: RequestState) -> None:
-        """Those that the request's stores read, until :meth:`put_back`."""
-        self._witness.keep(self._jobs.blocks_read_of(state))
+        """Those that the request's stores read, until :meth:`updated`."""
+        self._held.keep(self._jobs.blocks_read_of(state))
 
-    def put_back(self) -> None:
-        """What was kept is handed out last."""
-        self._witness.put_last()
-        self._keeps_blocks = False
+    def updated(self) -> None:
+        """vLLM has seen to all that a step has brought."""
+        if self._held.is_holding:
+            self._held.put_back()
 
     def cancel_overwritten(self) -> None:
         """Stores that read blocks vLLM has handed out: the step being planned overwrites them."""
@@ -174,6 +164,38 @@ class JobDispatcher:
         return short_loads
 
     # -- details ---------------------------------------------------------------------------------
+
+    def _plan_request(
+        self, state: RequestState, scheduler_output: SchedulerOutput, *, is_drafted: bool
+    ) -> None:
+        request_id = state.request.request_id
+        block_state = scheduler_output.kv_connector_block_state
+        num_tokens = scheduler_output.num_scheduled_tokens[request_id]
+        is_own, is_sure = self._book.computes_its_own(state, num_tokens)
+        num_own = num_tokens if is_own and is_drafted else 0
+        is_sure &= self._settings.drafted_len is None  # else every step decides
+        may_be_more = self._witness.scheduled(state, num_own, is_sure=is_sure)
+        offers = block_state.boundary_state_offloads.get(request_id, ())
+        if not (may_be_more or offers):
+            return
+        num_tokens = state.witness.num_tokens or 0
+        block_ids = partial(block_state.get_block_ids, request_id)
+        snapshots = self._snapshots(state, offers)
+        if self._settings.stores and (snapshots or self._stores.is_due(state, num_tokens)):
+            self._plan_store(state, num_tokens, block_ids, snapshots)
+        if self._auditor.is_due(state, num_tokens):
+            audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
+            if audit is not None:
+                self._start(state, audit)
+
+    def _is_drafted(self, scheduler_output: SchedulerOutput, max_len: int) -> bool:
+        """Whether the model's drafter computes the step's tokens too: for all requests together, or
+        for none."""
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts |= {request.req_id: request.num_computed_tokens for request in new}
+        scheduled = scheduler_output.num_scheduled_tokens
+        return all(starts[name] + count <= max_len for name, count in scheduled.items())
 
     def _plan_store(
         self,
@@ -214,7 +236,8 @@ class JobDispatcher:
         self._auditor.learn(job)
         self._jobs.add(state, job)
         if isinstance(job, StoreJob):
-            self._pins.pin(job)
+            self._held.pin(job)
+            self._loads.store_planned(job)
 
     def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
         sizes = self._settings.chunk_size, self._witness.hash_block_size
@@ -228,7 +251,7 @@ class JobDispatcher:
 
     def _end(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
-        self._pins.unpin(job.job_id)
+        self._held.forget(job.job_id)
         if isinstance(job, LoadJob):
             self._witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)
@@ -239,6 +262,7 @@ class JobDispatcher:
                 self._witness.disown()
                 self.abandon(rekeyed)
         else:
+            self._loads.store_ended(job, planned.results)
             self._stores.ended(state, job, planned.results)
         self._kv_events.settle(job.keys)
         self._book.forget_if_done(state)

@@ -8,7 +8,7 @@ is given a key before. Until then requests are asked about again, for a bounded 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.plans import Calibration, RankReport, RankStart
@@ -21,9 +21,10 @@ _WAIT_SECONDS = 10.0
 class EngineStart:
     """Makes the hasher once all ``world_size`` ranks have reported configurations that agree.
 
-    ``make_hasher`` takes that configuration: digests by name. Should the ranks disagree, or not be
-    heard of for ten seconds while a request waits, requests pass the cache by, and one error line
-    says so.
+    ``make_hasher`` takes that configuration: digests by name. ``learn`` is told before what they
+    have reported, if that is more than the scheduler's process sees itself. Should the ranks
+    disagree, or not be heard of for ten seconds while a request waits, requests pass the cache by,
+    and one error line says so.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class EngineStart:
         world_size: int,
         make_hasher: Callable[[Mapping[str, str]], PrefixHasher],
         clock: Callable[[], float],
+        learn: Callable[[Sequence[RankStart]], None] = lambda starts: None,
     ) -> None:
         self.hasher: PrefixHasher | None = None
         self._world_size = world_size
         self._make_hasher = make_hasher
         self._clock = clock
+        self._learn = learn
         self._starts: dict[int, RankStart] = {}
         self._deadline: float | None = None  # set when the first request waits
         self._is_given_up = False
@@ -68,6 +71,8 @@ class EngineStart:
             self._give_up(f"ranks see different configurations: they differ in {differing}")
         else:
             # A part that only some have is of layers that only they have: stages of a pipeline.
+            if all(start.layer_widths for start in starts):
+                self._learn(starts)
             parts = sorted({part for start in starts for part in start.configuration})
             self.hasher = self._make_hasher(dict(parts))
         return tuple(start.calibration for start in starts)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from lmcache_connector.plans import JobResult, LoadJob, PrefillWork, StepPlan, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState
-
-# The plan of nearly every decode step.
-_NOTHING_NEW = StepPlan()
-# A store takes some milliseconds, and on CPU begins 30 later.
-_MAX_KEPT_STEPS = 32
 
 
 @dataclass(slots=True)
 class PlannedJob:
     """A job and what has been heard of it: one of ``results`` per rank that has reported,
     ``num_chunks`` leading chunks that arrived on all of these. ``reads``: blocks that must not
-    change before it has ended, kept for it in ``num_kept`` steps after its request's end."""
+    change before it has ended."""
 
     state: RequestState
     job: LoadJob | StoreJob
     num_chunks: int
     reads: frozenset[int] = frozenset()
-    num_kept: int = 0
     results: list[JobResult] = field(default_factory=list)
 
 
@@ -87,15 +81,11 @@ class PlannedJobs:
         planned = [self._jobs[job_id] for job_id in state.store.job_ids]
         return [block for p in planned if p.reads for block in p.reads]
 
-    def blocks_read_after_the_end(self) -> list[int]:
-        """Blocks that stores of finished requests read. Asked for once a step: after
-        `_MAX_KEPT_STEPS` a store must do without."""
-        blocks: list[int] = []
-        for planned in self._jobs.values():
-            if planned.reads and planned.state.is_finished and planned.num_kept < _MAX_KEPT_STEPS:
-                planned.num_kept += 1
-                blocks += planned.reads
-        return blocks
+    def read_after_the_end(self) -> Iterator[tuple[int, Set[int]]]:
+        """Stores of finished requests, the oldest first, and the blocks that they read."""
+        for job_id, planned in self._jobs.items():
+            if planned.reads and planned.state.is_finished:
+                yield job_id, planned.reads
 
     def is_open(self, job_id: int) -> bool:
         """Whether some rank has yet to report the job."""
@@ -110,11 +100,12 @@ class PlannedJobs:
         wanted: tuple[bytes, ...] = (),
         adapter_question: int = 0,
         heard_adapters: tuple[int, ...] = (),
-    ) -> StepPlan:
-        """The plan of a step: all that was added since the last one, and what is known of this."""
+    ) -> StepPlan | None:
+        """The plan of a step: all that was added since the last one, and what is known of this.
+        ``None``, as for nearly every decode step: nothing."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
         if not (idle or new or prefill or probe or adapter_question or wanted):
-            return _NOTHING_NEW
+            return None
         plan = StepPlan(
             loads=tuple(self._loads),
             stores=tuple(self._stores),

@@ -9,11 +9,12 @@ from typing import Any
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.kv_parts.blocks import blocks_between
+from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_load
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, Tier
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, StoreJob, Tier
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -43,10 +44,10 @@ class LoadPlanner:
     def offer(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> int:
         """How many tokens after the computed ones shall be loaded of the hit.
 
-        Decided once, until the request is preempted.
+        Decided once, until the request is preempted, or vLLM has more or less of it computed.
         """
         load = state.load
-        if hit and load.end is None:
+        if hit and (load.end is None or load.decided_from != num_computed_tokens):
             self._decide(state, num_computed_tokens, hit)
         end = hit.stop if load.end is None else hit.up_to(load.end).stop
         num_tokens = end * self._settings.chunk_size - num_computed_tokens
@@ -60,10 +61,14 @@ class LoadPlanner:
         return num_tokens
 
     def plan(
-        self, state: RequestState, block_ids: Sequence[Sequence[int]], num_tokens: int
+        self,
+        state: RequestState,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        in_use: BlocksInUse,
     ) -> LoadJob:
         """The load of the ``num_tokens`` that vLLM has taken of the offer, into the request's
-        blocks (per KV cache group)."""
+        blocks (per KV cache group), of which some may be ``in_use``."""
         load, chunk_size = state.load, self._settings.chunk_size
         runs = self._runs(state, block_ids, load.offered_from + num_tokens)
         keys = tuple(key for run in runs for key in run.keys)
@@ -76,6 +81,9 @@ class LoadPlanner:
             deadline_seconds=load.deadline_seconds,
             needs_redis=bool(redis_keys),
             after_job=max(map(self._index.planned_job, keys)),
+            after_passes=in_use.includes_any(
+                {i for run in runs for ids in run.block_ids for i in ids}
+            ),
         )
         load.job = job
         chunks = (chunk for run in runs for chunk in run.chunks)
@@ -117,6 +125,14 @@ class LoadPlanner:
             return ShortLoad(state.request, 0)
         return ShortLoad(state.request, max(load.offered_from, end * chunk_size))
 
+    def store_planned(self, job: StoreJob) -> None:
+        """Loads may rely on it."""
+        self._policy.store_planned(job)
+
+    def store_ended(self, job: StoreJob, results: Sequence[JobResult]) -> None:
+        """All ranks have reported, or none has heard of it."""
+        self._policy.store_ended(job.job_id, results)
+
     def _brings_anything(self, num_computed_tokens: int, end: int) -> bool:
         """Where a run of chunked attention ends, nothing of it is needed, and vLLM would wait for a
         load that has nothing to do."""
@@ -154,6 +170,7 @@ class LoadPlanner:
     def _decide(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> None:
         load, request = state.load, state.request
         load.end, load.deadline_seconds = hit.stop, self._settings.load_deadline_seconds
+        load.decided_from = num_computed_tokens
         if num_computed_tokens >= request.num_tokens:
             return
         keys = [
@@ -166,11 +183,13 @@ class LoadPlanner:
         if not self._settings.is_prefix_only:
             more["ends"] = [end - hit.first for end in hit.ends]
             more["other_bytes"] = partial(self._other_bytes, state, num_computed_tokens, hit.first)
+        all_keys = [key for each in keys for key in each]
         decision = self._policy.decide(
             num_computed_tokens,
             request.num_tokens,
-            [key for each in keys for key in each],
+            all_keys,
             list(map(all, zip(*are_in_cpu, strict=True))) or [True] * (hit.stop - hit.first),
+            after_job=max(map(self._index.planned_job, all_keys), default=0),
             **more,
         )
         load.end = hit.first + decision.num_chunks

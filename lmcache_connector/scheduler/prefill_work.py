@@ -36,3 +36,13 @@ def prefill_work(scheduler_output: SchedulerOutput, book: RequestBook) -> Prefil
         return None
     context = max(0, round(num_reads / num_tokens - num_tokens / 2))
     return PrefillWork(num_tokens, context, len(scheduled) - num_prompts)
+
+
+def prompt_tokens_left(scheduler_output: SchedulerOutput, book: RequestBook) -> int:
+    """Of the prompts in a step, what it leaves to later steps."""
+    left = 0
+    for request_id, count in scheduler_output.num_scheduled_tokens.items():
+        if count > 1 and (state := book.get(request_id)) is not None:
+            request = state.request
+            left += max(0, request.num_tokens - request.num_computed_tokens - count)
+    return left

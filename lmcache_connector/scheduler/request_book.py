@@ -8,7 +8,7 @@ keys. On *probation* it is also looked up under the keys from before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -40,7 +40,7 @@ _AFTER_RESET = {
 
 
 class RequestBook:
-    """Owns which requests there are, and their keys.
+    """Owns which requests there are, and their keys. ``states``: all of them, by id.
 
     ``start`` makes the hasher, ``identifier`` says what makes a request's KV unique, ``epochs``
     tells whose keys a root has. ``read_label()`` names the weights at a reset; it raises
@@ -65,6 +65,7 @@ class RequestBook:
         self._read_label = read_label
         self._audits = audits
         self._states: dict[str, RequestState] = {}
+        self.states: Mapping[str, RequestState] = self._states
 
     def __len__(self) -> int:
         """Requests in flight, and finished ones with open jobs."""
@@ -95,13 +96,18 @@ class RequestBook:
         """Whether vLLM would still compute what the request's keys name. ``UNREAD``: ask again."""
         return self._identifier.is_current(request, wait_seconds)
 
-    def computes_its_own(self, state: RequestState, num_tokens: int) -> bool:
-        """Whether vLLM computes the request's next tokens from what the request's keys name."""
+    def computes_its_own(self, state: RequestState, num_tokens: int) -> tuple[bool, bool]:
+        """Whether vLLM computes the request's next tokens from what the request's keys name; and
+        whether that is sure of all that follow, as long as no rank lists other adapters."""
         identity, start = state.keys.identity, state.request.num_computed_tokens
+        end, spans = start + num_tokens, identity.multimodal
         if not self._identifier.adapters.may_compute(state.request, identity.lora):
-            return False
-        spans = identity.multimodal
-        return not spans or self._encoders.vouches(state.request, spans, start, start + num_tokens)
+            return False, False
+        if spans and not self._encoders.vouches(state.request, spans, start, end):
+            return False, False
+        # An adapter that is read in place is not listed before it is.
+        is_sure = identity.lora is None or start > 0
+        return True, is_sure and all(span.end <= end for span in spans)
 
     def finish(self, request: Request) -> RequestState | None:
         """vLLM is done with the request. Returns it, unless it bypassed us or had finished."""
@@ -130,7 +136,8 @@ class RequestBook:
         """A step is about to run: what it computes of requests not read by now, nobody can name."""
         for new in scheduler_output.scheduled_new_reqs:
             self._identifier.give_up(new.req_id)
-        self._encoders.next_step(scheduler_output, self._identifier.multimodal)
+        if scheduler_output.free_encoder_mm_hashes or scheduler_output.scheduled_encoder_inputs:
+            self._encoders.next_step(scheduler_output, self._identifier.multimodal)
 
     def reset(self) -> list[RequestState]:
         """The weights may have changed. Returns all requests, under the keys they have now."""

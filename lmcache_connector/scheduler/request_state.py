@@ -25,7 +25,10 @@ class SchedulerSettings:
     redis_only_reused: bool = False
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
+    num_batches: int = 1  # steps under way at once
     window_interval: int | None = None  # None: eight windows
+    lookahead: int = 0  # the KV of a token follows from so many tokens after it too
+    drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
 
     @property
     def is_prefix_only(self) -> bool:
@@ -36,13 +39,15 @@ class SchedulerSettings:
 class LoadState:
     """The load of a request. Written by the :class:`LoadPlanner`.
 
-    ``end``: the chunk where the load ends, once that is decided. ``offered_from``: computed tokens
+    ``end``: the chunk where the load ends, once that is decided, with ``decided_from`` tokens
+    computed. ``offered_from``: computed tokens
     when it was offered to vLLM. ``redis_tokens``: of the load planned last. ``is_second``: one has
     failed before.
     """
 
     is_allowed: bool = True
     end: int | None = None
+    decided_from: int = 0
     deadline_seconds: float = 0.0
     offered_from: int = 0
     job: LoadJob | None = None
@@ -64,12 +69,14 @@ class WitnessState:
 
     ``num_tokens`` may count drafts that will be rejected; ``None``: the request has not been
     scheduled since it began, or began again. The blocks that the leading ``num_vouched`` tokens
-    fill are vouched for.
+    fill are vouched for. Up to ``due_at`` tokens, steps that go on computing it change no more
+    than ``num_tokens``.
     ``has_gap``: it went on from tokens that are not witnessed.
     """
 
     num_tokens: int | None = None
     num_vouched: int = 0
+    due_at: int = 0
     has_gap: bool = False
 
     def restart(self) -> None:
@@ -79,7 +86,7 @@ class WitnessState:
     def reset(self) -> None:
         """Its blocks belong to keys of before. What is computed behind a gap stays so."""
         self.num_tokens = None
-        self.num_vouched = 0
+        self.num_vouched = self.due_at = 0
 
 
 @dataclass(slots=True)

@@ -84,7 +84,8 @@ class StorePlanner:
         due_at = (first + 1) * size
         if due_at > state.request.num_prompt_tokens:
             due_at = (first + self._run_chunks) * size
-        return num_witnessed_tokens >= due_at and state.request.num_tokens >= due_at
+        known = state.request.num_tokens - self._settings.lookahead
+        return num_witnessed_tokens >= due_at and known >= due_at
 
     def found(self, state: RequestState, hit: Hit) -> None:
         """Learn what the tiers hold of the request's beginning. Where it is shared further than a
@@ -151,6 +152,7 @@ class StorePlanner:
         known = request.num_tokens
         if not self._settings.store_generated:
             known = min(known, request.num_prompt_tokens)
+        known -= self._settings.lookahead
         return int(min(num_witnessed_tokens, known) // self._settings.chunk_size)
 
     def _reused_keys(self, state: RequestState, end: int) -> frozenset[bytes] | None:

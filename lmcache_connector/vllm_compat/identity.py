@@ -24,6 +24,7 @@ from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.vllm_compat.api.names import STANDING
 from lmcache_connector.vllm_compat.api.versions import TOKEN_FORM
 from lmcache_connector.vllm_compat.canonical import IsExcused, canonical
+from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.excused import (
     EXCUSED,
     INDEPENDENT_OF_LENGTH,
@@ -36,7 +37,7 @@ from lmcache_connector.vllm_compat.same_form import is_new, same_form
 from lmcache_connector.vllm_compat.support import layer_specs
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _OWNERS = ("vllm.", "transformers.")
@@ -64,9 +65,16 @@ def configuration_digests(
         if not is_excused(vllm_config, name) and not is_new("VllmConfig", name, value)
     }
     parts["lora_config"] = _lora_config(vllm_config)
+    if (drafter := find_drafter(vllm_config)) is not None:
+        parts["drafter"] = [
+            vllm_config.speculative_config,
+            ModelRegistry.models.get(drafter.model.architecture),
+        ]
     # A plugin may register a class of its own under a known name.
     parts["model_class"] = ModelRegistry.models.get(vllm_config.model_config.architecture)
     parts["environment"] = _environment()
+    # A list of them where there are several parts: so roots, and all keys, differ from those of a
+    # model of one part, under whose keys a value has another geometry.
     parts["packing"] = packings[0] if len(packings) == 1 else list(packings)
     specs = [
         spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()
@@ -99,7 +107,9 @@ def _environment() -> dict[str, str]:
 
 def _excuses(vllm_config: VllmConfig) -> IsExcused:
     """Which fields are no part of the identity under this configuration."""
-    is_limit = _is_independent_of_length(vllm_config)
+    drafter = find_drafter(vllm_config)
+    models = [vllm_config.model_config, *([drafter.model] if drafter is not None else [])]
+    is_limit = all(map(_is_independent_of_length, models))
     conditions = {
         "max_model_len": is_limit,
         "original_max_model_len": is_limit,
@@ -118,9 +128,8 @@ def _excuses(vllm_config: VllmConfig) -> IsExcused:
     return is_excused
 
 
-def _is_independent_of_length(vllm_config: VllmConfig) -> bool:
+def _is_independent_of_length(model: ModelConfig) -> bool:
     """Whether the model computes the same KV whatever ``max_model_len``."""
-    model = vllm_config.model_config
     config = canonical(model.hf_config, "hf_config", lambda owner, field: False)
     rope_types = {*_values(config, "rope_type")}
     for scaling in _values(config, "rope_scaling"):  # as older configurations have it

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_layout.part_layout import PartLayout
+from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.parts import block_size_of, find_parts
 from lmcache_connector.vllm_compat.support import check_setup
@@ -26,7 +27,8 @@ class ModelDescription:
     ``parts`` are what its KV is made of. ``rank`` is that of this process among the workers of one
     engine (TP within PP). ``chunk_size`` is in tokens. ``name`` is the user's. ``configuration``
     holds digests of all that makes the model's KV its own beside the weights, by name, as this
-    process sees it: see :func:`configuration_digests`.
+    process sees it: see :func:`configuration_digests`. ``lookahead`` and ``drafted_len``: see
+    :class:`Drafter`; 0 and ``None`` without one that has KV.
     """
 
     parts: tuple[PartLayout, ...]
@@ -34,6 +36,8 @@ class ModelDescription:
     chunk_size: int
     name: str
     configuration: dict[str, str]
+    lookahead: int = 0
+    drafted_len: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -51,12 +55,15 @@ def describe_model(
     check_setup(vllm_config, kv_cache_config)
     chunk_size = _chunk_size(kv_cache_config, chunk_size)
     parts, packings = find_parts(vllm_config, kv_cache_config, chunk_size)
+    drafter = find_drafter(vllm_config)
     return ModelDescription(
         parts=parts,
         rank=vllm_config.parallel_config.rank % len(parts[0].ranks),
         chunk_size=chunk_size,
         name=vllm_config.model_config.model,
         configuration=configuration_digests(vllm_config, kv_cache_config, packings),
+        lookahead=drafter.lookahead if drafter is not None else 0,
+        drafted_len=drafter.max_len if drafter is not None else None,
     )
 
 

@@ -19,6 +19,7 @@ from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, al
 from lmcache_connector.kv_parts.part import MAX_PARTS, Part, Rule
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
+from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.excused import IN_TOKEN_ORDER
 from lmcache_connector.vllm_compat.support import first_spec, layer_specs, rule_of, unsupported
 
@@ -100,25 +101,20 @@ def _layers(kv_cache_config: KVCacheConfig) -> list[_Layer]:
     found = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         # Of layers that share a block table the scheduler's process sees one, and finds the same
-        # parts, and the same names in Redis, by it.
+        # parts by it. How wide they are it hears of the ranks: see RankStart.
         first = first_spec(group)
         shape = (first.num_heads, first.state_content_size_bytes, str(_dtype(first)))
         for name, spec in layer_specs(group).items():
             rule, span = rule_of(name, spec)
             if number not in cacheable:
                 raise unsupported(f"layer {name}, whose KV vLLM does not let others keep")
-            if (rule, span) != rule_of(name, first) or not _is_no_wider(spec, first):
+            if (rule, span, spec.num_heads) != (*rule_of(name, first), first.num_heads):
                 raise unsupported(
-                    f"layer {name} yet, whose KV is unlike that of other layers in its KV cache "
-                    "group, as the index of DeepSeek V3.2 is"
+                    f"layer {name} yet, which has another number of KV heads or another rule than "
+                    "others in its KV cache group"
                 )
             found.append(_Layer(name, number, spec, rule, span, shape))
     return found
-
-
-def _is_no_wider(spec: Any, first: Any) -> bool:
-    same = (spec.num_heads, _dtype(spec)) == (first.num_heads, _dtype(first))
-    return same and bool(spec.state_content_size_bytes <= first.state_content_size_bytes)
 
 
 def _dtype(spec: Any) -> Any:
@@ -149,7 +145,7 @@ def _part(
                 layer_widths=_widths_of(rank, widths),
                 shards=rank.read_shards,
                 num_shards_total=rank.num_shards_total,
-                dtype="uint8" if is_state else str(first.spec.dtype).removeprefix("torch."),
+                dtype=_dtype_name(layers),
             )
             for rank in ranks
         ),
@@ -157,6 +153,12 @@ def _part(
         planes=packing.planes,
         formats=tuple(_element_format(layer.spec, cache_dtype) for layer in layers),
     )
+
+
+def _dtype_name(layers: list[_Layer]) -> str:
+    """Of all values of these layers; of several dtypes together they are bytes."""
+    names = {str(_dtype(layer.spec)).removeprefix("torch.") for layer in layers}
+    return names.pop() if len(names) == 1 and layers[0].rule is not Rule.STATE else "uint8"
 
 
 def _in_group(layers: list[_Layer], group: int) -> GroupLayers:
@@ -169,6 +171,8 @@ def _element_format(spec: Any, cache_dtype: str) -> str:
     """How elements are stored, in the names of :mod:`..audit.compare`. ``cache_dtype`` as vLLM has
     resolved it."""
     name = str(_dtype(spec)).removeprefix("torch.")
+    if isinstance(spec, MLAAttentionSpec):  # it says so itself, and an index says nothing
+        cache_dtype = spec.cache_dtype_str or OPAQUE
     if name in ("uint8", "int8"):
         return _BYTES.get(cache_dtype, OPAQUE)
     return name if name in DECODERS else OPAQUE
@@ -217,10 +221,13 @@ def _total_heads(vllm_config: VllmConfig, layer: _Layer) -> int:
         # Gemma 4 has fewer of them where it attends to everything.
         getattr(model.hf_text_config, "num_global_key_value_heads", None),
     )
-    for total in named:
-        if total is not None and max(1, total // tp) == spec.num_kv_heads:
-            return total
-    if spec.num_kv_heads > 1:
+    fitting = [n for n in named if n is not None and max(1, n // tp) == spec.num_kv_heads][:1]
+    if (drafter := find_drafter(vllm_config)) is not None:
+        drafted = drafter.model.get_total_num_kv_heads()
+        fitting += [drafted] if max(1, drafted // tp) == spec.num_kv_heads else []
+    if len(set(fitting)) == 1:
+        return fitting[0]
+    if not fitting and spec.num_kv_heads > 1:
         return int(spec.num_kv_heads) * tp
     raise unsupported(
         f"layer {layer.name}, of whose KV heads vLLM does not say how many ranks share one",

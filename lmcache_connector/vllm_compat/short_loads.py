@@ -1,7 +1,9 @@
-"""Loads that brought less than vLLM was promised."""
+"""What the connector does to vLLM's cache manager: after loads that brought less than vLLM was
+promised, and before resets."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,3 +37,18 @@ def compute_the_rest(load: ShortLoad, manager: KVCacheManager) -> None:
         manager.record_blocks_for_zeroing(request.request_id, load.num_tokens)
     else:
         manager.free(request)
+
+
+def before_each_reset(manager: KVCacheManager, call: Callable[[], None]) -> None:
+    """Have ``call`` made before ``manager`` resets.
+
+    vLLM refuses a reset while a block is in use, and asks its connector only afterwards: what a
+    connector holds for a moment must be let go of before that.
+    """
+    reset = manager.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        call()
+        return bool(reset())
+
+    manager.reset_prefix_cache = reset_prefix_cache

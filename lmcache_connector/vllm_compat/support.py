@@ -21,12 +21,11 @@ from vllm.v1.kv_cache_interface import (
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_parts.part import Rule
+from lmcache_connector.vllm_compat.drafter import drafter_problems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-_DRAFTERS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
 def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -97,7 +96,7 @@ def _state_rule(name: str, spec: MambaSpec) -> tuple[Rule, int]:
 
 def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[tuple[str, str]]:
     """What is not supported, and what to do about it."""
-    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
     if vllm_config.model_config.is_encoder_decoder:
         yield "encoder-decoder models", "start without --kv-transfer-config"
     if not kv_cache_config.kv_cache_groups:
@@ -114,12 +113,7 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
             "every rank has a scheduler of its own there, and ours go by the time and do not "
             "decide alike; use the mp or the ray executor, or engines of one rank",
         )
-    if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_KV:
-        yield (
-            f"speculative decoding with {speculative.method!r} yet",
-            "the drafter's KV of a chunk depends on the token after it, which no chunk's name "
-            "holds; use the ngram or the suffix method, or none",
-        )
+    yield from drafter_problems(vllm_config)
 
 
 def _has_a_scheduler_per_rank(vllm_config: VllmConfig) -> bool:

@@ -14,9 +14,10 @@ from lmcache_connector.keys.weights_digest import (
     side_files,
     weight_files,
 )
+from lmcache_connector.vllm_compat.drafter import find_drafter
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -63,23 +64,45 @@ def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> 
         return f"named:{mode}"
     if "dummy" in str(load.load_format):
         return f"dummy:{model.seed}"
-    if files := _files(vllm_config):
+    if files := _files_of_all(vllm_config):
         return f"sha256:{files_digest(files, KeptDigests(cache_folder))}"
-    name = model.model_weights or model.model
+    names = " and ".join(f"{_name(each)}@{each.revision}" for each, _ in _models(vllm_config))
     logger.warning(
         "The weights of %s are not on this host's disk: instances recognise each other by its name "
         "and revision alone. Set model_digest to a name of your own if that is not enough.",
-        name,
+        names,
     )
-    return f"remote:{name}@{model.revision}"
+    return f"remote:{names}"
 
 
-def _files(vllm_config: VllmConfig) -> dict[str, Path]:
-    """All files that the model is made of, by names that say what for; none if one part of it is
-    not there."""
+def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
+    """The model, and its drafter if that has KV and weights of its own."""
     model, load = vllm_config.model_config, vllm_config.load_config
+    drafter, speculative = find_drafter(vllm_config), vllm_config.speculative_config
+    if drafter is None or speculative is None or _name(drafter.model) == _name(model):
+        return [(model, load)]
+    return [(model, load), (drafter.model, speculative.draft_load_config or load)]
+
+
+def _name(model: ModelConfig) -> str:
+    return str(model.model_weights or model.model)
+
+
+def _files_of_all(vllm_config: VllmConfig) -> dict[str, Path]:
+    """All files of all models, by names that say what for; none if one model is not there."""
+    (model, load), *drafters = _models(vllm_config)
+    found = _files(model, load)
+    for drafter in drafters:
+        more = _files(*drafter)
+        found = found | {f"drafter/{n}": f for n, f in more.items()} if found and more else {}
+    return found
+
+
+def _files(model: ModelConfig, load: LoadConfig) -> dict[str, Path]:
+    """All files that a model is made of, by names that say what for; none if one part of it is
+    not there."""
     suffixes = _suffixes(load)
-    path = _local_path(model.model_weights or model.model, model.revision, load.download_dir)
+    path = _local_path(_name(model), model.revision, load.download_dir)
     if path is None or not suffixes:
         return {}
     below = model.architecture in WEIGHTS_IN_SUBFOLDERS
@@ -89,7 +112,7 @@ def _files(vllm_config: VllmConfig) -> dict[str, Path]:
         parts.append((path, {}) if other is None else (other, weight_files(other, suffixes)))
     if not all(weights for _, weights in parts):
         return {}
-    found = dict(_beside(vllm_config, path))
+    found = dict(_beside(model, load, path))
     for number, (folder, weights) in enumerate(parts):
         files = {**weights, **side_files(folder)} if folder.is_dir() else weights
         found |= {f"{number}/{name}": file for name, file in files.items()}
@@ -109,11 +132,10 @@ def _other_models(hf_config: Any) -> Iterator[str]:
             yield str(name)
 
 
-def _beside(vllm_config: VllmConfig, path: Path) -> Iterator[tuple[str, Path]]:
+def _beside(model: ModelConfig, load: LoadConfig, path: Path) -> Iterator[tuple[str, Path]]:
     """Files that compute or scale beside the weights."""
-    model = vllm_config.model_config
     if model.trust_remote_code:
-        for number, folder in enumerate((path, *_code_elsewhere(vllm_config))):
+        for number, folder in enumerate((path, *_code_elsewhere(model, load))):
             if folder.is_dir():
                 yield from ((f"code/{number}/{n}", file) for n, file in code_files(folder).items())
     multimodal, overrides = model.multimodal_config, model.hf_overrides
@@ -123,9 +145,8 @@ def _beside(vllm_config: VllmConfig, path: Path) -> Iterator[tuple[str, Path]]:
         yield "quantization", Path(file)
 
 
-def _code_elsewhere(vllm_config: VllmConfig) -> Iterator[Path]:
+def _code_elsewhere(model: ModelConfig, load: LoadConfig) -> Iterator[Path]:
     """Folders of other models whose code this one names, as ``organization/model--file.Class``."""
-    model, load = vllm_config.model_config, vllm_config.load_config
     named = getattr(model.hf_config, "auto_map", None) or {}
     names = {name for name in named.values() if isinstance(name, str) and "--" in name}
     for name in sorted({name.partition("--")[0] for name in names}):

@@ -1,9 +1,10 @@
 """The worker side: runs the plans of one rank, and reports.
 
 Nothing here blocks the forward pass. ``start_loads`` and ``end_forward`` hand jobs to the lanes of
-a :class:`JobQueue`; a store waits for the forward pass that fills its blocks through the copier's
-fence. Only a step with nothing to compute waits, a few milliseconds at most, for a job to end:
-spinning would keep the interpreter lock from the very threads it waits for.
+a :class:`JobQueue`. A store waits for the forward pass that fills its blocks, a load for those that
+may still use its own, if any: the fences of the copier are where they end. Only a step with nothing
+to compute waits, a few milliseconds at most, for a job to end: spinning would keep the interpreter
+lock from the very threads it waits for.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ class WorkerAdapter:
         rank = settings.engine.rank
         parts = [PagedPart.from_kv_caches(part, rank, kv_caches) for part in settings.parts]
         device = next(iter(kv_caches.values())).device
-        on_cpu = device.type == "cpu"
+        self._copier: Copier = make_copier(device)
+        on_cpu = self._copier.shares_cores
         if on_cpu:
             ask_for_amx()  # the first forward pass may follow a hit of the whole prompt
-        self._copier: Copier = make_copier(device)
-        self._timer = ForwardTimer(device, clock)
+        self._timer = ForwardTimer(self._copier.fence, clock)
         tier = self._tier = make_redis_tier() if make_redis_tier else None
         # On CPU, the cores that write compute the model.
         self._hold_writes = tier.hold_writes if tier is not None and on_cpu else _hold_nothing
@@ -127,6 +128,7 @@ class WorkerAdapter:
         )
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._gate = StepGate()
+        self._before: Fence | None = None  # the end of all passes before the step's own
         self._refused: list[JobResult] = []
         self._adapter_names: dict[int, tuple[Reading[str], ...]] = {}  # of open stores
         self._idle = False
@@ -144,10 +146,17 @@ class WorkerAdapter:
             self._jobs.cancel(plan.vacated_stores)
         self._gate.open()
 
-    def start_forward(self, plan: StepPlan) -> None:
-        """Right before the forward pass."""
+    def start_forward(self, plan: StepPlan | None) -> None:
+        """Right before the forward pass. ``None``: the step does nothing else."""
+        if plan is None:
+            self._idle = False
+            if self._settings.blocks_are_zeroed:
+                self._gate.open()
+            self._hold_writes(float("inf"))
+            return
         if not plan.idle:
             self._hold_writes(float("inf"))
+        self._before = self._copier.fence() if plan.has_earlier_work else None
         self._timer.start(plan.prefill)
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -162,10 +171,10 @@ class WorkerAdapter:
             self._lora_loads.ask(plan.adapter_question)
         if plan.heard_adapters:
             self._lora_loads.heard(plan.heard_adapters[self._settings.engine.rank])
-        if plan.loads:
-            fence = self._copier.fence()
-            for job in plan.loads_and_earlier_stores():
-                self._submit(job, fence)
+        for job in plan.loads_and_earlier_stores():
+            is_free = isinstance(job, LoadJob) and not job.after_passes
+            self._submit(job, None if is_free else self._before)
+        self._before = None
         if plan.cancelled_loads:
             self._jobs.cancel(plan.cancelled_loads)
 
@@ -337,7 +346,13 @@ class WorkerAdapter:
         if self.self_test is not None:
             local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
         calibration = Calibration(local, self._probe.first(_FIRST_PROBE_SECONDS))
-        return RankStart(self._settings.configuration, calibration)
+        rank, parts = self._settings.engine.rank, self._settings.parts
+        return RankStart(
+            self._settings.configuration,
+            calibration,
+            layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
+            formats=parts[0].formats,
+        )
 
     def _count(self, ended: Sequence[QueuedJob], events: tuple[CacheEvent, ...]) -> None:
         for queued in ended:

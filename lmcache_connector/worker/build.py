@@ -111,14 +111,15 @@ def _worker_settings(
 def _probe_keys(config: ConnectorConfig, model: ModelDescription) -> tuple[bytes, ...]:
     """Keys of chunks that measure Redis; none if every hit is loaded however slow it is.
 
-    They hold noise of the right size, so instances with other weights may share them: that of the
-    model's first part, of which most is loaded.
+    They hold noise of the right size, so instances with other weights may share them, but not those
+    that write other forms of values: that of the model's first part, of which most is loaded.
     """
     if config.compute_or_load == "always":
         return ()
     root = {"namespace": config.namespace, **model.configuration}
     hasher = PrefixHasher(root, model.chunk_size, config.hash_key_bytes)
-    keys = [hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS)]
+    form = {"codec": "blosc2"} if config.redis_codec == "blosc2" else {}
+    keys = [hasher.root_key({"probe": i, **form}) for i in range(_NUM_PROBE_CHUNKS)]
     return tuple(part_key(key, 0, len(model.parts)) for key in keys)
 
 

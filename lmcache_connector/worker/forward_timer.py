@@ -1,7 +1,7 @@
 """How long forward passes take on the device that runs them.
 
 On CPU a forward pass runs between two calls, and a clock measures it. On CUDA those calls only
-queue it: two events on the compute stream, before and after it, measure it once it is done.
+queue it: two fences in the compute stream, before and after it, measure it once it is done.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
+from lmcache_connector.copy_kv_blocks.copier import Fence
 from lmcache_connector.plans import ForwardTime, PrefillWork
 
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A forward pass that was queued on a CUDA device between two events."""
+    """A forward pass that was queued on a device between two fences."""
 
     work: PrefillWork
-    before: Any
-    after: Any
+    before: Fence
+    after: Fence
 
 
 class ForwardTimer:
-    """Times forward passes. Runs on the engine's step thread; ``clock`` is in seconds."""
+    """Times forward passes. Runs on the engine's step thread; ``clock`` is in seconds.
 
-    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
-        self._on_cuda = device.type == "cuda"
+    ``fence()`` marks a point in the device's work: see :meth:`Copier.fence`.
+    """
+
+    def __init__(self, fence: Callable[[], Fence | None], clock: Callable[[], float]) -> None:
+        self._fence = fence
         self._clock = clock
         self._work: PrefillWork | None = None
-        self._started: Any = None
+        self._before: Fence | None = None
+        self._started = 0.0
         self._queued: deque[_Queued] = deque()
         self._done: list[ForwardTime] = []
 
@@ -40,15 +42,16 @@ class ForwardTimer:
         """Call right before the forward pass; ``None``: it is not worth timing."""
         self._work = work
         if work is not None:
-            self._started = self._event() if self._on_cuda else self._clock()
+            self._before, self._started = self._fence(), self._clock()
 
     def stop(self) -> None:
         """Call right after it was run or, on CUDA, queued."""
         work, self._work = self._work, None
         if work is None:
             return
-        if self._on_cuda:
-            self._queued.append(_Queued(work, self._started, self._event()))
+        before, after = self._before, self._fence()
+        if before is not None and after is not None:
+            self._queued.append(_Queued(work, before, after))
         else:
             self._done.append(ForwardTime(work, self._clock() - self._started))
 
@@ -65,8 +68,3 @@ class ForwardTimer:
             self._done.append(ForwardTime(queued.work, milliseconds / 1000))
         done, self._done = self._done, []
         return tuple(done)
-
-    def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

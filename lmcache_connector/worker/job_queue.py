@@ -11,8 +11,10 @@ a slower one it has nothing to do with:
 
 A load waits for the store it relies on. A load from Redis whose chunks another one is bringing
 waits for that one, and then finds them in the CPU tier: however many requests want a chunk, it is
-fetched once. Among loads that wait for nothing, small ones pass large ones that came a little
-earlier. A load whose deadline passes while it waits ends at once, even if all lanes are busy.
+fetched once. A load into blocks that a forward pass still uses waits for that pass: not on a lane,
+where it would hold up others, and not on its deadline's time, as recompute would wait as well.
+Among loads that wait for nothing, small ones pass large ones that came a little earlier. A load
+whose deadline passes while it waits ends at once, even if all lanes are busy.
 
 One lock guards all state. It is held for a few instructions at a time, never while a job runs. A
 thread is woken only for what concerns it: each one that wakes competes with the engine's step for
@@ -25,7 +27,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob
@@ -41,6 +43,10 @@ Job = LoadJob | StoreJob
 _AGE_PER_CHUNK_SECONDS = 0.010
 """A load passes another if it comes less than that later for each chunk it is smaller by. So
 nothing waits for ever."""
+_FENCE_LOOK_SECONDS = 0.001
+"""Nobody says when a fence is reached. One look takes some microseconds."""
+_MAX_FENCE_SECONDS = 60.0
+"""No forward pass takes longer."""
 
 
 @dataclass(slots=True)
@@ -48,13 +54,15 @@ class QueuedJob:
     """A submitted job. ``cancelled`` may be set at any time; whoever runs the job looks at it.
 
     ``submitted_at`` and ``not_before`` are readings of the queue's clock. A store begins no earlier
-    than ``not_before``, unless somebody waits for it. ``result`` is set when the job has ended.
+    than ``not_before``, unless somebody waits for it. ``fenced_at``: when a load's fence was seen
+    to be reached. ``result`` is set when the job has ended.
     """
 
     job: Job
     fence: Fence | None
     submitted_at: float
     not_before: float
+    fenced_at: float | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     reads_blocks: bool = True
     result: JobResult | None = None
@@ -64,7 +72,15 @@ class QueuedJob:
         """When a load or an audit gives up, a reading of the queue's clock."""
         job = self.job
         seconds = job.deadline_seconds if isinstance(job, LoadJob | AuditJob) else 3600.0
-        return self.submitted_at + seconds
+        if self.fenced_at is None:
+            return self.submitted_at + _MAX_FENCE_SECONDS + seconds
+        return self.fenced_at + seconds
+
+    def look_at_fence(self, now: float) -> bool:
+        """Whether the load may begin, as far as forward passes go."""
+        if self.fenced_at is None and (self.fence is None or self.fence.query()):
+            self.fenced_at = now
+        return self.fenced_at is not None
 
 
 class JobQueue:
@@ -116,7 +132,9 @@ class JobQueue:
                 wake, not_before = self._load_may_run, now
                 if job.after_job in self._open:
                     self._begin_stores()
-            self._open[job.job_id] = queued = QueuedJob(job, fence, now, not_before)
+            waits = fence is not None and isinstance(job, LoadJob)
+            queued = QueuedJob(job, fence, now, not_before, None if waits else now)
+            self._open[job.job_id] = queued
             waiting.append(queued)
             wake.notify_all()
 
@@ -220,7 +238,8 @@ class JobQueue:
     def _pick(self, waiting: list[QueuedJob]) -> QueuedJob | None:
         if self._is_delayed(waiting):
             return waiting[0] if waiting and self._clock() >= waiting[0].not_before else None
-        ready = [queued for queued in waiting if self._is_ready(queued.job)]
+        now = self._clock()
+        ready = [q for q in waiting if q.look_at_fence(now) and self._is_ready(q.job)]
         return min(ready, key=_turn, default=None)
 
     def _open_stores(self) -> list[QueuedJob]:
@@ -253,12 +272,16 @@ class JobQueue:
                 waiting.remove(queued)
                 cancelled = queued.cancelled.is_set()
                 outcome = Outcome.CANCELLED if cancelled else Outcome.DEADLINE
-                self._end(queued, JobResult(queued.job.job_id, outcome, 0, 0, 0, 0.0))
+                waited = now - queued.submitted_at
+                result = JobResult(queued.job.job_id, outcome, 0, 0, 0, 0.0, waited_seconds=waited)
+                self._end(queued, result)
 
     def _seconds_to_wait(self, waiting: list[QueuedJob]) -> float:
         seconds = self._seconds_to_a_deadline()
         if waiting and self._is_delayed(waiting):
             seconds = min(seconds, max(0.0, waiting[0].not_before - self._clock()))
+        if any(queued.fenced_at is None for queued in waiting):
+            seconds = min(seconds, _FENCE_LOOK_SECONDS)
         return seconds
 
     def _seconds_to_a_deadline(self) -> float:
@@ -281,7 +304,8 @@ class JobQueue:
         if queued.cancelled.is_set():
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
         try:
-            return self._run(queued)
+            waited = max(0.0, started - queued.not_before)
+            return replace(self._run(queued), waited_seconds=waited)
         except Exception:  # a job that raises fails alone; the lane lives on
             logger.exception("%s of request %s failed", type(job).__name__, job.request_id)
             return JobResult(job.job_id, Outcome.FAILED, 0, 0, 0, self._clock() - started)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,6 +60,9 @@ _JOBS_BETWEEN_DRAINS = 256
 # the queue fills up they are given up first.
 _OFFERED_BYTES = 32 << 20
 _LAST = 1 << 20
+# Of the CPU tier, what a load takes at once: loads run on three lanes, and what waits to be written
+# to Redis takes up to a quarter.
+_PIECE_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class LMCacheEngineAdapter:
         self._parts = parts
         self._sizes = ValueSizes(PartGeometries(tuple(part.geometry for part in parts)))
         self._redis_tier = redis_tier
+        self._piece_bytes = int(settings.cpu_gib * 2**30 * _PIECE_SHARE)
         self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
         metadata = make_metadata(settings, self._sizes)
         self._database = PlannedTokenDatabase(metadata)
@@ -176,7 +180,8 @@ class LMCacheEngineAdapter:
         parts: Sequence[PagedPart] = (),
     ) -> JobTransfer:
         """Copy chunks into the paged cache; the first ``num_chunks`` of the result arrived whole.
-        Nothing follows a run that did not.
+        Nothing follows a run that did not. A run that takes much of the CPU tier's memory is loaded
+        in pieces, so that a prompt may be larger than that.
 
         ``deadline`` is a reading of ``time.monotonic``. A load that was planned from the CPU tier
         never asks Redis: if a chunk was evicted meanwhile, a slow Redis shall not hold up the lane
@@ -185,21 +190,23 @@ class LMCacheEngineAdapter:
         parts = parts or self._parts
         transfers = [
             RunTransfer(
-                run.part,
-                parts[run.part],
-                run.keys,
-                run.block_ids,
-                run.skip_blocks,
+                piece.part,
+                parts[piece.part],
+                piece.keys,
+                piece.block_ids,
+                piece.skip_blocks,
                 fence,
                 cancelled,
             )
             for run in job.runs
+            for piece in self._pieces(run, parts[run.part])
         ]
+        self._touch(job.runs)  # what comes from Redis shall push out other chunks
         for transfer in transfers:
             self._retrieve(transfer, deadline if job.needs_redis else None)
             if transfer.num_chunks < len(transfer.keys):
                 break
-        self._touch(transfers)
+        self._touch(job.runs)
         return JobTransfer.of(transfers)
 
     def compare(
@@ -249,7 +256,7 @@ class LMCacheEngineAdapter:
     @property
     def has_news(self) -> bool:
         """Whether `take_events` or `take_written` would return something."""
-        return bool(self._written or self._events.has_news)
+        return bool(self._written or self._events.events)
 
     def take_events(self) -> tuple[CacheEvent, ...]:
         """Admissions and evictions of the CPU tier since the last call, in order."""
@@ -292,6 +299,22 @@ class LMCacheEngineAdapter:
         self._drain_statistics()
         if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
             raise transfer.error
+
+    def _pieces(self, run: PartRun, part: PagedPart) -> Iterator[PartRun]:
+        """The chunks of a load's run, as many at once as memory should hold for it."""
+        size = max(1, self._piece_bytes // part.geometry.chunk_bytes)
+        for start in range(0, len(run.keys), size):
+            end = min(start + size, len(run.keys))
+            first, last = (
+                max(0, i * part.blocks_per_chunk - run.skip_blocks) for i in (start, end)
+            )
+            yield PartRun(
+                run.part,
+                run.keys[start:end],
+                run.chunks[start:end],
+                tuple(ids[first:last] for ids in run.block_ids),
+                run.skip_blocks if start == 0 else 0,
+            )
 
     def _tokens(self, transfer: RunTransfer) -> PlannedTokens:
         return PlannedTokens(transfer.keys, self._sizes.num_units(transfer.paged.geometry))
@@ -345,14 +368,14 @@ class LMCacheEngineAdapter:
         """Whether the CPU tier has it now."""
         return bool(self._cpu.contains(self._database.engine_key(key)))
 
-    def _touch(self, transfers: Sequence[RunTransfer]) -> None:
+    def _touch(self, runs: Sequence[RunTransfer | PartRun]) -> None:
         """Make these the newest chunks of the CPU tier, a prefix's first ones newest: they are
         worth the most. Newer still are windows and states, without which none of it is a hit.
         """
-        ordered = sorted(transfers, key=lambda transfer: transfer.part)
+        ordered = sorted(runs, key=lambda run: run.part)
         with self._cpu.cpu_lock:
             cache = self._cpu.hot_cache
-            for key in (key for transfer in ordered for key in reversed(transfer.keys)):
+            for key in (key for run in ordered for key in reversed(run.keys)):
                 engine_key = self._database.engine_key(key)
                 if engine_key in cache:
                     cache.move_to_end(engine_key)

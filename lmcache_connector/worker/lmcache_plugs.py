@@ -209,26 +209,23 @@ def value_bytes(memory: MemoryObj, geometry: ChunkGeometry) -> memoryview:
 
 
 class EventSink:
-    """Stands where LMCache's CPU tier expects its controller's message sender."""
+    """Stands where LMCache's CPU tier expects its controller's message sender. ``events``: those
+    that were not taken yet."""
 
     def __init__(self) -> None:
-        self._events: deque[CacheEvent] = deque()
+        self.events: deque[CacheEvent] = deque()
 
     def add_kv_op(self, op_type: OpType, key: int) -> None:
-        self._events.append(
+        self.events.append(
             CacheEvent(key.to_bytes(CHUNK_KEY_BYTES, "big"), op_type is OpType.ADMIT)
         )
 
     def confirm(self, keys: Iterable[bytes]) -> None:
         """Report again that these are there: LMCache may report an eviction too late."""
-        self._events.extend(CacheEvent(key, admitted=True) for key in keys)
+        self.events.extend(CacheEvent(key, admitted=True) for key in keys)
 
     def close(self) -> None:
         """Nothing to stop: there is no thread."""
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._events)
-
     def take(self) -> tuple[CacheEvent, ...]:
-        return tuple(self._events.popleft() for _ in range(len(self._events)))
+        return tuple(self.events.popleft() for _ in range(len(self.events)))

@@ -61,13 +61,15 @@ class WorkerMetrics:
     def cache_changed(self, events: Iterable[CacheEvent]) -> None:
         evicted = sum(not event.admitted for event in events)
         self.tally.count("evicted_chunks", "cpu", amount=evicted)
+        self._next_snapshot = _AT_ONCE
 
     def take(self) -> Samples | None:
-        """What is new since the last call; ``None`` if nothing is."""
+        """What is new since the last call; ``None`` if nothing is, or it can wait."""
         now = self._clock()
-        if now >= self._next_snapshot:
-            self._next_snapshot = now + _REFRESH_SECONDS
-            self._count_snapshot(self._take_snapshot())
+        if now < self._next_snapshot:
+            return None
+        self._next_snapshot = now + _REFRESH_SECONDS
+        self._count_snapshot(self._take_snapshot())
         return self.tally.take()
 
     def _load_ended(self, result: JobResult) -> None:

@@ -1,7 +1,8 @@
 """Measures how fast Redis is, without a request that waits for it.
 
-A few chunks of random bytes are written once and read again for every measurement: first one, then
-several, which tells latency from bandwidth. Instances with the same model and namespace share them.
+A few chunks of random numbers are written once and read again for every measurement: first one,
+then several, which tells latency from bandwidth. Instances with the same model and namespace share
+them. They shrink about as KV does, so a probe tells of compressed values where those are written.
 Redis may evict them like any other value: what is missing is written again before it is measured.
 Where nothing may be written, the probe tells no more than whether Redis answers.
 
@@ -10,11 +11,12 @@ One thread, off the engine's steps. It reads through the tier as loads do.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from lmcache_connector.plans import TransferTime
 from lmcache_connector.threads import start_thread
@@ -46,6 +48,7 @@ class RedisProbe:
     ) -> None:
         self._tier = tier
         chunk_bytes = tier.geometries.of(keys[0]).chunk_bytes
+        self._dtype = tier.geometries.of(keys[0]).dtype
         self._keys = list(keys[: max(1, _MAX_BYTES // chunk_bytes)])
         self._chunk_bytes = chunk_bytes
         self._clock = clock
@@ -147,7 +150,7 @@ class RedisProbe:
             written.release()
 
         for i in missing:
-            self._tier.put(self._keys[i], memoryview(os.urandom(self._chunk_bytes)), on_done)
+            self._tier.put(self._keys[i], _noise(self._dtype, self._chunk_bytes), on_done)
         until = self._clock() + _WRITE_SECONDS
         for _ in missing:
             while not written.acquire(timeout=_RETRY_SECONDS):
@@ -169,6 +172,16 @@ class NoProbe:
     def first(self, seconds: float) -> None: ...
 
     def close(self, seconds: float) -> None: ...
+
+
+def _noise(dtype: str, num_bytes: int) -> memoryview:
+    """Normal numbers: random exponents take little room, as a model's do."""
+    kind: torch.dtype = getattr(torch, dtype)
+    count = num_bytes // kind.itemsize
+    numbers = torch.randn(count) if kind.is_floating_point else torch.randint(0, 127, (count,))
+    noise = torch.zeros(num_bytes, dtype=torch.uint8)
+    noise[: count * kind.itemsize] = numbers.to(kind).view(torch.uint8)
+    return memoryview(noise.numpy())
 
 
 def _line(one_seconds: float, num_chunks: int, seconds: float, chunk_bytes: int) -> TransferTime:

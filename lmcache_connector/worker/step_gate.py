@@ -21,7 +21,8 @@ class StepGate:
 
     def open(self) -> None:
         """The plan's cancellations are made."""
-        self._open.set()
+        if not self._open.is_set():
+            self._open.set()
 
     def close(self) -> None:
         """The step has ended."""

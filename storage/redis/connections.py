@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 # Threads that connect, for all threads of a tier or a look-up together.
 _MAX_DIALS = 16
+_FULL_SHARE = 0.9
+_MAX_DIGITS = 20
 
 
 class UnavailableError(Exception):
@@ -377,12 +379,12 @@ class Connections:
             wire.close()
 
 
-def warn_of_noeviction(conversation: Conversation) -> None:
-    """Warn of a server with no memory limit that evicts nothing: it grows until the machine has no
-    memory left. Raises `WireError`."""
+def look_at_memory(conversation: Conversation) -> bool:
+    """Whether the server's memory is all but full. Warns of one with no memory limit that evicts
+    nothing: it grows until the machine has no memory left. Raises `WireError`."""
     (info,) = conversation.ask(command(b"INFO", b"memory"))
     if isinstance(info, ErrorReply):
-        return  # these credentials may not ask
+        return False  # these credentials may not ask
     if not isinstance(info, bytes):
         raise WireError(WireFault.OUT_OF_STEP, "an unexpected answer to INFO")
     facts = dict(line.split(b":", 1) for line in info.split(b"\r\n") if b":" in line)
@@ -391,3 +393,9 @@ def warn_of_noeviction(conversation: Conversation) -> None:
             "this redis server has no maxmemory and the policy noeviction: cached chunks will fill "
             "its memory. Set maxmemory and maxmemory-policy allkeys-lru, or redis_ttl_seconds."
         )
+    used, limit = (_number(facts.get(name, b"")) for name in (b"used_memory", b"maxmemory"))
+    return limit > 0 and used >= _FULL_SHARE * limit
+
+
+def _number(digits: bytes) -> int:
+    return int(digits) if digits.isdigit() and len(digits) <= _MAX_DIGITS else 0

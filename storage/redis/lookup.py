@@ -46,10 +46,15 @@ class RedisLookup:
     ) -> None:
         self._config = config
         self._clock = clock
-        parts = zip(*(rank.parts for rank in geometries), strict=True)
-        self._suffixes = tuple(_suffixes(ranks, config.max_payload_bytes) for ranks in parts)
+        self.learn_geometries(geometries)
         self._servers = Servers(config, make_topology(config, clock), clock, random)
         self._connections = Connections(self._servers, config.read_timeout_seconds)
+
+    def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
+        """Those of all ranks, once they are known better. Before anything is asked; thread-safe."""
+        parts = zip(*(rank.parts for rank in geometries), strict=True)
+        payload_bytes = self._config.max_payload_bytes
+        self._suffixes = tuple(_suffixes(ranks, payload_bytes) for ranks in parts)
 
     def __repr__(self) -> str:
         return f"RedisLookup({self._config.address}, namespace={self._config.namespace!r})"

@@ -25,8 +25,9 @@ from lmcache_connector.storage.compression_policy import CompressionPolicy
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.burst import WriterNotes
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.conversation import Conversation
 from lmcache_connector.storage.redis.config import PartValues, RedisTierConfig, ValuePlan
-from lmcache_connector.storage.redis.connections import Servers, warn_of_noeviction
+from lmcache_connector.storage.redis.connections import Servers, look_at_memory
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked, TierCounts, WriteEnd
 from lmcache_connector.storage.redis.healer import Healer, Suspect
 from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
@@ -89,11 +90,11 @@ class RedisTier:
         self._counters = Counters()
         self._notes = WriterNotes(config.claim_seconds, clock)
         self._topology = make_topology(config, clock)
-        self._servers = Servers(config, self._topology, clock, random, greet=warn_of_noeviction)
-        self._healer = Healer(self._servers)
         self._compression = CompressionPolicy(
             config.codec, config.num_connections, _num_cores(), clock
         )
+        self._servers = Servers(config, self._topology, clock, random, greet=self._greet)
+        self._healer = Healer(self._servers)
         self._reads = ReadQueue()
         self._writes = WriteQueue(config.write_queue_bytes, clock)
         shards = tuple(part.shards for part in geometries.parts)
@@ -214,6 +215,9 @@ class RedisTier:
             self._compression.compress,
             self._healer,
         )
+
+    def _greet(self, conversation: Conversation) -> None:
+        self._compression.memory_is_full = look_at_memory(conversation)
 
     def _found_spoiled(self, request: ValueRequest) -> None:
         self._notes.add_spoiled(request.expected.key)

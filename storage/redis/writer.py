@@ -30,10 +30,14 @@ _IDLE_SECONDS = 0.25
 # Added to a writer's niceness: writes can wait and vLLM cannot. On a CPU that both want, a writer
 # gets about a tenth.
 _NICENESS = 10
-# Chunks whose presence is asked in one round trip.
-_TAKE_BYTES = 32 << 20
+# Taken at once: their presence is asked in one round trip, during which nothing is written. More
+# where the last ones took next to no time, but then for no longer: others' claims shall not expire
+# meanwhile, nor forward passes share their cores.
+_MIN_TAKE_BYTES, _MAX_TAKE_BYTES = 32 << 20, 256 << 20
+_TAKE_SECONDS = 0.05
 # Kept for metrics until they are taken; the oldest are forgotten.
 _MAX_TIMES = 1024
+_MIN_SECONDS = 1e-6
 
 # Answers by which a server refuses writes here and now. Others, such as READONLY from a demoted
 # master, say that this is the wrong connection.
@@ -65,6 +69,7 @@ class Writer(threading.Thread):
         self._healer = healer
         self._stopping = threading.Event()
         self._times: deque[tuple[int, float]] = deque(maxlen=_MAX_TIMES)
+        self._bytes_per_second = 0.0
 
     def stop(self) -> None:
         """Give up what is being written within a moment."""
@@ -78,7 +83,7 @@ class Writer(threading.Thread):
         _lower_priority()
         timeout = 0.0  # connect before there is anything to write
         while not self._stopping.is_set():
-            writes = self._queue.take(_TAKE_BYTES, timeout)
+            writes = self._queue.take(take_bytes(self._bytes_per_second), timeout)
             timeout = _IDLE_SECONDS
             left = list(writes)
             try:
@@ -132,7 +137,9 @@ class Writer(threading.Thread):
         started = self._servers.clock()
         burst.run(writes)
         if burst.num_bytes:
-            self._times.append((burst.num_bytes, self._servers.clock() - started))
+            seconds = self._servers.clock() - started
+            self._times.append((burst.num_bytes, seconds))
+            self._bytes_per_second = burst.num_bytes / max(seconds, _MIN_SECONDS)
         if burst.was_redirected:
             self._servers.topology.mark_stale()
         self._connections.succeeded(node)
@@ -154,6 +161,12 @@ class Writer(threading.Thread):
     def _finish(self, write: PendingWrite, end: WriteEnd) -> None:
         self._counters.count_write(end)
         self._queue.finish(write, end.is_stored)
+
+
+def take_bytes(bytes_per_second: float) -> int:
+    """How much to take from the queue at once, by the speed of the last burst."""
+    wanted = min(_TAKE_SECONDS * bytes_per_second, _MAX_TAKE_BYTES)
+    return max(_MIN_TAKE_BYTES, int(wanted))
 
 
 def _lower_priority() -> None:

@@ -54,6 +54,13 @@ def test_half_a_connector_needs_the_other_half(kv_role: str, what: str) -> None:
     assert "set redis_url, or kv_role kv_both" in warning
 
 
+def test_who_loads_nothing_measures_no_link() -> None:
+    extra = {"redis_url": "redis://h", "redis_codec": "auto"}
+    assert of_settings("kv_both", **extra) == []
+    (warning,) = of_settings("kv_producer", **extra)
+    assert "so no value is compressed: set redis_codec blosc2 or none" in warning
+
+
 def test_chunks_that_no_request_fills() -> None:
     (warning,) = of_sizes(chunk_size=16384)
     assert "chunk_size 16384 is more than max_model_len 8192" in warning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.support.doubles.copy_reference import (
     paged,
     same,
 )
+from tests.support.doubles.rehearsed_cuda import cuda_copier, is_rehearsal
 
 CUDA_OPTIONS = {
     "cuda": {},
@@ -68,21 +70,17 @@ def cpu() -> CpuCopier:
 
 
 @pytest.fixture(scope="module", params=COPIERS)
-def copier(request: pytest.FixtureRequest, cpu: CpuCopier) -> Copier:
+def copier(request: pytest.FixtureRequest) -> Copier:
     if request.param == "cpu-streaming":
-        return cpu
+        return cast(Copier, request.getfixturevalue("cpu"))
     if request.param == "cpu":
         return make_copier(torch.device("cpu"))
-    if not torch.cuda.is_available():
-        pytest.skip("runs on a machine with a CUDA GPU")
-    from lmcache_connector.copy_kv_blocks.cuda import CudaCopier  # loads Triton
-
-    return CudaCopier(torch.device("cuda", 0), **CUDA_OPTIONS[request.param])
+    return cast(Copier, cuda_copier(**CUDA_OPTIONS[request.param]))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def device(copier: Copier) -> str:
-    return "cpu" if isinstance(copier, CpuCopier) else "cuda"
+    return "cpu" if isinstance(copier, CpuCopier) or is_rehearsal() else "cuda"
 
 
 def check_copy(
@@ -374,7 +372,7 @@ def planes_of(draw: st.DrawFn, content: int) -> tuple[Plane, ...]:
 
 
 @st.composite
-def copies(draw: st.DrawFn) -> tuple[Paged, Chunks, list[int], list[int]]:
+def copies(draw: st.DrawFn, device: str) -> tuple[Paged, Chunks, list[int], list[int]]:
     """A cache of any layout with or without gaps or planes, chunks for it, and blocks to copy."""
     kernel_tokens, split = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     layout, content = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from([1, 2, 7, 64, 600]))
@@ -392,6 +390,7 @@ def copies(draw: st.DrawFn) -> tuple[Paged, Chunks, list[int], list[int]]:
         content=content,
         padding=padding,
         planes=planes,
+        device=device,
     )
     num_chunks, per_chunk = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     host = chunks(cache, num_chunks, per_chunk)
@@ -403,12 +402,12 @@ def copies(draw: st.DrawFn) -> tuple[Paged, Chunks, list[int], list[int]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=copies(), store=st.booleans())
+@given(data=st.data(), store=st.booleans())
 def test_random_copies_match_the_reference(
-    cpu: CpuCopier, case: tuple[Paged, Chunks, list[int], list[int]], store: bool
+    copier: Copier, device: str, data: st.DataObject, store: bool
 ) -> None:
-    cache, host, paged_ids, chunk_ids = case
+    cache, host, paged_ids, chunk_ids = data.draw(copies(device))
     if store:
-        check_copy(cpu, cache, host, paged_ids, chunk_ids)
+        check_copy(copier, cache, host, paged_ids, chunk_ids)
     else:
-        check_copy(cpu, host, cache, chunk_ids, paged_ids)
+        check_copy(copier, host, cache, chunk_ids, paged_ids)

@@ -1,9 +1,10 @@
-"""Copies through staging slots: run by Triton's interpreter, and compiled for GPUs."""
+"""Copies through staging slots: planned, rehearsed with Triton's interpreter, compiled for GPUs."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,10 +47,17 @@ def run_python(*arguments: str, **environment: str) -> str:
     return found.stdout
 
 
-def test_staged_copies_under_the_interpreter() -> None:
-    script = "tests/copy_kv_blocks/gather_interpreted.py"
-    output = run_python("-m", "pytest", "-q", script, TRITON_INTERPRET="1")
-    assert "62 passed" in output
+def test_the_tests_for_gpus_are_rehearsed() -> None:
+    """Those of one thread: all of them take minutes, and `make gpu ARGS=--rehearse` runs them."""
+    output = run_python(
+        *("-m", "pytest", "-c", "tests/copy_kv_blocks/gpu.ini", "tests/copy_kv_blocks"),
+        *("-q", "-m", "cuda", "-k", "mla or widths or loading or groups or fence or beside"),
+        TRITON_INTERPRET="1",
+    )
+    counts = re.search(r"(\d+) passed", output)
+    assert counts is not None
+    assert int(counts[1]) >= 30
+    assert "skipped" not in output
 
 
 @pytest.mark.parametrize("capability", ["80", "90", "100"])

@@ -91,7 +91,8 @@ def test_a_fast_tier_is_loaded_with_a_multiple_of_its_time() -> None:
     assert (decision.num_chunks, decision.reason) == (32, Reason.LOAD_FASTER)
     assert decision.predicted_load_seconds == pytest.approx(0.33, rel=1e-3)
     rest = 1 * SECONDS_PER_TOKEN  # the last token is computed even when all chunks hit
-    assert decision.deadline_seconds == pytest.approx(1.05 * RECOMPUTE - rest, rel=1e-3)
+    latest = 1.05 * RECOMPUTE - rest - model.steps.idle_seconds
+    assert decision.deadline_seconds == pytest.approx(latest, rel=1e-3)
     short = model.decide(offer(*[REDIS] * 8, chunk_bytes=10**5))
     assert short.deadline_seconds == pytest.approx(3 * 0.018, rel=1e-3)
 
@@ -563,3 +564,17 @@ def test_with_always_the_largest_end_is_loaded() -> None:
     bytes_at = {3: {CPU: 10**6}, 10: {REDIS: 10**6}}
     decision = make_model(mode="always").decide(windows(bytes_at, *[CPU] * 10))
     assert decision.num_chunks == 10
+
+
+def test_what_a_step_costs_however_little_it_computes_is_not_the_prefills() -> None:
+    """On a GPU that is a few thousand tokens' worth. A prompt of two steps pays it twice."""
+    now, step, token = 0.0, 0.25, 3e-5
+    model = CostModel(lambda: now, max_deadline_seconds=10.0, max_step_tokens=8192)
+    for number in range(8):
+        model.steps.planned(now, follows=number > 0, has_prefill=False)
+        now += step
+    for num_tokens in (8192, 64, 4096, 64, 8192):
+        model.observe_prefill(num_tokens, 0, step + token * num_tokens)
+    assert model.compute_seconds(0, 2048) == pytest.approx(step + 2048 * token, rel=0.05)
+    assert model.compute_seconds(0, 16384) == pytest.approx(2 * step + 16384 * token, rel=0.05)
+    assert model.step_seconds(4096) == pytest.approx(step + 4096 * token, rel=0.05)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from lmcache_connector.cost_model.cost_model import CostModel
-from lmcache_connector.cost_model.decision import Reason
+from lmcache_connector.cost_model.decision import LoadDecision, Reason
 from lmcache_connector.cost_model.load_policy import LOOKUP_SHARE, LoadPolicy
 from lmcache_connector.plans import (
     Calibration,
@@ -233,3 +233,88 @@ def test_one_slow_copy_does_not_spoil_what_probes_say_of_redis_for_ever(
     clock.now += 61.0
     policy.observe_reports([probed(1 << 23, 0.01)])
     assert decide(policy, KEYS) == 32
+
+
+def run_steps(policy: LoadPolicy, clock: Clock, seconds: float, count: int = 8) -> None:
+    """Others decode, in steps that last so long."""
+    for _ in range(count):
+        policy.step_planned(4, 0, has_prefill=False)
+        clock.now += seconds
+
+
+@pytest.mark.parametrize(("step", "loads"), [(0.010, True), (0.250, False)])
+def test_beside_long_steps_a_small_hit_is_computed(
+    policy: LoadPolicy, clock: Clock, step: float, loads: bool
+) -> None:
+    """It takes two steps at least until its load is heard of."""
+    keys = KEYS[:8]
+    run_steps(policy, clock, step)
+    assert policy.model.steps.decode_seconds == pytest.approx(step)
+    assert bool(decide(policy, keys, num_cpu=8)) is loads
+    policy.request_ended("r", 0)  # the others are gone
+    assert decide(policy, keys, num_cpu=8) == 8
+
+
+def test_the_steps_a_load_costs_count_less_the_more_others_wait(
+    policy: LoadPolicy, clock: Clock
+) -> None:
+    """Each of a crowd would rather compute, and all would wait for that."""
+    keys = KEYS[:8]
+    run_steps(policy, clock, 0.150)
+    for number in range(4):
+        policy.request_arrived(f"r{number}")
+        assert bool(decide(policy, keys, num_cpu=8)) is (number > 0), number
+    for number in range(3):
+        policy.request_admitted(f"r{number}", 0)
+    assert decide(policy, keys, num_cpu=8) == 0
+
+
+def test_prompts_that_others_compute_make_steps_long(policy: LoadPolicy, clock: Clock) -> None:
+    """What a step leaves of them, the next ones compute: they last longer than those measured."""
+    policy.model.max_step_tokens = PROMPT // 2
+    run_steps(policy, clock, 0.001)
+    keys = KEYS[:8]
+    assert decide(policy, keys, num_cpu=8) == 8
+    policy.request_admitted("s", PROMPT // 2)  # this step computes it to its end
+    assert decide(policy, keys, num_cpu=8) == 8
+    policy.request_admitted("s", 4 * PROMPT)
+    assert decide(policy, keys, num_cpu=8) == 0
+
+
+def test_loads_that_missed_their_turn_are_given_more_time_or_not_made(
+    policy: LoadPolicy, clock: Clock
+) -> None:
+    """In the queue of loads from memory, whose deadlines nobody heard of."""
+
+    def decided(keys: list[bytes]) -> LoadDecision:
+        return policy.decide(0, PROMPT + 100, keys, [True] * len(keys))
+
+    few = KEYS[:1]
+    before = decided(KEYS).deadline_seconds
+    assert decided(few).num_chunks == 1
+    for job_id in range(20):
+        policy.load_planned(jobs.load_job(job_id, "r", tuple(few), ((),)), ())
+        late = JobResult(job_id, Outcome.DEADLINE, 0, 0, 0, 0.0, waited_seconds=0.05)
+        policy.load_ended(job_id, [late])
+    assert decided(few).num_chunks == 0
+    assert decided(KEYS).num_chunks == len(KEYS)
+    assert decided(KEYS).deadline_seconds > before + 0.05
+    clock.now += 61.0
+    assert decided(few).num_chunks == 1
+
+
+def test_a_load_is_no_quicker_than_the_store_it_relies_on(policy: LoadPolicy, clock: Clock) -> None:
+    for job_id in range(1, 9):
+        policy.store_planned(jobs.store_job(job_id, "s", (b"k",), ((1,),)))
+        done = JobResult(job_id, Outcome.DONE, 1, 1, 0, 0.5, waited_seconds=4.0)
+        policy.store_ended(job_id, [done])
+    policy.store_planned(jobs.store_job(9, "s", (b"k",), ((1,),)))
+
+    def decided(after_job: int) -> LoadDecision:
+        return policy.decide(0, PROMPT + 100, KEYS, [True] * len(KEYS), after_job=after_job)
+
+    assert decided(8).num_chunks == len(KEYS)
+    assert decided(9).num_chunks == 0
+    clock.now += 3.9  # nearly done
+    assert decided(9).num_chunks == len(KEYS)
+    assert decided(9).deadline_seconds > decided(8).deadline_seconds

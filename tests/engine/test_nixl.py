@@ -17,9 +17,10 @@ import pytest
 from tests.support.engines.calls import check_integrity, chunk_keys, tiered_of
 from tests.support.engines.handover import Answer, Ask, add, ask, prefill
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.nixl_engines import needs_nixl, nixl_transfer, running_nixl
+from tests.support.engines.nixl_engines import nixl_transfer, running_nixl
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, together
+from tests.support.nixl import needs_nixl
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import wait_for_chunks

@@ -33,10 +33,3 @@ def test_states_that_vllm_does_not_keep(start: StartInstance, tmp_path: Path) ->
     message = refusal(start(folder=folder, enable_prefix_caching=False))
     assert "does not support recurrent states with --mamba-cache-mode none" in message
     assert "start with --enable-prefix-caching --mamba-cache-mode align" in message
-
-
-def test_speculation_with_a_draft_model(start: StartInstance, tiny_model: Path) -> None:
-    draft = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2}
-    message = refusal(start(speculative_config=draft))
-    assert "lmcache-connector does not support speculative decoding with" in message
-    assert "use the ngram or the suffix method, or none" in message

@@ -114,9 +114,10 @@ def test_another_tensor_parallel_size_reads_it(
     request: pytest.FixtureRequest, valkey: Server, prompt: list[int], writer: str, reader: str
 ) -> None:
     cold = serve_cold(request.getfixturevalue(writer), valkey, prompt)
-    instance: VllmInstance = request.getfixturevalue(reader)
-    share = stored_bytes(valkey, instance.call(chunk_tags, prompt)) / (HIT * TOKEN_BYTES)
+    tags = request.getfixturevalue(writer).call(chunk_tags, prompt)
+    share = stored_bytes(valkey, tags) / (HIT * TOKEN_BYTES)
     assert share < 0.8 if writer == "two" else share >= 1.0
+    instance: VllmInstance = request.getfixturevalue(reader)
     before = instance.counts().total("loaded_bytes", "redis")
     assert_same_bytes(instance.serve(prompt), cold)
     loaded = instance.counts().total("loaded_bytes", "redis") - before

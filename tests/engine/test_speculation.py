@@ -4,12 +4,11 @@ accepted nor what the grammar allows, and only accepted tokens are stored."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.support.engines.asks import Ask, Round, ask_all, far_blocks, kv_at_first_token
-from tests.support.engines.calls import check_integrity
+from tests.support.engines.calls import check_integrity, draft_counts
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
@@ -32,18 +31,10 @@ def engine(start: StartInstance) -> Iterator[VllmInstance]:
 
 def ask_counting_drafts(probe: EngineProbe, asks: list[Ask]) -> tuple[Round, int, int]:
     """Serve them; also returns how many tokens were drafted, and how many of them accepted."""
-    before = _draft_counts(probe)
+    before = draft_counts(probe)
     served = ask_all(probe, asks)
-    drafted, accepted = (b - a for a, b in zip(before, _draft_counts(probe), strict=True))
+    drafted, accepted = (b - a for a, b in zip(before, draft_counts(probe), strict=True))
     return served, drafted, accepted
-
-
-def _draft_counts(probe: EngineProbe) -> tuple[int, int]:
-    values: dict[str, Any] = {m.name: getattr(m, "value", 0) for m in probe._llm.get_metrics()}
-    return (
-        int(values["vllm:spec_decode_num_draft_tokens"]),
-        int(values["vllm:spec_decode_num_accepted_tokens"]),
-    )
 
 
 def test_hits_do_not_lower_acceptance(engine: VllmInstance) -> None:

@@ -33,10 +33,10 @@ def test_both_hits_are_hits_of_the_document(
     assert all(question in shown for question in QUESTIONS)
     for source in ("computed", "from the CPU tier", "from Valkey"):
         assert source in shown
-    # Of the first hit of each kind, one chunk is audited.
     assert outcome.cold.hit_tokens == 0
-    assert outcome.cpu.hit_tokens == FULL_CHUNKS_TOKENS - 128
-    assert outcome.redis.hit_tokens == FULL_CHUNKS_TOKENS - 128
+    # Of the first hit of each kind one chunk is audited: here, or of the prompt that warms up.
+    audited = {FULL_CHUNKS_TOKENS - 128, FULL_CHUNKS_TOKENS}
+    assert {outcome.cpu.hit_tokens, outcome.redis.hit_tokens} <= audited
     assert outcome.kv_bytes_equal
 
 

@@ -152,3 +152,40 @@ def test_canonical_bytes_know_no_order_and_only_plain_values() -> None:
         canonical_bytes({"a": object()})
     with pytest.raises(ValueError, match="JSON"):
         canonical_bytes(float("nan"))
+
+
+# -- what is looked ahead to -----------------------------------------------------------------------
+
+
+def keys_ahead(tokens: list[int], lookahead: int = 1, **identity: Any) -> list[bytes]:
+    model = {"namespace": "a", "weights": "w"}
+    request = RequestKeys(
+        PrefixHasher(model, CHUNK, lookahead=lookahead), RequestIdentity(**identity)
+    )
+    for end in range(len(tokens) + 1):  # as tokens come in
+        request.extend(tokens[:end])
+    return list(request.keys)
+
+
+def test_a_chunk_is_named_once_the_token_after_it_is_known() -> None:
+    assert [len(keys_ahead(TOKENS[:n])) for n in (3, 4, 5, 8, 9, 12)] == [0, 0, 1, 1, 2, 2]
+    assert [len(keys_ahead(TOKENS[:n], 3)) for n in (4, 6, 7, 11)] == [0, 0, 1, 2]
+
+
+def test_the_token_after_a_chunk_is_in_its_name() -> None:
+    """A drafter's KV of the chunk's last token follows from it."""
+    one, other = keys_ahead(TOKENS), keys_ahead([*TOKENS[:8], 7, *TOKENS[9:]])
+    assert one[0] == other[0]
+    assert one[1] != other[1]
+
+
+def test_so_is_an_image_that_begins_there() -> None:
+    cat, dog = (keys_ahead(TOKENS, multimodal=(MultimodalSpan(n, 8, 11),)) for n in ("cat", "dog"))
+    assert cat[0] == dog[0] == keys_ahead(TOKENS)[0]
+    assert cat[1] != dog[1]
+
+
+def test_who_looks_ahead_shares_no_key_with_who_does_not() -> None:
+    assert not set(keys_ahead(TOKENS)) & set(keys(TOKENS))
+    assert not set(keys_ahead(TOKENS)) & set(keys_ahead(TOKENS, 2))
+    assert keys_ahead(TOKENS, 0) == keys(TOKENS)

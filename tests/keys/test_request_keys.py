@@ -59,8 +59,9 @@ def vllm_keys(of: Request, start: int, end: int) -> list[tuple[Any, ...]]:
 
 def identity(of: Request) -> RequestIdentity:
     identifier = RequestIdentifier(False, AdapterReader(), CHUNK)
-    found = identifier.identify_now(of, "")
-    assert found is not None
+    found = identifier.identify(of, 10.0)
+    identifier.close()
+    assert isinstance(found, RequestIdentity)
     return found
 
 

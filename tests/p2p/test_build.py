@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.p2p.build import describe
 from lmcache_connector.p2p.config import P2PConfig
-from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
+from tests.support.vllm_configs import (
+    BLOCK_SIZE,
+    full_attention,
+    kv_cache,
+    latents_with_index,
+    vllm_config,
+)
 
 
 def window() -> SlidingWindowSpec:
@@ -41,3 +48,23 @@ def test_models_with_windows_are_refused(model: Path, cache: KVCacheConfig) -> N
     )
     with pytest.raises(UnsupportedError, match=r"hand-overs of models with windows.*Redis"):
         describe(config, cache, P2PConfig())
+
+
+def as_producer(config: VllmConfig) -> VllmConfig:
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="LMCacheP2PConnector", kv_role="kv_producer"
+    )
+    return config
+
+
+def test_an_index_beside_the_latents_is_refused(model: Path) -> None:
+    """The scheduler's process would take every layer for as narrow as the index."""
+    with pytest.raises(UnsupportedError, match=r"hand-overs of models with an index.*Redis"):
+        describe(as_producer(vllm_config(model)), latents_with_index(), P2PConfig())
+
+
+def test_a_drafter_with_kv_is_refused(model: Path) -> None:
+    draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 1}
+    config = EngineArgs(model=str(model), speculative_config=draft).create_engine_config()
+    with pytest.raises(UnsupportedError, match=r"hand-overs of models whose drafter.*Redis"):
+        describe(as_producer(config), kv_cache(), P2PConfig())

@@ -66,7 +66,7 @@ def test_peers_of_before_read_a_cause_as_text() -> None:
         "transfer_id": "t",
         "reason": "aborted: its request was aborted",
     }
-    assert messages.VERSION == 2
+    assert messages.VERSION == 3
 
 
 def test_errors_carry_their_reason() -> None:

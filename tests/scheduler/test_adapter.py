@@ -32,6 +32,8 @@ SHAPES = {
     "what is reused": Shape(redis=True, admission="reused", depth=2),
     "consumer": Shape(role="kv_consumer", redis=True),
     "producer": Shape(role="kv_producer"),
+    # vLLM's own cache may give a head the KV of another prompt's next token.
+    "a drafter's head": Shape(lookahead=1, redis=True, depth=2, prefix_caching=False),
 }
 
 

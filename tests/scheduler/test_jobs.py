@@ -19,7 +19,7 @@ STATE = RequestState(
 
 
 def take(jobs: PlannedJobs) -> StepPlan:
-    return jobs.take_plan(idle=False, prefill=None, probe=False)
+    return jobs.take_plan(idle=False, prefill=None, probe=False) or StepPlan()
 
 
 @pytest.mark.parametrize("arrived", [(1, 3), (3, 1)])

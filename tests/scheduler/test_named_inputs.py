@@ -11,6 +11,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from lmcache_connector.plans import LoadedAdapterList, RankReport
+from lmcache_connector.requests import adapter_files, identifier
 from lmcache_connector.requests.adapter_files import AdapterDigests
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape
@@ -136,3 +137,27 @@ def test_an_adapter_that_came_back_may_have_been_another_in_between(
     assert engine.plans[-1].heard_adapters in ((), (5,))
     assert any(plan.heard_adapters == (5,) for plan in engine.plans)
     engine.check_whole()
+
+
+def test_files_of_adapters_are_never_touched_on_the_schedulers_thread(
+    engine: ShadowEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network's file system may take seconds for either."""
+    threads: set[str] = set()
+
+    def seen(touch: Any) -> Any:
+        def touched(*args: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return touch(*args)
+
+        return touched
+
+    for name in ("adapter_stamp", "_digest_files"):
+        monkeypatch.setattr(adapter_files, name, seen(getattr(adapter_files, name)))
+    adapters = engine.adapter.book._identifier.adapters
+    monkeypatch.setattr(adapters, "_find_folder", seen(adapters._find_folder))
+    monkeypatch.setattr(identifier, "_STALE_SECONDS", 0.0)  # read again while it queues
+    engine.add(prompt(2 * CHUNK), CHUNK, lora_request=lora(folder))
+    settle(engine)
+    assert engine.adapter.tally.total("store_jobs") > 0
+    assert threads == {"lmc-adapters"}

@@ -42,6 +42,9 @@ _SHAPES = {
         groups=("s", "full", "s"), chunk_size=BLOCK_SIZE, num_blocks=60, depth=2, redis=True
     ),
     "states and windows": Shape(groups=("s", "full", "w40"), chunk_size=BLOCK_SIZE, num_blocks=60),
+    "windows, a drafter's head": Shape(
+        groups=GEMMA, lookahead=1, redis=True, num_blocks=60, prefix_caching=False
+    ),
     "narrow windows": Shape(groups=("full", "w10"), max_batched_tokens=48, num_blocks=40),
 }
 SHAPES = {name: replace(shape, tier_chunks=30) for name, shape in _SHAPES.items()}
@@ -168,7 +171,7 @@ def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
     for has_pins in (True, False):
         engine = ShadowEngine(model, shape, 0, Faults(slow=0.95))
         if not has_pins:
-            vars(engine.adapter._dispatcher._pins).update(pin=lambda job: None)
+            vars(engine.adapter._dispatcher._held).update(pin=lambda job: None)
         for seed in range(8):
             engine.add(prompt(seed, 12 * CHUNK + 1), 1)
         engine.run_until_idle()

@@ -42,6 +42,11 @@ SHAPES = {
         groups=("w40", "full"), num_blocks=36, tier_chunks=30, zeroes=True, prefix_caching=False
     ),
     "one window": Shape(groups=("w40",)),
+    "a drafter's head": Shape(lookahead=1, redis=True),
+    "a drafter's head, async, zeroed": Shape(lookahead=1, depth=2, zeroes=True, num_blocks=26),
+    "a drafter's head, windows": Shape(
+        groups=("w40", "full"), lookahead=1, num_blocks=60, tier_chunks=30
+    ),
 }
 
 IMAGES = {"cat": 3, "dog": 20, "owl": 20}  # content: how many tokens it takes
@@ -272,6 +277,36 @@ def test_an_adapter_that_was_loaded_again_does_not_inherit_blocks(model: Path) -
         assert num_stores(engine) == stores
 
 
+def test_blocks_of_prompts_that_went_on_differently_are_not_stored_for_a_head(model: Path) -> None:
+    """vLLM's own cache knows a block by the tokens up to its end. A head's KV there follows from
+    the next one, and the first prompt's was another."""
+    engine = ShadowEngine(model, Shape(lookahead=1, num_blocks=60), 0, CALM)
+    shared, own = prompt(5, 6 * BLOCK_SIZE), prompt(6, 3 * BLOCK_SIZE)
+    for tokens in ([*shared, (own[0] + 1) % VOCABULARY, 1, 2], [*shared, *own]):
+        engine.add(tokens, max_tokens=1)
+        engine.run_until_idle()
+    engine.ranks[0].evict(100)
+    engine.step()
+    again = engine.requests[engine.add([*shared, *own], max_tokens=1)]
+    engine.step()
+    # It has the block from the first of the two, after which the second computed one of its own.
+    assert again.num_computed_tokens > 6 * BLOCK_SIZE
+    engine.run_until_idle()
+    engine.check_whole()
+    # Of the second, all three chunks were stored; of the third, two.
+    assert engine.ranks[0].num_stored_chunks == 3 + 2 + 2
+
+
+def test_steps_without_the_drafter_leave_nothing_to_store(model: Path) -> None:
+    """vLLM runs it for all requests of a step, or for none."""
+    shape = Shape(lookahead=1, drafted_len=100, num_blocks=60, tier_chunks=30)
+    engine = ShadowEngine(model, shape, 0, CALM)
+    for seed, length in ((1, 200), (2, 90)):  # the step budget is 64
+        engine.add(prompt(seed, length), max_tokens=1)
+    engine.run_until_idle()
+    assert engine.ranks[0].num_stored_chunks == 2 + 0
+
+
 # -- the oracle notices when one of the rules is switched off -------------------------------------
 
 
@@ -303,9 +338,9 @@ def close_gaps(engine: ShadowEngine) -> None:
     """When vLLM computes again what another connector failed to bring, all is well."""
     scheduled = engine.adapter.witness.scheduled
 
-    def forgiving(state: RequestState, num_tokens: int) -> bool:
+    def forgiving(state: RequestState, num_tokens: int, *, is_sure: bool) -> bool:
         state.witness.has_gap = False
-        return scheduled(state, num_tokens)
+        return scheduled(state, num_tokens, is_sure=False)
 
     vars(engine.adapter.witness).update(scheduled=forgiving)
 

@@ -9,16 +9,20 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.kernel import SimulationFailure
 from tests.simulation.stdlib import RUNTIME
 
+if TYPE_CHECKING:
+    from tests.support.engines.tiny_model import ModelShape
+
 _READ_GRACE_SECONDS = 0.1
 
 
-def prepare(folder: Path) -> Path:
-    """The folder of the model that instances claim to serve. Takes seconds."""
+def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
+    """The folder of the model that instances claim to serve, a tiny one if no ``shape`` is given.
+    Takes seconds."""
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -41,7 +45,7 @@ def prepare(folder: Path) -> Path:
     plain = compat.Packing("simulated", ())
     compat.find_packing = lambda *_: plain
     _watch_reads(RedisTier)
-    return build_tiny_model(folder, TINY)
+    return build_tiny_model(folder, shape or TINY)
 
 
 def _remembered(digests: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
@@ -65,6 +69,8 @@ def _remembered(digests: Callable[..., dict[str, str]]) -> Callable[..., dict[st
 
 class _SlowCopier:
     """The real copy, block after block, while other threads run and forward passes write."""
+
+    shares_cores = True
 
     def __init__(self, copier: Any) -> None:
         self._copier = copier

@@ -34,6 +34,12 @@ def test_once_on_it_stays_until_it_costs() -> None:
     assert not pays(at(500e6), is_on=True)
 
 
+def test_a_full_server_makes_it_worth_more() -> None:
+    assert pays(at(500e6), is_on=False, memory_is_full=True)
+    assert not pays(at(2e9), is_on=False, memory_is_full=True)
+    assert not pays(replace(USUAL, ratio=0.95), is_on=True, memory_is_full=True)
+
+
 def test_where_cores_are_what_lacks_it_ends() -> None:
     assert not pays(replace(USUAL, core_share=0.5), is_on=True)
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
 
 BLOCK_SIZE = 16
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
@@ -32,3 +40,19 @@ def full_attention(num_kv_heads: int = 2) -> FullAttentionSpec:
 def kv_cache(*specs: Any) -> KVCacheConfig:
     groups = [KVCacheGroupSpec(list(LAYERS), spec) for spec in specs or (full_attention(),)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def latents_with_index(seen_by: str = "worker") -> KVCacheConfig:
+    """DeepSeek V3.2: two tensors per layer in one group, of which the process of the ``scheduler``
+    sees the spec of one."""
+    common: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1}
+    index = {"head_size": 132, "dtype": torch.uint8, "cache_role": SparseCacheRole.INDEXER}
+    latents = {"head_size": 576, "dtype": torch.bfloat16, "cache_dtype_str": "auto"}
+    specs = {
+        f"model.layers.{i}.self_attn.{name}": MLAAttentionSpec(**common, **sizes)
+        for i in range(2)
+        for name, sizes in (("indexer.k_cache", index), ("mla_attn", latents))
+    }
+    groups = [KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs.from_specs(specs))]
+    found = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    return found if seen_by == "worker" else generate_scheduler_kv_cache_config([found])

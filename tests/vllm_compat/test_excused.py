@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,12 @@ ATTRIBUTES = {
 }
 OTHER = "another value"
 # What is excused sometimes, with a value for which it is.
-OTHERS = {"max_model_len": 512, "original_max_model_len": 512, "load_format": "safetensors"}
+OTHERS: dict[str, Any] = {
+    "max_model_len": 512,
+    "original_max_model_len": 512,
+    "load_format": "safetensors",
+    "speculative_config": SimpleNamespace(method="ngram"),  # of a drafter without KV
+}
 
 
 @functools.cache

@@ -25,8 +25,15 @@ from vllm.v1.kv_cache_interface import (
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.vllm_compat import identity
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
-from tests.support.vllm_configs import BLOCK_SIZE, full_attention, kv_cache, vllm_config
+from tests.support.vllm_configs import (
+    BLOCK_SIZE,
+    full_attention,
+    kv_cache,
+    latents_with_index,
+    vllm_config,
+)
 
 SHAPE = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16, "block_size": BLOCK_SIZE}
 
@@ -200,19 +207,26 @@ def test_stages_with_layers_that_keep_no_kv_are_refused(model: Path) -> None:
         described(model, kv_cache(full_attention()), pipeline_parallel_size=2)
 
 
-def test_a_latent_beside_an_index_is_refused(model: Path) -> None:
-    """DeepSeek V3.2: two tensors per layer in one group, of which the scheduler's process sees
-    one: it would ask Redis for other names, and hold audits against another format."""
-    specs = {
-        f"model.layers.{i}.self_attn.{name}": spec
+def test_an_index_beside_the_latents_is_part_of_them(model: Path) -> None:
+    (layout,) = described(model, latents_with_index()).parts
+    (group,) = layout.groups
+    assert group.names == tuple(
+        f"model.layers.{i}.self_attn.{name}"
         for i in range(2)
-        for name, spec in (
-            ("attn", MLAAttentionSpec(**LATENT)),
-            ("indexer.k_cache", MLAAttentionSpec(**LATENT | {"dtype": torch.uint8})),
-        )
-    }
-    with pytest.raises(UnsupportedError, match="the index of DeepSeek V3"):
-        described(model, uniform(specs))
+        for name in ("indexer.k_cache", "mla_attn")
+    )
+    (geometry,) = layout.geometries
+    assert geometry.layer_widths == (132, 1152, 132, 1152)
+    assert geometry.dtype == "uint8"
+    assert layout.formats == ("opaque", "bfloat16", "opaque", "bfloat16")
+
+
+def test_the_schedulers_process_finds_the_same_part(model: Path) -> None:
+    """It hears of the ranks how wide the layers are: see RankStart."""
+    (layout,) = described(model, latents_with_index("scheduler")).parts
+    (ranks_own,) = described(model, latents_with_index()).parts
+    assert layout.part == ranks_own.part
+    assert [group.names for group in layout.groups] == [g.names for g in ranks_own.groups]
 
 
 def test_layers_of_several_widths_under_one_block_table_are_one_part(model: Path) -> None:
@@ -228,3 +242,13 @@ def test_layers_of_several_widths_under_one_block_table_are_one_part(model: Path
 def test_full_attention_is_one_part_of_one_group(model: Path) -> None:
     (layout,) = described(model, kv_cache(full_attention())).parts
     assert layout.part == Part(Rule.PREFIX, (0,), BLOCK_SIZE)
+
+
+def test_a_model_of_one_part_shares_no_root_with_one_of_several(model: Path) -> None:
+    """Even if all else is alike: their keys name values of other geometries."""
+    config = vllm_config(model)
+    roots = [
+        identity.configuration_digests(config, kv_cache(), packings)
+        for packings in ([None], [None, None], ["a"], ["a", "a"], ["a", None])
+    ]
+    assert len({identity.fingerprint(root) for root in roots}) == len(roots)

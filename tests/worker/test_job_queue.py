@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -252,7 +253,7 @@ def test_cancelled_before_it_ran_a_job_does_not_run(jobs: JobQueue, runner: Runn
     jobs.cancel([2, 77])
     gate.set()
     results = wait_all(jobs)
-    assert results[2] == JobResult(2, Outcome.CANCELLED, 0, 0, 0, 0.0)
+    assert results[2].outcome is Outcome.CANCELLED
     assert runner.order == [1]
 
 
@@ -382,3 +383,71 @@ def test_a_deadline_counts_from_submission(runner: Runner) -> None:
     wait_all(jobs)
     assert seen == [57.0]
     assert jobs.close(LONG)
+
+
+@dataclass
+class HeldFence:
+    """Reached once it is told to be."""
+
+    is_reached: bool = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def elapsed_time(self, end: object, /) -> float:
+        raise AssertionError("nobody times a load's fence")
+
+
+def test_a_load_that_waits_for_a_forward_pass_holds_up_no_other(
+    jobs: JobQueue, runner: Runner
+) -> None:
+    """Of four loads from memory in a step of 300 ms one was done, and three missed deadlines."""
+    fence = HeldFence()
+    jobs.submit(load(1), fence)
+    for job_id in range(2, 5):
+        jobs.submit(load(job_id), None)
+    while jobs.num_open > 1:
+        jobs.wait_for_result(LONG)
+        taken(jobs)
+    assert sorted(runner.order) == [2, 3, 4]
+    fence.is_reached = True
+    assert wait_all(jobs)[1].outcome is Outcome.DONE
+
+
+def test_the_wait_for_a_forward_pass_is_not_on_the_deadlines_time(runner: Runner) -> None:
+    """Recompute would wait for it as well."""
+    now, fence = 0.0, HeldFence()
+    jobs = JobQueue(runner, num_redis_lanes=0, clock=lambda: now)
+    seen: list[float] = []
+    runner.act = lambda queued: seen.append(queued.deadline)
+    jobs.submit(load(1, deadline_seconds=0.01), fence)
+    now = 0.3
+    assert taken(jobs) == {}
+    fence.is_reached = True
+    result = wait_all(jobs)[1]
+    assert result.outcome is Outcome.DONE
+    assert result.waited_seconds == pytest.approx(0.3)
+    assert seen == [pytest.approx(0.31)]
+    assert jobs.close(LONG)
+
+
+def test_a_cancelled_load_does_not_wait_for_its_fence(jobs: JobQueue) -> None:
+    jobs.submit(load(1), HeldFence())
+    jobs.cancel([1])
+    assert wait_all(jobs)[1].outcome is Outcome.CANCELLED
+
+
+def test_a_load_whose_turn_never_came_says_how_long_it_waited(
+    jobs: JobQueue, runner: Runner
+) -> None:
+    gate = runner.gate(1)
+    jobs.submit(load(1), None)
+    assert runner.started(1).wait(LONG)
+    jobs.submit(load(2, deadline_seconds=0.02), None)
+    jobs.wait_for_result(LONG)
+    result = taken(jobs)[2]
+    assert result.outcome is Outcome.DEADLINE
+    assert result.seconds == 0.0
+    assert result.waited_seconds >= 0.02
+    gate.set()
+    wait_all(jobs)

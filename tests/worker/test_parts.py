@@ -103,6 +103,7 @@ class Rank:
     tp_size: int
     rank: int
     server: Server | None = None
+    cpu_gib: float = 0.02
     memory: torch.Tensor = field(init=False)
     caches: dict[str, torch.Tensor] = field(init=False)
     worker: WorkerAdapter = field(init=False)
@@ -118,7 +119,7 @@ class Rank:
         }
         model = parts(self.tp_size)
         settings = WorkerSettings(
-            engine=EngineSettings(rank=self.rank, world_size=self.tp_size, cpu_gib=0.02),
+            engine=EngineSettings(rank=self.rank, world_size=self.tp_size, cpu_gib=self.cpu_gib),
             parts=model,
             self_test=True,
             shutdown_seconds=5.0,
@@ -329,6 +330,46 @@ def test_another_instance_loads_every_part_from_redis(valkey: Server) -> None:
     sizes = [part.chunk_bytes for part in geometries(1, 0).parts]
     assert (loaded.outcome, loaded.num_chunks) == (Outcome.DONE, 7)
     assert loaded.redis_bytes == 4 * sizes[FULL] + 2 * sizes[WINDOW] + sizes[STATE]
+    assert all(reader.holds(run) for run in LOADED)
+    reader.worker.shutdown()
+
+
+def test_a_prompt_larger_than_memory_comes_from_redis(valkey: Server) -> None:
+    """Piece by piece: what has reached its blocks may be evicted."""
+    runs = (
+        run_of(STATE, range(23, 24), 57),
+        run_of(WINDOW, range(22, 24), 49),
+        run_of(FULL, range(24), 1),
+    )
+    with valkey.client() as client:
+        client.flushall()
+    writer = Rank(1, 0, valkey)
+    for run in runs:
+        writer.fill(run)
+    keys = frozenset(key for run in runs for key in run.keys)
+    assert writer.result(StoreJob(1, "r", runs, keys)).outcome is Outcome.DONE
+    writer.worker.shutdown()
+    reader = Rank(1, 0, valkey, cpu_gib=300 / 2**20)
+    assert 24 * geometries(1, 0).parts[FULL].chunk_bytes > 300 << 10
+    assert reader.result(load(2, runs, redis=True)).outcome is Outcome.DONE
+    assert all(reader.holds(run) for run in runs)
+    reader.worker.shutdown()
+
+
+def test_a_load_does_not_push_out_what_it_needs(valkey: Server) -> None:
+    """Memory is full, and what it has of the prompt is the oldest in it."""
+    with valkey.client() as client:
+        client.flushall()
+    writer = Rank(1, 0, valkey)
+    store(writer)
+    writer.worker.shutdown()
+    reader = Rank(1, 0, valkey, cpu_gib=300 / 2**20)
+    assert reader.result(load(2, LOADED[2:], redis=True)).outcome is Outcome.DONE
+    others = run_of(FULL, range(30, 44), 1)
+    assert reader.result(StoreJob(3, "o", (others,), frozenset())).num_chunks == 14
+    with valkey.client() as client:
+        client.delete(*(name for i in range(4) for name in client.keys(f"*{key(i, FULL).hex()}*")))
+    assert reader.result(load(4, redis=True)).outcome is Outcome.DONE
     assert all(reader.holds(run) for run in LOADED)
     reader.worker.shutdown()
 

@@ -38,6 +38,7 @@ class HeldCopier:
     """Copies out of the paged cache when it may."""
 
     inner: Copier
+    shares_cores: bool = True
     may_copy: threading.Event = field(default_factory=threading.Event)
     begun: threading.Event = field(default_factory=threading.Event)
     has_copied: threading.Event = field(default_factory=threading.Event)

@@ -41,6 +41,7 @@ class ControlClient:
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.own_card = card
         self._address = address
         self._seconds = seconds
         self._clock = clock

@@ -24,7 +24,7 @@ from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.reasons import MAX_WIRE_CHARACTERS, Cause, Reason
 
-VERSION = 2
+VERSION = 3
 MAX_BODY_BYTES = 1 << 18
 TAG_BYTES = 32
 NONCE_BYTES = 32
@@ -45,6 +45,8 @@ _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, Meta(ge=1, lt=1 << 16)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 _Host = Annotated[str, Meta(min_length=1, max_length=253)]
+_Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_BlockIds = Annotated[tuple[_Count, ...], Meta(max_length=1 << 15)]
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -56,7 +58,7 @@ class Card(Struct, frozen=True, forbid_unknown_fields=True):
 
     ``host`` and ``port`` are those of the instance (rank 0). ``rank_hosts``: of all ranks, where
     they are on several machines. ``transports`` maps the transports this rank can receive by to
-    their ports.
+    their ports. ``links``: see :func:`lmcache_connector.p2p.data.links.links`.
     """
 
     engine_id: _Name
@@ -71,6 +73,7 @@ class Card(Struct, frozen=True, forbid_unknown_fields=True):
     is_mla: bool
     transports: Annotated[dict[_Name, _Port], Meta(max_length=8)]
     rank_hosts: Annotated[tuple[_Host, ...], Meta(max_length=4096)] = ()
+    links: Annotated[tuple[_Name, ...], Meta(max_length=8)] = ()
 
     def address_of(self, rank: int) -> PeerAddress:
         """Where a rank of this instance takes control messages. Raises ``AddressError``."""
@@ -168,15 +171,70 @@ class Settled(_Message, frozen=True):
 
 
 class Want(_Message, frozen=True):
-    """Consumer to producer: a request waits for this, from block ``first_block`` on."""
+    """Consumer to producer: a request waits for this, from block ``first_block`` on. ``reads``: it
+    can be read where it lies."""
 
     transfer_id: _Name
     digest: _Digest
     first_block: _Count
+    reads: bool = False
 
 
 class Coming(_Message, frozen=True):
     """It is here or being computed, and is sent to the rank that asked."""
+
+
+class LayerForm(Struct, frozen=True, forbid_unknown_fields=True):
+    """A layer of a paged cache: its address, sizes and strides in bytes."""
+
+    address: _Address
+    num_heads: _Size
+    token_bytes: _Size
+    row_stride: _Address
+    head_stride: _Address
+    token_stride: _Address
+
+
+class CacheForm(Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's paged cache. Rows and blocks in tokens, layers in the model's order."""
+
+    row_tokens: _Size
+    block_size: _Size
+    num_blocks: _Count
+    layers: Annotated[tuple[LayerForm, ...], Meta(min_length=1, max_length=1024)]
+
+
+class Show(_Message, frozen=True):
+    """Consumer to producer: how can your cache be read?"""
+
+
+class Shown(_Message, frozen=True):
+    """Like this. ``metadata``: NIXL's, which opens all of the memory to who has it."""
+
+    metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 17)]
+    form: CacheForm
+
+
+class Held(_Message, frozen=True):
+    """It lies in these blocks of the producer's cache, from ``first_block`` on, and stays there."""
+
+    block_ids: _BlockIds
+
+
+class HaveRead(_Message, frozen=True):
+    """Consumer to producer: this rank has read what it wanted, from ``first_block`` on."""
+
+    transfer_id: _Name
+    first_block: _Count
+
+
+class Proof(_Message, frozen=True):
+    """The blocks held it until now. ``digests``: of what was read, layer by layer; none where the
+    producer makes none."""
+
+    digests: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=8, max_length=32)], ...], Meta(max_length=1024)
+    ]
 
 
 class Sent(_Message, frozen=True):
@@ -232,6 +290,11 @@ Message = (
     | Settled
     | Want
     | Coming
+    | Show
+    | Shown
+    | Held
+    | HaveRead
+    | Proof
     | Sent
     | Unknown
     | Gone

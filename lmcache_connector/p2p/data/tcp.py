@@ -40,8 +40,6 @@ _MAX_CONNECTIONS = 1024
 _MAX_STRANGERS = 64
 _EVICTION_SECONDS = 0.5
 _SCRATCH_BYTES = 256 << 10
-PIECE_BYTES = 16 << 20
-"""Paths that cannot take any length at once cut each head's payload after so many bytes."""
 _FOREVER_SECONDS = 1e9
 
 
@@ -68,9 +66,7 @@ class TcpTransport:
 
     def listen(self, host: str, port: int, sink: Sink, key_of: KeyOf) -> int:
         self._listener = listening_socket(host, port)
-        self._acceptor = start_thread(
-            "lmc-p2p-accept", self._accept, self._listener, host, sink, key_of
-        )
+        self._acceptor = start_thread("lmc-p2p-accept", self._accept, self._listener, sink, key_of)
         bound: int = self._listener.getsockname()[1]
         return bound
 
@@ -86,12 +82,13 @@ class TcpTransport:
         except WireError as error:
             wire.close()
             raise PeerError(f"{host}:{port} let no data connection in: {error}") from error
+        key = frame_key(session.key, bytes(challenge))
         try:
-            path = self._sending_path(wire, host)
+            path = self._sending_path(wire, key)
         except PeerError:
             wire.close()
             raise
-        return TcpOutlet(wire, path, FrameKey(frame_key(session.key, bytes(challenge))))
+        return TcpOutlet(wire, path, FrameKey(key))
 
     def close(self, seconds: float) -> None:
         self._stopping.set()
@@ -107,30 +104,32 @@ class TcpTransport:
 
     # -- how payloads cross, once a connection is let in ---------------------------------------
 
-    def _sending_path(self, wire: Wire, host: str) -> PayloadPath:
-        return _WirePath(wire, self._clock)
+    def _sending_path(self, wire: Wire, key: bytes) -> PayloadPath:
+        """``key``: of this connection's frames. Raises ``PeerError``."""
+        return WirePath(wire, self._clock)
 
-    def _receiving_path(self, wire: Wire, host: str) -> PayloadPath:
-        return _WirePath(wire, self._clock)
+    def _receiving_path(self, wire: Wire, key: bytes) -> PayloadPath:
+        """Raises ``PeerError`` or ``WireError``."""
+        return WirePath(wire, self._clock)
 
     # -- the acceptor's thread -----------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
+    def _accept(self, listener: socket.socket, sink: Sink, key_of: KeyOf) -> None:
         with listener:
             while not self._stopping.is_set():
                 try:
                     if _readable(listener):
                         sock, _ = listener.accept()
-                        self._start(sock, host, sink, key_of)
+                        self._start(sock, sink, key_of)
                 except (OSError, RuntimeError, MemoryError) as error:
                     # Out of descriptors, threads or memory: that passes.
                     logger.warning("A data connection was not accepted: %s", error)
                     self._stopping.wait(_POLL_MILLISECONDS / 1000)
 
-    def _start(self, sock: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
+    def _start(self, sock: socket.socket, sink: Sink, key_of: KeyOf) -> None:
         """Serve a connection on a thread of its own. Raises ``RuntimeError`` if none starts."""
         thread = threading.Thread(
-            target=self._serve, args=(sock, host, sink, key_of), name="lmc-p2p-receive", daemon=True
+            target=self._serve, args=(sock, sink, key_of), name="lmc-p2p-receive", daemon=True
         )
         self._make_room_for_a_stranger()
         with self._lock:
@@ -164,7 +163,7 @@ class TcpTransport:
 
     # -- one thread per connection -------------------------------------------------------------
 
-    def _serve(self, sock: socket.socket, host: str, sink: Sink, key_of: KeyOf) -> None:
+    def _serve(self, sock: socket.socket, sink: Sink, key_of: KeyOf) -> None:
         wire = Wire(sock, self._clock, self._stall_seconds)
         session: bytes | None = None
         path: PayloadPath | None = None
@@ -175,8 +174,8 @@ class TcpTransport:
             with self._lock:
                 self._strangers.pop(sock, None)
             wire.send([_WELCOME], no_deadline(self._clock))
-            path = self._receiving_path(wire, host)
-            self._receive(sock, wire, path, session, key, sink)
+            path = self._receiving_path(wire, key)
+            self._receive(sock, wire, path, session, FrameKey(key), sink)
         except (WireError, OSError) as error:
             cause = Cause(Reason.LOST, str(error))
         except PeerError as error:
@@ -195,7 +194,8 @@ class TcpTransport:
                     self._sessions.discard(session)
                 sink.lost(session, cause)
 
-    def _let_in(self, wire: Wire, key_of: KeyOf) -> tuple[bytes, FrameKey]:
+    def _let_in(self, wire: Wire, key_of: KeyOf) -> tuple[bytes, bytes]:
+        """The session's name, and the key of this connection's frames."""
         deadline = Deadline(self._clock() + _HANDSHAKE_SECONDS, self._clock)
         challenge = os.urandom(_CHALLENGE_BYTES)
         greeting = bytearray(_GREETING.size)
@@ -211,7 +211,7 @@ class TcpTransport:
             if name in self._sessions:
                 raise PeerError("a second data connection of one session")
             self._sessions.add(name)
-        return name, FrameKey(frame_key(key, challenge))
+        return name, frame_key(key, challenge)
 
     def _receive(
         self,
@@ -235,10 +235,7 @@ class TcpTransport:
     def _receive_payload(self, path: PayloadPath, session: bytes, sink: Sink, frame: Frame) -> None:
         landing = sink.land(session, frame)
         if landing is None:
-            # In the pieces in which a process group sends it.
-            for _ in range(frame.num_heads):
-                for views in _scratch(frame.head_bytes, path.piece_bytes):
-                    path.receive(views, self._deadline())
+            path.discard(frame.num_bytes, self._deadline())
             return
         with _given_back(sink, landing):
             path.receive(landing.views, self._deadline())
@@ -271,23 +268,21 @@ class TcpOutlet:
 
 class PayloadPath(Protocol):
     """One side of how the payload of frames crosses, for one connection. Raises ``PeerError`` or
-    ``WireError``; then the connection is of no more use. ``piece_bytes``: what nobody needs is
-    received so many bytes at a time."""
-
-    piece_bytes: int
+    ``WireError``; then the connection is of no more use."""
 
     def send(self, head: bytes, views: Sequence[memoryview]) -> None:
         """A whole frame: its head goes over the wire in any case."""
 
     def receive(self, views: Sequence[memoryview], deadline: Deadline) -> None: ...
 
+    def discard(self, num_bytes: int, deadline: Deadline) -> None:
+        """Let the payload of a frame pass by."""
+
     def close(self) -> None: ...
 
 
-class _WirePath:
+class WirePath:
     """Payload behind its head, on the same connection."""
-
-    piece_bytes = _SCRATCH_BYTES
 
     def __init__(self, wire: Wire, clock: Callable[[], float]) -> None:
         self._wire = wire
@@ -298,6 +293,12 @@ class _WirePath:
 
     def receive(self, views: Sequence[memoryview], deadline: Deadline) -> None:
         self._wire.receive(views, deadline)
+
+    def discard(self, num_bytes: int, deadline: Deadline) -> None:
+        scratch = memoryview(bytearray(min(num_bytes, _SCRATCH_BYTES)))
+        while num_bytes > 0:
+            self._wire.receive([scratch[:num_bytes]], deadline)
+            num_bytes -= len(scratch)
 
     def close(self) -> None:
         """The wire is closed by its owner."""
@@ -311,13 +312,6 @@ def _given_back(sink: Sink, landing: Landing) -> Iterator[None]:
         complete = True
     finally:
         sink.landed(landing, complete=complete)
-
-
-def _scratch(num_bytes: int, piece_bytes: int) -> Iterator[list[memoryview]]:
-    scratch = memoryview(bytearray(min(num_bytes, piece_bytes)))
-    while num_bytes > 0:
-        yield [scratch[:num_bytes]]
-        num_bytes -= len(scratch)
 
 
 def _readable(sock: socket.socket) -> bool:

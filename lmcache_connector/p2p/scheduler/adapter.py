@@ -9,9 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
+from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.errors import AddressError
@@ -20,39 +21,52 @@ from lmcache_connector.p2p.scheduler.consuming import ConsumingRequests
 from lmcache_connector.p2p.scheduler.producing import ProducingRequests
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
-from lmcache_connector.p2p.scheduler.transfer_params import Produce
+from lmcache_connector.p2p.scheduler.transfer_params import Consume, Produce
+from lmcache_connector.requests.identifier import UNREAD, Identified, NotYet
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
-    from lmcache_connector.keys.request_keys import RequestIdentity
     from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 
-class P2PSchedulerAdapter:
-    """``identify`` returns what makes a request's KV unique, or ``None`` for one to leave alone.
+class Identifier(Protocol):
+    """Says what makes a request's KV unique."""
 
-    ``tally`` counts everything under the names of the metrics.
-    """
+    def identify(self, request: Request) -> Identified | NotYet:
+        """``UNREAD``: its content is being read in the background; ask again."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class P2PSchedulerAdapter:
+    """``tally`` counts everything under the names of the metrics."""
 
     def __init__(
         self,
         settings: P2PSchedulerSettings,
         router: Router,
         model_root: dict[str, object],
-        identify: Callable[[Request, str], RequestIdentity | None],
+        identifier: Identifier,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = Tally()
         self._router = router
         self._model_root = model_root
-        self._identify = identify
+        self._identifier = identifier
+        self._unread: dict[str, Produce | Consume] = {}  # what they want, by request
         self._producing = ProducingRequests(settings, self.tally, clock)
         self._consuming = ConsumingRequests(settings, self.tally)
         self._num_resets = 0
         self._settings = settings
         self._hosts: dict[int, str] = {}  # of ranks
+        self._holding: set[int] = set()  # ranks whose paged cache can be read
         self._new_hosts: tuple[str, ...] = ()
 
     # -- requests ------------------------------------------------------------------------------
@@ -67,18 +81,17 @@ class P2PSchedulerAdapter:
                 "Request %s is computed here, without a hand-over: %s", request.request_id, error
             )
             return
-        digest = self._digest(request) if part is not None else None
-        if part is None or digest is None:
-            return
-        if isinstance(part, Produce):
-            self._producing.add(request, part, digest)
-        elif not request.skip_reading_prefix_cache:
-            self._consuming.add(request, part, digest)
+        if part is not None:
+            self._unread[request.request_id] = part
+            self._has_read(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """``None``: this prompt has to wait until there is room to hand it over."""
+        """``None``: this prompt has to wait until its content is read, or there is room to hand it
+        over."""
+        if not self._has_read(request):
+            return None, False
         if not self._producing.may_begin(request.request_id):
             return None, False
         num_tokens = self._consuming.num_offered_tokens(request, num_computed_tokens)
@@ -97,6 +110,8 @@ class P2PSchedulerAdapter:
 
         True: saves still read the blocks, and the worker sides will say when they end.
         """
+        self._unread.pop(request.request_id, None)
+        self._identifier.forget(request)
         self._consuming.finish(request.request_id)
         return self._producing.finish(request.request_id, block_ids, is_served=is_served)
 
@@ -106,6 +121,9 @@ class P2PSchedulerAdapter:
         self._num_resets += 1
         self._producing.reset()
         self._consuming.reset()
+
+    def shutdown(self) -> None:
+        self._identifier.close()
 
     # -- plans and reports ---------------------------------------------------------------------
 
@@ -126,12 +144,14 @@ class P2PSchedulerAdapter:
             self._producing.update(report)
             if report.start is not None:
                 self._hosts[report.start.rank] = report.start.host
+                if report.start.holds:
+                    self._holding.add(report.start.rank)
                 self._announce()
         return short_loads
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
-        left = self._producing.request_ids + self._consuming.request_ids
+        left = [*self._unread, *self._producing.request_ids, *self._consuming.request_ids]
         assert not left, f"requests left: {left}"
 
     @property
@@ -147,15 +167,32 @@ class P2PSchedulerAdapter:
         if len(self._hosts) == self._settings.world_size:
             hosts = tuple(host for _, host in sorted(self._hosts.items()))
             self._producing.address = PeerAddress(hosts[0], own.port)
+            self._producing.holds = len(self._holding) == len(hosts)
             if set(hosts) != {own.host}:
                 self._new_hosts = hosts
 
-    def _digest(self, request: Request) -> bytes | None:
+    def _has_read(self, request: Request) -> bool:
+        """Whether no content is left to read of the request: images, adapters. Then its hand-over
+        begins."""
+        part = self._unread.get(request.request_id)
+        if part is None:
+            return True
+        identity = self._identifier.identify(request)
+        if identity is UNREAD:
+            return False
+        del self._unread[request.request_id]
+        if isinstance(identity, RequestIdentity) and request.num_prompt_tokens:
+            digest = self._digest(request, identity)
+            if isinstance(part, Produce):
+                self._producing.add(request, part, digest)
+            elif not request.skip_reading_prefix_cache:
+                self._consuming.add(request, part, digest)
+        return True
+
+    def _digest(self, request: Request, identity: RequestIdentity) -> bytes:
         """What both instances call the prompt with everything that makes its KV unique."""
-        identity = self._identify(request, f"reset {self._num_resets}")
+        identity = replace(identity, weight_epoch=f"reset {self._num_resets}")
         tokens = request.all_token_ids[: request.num_prompt_tokens]
-        if identity is None or not tokens:
-            return None
         hasher = PrefixHasher(self._model_root, len(tokens))
         extras = identity.extras(0, len(tokens)) if identity.has_extras else b""
         (digest,) = hasher.extend(hasher.root_key(identity.root()), tokens, [extras])

@@ -17,6 +17,7 @@ from lmcache_connector.p2p.plans import (
     HandoverHold,
     HandoverPlan,
     HandoverReport,
+    HeldPrompt,
     Save,
     Start,
 )
@@ -50,6 +51,7 @@ class _Producing:
     begins: bool = True
     sealed: bool = False
     next_block: int = 0
+    held: bool = False
 
     @property
     def transfer_id(self) -> str:
@@ -62,7 +64,8 @@ class _Producing:
 
 class ProducingRequests:
     """``clock`` returns seconds. ``room``: the buffer space promised to them; only read it.
-    ``address``: where consumers find them."""
+    ``address``: where consumers find them. ``holds``: those that are not pushed are read where they
+    lie, in the paged cache."""
 
     def __init__(
         self, settings: P2PSchedulerSettings, tally: Tally, clock: Callable[[], float]
@@ -72,8 +75,9 @@ class ProducingRequests:
         self._clock = clock
         self.room = Reservations(settings.buffer_bytes, settings.num_writers, tally)
         self.address = settings.address
+        self.holds = False
         self._requests: dict[str, _Producing] = {}
-        self._waits_for_room = False
+        self._waits_for_room = self._was_reset = False
         self._announced: list[str] = []
         self._holds: list[HandoverHold] = []
         self._drops: list[Drop] = []
@@ -92,7 +96,10 @@ class ProducingRequests:
     def may_begin(self, request_id: str) -> bool:
         """Whether the prompt may be computed: with room for its hand-over, or without one."""
         state = self._requests.get(request_id)
-        if state is None or state.reserved or state.declined:
+        if state is None or state.reserved or state.declined or state.held:
+            return True
+        if self.holds and state.part.target is None:
+            state.held = True
             return True
         ring = self._settings.ring(state.request.num_prompt_tokens)
         num_bytes = ring.memory_blocks * self._settings.block_bytes
@@ -118,6 +125,8 @@ class ProducingRequests:
         state = self._requests.pop(request_id, None)
         if state is None:
             return False, None
+        if state.held and state.sealed and is_served and not state.declined:
+            return True, self._hold(state, block_ids)
         if not state.started:
             self.room.cancel(state.transfer_id)
             self._drops.append(Drop(state.transfer_id, _ABORTED))
@@ -132,9 +141,10 @@ class ProducingRequests:
     def reset(self) -> None:
         """Hand-overs in flight end: what was computed before must not mix with what comes."""
         for state in self._requests.values():
-            if state.started and not state.declined:
+            if (state.started or state.held) and not state.declined:
                 self._drops.append(Drop(state.transfer_id, _RESET))
             state.declined = True
+        self._was_reset = True
 
     def draft(self, scheduler_output: SchedulerOutput) -> HandoverPlan:
         """The producer's part of a step's plan."""
@@ -148,9 +158,10 @@ class ProducingRequests:
             drops=tuple(self._drops),
             vacated=vacated,
             waits_for_room=self._waits_for_room,
+            reset=self._was_reset,
         )
         self._announced, self._holds, self._drops = [], [], []
-        self._waits_for_room = False
+        self._waits_for_room = self._was_reset = False
         return plan
 
     def update(self, report: HandoverReport) -> None:
@@ -173,6 +184,14 @@ class ProducingRequests:
             num_bytes,
         )
 
+    def _hold(self, state: _Producing, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        num_tokens = state.request.num_prompt_tokens
+        ids = tuple(block_ids[: self._settings.num_blocks(num_tokens)])
+        prompt = HeldPrompt(state.digest, num_tokens, ids)
+        self._holds.append(HandoverHold(state.request.request_id, state.transfer_id, prompt))
+        self._tally.count("p2p_handovers")
+        return self._offer(state, block_ids) if state.part.answers else None
+
     def _offer(self, state: _Producing, block_ids: Sequence[int]) -> dict[str, Any]:
         settings, num_tokens = self._settings, state.request.num_prompt_tokens
         return offer_params(
@@ -189,9 +208,12 @@ class ProducingRequests:
         block_state = scheduler_output.kv_connector_block_state
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or not state.is_saving:
+            if state is None or not (state.is_saving or state.held):
                 continue
             num_tokens = state.request.num_prompt_tokens
+            if state.held:
+                state.sealed = state.request.num_computed_tokens + num_scheduled >= num_tokens
+                continue
             if state.begins:
                 if not state.started and not self._settings.ring(num_tokens).is_whole:
                     self._tally.count("p2p_streamed_handovers")

@@ -20,12 +20,16 @@ from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.control.server import ControlServer
 from lmcache_connector.p2p.control.sockets import is_of_this_machine
 from lmcache_connector.p2p.data.base import Sink, Transport
+from lmcache_connector.p2p.data.links import has_rdma, links
+from lmcache_connector.p2p.data.nixl import NixlTransport
+from lmcache_connector.p2p.data.nixl_agent import Nixl
 from lmcache_connector.p2p.data.tcp import TcpTransport
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.memory.cache_form import form_of
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, RankHost
 from lmcache_connector.p2p.worker.consumer import Consumer
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
-from lmcache_connector.p2p.worker.producer import Producer
+from lmcache_connector.p2p.worker.producer import Producer, Readable
 from lmcache_connector.p2p.worker.role import Role
 from lmcache_connector.p2p.worker.session import Dialer
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
@@ -56,16 +60,19 @@ class P2PWorkerAdapter:
         if paged.device.type == "cpu":
             ask_for_amx()  # this instance may never compute a prompt
         pinned = paged.device.type == "cuda"
+        self._is_on_cpu = paged.device.type == "cpu"
         self._settings = settings
         self._clock = clock
         self._copier = copier or make_copier(paged.device)
         self._host_buffer = HostBuffer(config.kv_buffer_size, config.overflow_bytes, pinned=pinned)
-        self._transports = transports or _transports(config, paged.device, clock)
+        self._nixl = None if transports else _nixl(settings, paged, self._host_buffer, clock)
+        self._transports = transports or _transports(config, self._nixl, clock)
         self._roles: list[Role] = []
         self._idle = self._waits_for_room = False
         self._server: ControlServer | None = None
         self._host = settings.own_host(is_of_this_machine(config.host))
         self._has_reported = False
+        self._settings = settings = _linked(settings, self._nixl)
         self._dialer = Dialer(
             settings.card,
             config.secret_bytes,
@@ -81,11 +88,14 @@ class P2PWorkerAdapter:
 
     def _open(self, paged: PagedLayout, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take up the roles and listen. Raises ``PeerError``."""
-        settings, config = self._settings, self._settings.config
+        settings, config, nixl = self._settings, self._settings.config, self._nixl
         host, ports = config.bind_host or self._host, dict[str, int]()
+        reads = nixl if self._is_on_cpu else None
+        if nixl is not None:
+            nixl.start(reads=settings.consumes, is_read=settings.produces)
         if settings.consumes:
             consumer = Consumer(
-                settings, paged, self._copier, self._host_buffer, self._dialer, self._clock
+                settings, paged, self._copier, self._host_buffer, self._dialer, self._clock, reads
             )
             self._roles.append(consumer)
             ports = self._listen(host, consumer.receive_buffer)
@@ -98,6 +108,7 @@ class P2PWorkerAdapter:
                 self._host_buffer,
                 self._dialer,
                 self._clock,
+                Readable(form_of(paged), reads) if reads is not None else None,
             )
             self._roles.append(producer)
         card = msgspec.structs.replace(settings.card, transports=ports)
@@ -143,8 +154,13 @@ class P2PWorkerAdapter:
         if self._has_reported:
             return output
         self._has_reported = True
-        start = RankHost(self._settings.card.rank, self._host)
+        start = RankHost(self._settings.card.rank, self._host, self._holds)
         return replace(output, report=replace(output.report or HandoverReport(), start=start))
+
+    @property
+    def _holds(self) -> bool:
+        """Whether peers can read its paged cache."""
+        return self._nixl is not None and self._is_on_cpu and self._settings.produces
 
     @property
     def used_bytes(self) -> int:
@@ -224,17 +240,52 @@ def _describe(
     return PagedLayout.from_kv_caches({name: kv_caches[name] for name in specs}, specs)
 
 
+def _nixl(
+    settings: P2PWorkerSettings,
+    paged: PagedLayout,
+    host_buffer: HostBuffer,
+    clock: Callable[[], float],
+) -> Nixl | None:
+    """With all memory that KV leaves from or lands in. Raises ``PeerError`` if it must be there and
+    is not."""
+    config = settings.config
+    if config.transport == "tcp" or not (config.transport == "nixl" or config.knows_its_peers):
+        return None
+    try:
+        nixl = Nixl(f"lmcache-{settings.card.rank}", clock, is_local=_is_local(config))
+    except PeerError as error:
+        if config.transport == "nixl":
+            raise
+        logger.info("KV is handed over by TCP: %s", error)
+        return None
+    nixl.register(*host_buffer.place)
+    if paged.device.type == "cpu":
+        for start, end in paged.spans.tolist():
+            nixl.register(start, end - start)
+    return nixl
+
+
+def _is_local(config: P2PConfig) -> bool:
+    """Whether NIXL is for peers on this machine only."""
+    return config.is_loopback or (config.transport == "auto" and not has_rdma())
+
+
+def _linked(settings: P2PWorkerSettings, nixl: Nixl | None) -> P2PWorkerSettings:
+    """The card says over what this rank can read and be read."""
+    if nixl is None:
+        return settings
+    config = settings.config
+    found = links(is_local=_is_local(config), anywhere=config.transport == "nixl")
+    return replace(settings, card=msgspec.structs.replace(settings.card, links=found))
+
+
 def _transports(
-    config: P2PConfig, device: torch.device, clock: Callable[[], float]
+    config: P2PConfig, nixl: Nixl | None, clock: Callable[[], float]
 ) -> dict[str, Transport]:
     """By name, the preferred one first."""
     transports: dict[str, Transport] = {}
-    if config.transport != "tcp" and device.type == "cuda":
-        from lmcache_connector.p2p.data.process_group import ProcessGroupTransport
-
-        transports["nccl"] = ProcessGroupTransport("nccl", device, config.stall_seconds, clock)
-    if config.transport == "nccl" and not transports:
-        raise PeerError(f"NCCL needs a GPU, and the KV cache is on {device}")
-    if config.transport != "nccl":
+    if nixl is not None:
+        transports["nixl"] = NixlTransport(nixl, config.stall_seconds, clock)
+    if config.transport != "nixl":
         transports["tcp"] = TcpTransport(config.stall_seconds, clock)
     return transports

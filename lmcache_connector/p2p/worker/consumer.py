@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import Peer
+from lmcache_connector.p2p.data.nixl_agent import Nixl
+from lmcache_connector.p2p.memory.cache_form import form_of
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.loader import Loader
 from lmcache_connector.p2p.worker.poller import Poller
+from lmcache_connector.p2p.worker.reader import Reader
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.role import Role
 from lmcache_connector.p2p.worker.session import Connect
@@ -28,7 +31,7 @@ _GAVE_UP = Cause(Reason.GAVE_UP, "the consumer gave up")
 
 
 class Consumer(Role):
-    """``receive_buffer`` is the sink for this rank's transports."""
+    """``receive_buffer`` is the sink for this rank's transports. ``nixl``: knows the cache."""
 
     def __init__(
         self,
@@ -38,10 +41,12 @@ class Consumer(Role):
         host_buffer: HostBuffer,
         connect: Connect,
         clock: Callable[[], float],
+        nixl: Nixl | None = None,
     ) -> None:
-        self.receive_buffer = ReceiveBuffer(settings, host_buffer, clock)
-        self._loader = Loader(paged, copier, self.receive_buffer, clock)
-        self._poller = Poller(self.receive_buffer, settings.own, connect, settings.config, clock)
+        self.receive_buffer = buffer = ReceiveBuffer(settings, host_buffer, clock)
+        self._loader = Loader(paged, copier, buffer, clock)
+        reader = Reader(settings, form_of(paged), nixl, buffer, clock) if nixl is not None else None
+        self._poller = Poller(buffer, settings.own, connect, settings.config, clock, reader)
 
     def start_loads(self, plan: HandoverPlan) -> None:
         for arrival in plan.arrivals:

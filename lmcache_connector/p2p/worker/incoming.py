@@ -1,6 +1,6 @@
 """One prompt's KV at its consumer, as it arrives, and the requests that wait for it.
 
-It lies in memory as at its producer, see :mod:`lmcache_connector.p2p.worker.outgoing`.
+It lies in memory as at its producer, see :mod:`lmcache_connector.p2p.memory.outgoing`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from lmcache_connector.p2p.control.messages import Offer
 from lmcache_connector.p2p.control.peers import Overlap
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.memory.outgoing import RingMemory
 from lmcache_connector.p2p.plans import HandoverLoad
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.outgoing import RingMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ class Waiting:
     """A request whose blocks are allocated. ``since``: on the buffer's clock.
 
     ``num_blocks``: of its blocks are in the cache, from the first on. ``cause``: what ended the
-    wait early. ``unusable``: what has arrived must not be used for it. ``taken``: the loader has
-    it.
+    wait early. ``unusable``: what has arrived must not be used for it. ``taken``: the loader or a
+    reader has it. ``read_bytes`` were read at the producer, in ``read_seconds``.
     """
 
     load: HandoverLoad
@@ -183,6 +183,23 @@ class Waiting:
     cause: Cause | None = None
     unusable: bool = False
     taken: bool = False
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its blocks are in the cache."""
+        return self.num_blocks == len(self.load.block_ids)
+
+    def has_read(self, num_bytes: int, seconds: float, cause: Cause | None) -> None:
+        """The blocks were read at the producer; ``cause``: why not. Whoever took it gives it
+        back."""
+        self.taken = False
+        self.read_bytes, self.read_seconds = num_bytes, seconds
+        if cause is None and not self.unusable:
+            self.num_blocks = len(self.load.block_ids)
+        else:
+            self.cause = self.cause or cause
 
     @property
     def deadline(self) -> float:

@@ -66,14 +66,13 @@ class Loader:
 
     def _result(self, arrived: Arrived) -> HandoverResult:
         waiting, incoming = arrived.waiting, arrived.incoming
-        is_whole = waiting.num_blocks == len(waiting.load.block_ids)
         return HandoverResult(
             waiting.load.request_id,
             waiting.num_blocks,
             seconds=self._clock() - waiting.since,
-            wire_bytes=incoming.num_bytes if incoming is not None else 0,
-            wire_seconds=incoming.wire_seconds if incoming is not None else 0.0,
-            cause=None if is_whole else waiting.cause or _SHORT,
+            wire_bytes=incoming.num_bytes if incoming is not None else waiting.read_bytes,
+            wire_seconds=incoming.wire_seconds if incoming is not None else waiting.read_seconds,
+            cause=None if waiting.is_whole else waiting.cause or _SHORT,
         )
 
     def _load(self, arrived: Arrived) -> tuple[int, Cause | None]:

@@ -21,6 +21,7 @@ from lmcache_connector.p2p.control.peers import overlap, ranks_of
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.incoming import Waiting
+from lmcache_connector.p2p.worker.reader import Place, Reader
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.session import Connect, PeerSession
 from lmcache_connector.threads import start_thread
@@ -28,6 +29,7 @@ from lmcache_connector.threads import start_thread
 logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.2
+_LOOK_SECONDS = 0.02  # what is to be read is not announced
 _IDLE_SECONDS = 60.0
 _MAX_PRODUCERS = 64
 _MAX_FORGETS = 1024
@@ -48,6 +50,7 @@ class _PolledProducer:
     thread: threading.Thread | None = None
     has_news: bool = False
     closed: bool = False
+    ask_seconds: float = _ASK_SECONDS
 
     def tell(self) -> None:
         self.has_news = True
@@ -74,7 +77,7 @@ class _Todo:
 
 
 class Poller:
-    """``own``: this rank."""
+    """``own``: this rank. ``reader``: reads what producers hold in their paged caches."""
 
     def __init__(
         self,
@@ -83,8 +86,10 @@ class Poller:
         connect: Connect,
         config: P2PConfig,
         clock: Callable[[], float],
+        reader: Reader | None = None,
     ) -> None:
         self._buffer = buffer
+        self._reader = reader
         self._own = own
         self._connect = connect
         self._grace_seconds = config.unknown_grace_seconds
@@ -166,14 +171,18 @@ class Poller:
 
     def _work(self, producer: _PolledProducer) -> None:
         sessions: list[PeerSession] = []
+        places: Sequence[Place] | None = None
         idle_seconds = _IDLE_SECONDS
         try:
             while (todo := self._next(producer, idle_seconds)) is not None:
                 idle_seconds = _IDLE_SECONDS
                 try:
-                    sessions = sessions or self._open(producer.source)
+                    if not sessions:
+                        sessions = self._open(producer.source)
+                        places = self._reader.places(sessions) if self._reader else None
+                        producer.ask_seconds = _ASK_SECONDS if places is None else _LOOK_SECONDS
                     for each in todo.waiting:
-                        self._want(producer.source, sessions, each)
+                        self._want(producer.source, sessions, places, each)
                     for message in todo.tell:
                         for session in sessions:
                             session.ask(message)
@@ -184,10 +193,10 @@ class Poller:
                     logger.exception("Asking %s failed", producer.source)
                     cause = Cause(Reason.OTHER, f"asking {producer.source} failed")
                 self._lose(todo.waiting, cause)
-                _close(sessions)
-                sessions, idle_seconds = [], 0.0  # whoever names it next dials anew
+                self._leave(sessions, places)
+                sessions, places, idle_seconds = [], None, 0.0  # who names it next dials anew
         finally:
-            _close(sessions)
+            self._leave(sessions, places)
 
     def _next(self, producer: _PolledProducer, idle_seconds: float) -> _Todo | None:
         """What to ask and tell now: at once what is new, the rest again after a while.
@@ -206,7 +215,7 @@ class Poller:
                     producer.closed = True
                     return None
                 pause = idle_seconds if is_idle else self._keep_seconds
-                pause = _ASK_SECONDS if producer.waiting else pause
+                pause = producer.ask_seconds if producer.waiting else pause
             with producer.changed:
                 producer.changed.wait_for(lambda: producer.has_news or self._stopping, pause)
         producer.closed = True
@@ -216,7 +225,7 @@ class Poller:
         producer.waiting = [w for w in producer.waiting if not self._buffer.is_over(w)]
         is_new = any(w not in producer.asked for w in producer.waiting)
         waiting: list[Waiting] = []
-        if is_new or quiet_seconds >= _ASK_SECONDS:
+        if is_new or quiet_seconds >= producer.ask_seconds:
             waiting = producer.asked = list(producer.waiting)
         kept = producer.take_kept(self._clock(), self._keep_seconds)
         return _Todo(waiting, [*kept, *producer.take_forgets()])
@@ -237,11 +246,22 @@ class Poller:
             raise
         return sessions
 
-    def _want(self, source: PeerAddress, sessions: list[PeerSession], waiting: Waiting) -> None:
-        load = waiting.load
-        want = messages.Want(load.transfer_id, load.digest, load.first_block)
-        for session in sessions:
-            cause = self._judge(source, session.ask(want), waiting)
+    def _want(
+        self,
+        source: PeerAddress,
+        sessions: list[PeerSession],
+        places: Sequence[Place] | None,
+        waiting: Waiting,
+    ) -> None:
+        load, reads = waiting.load, places is not None
+        want = messages.Want(load.transfer_id, load.digest, load.first_block, reads)
+        answers = [session.ask(want) for session in sessions]
+        held = [answer for answer in answers if isinstance(answer, messages.Held)]
+        if self._reader is not None and places is not None and len(held) == len(sessions):
+            self._reader.read(sessions, places, held, waiting)
+            return
+        for answer in answers:
+            cause = self._judge(source, answer, waiting)
             if cause is not None:
                 self._buffer.fail(load.transfer_id, cause)
 
@@ -257,6 +277,11 @@ class Poller:
         if isinstance(answer, messages.Sent):
             return Cause(Reason.NOT_ARRIVED, f"{source} has sent it, but it did not arrive")
         return None
+
+    def _leave(self, sessions: list[PeerSession], places: Sequence[Place] | None) -> None:
+        _close(sessions)
+        if self._reader is not None and places is not None:
+            self._reader.forget(places)
 
     def _lose(self, waiting: Sequence[Waiting], cause: Cause) -> None:
         for each in waiting:

@@ -19,11 +19,11 @@ from lmcache_connector.p2p.control.peers import Peer, overlap, ranks_of
 from lmcache_connector.p2p.data.base import Landing
 from lmcache_connector.p2p.data.frame import BLAKE3_BYTES, Frame
 from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
+from lmcache_connector.p2p.memory.outgoing import RingMemory
 from lmcache_connector.p2p.plans import HandoverLoad
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.incoming import Arrived, Incoming, Stretch, Ticket, Waiting
-from lmcache_connector.p2p.worker.outgoing import RingMemory
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 
 _MAX_REMEMBERED = 4096
@@ -89,6 +89,13 @@ class ReceiveBuffer:
         with self.changed:
             return not waiting.is_open or self._is_complete(waiting)
 
+    def take_to_read(self, waiting: Waiting) -> bool:
+        """Whether it may be read at the producer: nobody else touches its blocks until it was."""
+        with self.changed:
+            may_read = waiting.is_open and waiting.load.transfer_id not in self._incoming
+            waiting.taken |= may_read
+            return may_read
+
     def awaits(self, transfer_id: str) -> bool:
         """Whether a request waits for it."""
         with self.changed:
@@ -144,7 +151,7 @@ class ReceiveBuffer:
                 for waiting in (*self._waiting.values(), *self._latecomers):
                     if waiting.taken:
                         continue
-                    if waiting.cause or self._is_complete(waiting):
+                    if waiting.cause or waiting.is_whole or self._is_complete(waiting):
                         return self._take(waiting, is_last=True)
                     if self._has_segment(waiting):
                         return self._take(waiting, is_last=False)

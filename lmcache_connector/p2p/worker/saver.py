@@ -8,7 +8,7 @@ from lmcache_connector.copy_kv_blocks.copier import Copier, copy_kv_blocks
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import PagedLayout
 from lmcache_connector.p2p.data.frame import NO_DIGEST, digest_of
-from lmcache_connector.p2p.worker.outgoing import LayerSave, Piece
+from lmcache_connector.p2p.memory.outgoing import LayerSave, Piece
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
 from lmcache_connector.threads import start_thread
 

@@ -18,11 +18,8 @@ from heapq import heappop
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import Overlap
-from lmcache_connector.p2p.plans import Start
-from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.ring import Ring
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
-from lmcache_connector.p2p.worker.outgoing import (
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
+from lmcache_connector.p2p.memory.outgoing import (
     Delivery,
     Destination,
     LayerSave,
@@ -31,6 +28,9 @@ from lmcache_connector.p2p.worker.outgoing import (
     Piece,
     RingMemory,
 )
+from lmcache_connector.p2p.plans import Start
+from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.ring import Ring
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 _MAX_REMEMBERED = 4096
@@ -99,6 +99,14 @@ class SendBuffer:
                 self._end(outgoing, cause)
             else:
                 self._remember(transfer_id, cause)
+
+    def held_ended(self, transfer_id: str, cause: Cause | None) -> None:
+        """A prompt that was held in the paged cache. Without a cause, all have read it."""
+        with self.changed:
+            self._announced.discard(transfer_id)
+            self._remember(transfer_id, cause)
+            if cause is not None:
+                self._unsent.append((transfer_id, cause.reason))
 
     def get(self, transfer_id: str) -> Outgoing | None:
         with self.changed:

@@ -25,7 +25,7 @@ from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
 from lmcache_connector.p2p.crew import Crew
 from lmcache_connector.p2p.data.frame import Frame, digest_of
 from lmcache_connector.p2p.errors import PeerError, RefusedError
-from lmcache_connector.p2p.worker.outgoing import Delivery, Destination, Part
+from lmcache_connector.p2p.memory.outgoing import Delivery, Destination, Part
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
 from lmcache_connector.p2p.worker.session import Connect, PeerSession
 from lmcache_connector.threads import start_thread

@@ -27,6 +27,11 @@ class PeerSession:
     def card(self) -> Card:
         return self._client.peer.card
 
+    @property
+    def has_link(self) -> bool:
+        """Whether one of the two can read the other's memory."""
+        return not set(self._client.own_card.links).isdisjoint(self.card.links)
+
     def ask(self, message: Message) -> Message:
         """Raises ``RefusedError`` for a refusal, ``PeerError`` for silence or nonsense."""
         return self._client.ask(message)
@@ -45,7 +50,8 @@ class PeerSession:
     def _open(self) -> Outlet:
         """Where the peer's own card says: nobody else has a say in it."""
         card, peer = self.card, self._client.peer
-        name = next((name for name in self._transports if name in card.transports), None)
+        names = [name for name in self._transports if name != "nixl" or self.has_link]
+        name = next((name for name in names if name in card.transports), None)
         if name is None:
             raise PeerError(f"{card.address} shares no transport with this instance")
         session = Session(peer.session, peer.data_key)

@@ -103,9 +103,9 @@ def test_ranks_follow_the_first_port() -> None:
 
 
 def test_no_two_ranks_of_a_host_and_no_two_transports_share_a_data_port() -> None:
-    ranks = [data_ports(5000, place, ["nccl", "tcp"]) for place in range(4)]
+    ranks = [data_ports(5000, place, ["nixl", "tcp"]) for place in range(4)]
     assert sorted(port for ports in ranks for port in ports.values()) == list(range(5000, 5008))
     assert data_ports(5000, 3, ["tcp"]) == {"tcp": 5003}
-    assert data_ports(0, 3, ["nccl", "tcp"]) == {"nccl": 0, "tcp": 0}
+    assert data_ports(0, 3, ["nixl", "tcp"]) == {"nixl": 0, "tcp": 0}
     with pytest.raises(AddressError, match="choose a lower one"):
         data_ports(65535, 1, ["tcp"])

@@ -85,7 +85,7 @@ def test_another_version_is_told_so(server: PeerAddress) -> None:
     packet = bytearray(messages.pack(1, b""))
     packet[4:6] = (7).to_bytes(2, "little")
     assert _refusal(_exchange(server, bytes(packet))) == (
-        "you speak version 7 of the protocol, I speak 2"
+        "you speak version 7 of the protocol, I speak 3"
     )
 
 

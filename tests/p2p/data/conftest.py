@@ -17,8 +17,9 @@ SESSION = Session(b"s" * 16, b"k" * 32)
 
 @dataclass
 class Collector:
-    """A sink that keeps what lands. ``refuses``: tickets nobody wants."""
+    """A sink that keeps what lands. ``refuses``: tickets nobody wants. ``room``: memory for it."""
 
+    room: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size))
     refuses: frozenset[int] = frozenset()
     frames: list[tuple[Frame, list[bytes]]] = field(default_factory=list)
     incomplete: int = 0
@@ -31,11 +32,11 @@ class Collector:
             raise PeerError("a frame of something else")
         if frame.ticket in self.refuses:
             return None
-        buffers = [bytearray(frame.head_bytes) for _ in range(frame.num_heads)]
-        return Landing([memoryview(b) for b in buffers], (frame, buffers))
+        buffers = [self.room(frame.head_bytes) for _ in range(frame.num_heads)]
+        return Landing(buffers, (frame, buffers))
 
     def landed(self, landing: Landing, *, complete: bool) -> None:
-        frame, buffers = cast(tuple[Frame, list[bytearray]], landing.token)
+        frame, buffers = cast(tuple[Frame, list[memoryview]], landing.token)
         with self.changed:
             if complete:
                 self.frames.append((frame, [bytes(b) for b in buffers]))

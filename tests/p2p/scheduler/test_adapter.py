@@ -13,6 +13,7 @@ from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
+from lmcache_connector.requests.identifier import UNREAD, Bypass, NotYet
 
 OWN = PeerAddress("127.0.0.1", 5)
 BLOCK = 16
@@ -42,7 +43,25 @@ class Clock:
         return self.now
 
 
-def make(role: str = "producer", buffer_blocks: int = 100, clock: Clock | None = None) -> Any:
+class PlainRequests:
+    """Identifies at once."""
+
+    def identify(self, request: Any) -> RequestIdentity:
+        return RequestIdentity()
+
+    def forget(self, request: Any) -> None:
+        """Nothing is remembered."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def make(
+    role: str = "producer",
+    buffer_blocks: int = 100,
+    clock: Clock | None = None,
+    identifier: Any = None,
+) -> Any:
     settings = P2PSchedulerSettings(
         block_size=BLOCK,
         block_bytes=10,
@@ -63,8 +82,9 @@ def make(role: str = "producer", buffer_blocks: int = 100, clock: Clock | None =
         pushes=True,
         may_talk_to=lambda _: True,
     )
-    identify: Any = lambda request, epoch: RequestIdentity(weight_epoch=epoch)  # noqa: E731
-    return P2PSchedulerAdapter(settings, router, {"model": 1}, identify, clock or Clock())
+    return P2PSchedulerAdapter(
+        settings, router, {"model": 1}, identifier or PlainRequests(), clock or Clock()
+    )
 
 
 def step(
@@ -334,3 +354,56 @@ class TestConsumer:
         begin(producer, sent)
         start = step(producer, {sent: 50}, {"s": [1, 2, 3, 4]}).starts[0]
         assert step(side, {}, {}).loads[0].digest != start.digest
+
+
+class BeingRead(PlainRequests):
+    """Has an image, or an adapter."""
+
+    def __init__(self) -> None:
+        self.found: RequestIdentity | Bypass | NotYet = UNREAD
+        self.forgotten: list[str] = []
+
+    def identify(self, request: Any) -> Any:
+        return self.found
+
+    def forget(self, request: Any) -> None:
+        self.forgotten.append(request.request_id)
+
+
+class TestContent:
+    """It is read in the background: nothing of a hand-over begins before it has a name."""
+
+    def test_a_prompt_waits_until_it_is_read(self) -> None:
+        identifier = BeingRead()
+        side, request = make(identifier=identifier), asks_for_decode("r", 40)
+        assert begin(side, request) == (None, False)
+        assert side.get_num_new_matched_tokens(request, 0) == (None, False)
+        identifier.found = RequestIdentity(lora="its files")
+        assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+        (start,) = step(side, {request: 40}, {"r": [1, 2, 3]}).starts
+        plain = begin_and_start(make(), asks_for_decode("r", 40))
+        assert start.digest != plain.digest
+
+    def test_one_that_cannot_be_read_is_computed_without_a_hand_over(self) -> None:
+        identifier = BeingRead()
+        side, request = make(identifier=identifier), asks_for_decode("r", 40)
+        begin(side, request)
+        identifier.found = Bypass.ADAPTER
+        assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert step(side, {request: 40}, {"r": [1, 2, 3]}).starts == ()
+        side.request_finished(request, [1, 2, 3], is_served=True)
+        assert identifier.forgotten == ["r"]
+        side.check_integrity()
+
+    def test_an_aborted_one_is_forgotten(self) -> None:
+        identifier = BeingRead()
+        side, request = make(identifier=identifier), asks_for_decode("r", 40)
+        begin(side, request)
+        side.request_finished(request, [], is_served=False)
+        side.check_integrity()
+
+
+def begin_and_start(side: Any, request: FakeRequest) -> Any:
+    begin(side, request)
+    (start,) = step(side, {request: 40}, {"r": [1, 2, 3]}).starts
+    return start

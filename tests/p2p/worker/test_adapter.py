@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_connector.p2p.control.messages import Message
+from lmcache_connector.p2p.memory.outgoing import Outgoing
 from lmcache_connector.p2p.plans import Drop, HandoverHold, HandoverPlan, Release, Save, Start
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.outgoing import Outgoing
 from lmcache_connector.p2p.worker.producer import Producer
 from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,

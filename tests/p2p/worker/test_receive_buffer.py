@@ -16,9 +16,9 @@ from lmcache_connector.p2p.control.messages import Accepted, Busy, Card, Offer, 
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.frame import Frame
 from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
 from lmcache_connector.p2p.plans import HandoverLoad
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
 from lmcache_connector.p2p.worker.incoming import Arrived
 from lmcache_connector.p2p.worker.receive_buffer import ReceiveBuffer
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings

@@ -17,11 +17,11 @@ from lmcache_connector.kv_layout.topology import all_ranks
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.errors import AddressError, PeerError
+from lmcache_connector.p2p.memory.host_buffer import HostBuffer
+from lmcache_connector.p2p.memory.outgoing import Outgoing, Piece
 from lmcache_connector.p2p.plans import Start
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.ring import Ring
-from lmcache_connector.p2p.worker.host_buffer import HostBuffer
-from lmcache_connector.p2p.worker.outgoing import Outgoing, Piece
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
 from lmcache_connector.p2p.worker.sender import Sender
 from lmcache_connector.p2p.worker.session import PeerSession

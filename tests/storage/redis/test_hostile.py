@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
+from lmcache_connector.storage.redis.client.conversation import Conversation
 from lmcache_connector.storage.redis.client.dial import TALK_ERRORS
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.connections import Servers, warn_of_noeviction
+from lmcache_connector.storage.redis.connections import Servers, look_at_memory
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import make_topology
@@ -85,11 +86,14 @@ class Caller:
     def connect(self) -> None:
         config = settings(self.url)
         topology = make_topology(config, time.monotonic)
-        servers = Servers(config, topology, time.monotonic, random.random, warn_of_noeviction)
+        servers = Servers(config, topology, time.monotonic, random.random, self.greet)
         with contextlib.suppress(*TALK_ERRORS):
             topology.prepare()
             for node in islice(topology.nodes(), 3):
                 servers.connect(node).close()
+
+    def greet(self, conversation: Conversation) -> None:
+        assert look_at_memory(conversation) in (False, True)
 
     def learn(self) -> None:
         topology = make_topology(settings(self.url), time.monotonic)

@@ -14,6 +14,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.utils.hashing import sha256
@@ -42,6 +43,8 @@ class Shape:
 
     ``beside``: where our connector stands, with another one under a ``MultiConnector``. ``zeroes``:
     reused blocks are zeroed before the step's plan is handed over, as model runner V2 may.
+    ``lookahead``: 1 for a drafter's head, whose KV follows from the next token; it runs in steps
+    with requests up to ``drafted_len``.
     ``groups``: the model's KV cache groups; "full", or a rule's letter and span: "w40", "c64", or
     "s" for states, whose chunks are blocks.
     """
@@ -61,16 +64,20 @@ class Shape:
     audit_share: float = 0.0
     kv_events: bool = False
     groups: tuple[str, ...] = ("full",)
+    lookahead: int = 0
+    drafted_len: int = MAX_MODEL_LEN - 1
 
 
 def build_scheduler(model: Path, shape: Shape) -> Scheduler:
     init_none_hash(sha256)
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=shape.prefix_caching)
     cache.num_gpu_blocks = shape.num_blocks
+    model_config = ModelConfig(
+        model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
+    )
     config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
-        ),
+        model_config=model_config,
+        speculative_config=_eagle(model_config, shape) if shape.lookahead else None,
         scheduler_config=SchedulerConfig(
             max_num_seqs=6,
             max_num_batched_tokens=shape.max_batched_tokens,
@@ -104,6 +111,19 @@ def build_scheduler(model: Path, shape: Shape) -> Scheduler:
     for manager in built.kv_cache_manager.coordinator.single_type_managers:
         manager._record_new_block_ids = shape.zeroes
     return built
+
+
+def _eagle(target: ModelConfig, shape: Shape) -> SpeculativeConfig:
+    """A head of the model's own form. Nothing is read of it but its configuration."""
+    parallel = ParallelConfig(tensor_parallel_size=1)
+    return SpeculativeConfig(
+        method="eagle",
+        model=target.model,
+        num_speculative_tokens=1,
+        max_model_len=shape.drafted_len + 1,
+        target_model_config=target,
+        target_parallel_config=parallel,
+    )
 
 
 def _group(shape: Shape, index: int, code: str) -> KVCacheGroupSpec:

@@ -327,7 +327,7 @@ class ShadowEngine:
         parts = [metadata]
         if isinstance(metadata, MultiKVConnectorMetadata):
             parts = list(metadata.metadata)
-        (ours,) = [part.plan for part in parts if isinstance(part, PlanMetadata)]
+        (ours,) = [part.plan or StepPlan() for part in parts if isinstance(part, PlanMetadata)]
         aborted, self._aborted = frozenset(self._aborted), set()
         for part in parts:
             if isinstance(part, ForeignMetadata):
@@ -344,12 +344,14 @@ class ShadowEngine:
     def _pass(self, request_id: str, start: int, end: int) -> Pass:
         """Tokens not sampled yet are known here: the shadow model is a function of the prompt."""
         stream = self._streams[request_id]
-        while len(stream) < end:
+        known = end + self.shape.lookahead
+        while len(stream) < known:
             stream.append(_next_token(stream))
-        return Pass(request_id, start, end, self._cells(request_id, stream[:end]))
+        return Pass(request_id, start, end, self._cells(request_id, stream[:known]))
 
     def _cells(self, request_id: str, tokens: Sequence[int]) -> Cells:
-        return cells_of(tokens, self._sources[request_id], self.version)
+        source = self._sources[request_id]
+        return cells_of(tokens, source, self.version, self.shape.lookahead)
 
     def _name_keys(self, plan: StepPlan, tables: dict[str, BlockIds]) -> None:
         """Say what each key of a plan must hold, from the request's own tokens."""
@@ -418,11 +420,11 @@ class ShadowEngine:
         )
 
     def _sample_one(self, one: Pass) -> list[int]:
-        """A token if the pass reached the end of what the request had."""
+        """A token if the pass reached the end of what the request had, and each draft before it:
+        all drafts are accepted."""
         # Steps run in order, so whatever was sampled before this pass has been processed.
-        if one.end < self.requests[one.request_id].num_tokens:
-            return []
-        return [_next_token(self._streams[one.request_id][: one.end])]
+        known, stream = self.requests[one.request_id].num_tokens, self._streams[one.request_id]
+        return [_next_token(stream[:end]) for end in range(known, one.end + 1)]
 
 
 def _next_token(tokens: Sequence[int]) -> int:

@@ -2,8 +2,9 @@
 
 The KV of a position is one integer, the *cell*: a digest of what the request computes with, of all
 tokens up to that position and of the images they stand for, as in a real model any change before it
-changes it. A forward pass reads all cells before the ones it writes. If one is wrong it fails, or,
-where vLLM itself or another connector may be wrong, writes wrong ones.
+changes it; with a drafter's head, of the token after it too. A forward pass reads all cells before
+the ones it writes. If one is wrong it fails, or, where vLLM itself or another connector may be
+wrong, writes wrong ones.
 """
 
 from __future__ import annotations
@@ -66,17 +67,20 @@ class Source:
         return self.adapter_version < 0
 
 
-def cells_of(tokens: Sequence[int], source: Source = Source(), weights: int = 0) -> Cells:
-    """The right ones."""
+def cells_of(
+    tokens: Sequence[int], source: Source = Source(), weights: int = 0, lookahead: int = 0
+) -> Cells:
+    """The right ones, of all tokens but the last ``lookahead``."""
     root = f"{source.salt}/{source.adapter}/{source.adapter_version}/{weights}"
     out, last = [], zlib.crc32(root.encode())
     shown = {
         p: zlib.crc32(i.content.encode()) for i in source.images for p in range(i.start, i.end)
     }
-    for position, token in enumerate(tokens):
-        last = cell(last, shown.get(position, token))
+    inputs = [shown.get(position, token) for position, token in enumerate(tokens)]
+    for one in inputs:
+        last = cell(last, one)
         out.append(last)
-    return tuple(out)
+    return tuple(map(cell, out, inputs[lookahead:])) if lookahead else tuple(out)
 
 
 def cells_of_part(cells: Cells, part: int) -> Cells:

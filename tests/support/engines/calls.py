@@ -97,3 +97,12 @@ def _drain_writes(worker: Any) -> None:
             return
         time.sleep(0.01)
     raise RuntimeError("writes do not end")
+
+
+def draft_counts(probe: EngineProbe) -> tuple[int, int]:
+    """Tokens drafted since the start, and how many of them were accepted."""
+    values: dict[str, Any] = {m.name: getattr(m, "value", 0) for m in probe._llm.get_metrics()}
+    return (
+        int(values.get("vllm:spec_decode_num_draft_tokens", 0)),
+        int(values.get("vllm:spec_decode_num_accepted_tokens", 0)),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.engines.instance import VllmInstance, set_environment
 from tests.support.engines.p2p_instances import free_ports
-
-needs_nixl = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None or importlib.util.find_spec("nixl_cu13") is None,
-    reason="runs where the wheels nixl and nixl-cu13 are installed: there are some for Linux",
-)
+from tests.support.engines.probe import EngineProbe
 
 
 def nixl_transfer(role: str) -> dict[str, Any]:
@@ -47,3 +40,22 @@ def running_nixl(
         with ThreadPoolExecutor(len(instances)) as pool:
             list(pool.map(stack.enter_context, instances))
         yield instances
+
+
+def nixl_transferred(probe: EngineProbe) -> tuple[float, float, float]:
+    """Bytes that vLLM's connector has fetched here so far, the seconds of its transfers, and how
+    many failed."""
+    from prometheus_client import REGISTRY
+
+    probe.serve([1] * 10)  # vLLM counts with the next step
+    names = (
+        "vllm:nixl_bytes_transferred_sum",
+        "vllm:nixl_xfer_time_seconds_sum",
+        "vllm:nixl_num_failed_transfers_total",
+    )
+    sums = dict.fromkeys(names, 0.0)
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name in sums:
+                sums[sample.name] += float(sample.value)
+    return sums[names[0]], sums[names[1]], sums[names[2]]

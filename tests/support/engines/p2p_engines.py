@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.support.engines.handover import Answer, Ask, ask
+from tests.support.engines.handover import Answer, Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
 
 
@@ -43,12 +43,12 @@ class Engines:
     def hand_over(self, prompt: Sequence[int]) -> tuple[Answer, Answer]:
         """By request id, one after the other, as a router does."""
         name = self.name()
-        cold = self.prefill[0][0].call(ask, Ask(name, prompt, 1))
+        cold = self.prefill[0][0].call(prefill, Ask(name, prompt, 1))
         return cold, self.decode[0][0].call(ask, Ask(name, prompt))
 
     def hand_over_by_params(self, prompt: Sequence[int]) -> tuple[Answer, Answer]:
         params = {"do_remote_decode": True, "do_remote_prefill": False}
-        cold = self.prefill[0][0].call(ask, Ask(f"p{next(self.numbers)}", prompt, 1, params))
+        cold = self.prefill[0][0].call(prefill, Ask(f"p{next(self.numbers)}", prompt, 1, params))
         served = self.decode[0][0].call(
             ask, Ask(f"d{next(self.numbers)}", prompt, params=cold.params)
         )

@@ -20,10 +20,12 @@ from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.data.base import Transport
 from lmcache_connector.p2p.plans import (
+    HandoverHold,
     HandoverLoad,
     HandoverPlan,
     HandoverReport,
     HandoverResult,
+    HeldPrompt,
     Save,
     Start,
 )
@@ -155,6 +157,15 @@ class FakeInstance:
             plan = HandoverPlan(starts=() if first else (start,), saves=(save,))
             self.step(plan, self.compute(ids, seed))
 
+    def hold(
+        self, transfer_id: str, block_ids: Sequence[int], *, seed: int = 1, digest: bytes = DIGEST
+    ) -> None:
+        """Compute a prompt that stays in these blocks."""
+        prompt = HeldPrompt(digest, len(block_ids) * BLOCK_SIZE, tuple(block_ids))
+        self.step(HandoverPlan(announced=(transfer_id,)), self.compute(block_ids, seed))
+        hold = HandoverHold(f"request of {transfer_id}", transfer_id, prompt)
+        self.step(HandoverPlan(holds=(hold,)))
+
     def load(
         self,
         transfer_id: str,
@@ -242,7 +253,8 @@ def running_instance(
     **config: object,
 ) -> Iterator[FakeInstance]:
     """All ranks of one instance on free ports. ``config``: settings other than the tests' own."""
-    settings = P2PConfig(**{"stall_seconds": 1.0, "kv_buffer_size": 1 << 24, **config})  # type: ignore[arg-type]
+    defaults = {"stall_seconds": 1.0, "kv_buffer_size": 1 << 24, "transport": "tcp"}
+    settings = P2PConfig(**{**defaults, **config})  # type: ignore[arg-type]
     address = PeerAddress("127.0.0.1", free_ports(tp_size))
     instance = FakeInstance(address, [])
     try:

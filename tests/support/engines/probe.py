@@ -218,10 +218,13 @@ class EngineProbe:
         self.engine.engine_core.shutdown()
 
     @property
-    def _has_windows(self) -> bool:
-        """Whether requests let go of blocks as they go on."""
+    def _has_unlike_layers(self) -> bool:
+        """Whether requests let go of blocks as they go on, or a drafter has layers of its own."""
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        return any(type(g.kv_cache_spec).__name__ == "SlidingWindowSpec" for g in groups)
+        speculative = self.scheduler.vllm_config.speculative_config
+        return any(type(g.kv_cache_spec).__name__ == "SlidingWindowSpec" for g in groups) or (
+            speculative is not None and speculative.uses_draft_kv_cache()
+        )
 
     def _scheduler_counts(self) -> Samples:
         from lmcache_connector.connector_base import ConnectorBase
@@ -238,7 +241,7 @@ class EngineProbe:
         if not running:
             return (), (), {}
         groups = self.scheduler.kv_cache_manager.get_block_ids(running[0])
-        if len(groups) > 1 or self._has_windows:
+        if len(groups) > 1 or self._has_unlike_layers:
             layers = self.on_ranks(digest_layers_on_rank, groups, num_tokens)
             return (), (), merged(layers)
         (block_ids,) = groups

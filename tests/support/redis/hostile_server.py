@@ -198,7 +198,8 @@ class _Conversation:
             case b"STRLEN":
                 return b":%d\r\n" % r.choice([0, 3200])
             case b"GET" | b"GETEX":
-                return r.choice([b"$-1\r\n", b"$3200\r\n%b\r\n" % r.randbytes(3200)])
+                length = r.choice([3200, r.randrange(161, 3200)])  # of a value as it is, compressed
+                return r.choice([b"$-1\r\n", b"$%d\r\n%b\r\n" % (length, r.randbytes(length))])
             case b"CLUSTER":
                 return _slots((0, 16383, b"127.0.0.1", self._port))
             case b"SENTINEL":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pty
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import pytest
 
 from lmcache_connector.storage.redis.client.conversation import Conversation
 from lmcache_connector.storage.redis.client.dial import Dialer
+from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.topology import ClusterTopology
-from tests.support.redis.chunks import config
+from tests.support.redis.chunks import PARTS, chunk_key, config, get_all, open_tier
 
 _SAY_WHY = """
 import sys, time
@@ -66,3 +69,27 @@ def test_a_look_that_runs_out_of_memory_is_not_the_last(monkeypatch: pytest.Monk
             topology.prepare()
         now += 10.0
     assert len(looks) == 3
+
+
+def test_a_name_that_takes_long_to_resolve_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's resolver knows no deadline: it keeps a thread of its own waiting."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def resolve(*args: object, **kwargs: object) -> list[object]:
+        asked.set()
+        answer.wait(60.0)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        url = "redis://a-name-of-a-server:6379"
+        lookup = RedisLookup(config(url), [PARTS])
+        with open_tier(url) as tier:  # it closes in time, too
+            assert asked.wait(10.0)
+            assert get_all(tier, [0], seconds=0.2)[0] == [False]
+            deadline = time.monotonic() + 0.2
+            assert lookup.exists_prefix([chunk_key(0)], deadline) == 0
+        lookup.close()
+        assert not answer.is_set()
+    finally:
+        answer.set()

@@ -79,6 +79,11 @@ class HostBuffer:
         self._lock = threading.Lock()
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Address and bytes of the large allocation."""
+        return self._memory.data_ptr(), self._capacity
+
+    @property
     def capacity_bytes(self) -> int:
         """With the overflow."""
         return self._capacity + self._overflow
@@ -102,6 +107,11 @@ class HostBuffer:
         if offset is None:
             return Region(num_bytes, self._allocate(num_bytes))
         return Region(num_bytes, self._memory[offset : offset + num_bytes], offset)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether :meth:`take` is likely to find some."""
+        with self._lock:
+            return _aligned(num_bytes) <= max(self._free.num_free, self._overflow_left)
 
     def give(self, region: Region) -> None:
         with self._lock:

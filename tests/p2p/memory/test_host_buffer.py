@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmcache_connector.p2p.worker.host_buffer import FreeList, HostBuffer, Region
+from lmcache_connector.p2p.memory.host_buffer import FreeList, HostBuffer, Region
 
 PAGE = 4096
 

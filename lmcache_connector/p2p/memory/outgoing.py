@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.peers import Overlap
+from lmcache_connector.p2p.memory.host_buffer import Region
 from lmcache_connector.p2p.plans import Start
 from lmcache_connector.p2p.reasons import Cause
 from lmcache_connector.p2p.ring import Ring
-from lmcache_connector.p2p.worker.host_buffer import Region
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 if TYPE_CHECKING:

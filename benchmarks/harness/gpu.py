@@ -1,0 +1,147 @@
+"""``gpu``: all that a machine with a CUDA GPU is wanted for, in one call and without a network.
+
+It needs torch, Triton, NumPy, pytest and what ``requirements-gpu.txt`` lists; neither vLLM nor
+LMCache. Tests of copies and streams come first, then the same under compute-sanitizer where that is
+installed, then copies in every layout with every threshold. Everything goes to one folder: a log of
+each stage, results as ``--json`` writes them, and ``summary.json`` with hardware and versions.
+
+``--rehearse`` goes the same way on a machine without a GPU: the CUDA copier's own lines run, with
+host memory in the part of the device's and Triton's interpreter in that of the compiler. It says
+nothing of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.copy import LAYOUTS
+from benchmarks.harness.app import emit
+from benchmarks.harness.machine import surroundings
+from tests.support import ROOT
+from tests.support.processes import end_session
+
+_FOLDER = "tests/copy_kv_blocks"
+_TESTS = ("-m", "pytest", "-c", f"{_FOLDER}/gpu.ini", "-m", "cuda", _FOLDER)
+_FEW_TESTS = ("-k", "mla or loading or groups or fence or pinned")
+_BLOCK_SIZES = (16, 128)
+_THRESHOLDS: dict[str, int | None] = {
+    "": None,  # the default
+    "-direct": 1,
+    "-from-64k": 1 << 16,
+    "-staged": 1 << 40,
+}
+_SANITIZER = "compute-sanitizer"
+_SANITIZER_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One child process; ``command`` follows the interpreter. ``before`` it: a tool that runs it.
+    ``missing``: why it cannot be run here."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    before: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    missing: str | None = None
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU")
+    parser.add_argument("--out", type=Path, help="folder of the results (build/gpu)")
+    parser.add_argument("--json", metavar="PATH|-", help="where the summary goes too; - is stdout")
+    args = parser.parse_args(argv)
+    folder = args.out or ROOT / "build" / ("gpu-rehearsal" if args.rehearse else "gpu")
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "results").mkdir(parents=True)
+    console = Console(stderr=True)
+    ended = [
+        _run(stage, folder, console) for stage in all_stages(folder, is_rehearsal=args.rehearse)
+    ]
+    summary = {"benchmark": "gpu", "rehearsed": args.rehearse, "stages": ended, **surroundings()}
+    emit(summary, str(folder / "summary.json"))
+    emit(summary, args.json)
+    console.print(f"Results: {folder}")
+    return int(any(one["ended"] not in ("well", "left out") for one in ended))
+
+
+def all_stages(folder: Path, *, is_rehearsal: bool) -> Iterator[Stage]:
+    """In the order of what is worth most, should the machine be taken away early."""
+    environment = {"TRITON_INTERPRET": "1"} if is_rehearsal else {}
+    yield Stage("tests", _TESTS, 900.0, environment=environment)
+    yield from _copies(folder, environment, is_rehearsal=is_rehearsal)
+    sanitizer = _find_sanitizer()
+    before = (sanitizer, "--tool", "memcheck", "--error-exitcode", "9") if sanitizer else ()
+    yield Stage(
+        "sanitizer",
+        (*_TESTS, *_FEW_TESTS),
+        600.0,
+        before=() if is_rehearsal else before,
+        # Or it would not see that memory beside a tensor is touched.
+        environment=environment | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        missing=None if sanitizer or is_rehearsal else f"{_SANITIZER} is not installed",
+    )
+
+
+def _copies(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) -> Iterator[Stage]:
+    """All layouts and block sizes with all thresholds; rehearsed, each of them once."""
+    size = ("--mib", "1", "--layers", "2", "--repeats", "1") if is_rehearsal else ()
+    device = "rehearsed" if is_rehearsal else "cuda"
+    for name, threshold in _THRESHOLDS.items():
+        for layout in LAYOUTS:
+            for block_size in _BLOCK_SIZES:
+                if is_rehearsal and (name or block_size != 16) and layout != LAYOUTS[0]:
+                    continue
+                label = f"copy-cuda-{layout}-{block_size}{name}"
+                command = ["-m", "benchmarks", "copy", "--device", device, *size]
+                command += ["--layout", layout, "--block-size", str(block_size)]
+                command += ["--direct-min-bytes", str(threshold)] if threshold is not None else []
+                command += ["--json", str(folder / "results" / f"{label}.json")]
+                yield Stage(label, tuple(command), 120.0, environment=environment)
+
+
+def _find_sanitizer() -> str | None:
+    path = os.pathsep.join((os.environ.get("PATH", ""), *_SANITIZER_FOLDERS))
+    return shutil.which(_SANITIZER, path=path)
+
+
+def _run(stage: Stage, folder: Path, console: Console) -> dict[str, Any]:
+    """How a stage ended. Nothing that it started outlives this call."""
+    if stage.missing is not None:
+        console.print(f"{stage.name}: left out, {stage.missing}")
+        return {"stage": stage.name, "ended": "left out", "why": stage.missing}
+    started, log = time.monotonic(), folder / f"{stage.name}.log"
+    command = (*stage.before, sys.executable, *stage.command)
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | stage.environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = child.wait(stage.seconds)
+            ended = f"with exit status {status}" if status else "well"
+        except subprocess.TimeoutExpired:
+            ended = f"not within {stage.seconds:.0f} s"
+        finally:
+            end_session(child, signal.SIGINT)
+    seconds = round(time.monotonic() - started, 1)
+    console.print(f"{stage.name}: {ended}, {seconds} s")
+    return {"stage": stage.name, "ended": ended, "seconds": seconds}

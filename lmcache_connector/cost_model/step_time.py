@@ -1,0 +1,83 @@
+"""How long engine steps last, and what it costs a request to wait for some of them.
+
+A load runs beside the steps, but vLLM looks at it only between them. With ``n`` batches under way
+(2 with asynchronous scheduling, 1 without) it takes this course::
+
+    planned   with step k, when step k - n has ended; recompute would be part of step k
+    reported  with the first later step k + j that is queued after the load has ended
+    heard of  when step k + j has ended
+    computed  the rest, in step k + j + n
+
+So a request that loads begins ``n + j`` steps later than one that computes. ``j`` is at least 1,
+and 1 more for each step the load outlasts. While nothing else runs, steps are empty and last a
+millisecond or so: then the load is what counts, and what its ways take, which is measured.
+
+Steps that compute prompts last as long as what they compute of them; all steps last as long as a
+decode step, which is measured. Times come in as arguments, in seconds. The scheduler side owns it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil
+
+_KEEP = 0.8
+"""Of what was measured, with each step: a decode step's length follows how many requests decode."""
+_FIRST_IDLE_SECONDS = 0.001
+_MAX_IDLE_SECONDS = 0.050
+"""What takes longer than this was not the way of a load through an idle engine."""
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A step: when it was planned, and whether it computes prompts."""
+
+    at: float
+    has_prefill: bool
+
+
+class StepTime:
+    """``num_batches``: under way at once."""
+
+    def __init__(self, num_batches: int = 1) -> None:
+        self._num_batches = num_batches
+        self._planned: deque[_Planned] = deque(maxlen=num_batches + 1)
+        self.decode_seconds = 0.0
+        """Of a step that computes no prompts."""
+        self.idle_seconds = _FIRST_IDLE_SECONDS
+        """From the end of a load to the next step, while nothing else runs."""
+
+    def planned(self, now: float, *, follows: bool, has_prefill: bool) -> None:
+        """A step is planned. ``follows``: on one whose requests run still.
+
+        That happens when the oldest step under way has ended: the time since the last plan is what
+        that step took, once the first few have filled the pipeline.
+        """
+        if not follows:
+            self._planned.clear()
+        if len(self._planned) > self._num_batches and not self._planned[1].has_prefill:
+            seconds = now - self._planned[-1].at
+            keep = _KEEP if self.decode_seconds else 0.0
+            self.decode_seconds = keep * self.decode_seconds + (1 - keep) * seconds
+        self._planned.append(_Planned(now, has_prefill))
+
+    def waited_idle(self, seconds: float) -> None:
+        """An idle engine needed so long to go on after a load."""
+        if 0.0 <= seconds <= _MAX_IDLE_SECONDS:
+            self.idle_seconds = _KEEP * self.idle_seconds + (1 - _KEEP) * seconds
+
+    def wait_seconds(self, load_seconds: float, step_seconds: float | None) -> float:
+        """How much later a request begins that loads so long, than one that computes.
+
+        ``step_seconds``: of the steps to come; ``None`` if nothing else runs.
+        """
+        num_steps = 1
+        if step_seconds:
+            num_steps = max(1, ceil(load_seconds / step_seconds))
+            load_seconds = num_steps * step_seconds
+        return load_seconds + self.lost_seconds(step_seconds)
+
+    def lost_seconds(self, step_seconds: float | None) -> float:
+        """Of such a wait, what no load avoids, however quick it is."""
+        return self._num_batches * step_seconds if step_seconds else self.idle_seconds

@@ -1,0 +1,182 @@
+"""Blocks that a store reads and vLLM would hand out meanwhile.
+
+What a window has left behind vLLM frees when it schedules the next step, and hands out again in the
+same step. A store of such blocks that has not ended by then would be cancelled, as a rule. So they
+are *pinned*: vLLM counts them as in use until the store has ended.
+
+The blocks of a finished request are *kept* within one call of vLLM, to schedule a step or to see to
+its output, and never between two calls: a reset would find them. A request that waits for blocks
+waits a little longer then.
+
+Neither may cost vLLM more than that. Both hold so many blocks at most, for so many steps and
+seconds. Stores run in order: while one is overdue and a request waits to begin, nothing is held for
+those behind it. Nothing is held when no request runs. Before free blocks run out, pins end: the
+newest first, whose stores would take longest, and whose requests have what was stored before.
+
+What is held no longer is the last to be handed out, and a store that still reads it is cancelled
+when it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lmcache_connector.kv_parts.part import Rule
+from lmcache_connector.plans import StoreJob
+from lmcache_connector.scheduler.block_witness import Block, BlockWitness
+from lmcache_connector.scheduler.jobs import PlannedJobs
+from lmcache_connector.scheduler.request_state import SchedulerSettings
+
+MAX_STEPS = 32
+"""A store takes some milliseconds, and on CPU begins 30 later."""
+MAX_SECONDS = 0.5
+"""Steps with long prompts take a quarter of a second."""
+MAX_SHARE = 0.5
+"""Of all blocks."""
+
+
+@dataclass(slots=True)
+class _Hold:
+    """What is held for one store, and since when. Kept blocks are not listed here."""
+
+    since: float
+    blocks: list[Block]
+    num_steps: int = 0
+
+    def is_over(self, now: float) -> bool:
+        return self.num_steps > MAX_STEPS or now - self.since > MAX_SECONDS
+
+
+class HeldBlocks:
+    """Owns all that is held. ``is_holding``: whether anything is, for a look that costs no call.
+    ``clock`` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        witness: BlockWitness,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_holding = False
+        self._lasting = {i for i, p in enumerate(settings.parts) if p.rule is Rule.PREFIX}
+        self._witness = witness
+        self._clock = clock
+        self._pins: dict[int, _Hold] = {}  # by store, the oldest first
+        self._num_pinned = 0
+        self._is_short = False  # vLLM had to leave a request out
+        self._waited_for: dict[int, _Hold] = {}  # by store of a finished request
+        self._overdue: set[int] = set()  # stores
+        self._kept: list[Block] = []
+        self._has_kept = False  # since `put_back`
+        self._is_crowded = False  # a request waited to begin in the last step
+
+    @property
+    def num_pins(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def next_step(self) -> None:
+        """A step is being planned."""
+        self._is_crowded = self._has_kept
+        self.put_back()
+        now = self._clock()
+        for job_id, pin in list(self._pins.items()):
+            pin.num_steps += 1
+            if is_over := pin.is_over(now):
+                self._overdue.add(job_id)
+            if is_over or self._is_short or self._must_yield:
+                self.unpin(job_id)
+        self._is_short = False
+        self.is_holding = bool(self._pins) or self._is_crowded
+
+    def forget(self, job_id: int) -> None:
+        """The store has ended."""
+        self.unpin(job_id)
+        self._waited_for.pop(job_id, None)
+        self._overdue.discard(job_id)
+
+    # -- pins ------------------------------------------------------------------------------------
+
+    def pin(self, job: StoreJob) -> None:
+        """What it reads of windows and states, if there is room for it."""
+        runs = [run for run in job.runs if run.part not in self._lasting]
+        block_ids = [i for run in runs for ids in run.block_ids for i in ids]
+        if not block_ids or self._must_yield:
+            return
+        if self._num_pinned + len(block_ids) <= self._max_blocks:
+            self._pins[job.job_id] = _Hold(self._clock(), self._witness.pin(block_ids))
+            self._num_pinned += len(block_ids)
+            self.is_holding = True
+
+    def unpin(self, job_id: int) -> None:
+        """The job has ended, or has been pinned for long enough."""
+        pin = self._pins.pop(job_id, None)
+        if pin is not None:
+            self._num_pinned -= len(pin.blocks)
+            self._witness.unpin(pin.blocks)
+
+    def unpin_all(self) -> None:
+        for job_id in list(self._pins):
+            self.unpin(job_id)
+
+    def make_room(self, num_blocks: int) -> None:
+        """The next step may take so many. What is pinned may be in use by its request as well, and
+        is free with the next step."""
+        num_free = self._witness.num_free_blocks
+        for job_id in reversed(list(self._pins)):
+            if num_free >= num_blocks:
+                return
+            num_free += len(self._pins[job_id].blocks)
+            self.unpin(job_id)
+
+    def will_free(self) -> bool:
+        """vLLM has found too few free blocks, and asks whether to wait for more instead of taking
+        a request's: it waits for one step, in which all pins end."""
+        self._is_short = bool(self._pins)
+        return self._is_short
+
+    # -- kept within a call ----------------------------------------------------------------------
+
+    def keep(self, block_ids: Iterable[int]) -> None:
+        """Nobody is handed these blocks until :meth:`put_back`."""
+        self._kept += self._witness.pin(block_ids)
+        self.is_holding = True
+
+    def keep_for_stores(self, jobs: PlannedJobs) -> None:
+        """What stores of finished requests read, of the oldest first. Once until
+        :meth:`put_back`."""
+        if self._has_kept:
+            return
+        self._has_kept = self.is_holding = True
+        now, block_ids = self._clock(), list[int]()
+        for job_id, reads in jobs.read_after_the_end():
+            hold = self._waited_for.setdefault(job_id, _Hold(now, []))
+            hold.num_steps += 1
+            if hold.is_over(now):
+                self._overdue.add(job_id)
+            if self._overdue or len(block_ids) + len(reads) > self._max_blocks:
+                break
+            block_ids += reads
+        if block_ids:
+            self.keep(block_ids)
+
+    def put_back(self) -> None:
+        """vLLM would hand out a finished request's blocks first where they are not in its prefix
+        cache: now they are the last."""
+        kept, self._kept, self._has_kept = self._kept, [], False
+        self._witness.unpin(kept)
+
+    # -- details ---------------------------------------------------------------------------------
+
+    @property
+    def _must_yield(self) -> bool:
+        return self._is_crowded and bool(self._overdue)
+
+    @property
+    def _max_blocks(self) -> float:
+        return MAX_SHARE * self._witness.num_blocks

@@ -1,0 +1,77 @@
+"""Drafters of speculative decoding: which have KV of their own, and what it follows from.
+
+A drafter's layers stand beside the model's in vLLM's KV cache groups, and share their blocks. They
+are stored and loaded as layers of the model. That leaves three things to see to:
+
+- An EAGLE or MTP head reads the token after the one it computes. vLLM's own prefix cache drops the
+  last block of a hit for that; here the names of chunks hold that token (``lookahead``).
+- What a step leaves of a drafter that it does not run is not KV. vLLM runs none in a step with a
+  request of more than ``max_len`` tokens.
+- A drafter's weights and configuration are in the root of all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
+_WITH_KV = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """One with KV. ``model``: as vLLM has configured it. ``lookahead``: from so many tokens after
+    it the KV of a token follows. ``max_len``: in tokens, of the longest request of a step at its
+    end, drafts included."""
+
+    model: ModelConfig
+    lookahead: int
+    max_len: int
+
+
+def find_drafter(vllm_config: VllmConfig) -> Drafter | None:
+    """The drafter, if it has KV."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_KV:
+        return None
+    model = speculative.draft_model_config
+    return Drafter(
+        model,
+        lookahead=vllm_config.num_prefill_lookahead_tokens,
+        # Each draft takes a place after the last token.
+        max_len=model.max_model_len - speculative.num_speculative_tokens,
+    )
+
+
+def drafter_problems(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
+    """What is not supported, and what to do about it."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_KV:
+        return
+    if speculative.method not in _WITH_KV:
+        yield (
+            f"speculative decoding with {speculative.method!r} yet",
+            f"use {', '.join(sorted(_WITH_KV | _WITHOUT_KV))}, or none",
+        )
+    if speculative.use_multi_module_mtp():
+        yield (
+            "MTP with several modules yet, of which the later ones draft from drafts",
+            "set num_speculative_tokens to 1",
+        )
+    if speculative.disable_eagle_block_drop:
+        yield (
+            "disable_eagle_block_drop, which leaves a drafter KV of another prompt's next token",
+            "leave it out of --speculative-config",
+        )
+    if speculative.kv_cache_dtype not in (None, vllm_config.cache_config.cache_dtype):
+        yield (
+            "a drafter with a kv_cache_dtype of its own yet",
+            "leave it out of --speculative-config",
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        yield "a drafter on the last of several pipeline stages yet", "use one stage"

@@ -1,0 +1,65 @@
+"""What a load costs in steps, and how long steps are found to be."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_connector.cost_model.step_time import StepTime
+
+
+def begins_after(num_batches: int, step: int, load: int) -> int:
+    """The course in the module's docstring, played. How much later than step 0, which is planned at
+    0, the step begins that computes what the load left."""
+
+    def ended(number: int) -> int:
+        return (number + num_batches) * step
+
+    def queued(number: int) -> int:
+        return ended(number - num_batches)
+
+    reported = next(i for i in count(1) if queued(i) >= load)
+    computed = next(i for i in count(1) if queued(i) >= ended(reported))
+    return ended(computed - 1) - ended(-1)
+
+
+@given(st.sampled_from([1, 2, 3]), st.integers(1, 300), st.integers(0, 3000))
+def test_a_load_costs_the_steps_until_it_is_heard_of(
+    num_batches: int, step: int, load: int
+) -> None:
+    found = StepTime(num_batches).wait_seconds(load, step)
+    assert found == begins_after(num_batches, step, load)
+
+
+def test_beside_nothing_else_a_load_costs_its_time() -> None:
+    steps = StepTime(2)
+    assert steps.wait_seconds(0.5, None) == pytest.approx(0.501)
+    for _ in range(30):
+        steps.waited_idle(0.004)
+    steps.waited_idle(2.0)  # somebody else ran meanwhile
+    assert steps.wait_seconds(0.5, None) == pytest.approx(0.504, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3])
+def test_steps_are_measured_by_their_plans(num_batches: int) -> None:
+    """Of decode steps of 10 ms among prefills of 300 ms: a plan shows the step that has ended."""
+    steps, now = StepTime(num_batches), 0.0
+    ends: list[float] = []
+    for number in range(60):
+        if number >= num_batches:
+            now = ends[number - num_batches]
+        has_prefill = number % 3 == 0
+        steps.planned(now, follows=number > 0, has_prefill=has_prefill)
+        ends.append((ends[-1] if ends else 0.0) + (0.3 if has_prefill else 0.01))
+    assert steps.decode_seconds == pytest.approx(0.01, rel=1e-6)
+
+
+def test_a_pause_between_requests_is_no_step() -> None:
+    steps = StepTime(1)
+    for start in (0.0, 100.0, 200.0):
+        for number in range(3):
+            steps.planned(start + 0.02 * number, follows=number > 0, has_prefill=False)
+    assert steps.decode_seconds == pytest.approx(0.02)

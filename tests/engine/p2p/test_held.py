@@ -1,0 +1,148 @@
+"""Real engines: prompts stay in the prefill engine's blocks, and NIXL reads them there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.handover import Answer, Ask, add, ask, ask_all, at_rest, metrics
+from tests.support.engines.handover import prefill as prefill_only
+from tests.support.engines.p2p_engines import Engines, kv_transfer, running
+from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.probe import EngineProbe
+from tests.support.nixl import needs_nixl
+from tests.support.prompts import random_prompt
+
+pytestmark = needs_nixl
+_SETTINGS: dict[str, Any] = {
+    "send_type": "GET",
+    "secret": "shared by these two",
+    "lease_seconds": 5.0,
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    ports = free_ports(1), free_ports(1)
+    roles = zip(("kv_producer", "kv_consumer"), ports, strict=True)
+    transfers = [kv_transfer(role, port, **_SETTINGS) for role, port in roles]
+    folder = tmp_path_factory.mktemp("held")
+    with running(tiny_model, folder, transfers, max_num_batched_tokens=[512, None]) as (p, d):
+        yield Engines([(p, ports[0])], [(d, ports[1])], count())
+
+
+def check(cold: Answer, served: Answer, num_tokens: int) -> None:
+    assert served.served.external_hit_tokens == num_tokens
+    assert () != served.served.block_digests == cold.served.block_digests
+    assert served.finish_reason == "length"
+
+
+def rest(engines: Engines) -> None:
+    for instance, _ in engines.prefill + engines.decode:
+        instance.call(at_rest)
+
+
+def free_blocks(probe: EngineProbe) -> int:
+    return int(probe.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def test_blocks_are_read_and_then_free(engines: Engines) -> None:
+    """Without any of the host memory for hand-overs."""
+    prefill, _ = engines.prefill[0]
+    rest(engines)
+    before = prefill.call(free_blocks)
+    cold, served = engines.hand_over(random_prompt(1, 3001))
+    check(cold, served, 3001)
+    assert prefill.call(metrics).get("reserved_bytes", 0) == 0
+    rest(engines)
+    assert prefill.call(free_blocks) == before
+
+
+def test_by_parameters_and_what_the_decode_engine_has(engines: Engines) -> None:
+    prompt = random_prompt(2, 1500)
+    check(*engines.hand_over_by_params(prompt), 1500)
+    longer = prompt + random_prompt(3, 500)
+    cold, served = engines.hand_over_by_params(longer)
+    assert served.served.external_hit_tokens == 2000 - 11 * 128
+    assert served.served.block_digests == cold.served.block_digests
+    rest(engines)
+
+
+def test_many_that_wait_while_they_are_computed(engines: Engines) -> None:
+    prompts = [random_prompt(20 + i, 301 + 170 * i) for i in range(8)]
+    names = [engines.name() for _ in prompts]
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    asks = [Ask(n, p, 1) for n, p in zip(names, prompts, strict=True)]
+    computing = threading.Thread(target=prefill.call, args=(ask_all, asks))
+    computing.start()
+    served = decode.call(ask_all, [Ask(n, p) for n, p in zip(names, prompts, strict=True)])
+    computing.join()
+    assert sum(len(p) for p in prompts) == served[0].served.external_hit_tokens
+    for number, (prompt, answer) in enumerate(zip(prompts, served, strict=True)):
+        again = prefill.call(ask, Ask(f"again-{number}", prompt))
+        assert () != answer.served.block_digests == again.served.block_digests
+    rest(engines)
+
+
+def test_what_nobody_reads_is_free_after_its_lease(engines: Engines) -> None:
+    prefill, _ = engines.prefill[0]
+    rest(engines)
+    before = prefill.call(free_blocks)
+    prefill.call(ask, Ask(engines.name(), random_prompt(4, 1000), 1))  # until it has let go
+    assert prefill.call(free_blocks) == before
+
+
+def abort_while_reading(probe: EngineProbe, request: Ask) -> int:
+    """Returns how many blocks are free afterwards less those before."""
+    before = free_blocks(probe)
+    add(probe, request)
+    for _ in range(3):
+        probe.engine.step()
+    probe.engine.abort_request([request.request_id])
+    probe.drain()
+    return free_blocks(probe) - before
+
+
+def test_aborts_leave_nothing(engines: Engines) -> None:
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    prompt = random_prompt(5, 3000)
+    cold = prefill.call(prefill_only, Ask("aborted-p", prompt, 1, params))
+    assert decode.call(abort_while_reading, Ask("aborted-d", prompt, 2, cold.params)) == 0
+    rest(engines)
+
+
+def test_a_stopped_prefill_engine_costs_a_recompute(engines: Engines) -> None:
+    """Its memory can be read, but it gives no proof."""
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    name, prompt = engines.name(), random_prompt(6, 3000)
+    prefill.call(prefill_only, Ask(name, prompt, 1))
+    os.kill(prefill.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        answer = decode.call(ask, Ask(name, prompt))
+    finally:
+        os.kill(prefill.pid, signal.SIGCONT)
+    assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
+    assert time.monotonic() - started < 15
+    check(*engines.hand_over(random_prompt(7, 500)), 500)
+    rest(engines)
+
+
+def test_a_killed_prefill_engine_costs_a_recompute(engines: Engines) -> None:
+    """Last of all."""
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    name, prompt = engines.name(), random_prompt(8, 3000)
+    prefill.call(prefill_only, Ask(name, prompt, 1))
+    os.kill(prefill.pid, signal.SIGKILL)
+    answer = decode.call(ask, Ask(name, prompt))
+    assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
+    decode.call(at_rest)

@@ -1,0 +1,145 @@
+"""Drafters with KV of their own: after a hit they draft as well as after a cold prefill.
+
+The bytes of every layer are compared, the drafter's among them, and how many drafts are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.engines.calls import (
+    check_integrity,
+    draft_counts,
+    forget_unseen,
+    wait_for_writes,
+)
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.layer_digests import differences
+from tests.support.engines.probe import Served
+from tests.support.engines.settings import tiered_transfer
+from tests.support.engines.tiny_drafters import KINDS, build_drafted
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+
+CHUNK = 128
+EVERY_TIME = ("draft_model", "eagle")  # an engine takes 15 seconds to start
+SHARP = {"draft_model": 1.0, "eagle": 0.6}
+"""Of these drafters at least such a share is accepted; of the others, with random weights, none."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=() if kind in EVERY_TIME else pytest.mark.soak) for kind in KINDS
+    ],
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(
+    start: StartInstance, kind: str, valkey: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmInstance]:
+    folder, args = build_drafted(kind, tmp_path_factory.mktemp("drafted"))
+    transfer = tiered_transfer(
+        cpu_gib=0.25,
+        compute_or_load="always",
+        audit_share=0.0,
+        redis_url=valkey.url,
+        lookup_deadline_seconds=10.0,
+    )
+    with start(transfer, folder, max_num_batched_tokens=512, **args) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+def serve(engine: VllmInstance, prompt: list[int], max_tokens: int = 40) -> tuple[Served, float]:
+    """And the share of drafts that were accepted."""
+    before = engine.call(draft_counts)
+    served = engine.serve(prompt, max_tokens)
+    drafted, accepted = (b - a for a, b in zip(before, engine.call(draft_counts), strict=True))
+    print(f"accepted {accepted} of {drafted} after {served.external_hit_tokens} loaded tokens")
+    return served, accepted / drafted
+
+
+def cold(engine: VllmInstance, prompt: list[int], max_tokens: int = 2) -> Served:
+    """What is computed without any cache."""
+    served = engine.serve(prompt, max_tokens, skip_reading_prefix_cache=True)
+    assert served.cached_tokens == 0
+    return served
+
+
+def assert_equal(hit: Served, other: Served, end: int) -> None:
+    """All layers hold the same before token ``end``."""
+    places = {place for place in other.layer_digests if place.first_token < end}
+    assert {p.first_token for p in places} == set(range(0, end, CHUNK))
+    assert places <= hit.layer_digests.keys()
+    wrong = differences(hit.layer_digests, other.layer_digests)
+    assert [place for place in wrong if place.first_token < end] == []
+
+
+def test_hits_do_not_lower_acceptance(engine: VllmInstance, kind: str) -> None:
+    for seed in range(3):
+        prompt = random_prompt(seed, 700)
+        computed, share = serve(engine, prompt)
+        assert computed.external_hit_tokens == 0
+        assert share >= SHARP.get(kind, 0.0)
+        engine.call(wait_for_writes)
+        for only_redis in (False, True):
+            engine.reset_prefix_cache()
+            if only_redis:
+                engine.call(forget_unseen)
+                engine.serve([3, 4, 5])  # tells the scheduler's side
+            hit, share_of_hit = serve(engine, prompt)
+            assert hit.external_hit_tokens == hit.cached_tokens == 640
+            assert_equal(hit, computed, 640)
+            assert hit.token_ids == computed.token_ids
+            assert share_of_hit == share
+
+
+@pytest.mark.parametrize("beyond", [0, 1, CHUNK], ids=lambda n: f"border+{n}")
+def test_a_prompt_at_a_border(engine: VllmInstance, kind: str, beyond: int) -> None:
+    prompt = random_prompt(10 + beyond, 512 + beyond)
+    computed = engine.serve(prompt)
+    engine.reset_prefix_cache()
+    hit = engine.serve(prompt)
+    # Of a prompt that ends with a chunk, the token after it is not known to a request.
+    known = len(prompt) if kind == "draft_model" else len(prompt) - 1
+    assert hit.external_hit_tokens == known // CHUNK * CHUNK
+    assert_equal(hit, computed, known // CHUNK * CHUNK)
+
+
+def test_prompts_that_part_at_a_border(engine: VllmInstance, kind: str) -> None:
+    """The drafter's KV of the last shared token follows from the token after it."""
+    prompt = random_prompt(20, 600)
+    other = [*prompt[:512], *random_prompt(21, 88)]
+    engine.serve(prompt)
+    engine.reset_prefix_cache()
+    hit = engine.serve(other)
+    assert hit.external_hit_tokens == (512 if kind == "draft_model" else 384)
+    assert_equal(hit, cold(engine, other), 512)
+
+
+def test_a_hit_goes_on_where_vllms_own_ends(engine: VllmInstance) -> None:
+    prompt = random_prompt(30, 700)
+    computed = engine.serve(prompt)
+    engine.reset_prefix_cache()
+    engine.serve([*prompt[:300], 5])
+    hit = engine.serve(prompt)
+    assert 0 < hit.external_hit_tokens < hit.cached_tokens == 640
+    assert_equal(hit, computed, 640)
+
+
+def test_the_next_turn_of_a_conversation(engine: VllmInstance, kind: str) -> None:
+    """It goes on from what was drafted and accepted."""
+    prompt = random_prompt(40, 500)
+    first = engine.serve(prompt, 200)
+    turn = [*prompt, *first.token_ids, *random_prompt(41, 100)]
+    engine.reset_prefix_cache()
+    hit, share = serve(engine, turn)
+    assert hit.external_hit_tokens == hit.cached_tokens == 640
+    assert share >= SHARP.get(kind, 0.0)
+    assert_equal(hit, cold(engine, turn), 384)  # what is decoded differs in the last bits

@@ -1,0 +1,265 @@
+"""Prompts that stay in the producer's blocks and are read there, from block to block."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
+from lmcache_connector.p2p.plans import Drop, HandoverPlan, Release
+from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.worker import adapter
+from tests.support.engines.p2p_instances import (
+    BLOCK_SIZE,
+    NUM_HEADS,
+    NUM_LAYERS,
+    OTHERS,
+    SHUFFLED,
+    WIDTH,
+    FakeInstance,
+    check_all_arrived,
+    running_instance,
+)
+from tests.support.nixl import needs_nixl
+
+pytestmark = needs_nixl
+
+
+@pytest.fixture(
+    scope="module", params=["auto", "nixl", "nixl with a secret", "nixl without digests"]
+)
+def settings(request: pytest.FixtureRequest) -> dict[str, object]:
+    transport, _, rest = request.param.partition(" ")
+    more: dict[str, dict[str, object]] = {
+        "with a secret": {"secret": "known to both of them"},
+        "without digests": {"checksum": False},
+    }
+    return {"transport": transport, **more.get(rest, {})}
+
+
+@pytest.fixture(scope="module")
+def prefill(settings: dict[str, object]) -> Iterator[FakeInstance]:
+    with running_instance(produces=True, **settings) as instance:  # type: ignore[arg-type]
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def decode(settings: dict[str, object]) -> Iterator[FakeInstance]:
+    with running_instance(consumes=True, **settings) as instance:  # type: ignore[arg-type]
+        yield instance
+
+
+def test_it_is_read_where_it_lies(prefill: FakeInstance, decode: FakeInstance) -> None:
+    prefill.hold("held", SHUFFLED)
+    assert prefill.sent == []
+    decode.load("held", OTHERS, prefill.address)
+    check_all_arrived(prefill, decode, "held")
+    assert prefill.used_bytes == decode.used_bytes == 0
+    prefill.until(lambda: "request of held" in prefill.sent)
+    assert not prefill.unsent
+    assert not prefill.released  # no host memory was taken for it
+
+
+def test_only_what_is_missing_is_read(prefill: FakeInstance, decode: FakeInstance) -> None:
+    prefill.hold("rest", SHUFFLED, seed=2)
+    decode.load("rest", OTHERS[3:], prefill.address, first_block=3)
+    (result,) = decode.finish("request of rest")
+    assert (result.num_blocks, result.cause) == (4, None)
+    assert decode.content(OTHERS[3:]) == prefill.content(SHUFFLED[3:])
+    assert result.wire_bytes == 4 * NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * WIDTH
+    prefill.until(lambda: "request of rest" in prefill.sent)
+
+
+def test_it_is_wanted_before_it_is_held(prefill: FakeInstance, decode: FakeInstance) -> None:
+    prefill.step(HandoverPlan(announced=("early",)))
+    decode.load("early", OTHERS, prefill.address)
+    decode.step(HandoverPlan(idle=True))
+    prefill.hold("early", SHUFFLED, seed=3)
+    check_all_arrived(prefill, decode, "early")
+    prefill.until(lambda: "request of early" in prefill.sent)
+
+
+def test_who_needs_none_lets_the_blocks_go(prefill: FakeInstance, decode: FakeInstance) -> None:
+    prefill.hold("unneeded", SHUFFLED, seed=4)
+    decode.step(HandoverPlan(releases=(Release("unneeded", prefill.address),)))
+    prefill.until(lambda: "request of unneeded" in prefill.sent)
+    assert ("unneeded", Reason.NOT_NEEDED) in prefill.unsent
+
+
+def test_another_prompt_under_its_name(prefill: FakeInstance, decode: FakeInstance) -> None:
+    prefill.hold("other", SHUFFLED, seed=5, digest=bytes(32))
+    decode.load("other", OTHERS, prefill.address)
+    (result,) = decode.finish("request of other")
+    assert result.num_blocks == 0
+    assert result.cause is not None
+    assert result.cause.reason == Reason.OTHER_PROMPT
+    prefill.until(lambda: "request of other" in prefill.sent)
+
+
+def test_a_drop_lets_the_blocks_go(prefill: FakeInstance, decode: FakeInstance) -> None:
+    prefill.hold("dropped", SHUFFLED, seed=6)
+    prefill.step(HandoverPlan(drops=(Drop("dropped", Cause(Reason.RESET, "a reset")),)))
+    prefill.until(lambda: "request of dropped" in prefill.sent)
+    decode.load("dropped", OTHERS, prefill.address)
+    (result,) = decode.finish("request of dropped")
+    assert result.cause is not None
+    assert result.cause.reason == Reason.RESET
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2), (2, 8), (8, 2)])
+def test_other_tensor_parallel_sizes(sizes: tuple[int, int]) -> None:
+    with (
+        running_instance(produces=True, tp_size=sizes[0], transport="nixl") as prefill,
+        running_instance(consumes=True, tp_size=sizes[1], transport="nixl") as decode,
+    ):
+        prefill.hold("t", SHUFFLED)
+        decode.load("t", OTHERS, prefill.address)
+        check_all_arrived(prefill, decode, "t")
+        assert prefill.used_bytes == decode.used_bytes == 0
+        prefill.until(lambda: prefill.sent.count("request of t") == sizes[0])
+
+
+def test_a_consumer_without_nixl_gets_frames() -> None:
+    with (
+        running_instance(produces=True, transport="auto") as prefill,
+        running_instance(consumes=True, transport="tcp") as decode,
+    ):
+        prefill.hold("staged", SHUFFLED)
+        decode.load("staged", OTHERS, prefill.address)
+        check_all_arrived(prefill, decode, "staged")
+        prefill.until(lambda: "request of staged" in prefill.sent)
+        prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
+
+
+def test_blocks_do_not_wait_long_for_who_is_in_no_hurry() -> None:
+    """The prompt waits in host memory, and is sent in frames."""
+    with (
+        running_instance(produces=True, transport="nixl") as prefill,
+        running_instance(consumes=True, transport="nixl") as decode,
+    ):
+        prefill.hold("slow", SHUFFLED)
+        prefill.until(lambda: "request of slow" in prefill.sent)
+        assert prefill.used_bytes > 0
+        decode.load("slow", OTHERS, prefill.address)
+        check_all_arrived(prefill, decode, "slow")
+        prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
+
+
+def test_a_reset_lets_all_blocks_go(prefill: FakeInstance) -> None:
+    prefill.hold("reset", SHUFFLED, seed=10)
+    prefill.step(HandoverPlan(reset=True))
+    prefill.until(lambda: "request of reset" in prefill.sent)
+    assert ("reset", Reason.RESET) in prefill.unsent
+
+
+def test_a_lease_ends() -> None:
+    with running_instance(produces=True, transport="nixl", lease_seconds=0.2) as prefill:
+        prefill.hold("forgotten", SHUFFLED)
+        prefill.until(lambda: "request of forgotten" in prefill.sent)
+        assert ("forgotten", Reason.EXPIRED) in prefill.unsent
+
+
+class Meddler:
+    """Does something right after the bytes of a read have come."""
+
+    def __init__(self, nixl: Nixl, then: Callable[[Runs], object]) -> None:
+        self._read, self._then = nixl.read, then
+
+    def __call__(
+        self, metadata: bytes, local: Runs, remote: Runs, go_on: Callable[[], None]
+    ) -> None:
+        self._read(metadata, local, remote, go_on)
+        self._then(local)
+
+
+def meddle(
+    decode: FakeInstance, monkeypatch: pytest.MonkeyPatch, then: Callable[[Runs], object]
+) -> None:
+    nixl = decode.ranks[0].worker._nixl
+    assert nixl is not None
+    monkeypatch.setattr(nixl, "read", Meddler(nixl, then))
+
+
+def test_blocks_that_were_let_go_meanwhile_are_no_hit(
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was read of them. Without digests too."""
+    prefill.hold("raced", SHUFFLED, seed=7)
+    reset = HandoverPlan(drops=(Drop("raced", Cause(Reason.RESET, "a reset")),))
+    meddle(decode, monkeypatch, lambda _: prefill.step(reset))
+    decode.load("raced", OTHERS, prefill.address)
+    (result,) = decode.finish("request of raced")
+    assert (result.num_blocks, result.cause and result.cause.reason) == (0, Reason.LOST)
+    prefill.until(lambda: "request of raced" in prefill.sent)
+
+
+def test_damaged_bytes_are_no_hit(
+    prefill: FakeInstance,
+    decode: FakeInstance,
+    settings: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if settings.get("checksum") is False:
+        return  # then nobody looks
+    prefill.hold("damaged", SHUFFLED, seed=8)
+
+    def damage(local: Runs) -> None:
+        ctypes.c_ubyte.from_address(int(local[-1].sum()) - 1).value ^= 1
+
+    meddle(decode, monkeypatch, damage)
+    decode.load("damaged", OTHERS, prefill.address)
+    (result,) = decode.finish("request of damaged")
+    assert (result.num_blocks, result.cause and result.cause.reason) == (0, Reason.BAD_CHECKSUM)
+    prefill.until(lambda: "request of damaged" in prefill.sent)
+
+
+def test_an_abort_while_it_is_read_waits_for_the_read(
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are not given away before."""
+    prefill.hold("aborted", SHUFFLED, seed=9)
+    read, go_on = threading.Event(), threading.Event()
+
+    def pause(_: Runs) -> None:
+        read.set()
+        assert go_on.wait(30)
+
+    meddle(decode, monkeypatch, pause)
+    decode.load("aborted", OTHERS, prefill.address)
+    assert read.wait(30)
+    decode.step(HandoverPlan(cancelled_loads=("request of aborted",), idle=True))
+    assert "request of aborted" not in decode.results
+    go_on.set()
+    (result,) = decode.finish("request of aborted")
+    assert result.num_blocks == 0
+    prefill.until(lambda: "request of aborted" in prefill.sent)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_used"),
+    [
+        ({"insecure": True}, False),
+        ({"peer_hosts": ("10.9.8.7",)}, False),
+        ({"secret": "known to both of them"}, True),
+    ],
+)
+def test_strangers_are_not_let_into_memory(config: dict[str, object], is_used: bool) -> None:
+    """Who is let in by NIXL reads and writes all of it: not without a secret, unless told to."""
+    where: dict[str, object] = {"host": "10.9.8.7", "bind_host": "127.0.0.1", "transport": "auto"}
+    with running_instance(produces=True, **where, **config) as instance:  # type: ignore[arg-type]
+        assert (instance.ranks[0].worker._nixl is not None) is is_used
+
+
+def test_who_shares_no_link_gets_frames_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_instance(produces=True, transport="auto") as prefill:
+        monkeypatch.setattr(adapter, "links", lambda **_: ("another machine",))
+        with running_instance(consumes=True, transport="auto") as decode:
+            nixl = decode.ranks[0].worker._nixl
+            assert nixl is not None
+            monkeypatch.setattr(nixl, "read", None)
+            prefill.hold("far", SHUFFLED)
+            decode.load("far", OTHERS, prefill.address)
+            check_all_arrived(prefill, decode, "far")

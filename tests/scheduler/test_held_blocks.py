@@ -1,0 +1,163 @@
+"""Blocks that stores hold cost vLLM neither preemptions nor steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.plans import PartRun, StoreJob
+from lmcache_connector.scheduler.held_blocks import MAX_SECONDS, MAX_STEPS, HeldBlocks
+from lmcache_connector.scheduler.jobs import PlannedJobs
+from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_worker import VOCABULARY, Faults
+
+SCARCE = Shape(num_blocks=40, groups=("full", "w32"), tier_chunks=1000, prefix_caching=False)
+SEEDS = 3
+SCARCE_FULL = Shape(num_blocks=24, tier_chunks=1000, prefix_caching=False)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [
+        chance.choices(range(VOCABULARY), k=chance.randrange(BLOCK_SIZE, 8 * BLOCK_SIZE))
+        for _ in range(count)
+    ]
+
+
+def serve(model: Path, shape: Shape, seed: int, faults: Faults) -> tuple[int, int]:
+    """Preemptions, and steps until all are answered."""
+    engine = ShadowEngine(model, shape, seed, faults)
+    for prompt in prompts(seed, 12):
+        engine.add(prompt, 4 * BLOCK_SIZE)
+    while engine.live:
+        engine.step()
+        assert len(engine.plans) < 4000, "stuck"
+    num_steps = len(engine.plans)
+    faults.stuck = False
+    engine.run_until_idle()
+    engine.check_whole()
+    return engine.num_preemptions, num_steps
+
+
+@pytest.mark.parametrize("shape", [SCARCE, SCARCE_FULL], ids=["windows", "full"])
+@pytest.mark.parametrize("faults", [{"stuck": True}, {"slow": 0.9}], ids=str)
+def test_slow_stores_cost_no_preemptions_and_hardly_a_step(
+    model: Path, shape: Shape, faults: dict[str, float]
+) -> None:
+    """Against an engine that stores nothing. Neither loads anything. A lane that is stuck costs one
+    wait, until a store is overdue."""
+    wait = SEEDS * MAX_STEPS if "stuck" in faults else 0
+    runs = {
+        role: [
+            serve(model, replace(shape, role=role), seed, Faults(**faults))  # type: ignore[arg-type]
+            for seed in range(SEEDS)
+        ]
+        for role in ("kv_consumer", "kv_producer")
+    }
+    preemptions = {role: sum(p for p, _ in each) for role, each in runs.items()}
+    steps = {role: sum(s for _, s in each) for role, each in runs.items()}
+    assert preemptions["kv_consumer"] > 0, "blocks are not scarce"
+    assert preemptions["kv_producer"] <= preemptions["kv_consumer"]
+    assert steps["kv_producer"] <= 1.02 * steps["kv_consumer"] + wait
+
+
+class Held:
+    """What stores of windows hold of a pool of 40 blocks, one block each, outside of any step."""
+
+    def __init__(self, model: Path) -> None:
+        self.clock = Clock()
+        self.engine = ShadowEngine(model, SCARCE, 0)
+        adapter = self.engine.adapter
+        self.blocks = HeldBlocks(adapter._settings, adapter.witness, self.clock)
+        self.pool = self.engine.scheduler.kv_cache_manager.block_pool
+
+    def pin(self, job_id: int, block_ids: Sequence[int]) -> None:
+        run = PartRun(1, (b"k" * 32,), (0,), (tuple(block_ids),))
+        self.blocks.pin(StoreJob(job_id, "r", (run,)))
+
+    @property
+    def num_free(self) -> int:
+        return int(self.pool.get_num_free_blocks())
+
+
+def test_a_pin_ends_in_time(model: Path) -> None:
+    held = Held(model)
+    free = held.num_free
+    held.pin(1, [3, 4])
+    assert held.num_free == free - 2
+    held.clock.now = MAX_SECONDS / 2
+    held.blocks.next_step()
+    assert held.blocks.num_pins == 1
+    held.clock.now = MAX_SECONDS * 1.01
+    held.blocks.next_step()
+    assert (held.blocks.num_pins, held.num_free) == (0, free)
+
+
+def test_nothing_is_pinned_behind_an_overdue_store_while_a_request_waits(model: Path) -> None:
+    held = Held(model)
+    held.pin(1, [3, 4])
+    held.clock.now = MAX_SECONDS * 1.01
+    held.blocks.next_step()
+    held.pin(2, [5, 6])
+    assert held.blocks.num_pins == 1, "nobody waits"
+    held.blocks.keep_for_stores(PlannedJobs(1))
+    held.blocks.next_step()
+    held.pin(3, [7, 8])
+    assert held.blocks.num_pins == 0
+    held.blocks.forget(1)
+    held.pin(4, [7, 8])
+    assert held.blocks.num_pins == 1
+
+
+def test_pins_never_hold_more_than_half_of_all_blocks(model: Path) -> None:
+    held = Held(model)
+    for job_id in range(1, 14):
+        held.pin(job_id, [2 * job_id, 2 * job_id + 1])
+    assert held.blocks.num_pins == 10
+    held.blocks.unpin(1)
+    held.pin(14, [30, 31])
+    assert held.blocks.num_pins == 10
+
+
+def test_the_newest_pins_give_way_to_what_vllm_needs(model: Path) -> None:
+    held = Held(model)
+    free = held.num_free
+    for job_id in range(1, 5):
+        held.pin(job_id, [2 * job_id, 2 * job_id + 1])
+    held.blocks.make_room(free - 8)
+    assert held.blocks.num_pins == 4
+    held.blocks.make_room(free - 5)
+    assert held.blocks.num_pins == 2
+    held.blocks.unpin(4)
+    assert held.num_free == free - 4, "the newest had gone"
+    held.blocks.unpin(1)
+    assert held.num_free == free - 2
+
+
+def test_vllm_waits_one_step_at_most(model: Path) -> None:
+    """It asks whether blocks will be free when it finds none."""
+    held = Held(model)
+    held.pin(1, [3, 4])
+    assert held.blocks.will_free()
+    held.blocks.next_step()
+    assert not held.blocks.will_free()
+
+
+def test_a_step_without_pins_looks_at_nothing(model: Path) -> None:
+    engine = ShadowEngine(model, SCARCE, 0)
+    engine.add(prompts(0, 1)[0], 2)
+    engine.run_until_idle()
+    assert engine.plans[-1].idle
+    assert not engine.adapter._dispatcher._held.is_holding

@@ -1,0 +1,190 @@
+"""Tiny models with drafters that have KV of their own, such that what is drafted follows from it.
+
+With random weights attention hardly matters, and a drafter without its KV drafts as well as one
+with it. So the model's one layer attends sharply, and adds far more than it passes on. The EAGLE
+head is that layer, on the same embeddings: it drafts what the model says, but for the first token
+of the prompt, which it never sees. The others are random.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tests.support.engines.tiny_model import ModelShape, build_tiny_model, save_tokenizer
+
+NUM_DRAFTS = 3
+_SHAPE = ModelShape(num_layers=1)
+_DEEP = ModelShape(num_layers=4)
+# By the end of a weight's name: embeddings are then of unit size, as after a norm.
+_SCALES = {"embed_tokens": 50.0, "q_proj": 8.0, "k_proj": 8.0, "v_proj": 4.0, "o_proj": 4.0}
+_MTP: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": _SHAPE.vocab_size,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": _SHAPE.max_position,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+    }
+)
+
+
+def build_drafted(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Write a model and its drafter to ``folder``, unless they are there; returns the model's own
+    folder, and the engine arguments that start it with the drafter."""
+    target, more = _KINDS[kind](folder)
+    speculative = {"num_speculative_tokens": NUM_DRAFTS, "method": kind.partition(" ")[0]}
+    drafter = folder / "drafter"
+    if drafter.exists():
+        speculative["model"] = str(drafter)
+    return target, {"speculative_config": speculative} | more
+
+
+def _twin(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The drafter is the model itself: every draft is accepted."""
+    target = _build_sharp(folder / "model")
+    if not (folder / "drafter").exists():
+        (folder / "drafter").symlink_to(target)
+    return target, {}
+
+
+def _eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    target, drafter = _build_sharp(folder / "model"), folder / "drafter"
+    if not (drafter / "model.safetensors").exists():
+        weights = load_file(target / "model.safetensors")
+        layer = "model.layers.0."
+        kept = {
+            name.removeprefix("model."): weight
+            for name, weight in weights.items()
+            if name.startswith(layer) and "input_layernorm" not in name
+        }
+        size = _SHAPE.hidden_size
+        take_token = torch.eye(size, 2 * size, dtype=torch.bfloat16)  # and not the hidden state
+        _save_config(drafter, target, {"num_hidden_layers": 1})
+        save_file(kept | {"fc.weight": take_token}, drafter / "model.safetensors")
+    return target, {}
+
+
+def _eagle3(folder: Path) -> tuple[Path, dict[str, Any]]:
+    import torch
+    from safetensors.torch import save_file
+
+    target, drafter = build_tiny_model(folder / "model", _DEEP), folder / "drafter"
+    size, inner, vocab = _DEEP.hidden_size, _DEEP.intermediate_size, _DEEP.vocab_size
+    queries, keys = _DEEP.num_heads * _DEEP.head_dim, _DEEP.num_kv_heads * _DEEP.head_dim
+    shapes = {
+        "fc": (size, 3 * size),
+        "lm_head": (vocab, size),
+        "norm": (size,),
+        "midlayer.hidden_norm": (size,),
+        "midlayer.input_layernorm": (size,),
+        "midlayer.post_attention_layernorm": (size,),
+        "midlayer.self_attn.q_proj": (queries, 2 * size),
+        "midlayer.self_attn.k_proj": (keys, 2 * size),
+        "midlayer.self_attn.v_proj": (keys, 2 * size),
+        "midlayer.self_attn.o_proj": (size, queries),
+        "midlayer.mlp.gate_proj": (inner, size),
+        "midlayer.mlp.up_proj": (inner, size),
+        "midlayer.mlp.down_proj": (size, inner),
+    }
+    if not (drafter / "model.safetensors").exists():
+        generator = torch.Generator().manual_seed(20251122)
+        _save_config(
+            drafter,
+            target,
+            {
+                "num_hidden_layers": 1,
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "draft_vocab_size": vocab,
+            },
+        )
+        weights = {
+            f"{name}.weight": (
+                torch.randn(shape, generator=generator) * 0.1
+                if len(shape) > 1
+                else torch.ones(shape)
+            ).to(torch.bfloat16)
+            for name, shape in shapes.items()
+        }
+        save_file(weights, drafter / "model.safetensors")
+    return target, {}
+
+
+def _mtp(model_type: str, **sizes: Any) -> Callable[[Path], tuple[Path, dict[str, Any]]]:
+    """The weights are made up by vLLM: Transformers' own model has no such layer."""
+
+    def build(folder: Path) -> tuple[Path, dict[str, Any]]:
+        from transformers import AutoConfig
+
+        target = folder / "model"
+        config = AutoConfig.for_model(model_type, **_MTP, **sizes)
+        config.save_pretrained(target)
+        architecture = {"glm4_moe": "Glm4MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+        _save_config(
+            target,
+            target,
+            {"architectures": [architecture[model_type]], "num_nextn_predict_layers": 1},
+        )
+        save_tokenizer(target, _SHAPE)
+        return target, {"load_format": "dummy"}
+
+    return build
+
+
+def _build_sharp(folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    done = folder / "sharp.txt"
+    if not done.exists():
+        file = build_tiny_model(folder, _SHAPE) / "model.safetensors"
+        weights = {
+            name: weight * _SCALES.get(name.removesuffix(".weight").rpartition(".")[2], 1.0)
+            for name, weight in load_file(file).items()
+        }
+        save_file(weights, file, metadata={"format": "pt"})
+        done.write_text("")
+    return folder
+
+
+def _save_config(folder: Path, target: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((target / "config.json").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+_KINDS: Mapping[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = MappingProxyType(
+    {
+        "draft_model": _twin,
+        "eagle": _eagle,
+        "eagle3": _eagle3,
+        "mtp of GLM-4.5": _mtp("glm4_moe"),
+        "mtp of DeepSeek V3": _mtp(
+            "deepseek_v3",
+            n_group=1,
+            topk_group=1,
+            q_lora_rank=64,
+            kv_lora_rank=128,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=64,
+            v_head_dim=64,
+        ),
+    }
+)
+KINDS = tuple(_KINDS)

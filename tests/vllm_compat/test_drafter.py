@@ -1,0 +1,122 @@
+"""Which drafters are served, and what of them is in the key: with vLLM's own configurations."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.vllm_compat.drafter import find_drafter
+from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
+from lmcache_connector.vllm_compat.weights import weights_identity
+from tests.support.vllm_configs import kv_cache
+
+
+@pytest.fixture(scope="module")
+def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE head: as much of it as is looked at."""
+    folder = tmp_path_factory.mktemp("head")
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    shutil.copy(model / "model.safetensors", folder)
+    return folder
+
+
+def configured(model: Path, drafter: Path | None, method: str = "eagle", **more: Any) -> VllmConfig:
+    speculative: dict[str, Any] | None = None
+    if drafter is not None:
+        speculative = {"method": method, "model": str(drafter), "num_speculative_tokens": 2, **more}
+    return EngineArgs(model=str(model), speculative_config=speculative).create_engine_config()
+
+
+def described(config: VllmConfig) -> ModelDescription:
+    return describe_model(config, kv_cache(), chunk_size=128)
+
+
+def test_a_head_looks_one_token_ahead_and_a_draft_model_does_not(model: Path, head: Path) -> None:
+    for method, folder, lookahead in (("eagle", head, 1), ("draft_model", model, 0)):
+        found = described(configured(model, folder, method, max_model_len=512))
+        assert (found.lookahead, found.drafted_len) == (lookahead, 510)
+
+
+@pytest.mark.parametrize("method", ["ngram", None])
+def test_without_a_drafter_that_has_kv_keys_are_as_ever(model: Path, method: str | None) -> None:
+    speculative = {"method": method, "num_speculative_tokens": 2} if method else None
+    config = EngineArgs(model=str(model), speculative_config=speculative).create_engine_config()
+    assert find_drafter(config) is None
+    found = described(config)
+    assert (found.lookahead, found.drafted_len) == (0, None)
+    assert found.configuration == described(configured(model, None)).configuration
+
+
+@pytest.mark.parametrize(
+    ("args", "is_same"),
+    [
+        ({"num_speculative_tokens": 3}, True),
+        ({"draft_sample_method": "probabilistic"}, True),
+        ({"enforce_eager": True}, True),
+        ({"quantization": "fp8"}, False),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_what_of_a_drafter_is_in_the_key(
+    model: Path, head: Path, args: dict[str, Any], is_same: bool
+) -> None:
+    plain = described(configured(model, head)).configuration
+    assert (described(configured(model, head, **args)).configuration == plain) is is_same
+    assert plain != described(configured(model, None)).configuration
+
+
+def test_so_are_its_weights(model: Path, head: Path, tmp_path: Path) -> None:
+    def identity(drafter: Path | None) -> str:
+        return weights_identity(configured(model, drafter), "full", tmp_path / "kept")
+
+    copied = shutil.copytree(head, tmp_path / "copied")
+    assert identity(None) != identity(head) == identity(copied)
+    data = bytearray((copied / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copied / "model.safetensors").write_bytes(data)
+    assert identity(copied) != identity(head)
+
+
+def _pipeline(config: VllmConfig) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+
+
+def _modules(config: VllmConfig) -> None:
+    assert config.speculative_config is not None
+    config.speculative_config.method = "mtp"
+    config.speculative_config.draft_model_config.hf_config.num_nextn_predict_layers = 3
+
+
+def _set(name: str, value: Any) -> Callable[[VllmConfig], None]:
+    return lambda config: setattr(config.speculative_config, name, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("method", "medusa"), "speculative decoding with 'medusa' yet: use draft_model, eag"),
+        (_set("method", "dflash"), "speculative decoding with 'dflash' yet"),
+        (_set("disable_eagle_block_drop", True), "disable_eagle_block_drop"),
+        (_set("kv_cache_dtype", "fp8"), "a drafter with a kv_cache_dtype of its own yet"),
+        (_modules, "MTP with several modules yet"),
+        (_pipeline, "a drafter on the last of several pipeline stages yet: use one stage."),
+    ],
+)
+def test_what_is_refused(
+    model: Path, head: Path, change: Callable[[VllmConfig], None], message: str
+) -> None:
+    config = configured(model, head)
+    change(config)
+    with pytest.raises(UnsupportedError) as raised:
+        described(config)
+    assert message in str(raised.value)
+    assert str(raised.value).count("\n") == 0

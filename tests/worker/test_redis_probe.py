@@ -1,0 +1,46 @@
+"""What the probe writes shrinks as KV does, so that it tells how fast values like those come."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_connector.storage.chunk_codec import DTYPE_CODES
+from lmcache_connector.storage.compression import compress
+from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.worker.redis_probe import RedisProbe, _noise
+from tests.support.redis.chunks import GEOMETRY, chunk_key, config
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.servers import Server
+
+NUM_CHUNKS = 8
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_CODES))
+def test_there_is_noise_of_every_dtype(dtype: str) -> None:
+    noise = _noise(dtype, 50_001)
+    assert (noise.nbytes, noise.format) == (50_001, "B")
+    assert len(set(noise[:1000])) > 20
+
+
+def test_noise_shrinks_as_kv_does() -> None:
+    chunk = compress(_noise("bfloat16", 1 << 18), "bfloat16")
+    assert chunk is not None
+    assert 0.6 < len(chunk) / (1 << 18) < 0.8
+
+
+@pytest.mark.parametrize(("codec", "most"), [("none", 1.1), ("blosc2", 0.9)])
+def test_a_probe_reads_values_as_they_are_written(valkey: Server, codec: str, most: float) -> None:
+    with valkey.client() as client:
+        client.flushall()
+    tier = RedisTier(config(valkey.url, codec=codec), PartGeometries((GEOMETRY,)))
+    probe = RedisProbe(tier, [chunk_key(i) for i in range(NUM_CHUNKS)])
+    wait_until(lambda: not probe.is_busy, "the probe does not end")
+    measured = probe.take()
+    assert measured is not None
+    assert measured.num_bytes == NUM_CHUNKS * GEOMETRY.chunk_bytes
+    with valkey.client() as client:
+        stored = sum(client.strlen(name) for name in client.keys("lmc:*-*"))
+    assert (most - 0.2) * measured.num_bytes < stored < most * measured.num_bytes
+    probe.close(1.0)
+    assert tier.close(2.0)
