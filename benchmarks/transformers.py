@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny", help=f"{' or '.join(MODELS)}, or a folder")
     parser.add_argument("--tokens", type=int, default=6000, help="length of a prompt")
     parser.add_argument("--max-tokens", type=int, default=16, help="generated for the overhead")
-    parser.add_argument("--rounds", type=int, default=7, help="for medians")
+    parser.add_argument("--rounds", type=int, default=5, help="for medians")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:

@@ -9,6 +9,7 @@ trained further. The names of engines stand in the identity too, so what they st
 from __future__ import annotations
 
 import inspect
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,8 +104,10 @@ class ModelIdentity:
         return PrefixHasher(root, self._config.chunk_size, self._config.hash_key_bytes)
 
     def _weights(self, named: bool) -> str:
-        if named:
+        if named and self._hasher is None:
             return f"named:{self._config.model_digest}"
+        if named:  # the name is about the weights at the start
+            return f"changed:{uuid.uuid4().hex}"
         if self._module is None:
             raise UnsupportedError(
                 "The model is no torch.nn.Module, so its weights are not known: set model_digest "

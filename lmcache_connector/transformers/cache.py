@@ -21,11 +21,16 @@ class TieredCache(DynamicCache):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, keys: RequestKeys | None, version: int = 0
+        self,
+        config: PreTrainedConfig,
+        keys: RequestKeys | None,
+        owner: object = None,
+        version: int = 0,
     ) -> None:
-        """``keys``: of the sequence, empty still; ``None``: it passes the tiers by. ``version``: of
-        the weights that they name."""
+        """``keys``: of the sequence, empty still; ``None``: it passes the tiers by. ``owner``: the
+        tiers it belongs to. ``version``: of the weights that the keys name."""
         super().__init__(config=config.get_text_config(decoder=True))
+        self.owner = owner
         self.version = version
         self._keys = keys
         self._token_ids: list[int] = []

@@ -34,6 +34,8 @@ from lmcache_connector.transformers.support import find_form
 logger = logging.getLogger(__name__)
 
 _ENGINE = "transformers"
+# Whose forward hooks change nothing: they look at outputs, or are these and those of other tiers.
+_HARMLESS = ("transformers.", "lmcache_connector.")
 
 
 class KVTiers:
@@ -61,7 +63,6 @@ class KVTiers:
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True),
         )
-        self._hook_ids = {hook.id for hook in self._hooks}
         self._is_told = False
         logger.info("KVTiers: %s", self._tiers)
 
@@ -92,7 +93,7 @@ class KVTiers:
         self._identity.refresh()
         bypasses = self._config.require_cache_salt and not cache_salt
         keys = None if bypasses else self._identity.keys(cache_salt)
-        return TieredCache(self._model.config, keys, self._identity.version)
+        return TieredCache(self._model.config, keys, self, self._identity.version)
 
     def finish_stores(self) -> None:
         """Wait until what was computed is in the CPU tier; writes to Redis go on."""
@@ -115,7 +116,7 @@ class KVTiers:
         self._running = None
         arguments = by_name(self._names, args, kwargs)
         cache = arguments.get("past_key_values")
-        if not isinstance(cache, TieredCache) or cache.keys is None:
+        if not isinstance(cache, TieredCache) or cache.owner is not self or cache.keys is None:
             return None
         num_cached = len(cache.token_ids)
         cache.keys.shorten(num_cached)  # a pass that failed has left more
@@ -153,10 +154,10 @@ class KVTiers:
             or self._has_new_weights(cache)
             or torch.is_autocast_enabled(self._device.type)
             or any(
-                not (number in self._hook_ids or hook.__module__.startswith(f"{_ENGINE}."))
+                not hook.__module__.startswith(_HARMLESS)
                 for module in self._model.modules()
                 for hooks in (module._forward_hooks, module._forward_pre_hooks)
-                for number, hook in hooks.items()
+                for hook in hooks.values()
             )
         )
 

@@ -90,6 +90,19 @@ def test_changes_in_place_are_noticed() -> None:
     assert identity.version == 3
 
 
+def test_a_name_is_that_of_the_weights_at_the_start() -> None:
+    model = tiny()
+    identity = ModelIdentity(model, "e", FORM, parse_config({"model_digest": "mine"}))
+    found = []
+    for _ in range(2):
+        identity.refresh()
+        keys = identity.keys()
+        keys.extend(IDS * 4)
+        found.append(keys.keys[0])
+        _scale(model)
+    assert found[0] != found[1]
+
+
 def test_tied_weights_are_read_once_and_count_by_name() -> None:
     model = tiny()
     model.lm_head.weight = model.model.embed_tokens.weight

@@ -162,6 +162,13 @@ def test_whoever_reads_all_logits_gets_all_of_them(llama: Any, tiers: KVTiers) -
     assert logits.shape[1] == 300
 
 
+def test_two_tiers_of_one_model_keep_out_of_each_others_way(llama: Any, tiers: KVTiers) -> None:
+    ids = prompt(17, 300)
+    with KVTiers(llama, SMALL | {"namespace": "other"}) as others:
+        cold(llama, others, ids)
+        cold(llama, tiers, ids)
+
+
 def test_salts_keep_tenants_apart(llama: Any, tiers: KVTiers) -> None:
     ids = prompt(8, 300)
     cold(llama, tiers, ids)
