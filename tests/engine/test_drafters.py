@@ -25,8 +25,8 @@ from tests.support.redis.servers import Server
 
 CHUNK = 128
 EVERY_TIME = ("draft_model", "eagle")  # an engine takes 15 seconds to start
-SHARP = {"draft_model": 1.0, "eagle": 0.6}
-"""Of these drafters at least such a share is accepted; of the others, with random weights, none."""
+SHARP = {"draft_model": 1.0}
+"""Of these drafters at least such a share is accepted: it is the model itself."""
 
 
 @pytest.fixture(

@@ -83,7 +83,7 @@ class Device:
         return self._free_at
 
     def fence(self) -> DeviceFence:
-        return DeviceFence(self.kernel, self._free_at)
+        return DeviceFence(self.kernel, max(self._free_at, self.kernel.now))
 
     def late(self) -> float:
         """Seconds until the host learns of something."""

@@ -274,7 +274,7 @@ class Instance:
     # -- a step, as the ranks see it ---------------------------------------------------------------
 
     def _describe(self, output: SchedulerOutput) -> _Step:
-        plan: StepPlan = output.kv_connector_metadata.plan
+        plan: StepPlan = output.kv_connector_metadata.plan or StepPlan()
         manager = self._scheduler.kv_cache_manager
         tables = {r: list(manager.get_block_ids(r)[0]) for r in self._scheduler.requests}
         self._check_plan(plan, tables)

@@ -27,6 +27,7 @@ from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 logger = logging.getLogger(__name__)
 
 OTHER_PROMPT = Cause(Reason.OTHER_PROMPT, "the prompt there was another one")
+_BEGUN_ANEW = Cause(Reason.PREEMPTED, "it was begun anew")
 _EXPIRED = Cause(Reason.EXPIRED, "nobody fetched it in time")
 _NOT_DIGESTED = Cause(Reason.COPY_FAILED, "its digests could not be made")
 _MAX_DIGESTS = 64
@@ -86,6 +87,9 @@ class HeldPrompts:
             if not own.write_shards:  # another rank holds a replica
                 self._leaving.append(held)
                 return
+            former = self._held.get(hold.transfer_id)
+            if former is not None:
+                self._end(former, _BEGUN_ANEW)
             self._held[hold.transfer_id] = held
             everything = Overlap(tuple(own.write_shards), own.layer_start, own.layer_end)
             self._digest(held, (everything, 0))

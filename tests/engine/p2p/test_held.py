@@ -36,6 +36,7 @@ def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     transfers = [kv_transfer(role, port, **_SETTINGS) for role, port in roles]
     folder = tmp_path_factory.mktemp("held")
     with running(tiny_model, folder, transfers, max_num_batched_tokens=[512, None]) as (p, d):
+        p.serve(random_prompt(99, 50))  # with its first step the rank says that it can be read
         yield Engines([(p, ports[0])], [(d, ports[1])], count())
 
 

@@ -263,3 +263,14 @@ def test_who_shares_no_link_gets_frames_over_tcp(monkeypatch: pytest.MonkeyPatch
             prefill.hold("far", SHUFFLED)
             decode.load("far", OTHERS, prefill.address)
             check_all_arrived(prefill, decode, "far")
+
+
+def test_the_same_name_once_more_lets_the_first_blocks_go(
+    prefill: FakeInstance, decode: FakeInstance
+) -> None:
+    prefill.hold("twice", SHUFFLED, seed=11)
+    prefill.hold("twice", OTHERS, seed=12)
+    prefill.until(lambda: prefill.sent.count("request of twice") == 1)
+    decode.load("twice", SHUFFLED, prefill.address)
+    check_all_arrived(prefill, decode, "twice", OTHERS, SHUFFLED)
+    prefill.until(lambda: prefill.sent.count("request of twice") == 2)

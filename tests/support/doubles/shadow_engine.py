@@ -424,7 +424,10 @@ class ShadowEngine:
         all drafts are accepted."""
         # Steps run in order, so whatever was sampled before this pass has been processed.
         known, stream = self.requests[one.request_id].num_tokens, self._streams[one.request_id]
-        return [_next_token(stream[:end]) for end in range(known, one.end + 1)]
+        if one.end < known:
+            return []
+        first = known if self.shape.lookahead else one.end
+        return [_next_token(stream[:end]) for end in range(first, one.end + 1)]
 
 
 def _next_token(tokens: Sequence[int]) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tests.support.engines.probe import EngineProbe, Finished, Served
 
+_STEPS_TO_HOLD = 2  # a server goes on making steps while blocks are held
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -49,6 +51,8 @@ def prefill(probe: EngineProbe, request: Ask) -> Answer:
     add(probe, request)
     lengths = {request.request_id: len(request.prompt)}
     (finished,) = probe.finish(lengths, started, drain=False)
+    for _ in range(_STEPS_TO_HOLD):
+        probe.engine.step()
     return answer_of(finished)
 
 
