@@ -107,7 +107,7 @@ class Tiers:
         self.chunk_bytes = part.geometry.chunk_bytes
         self.counts = Counts()
         self._copier = make_copier(self._device)
-        self._timer = ForwardTimer(self._device, clock)
+        self._timer = ForwardTimer(self._copier.fence, clock)
         self._tier = _redis_tier(config, part)
         settings = EngineSettings(
             rank=0,
