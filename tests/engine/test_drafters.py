@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.engines.asks import Ask, kv_at_first_token
 from tests.support.engines.calls import (
     check_integrity,
     draft_counts,
@@ -17,7 +18,7 @@ from tests.support.engines.calls import (
 )
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.layer_digests import differences
-from tests.support.engines.probe import Served
+from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_drafters import KINDS, build_drafted
 from tests.support.prompts import random_prompt
@@ -81,6 +82,17 @@ def assert_equal(hit: Served, other: Served, end: int) -> None:
     assert [place for place in wrong if place.first_token < end] == []
 
 
+def hit_and_recompute(probe: EngineProbe, prompt: list[int]) -> tuple[int, float]:
+    """Loaded tokens, and how far any number in the KV of all layers is from what is computed
+    without a hit, in parts of their mean size."""
+    hit, num_loaded = kv_at_first_token(probe, Ask(prompt))
+    fresh = Ask(prompt, sampling={"skip_reading_prefix_cache": True})
+    computed, _ = kv_at_first_token(probe, fresh)
+    farthest = float(abs(hit - computed).max() / abs(computed).mean())
+    print(f"{num_loaded} tokens loaded; the farthest number is {farthest:.3f} away")
+    return num_loaded, farthest
+
+
 def test_hits_do_not_lower_acceptance(engine: VllmInstance, kind: str) -> None:
     for seed in range(3):
         prompt = random_prompt(seed, 700)
@@ -113,14 +125,18 @@ def test_a_prompt_at_a_border(engine: VllmInstance, kind: str, beyond: int) -> N
 
 
 def test_prompts_that_part_at_a_border(engine: VllmInstance, kind: str) -> None:
-    """The drafter's KV of the last shared token follows from the token after it."""
-    prompt = random_prompt(20, 600)
-    other = [*prompt[:512], *random_prompt(21, 88)]
+    """The drafter's KV of the last shared token follows from the token after it.
+
+    One step computes each prompt: where a step ends inside one, vLLM's head computes as if the
+    prompt's last token came next (``prepare_next_token_ids_padded``), whatever does.
+    """
+    prompt = random_prompt(20, 500)
+    other = [*prompt[:384], *random_prompt(21, 116)]
     engine.serve(prompt)
     engine.reset_prefix_cache()
-    hit = engine.serve(other)
-    assert hit.external_hit_tokens == (512 if kind == "draft_model" else 384)
-    assert_equal(hit, cold(engine, other), 512)
+    num_loaded, farthest = engine.call(hit_and_recompute, other)
+    assert num_loaded == (384 if kind == "draft_model" else 256)
+    assert farthest < 0.3  # another batch rounds otherwise; another token is as far as KV is large
 
 
 def test_a_hit_goes_on_where_vllms_own_ends(engine: VllmInstance) -> None:
