@@ -309,15 +309,17 @@ class LoadPolicy:
         return fence + late + self._stores.wait_seconds(after_job)
 
     def _observe_load(self, result: JobResult) -> None:
+        """What Redis brought had to be copied too, in whatever time that took: deadlines count
+        it, so a load that was cut off counts it as well."""
         copy_seconds = max(0.0, result.seconds - result.redis_seconds)
+        share = min(1.0, result.redis_bytes / max(1, result.num_bytes))
+        redis_seconds = result.redis_seconds + share * copy_seconds
         if result.redis_failed:
             self._redis_news_at = self._clock()
-            self.model.observe_load_failed(Tier.REDIS, result.redis_seconds, result.redis_bytes)
+            self.model.observe_load_failed(Tier.REDIS, redis_seconds, result.redis_bytes)
         elif result.redis_bytes > 0:
             self._redis_news_at = self._clock()
-            share = min(1.0, result.redis_bytes / max(1, result.num_bytes))
-            seconds = result.redis_seconds + share * copy_seconds
-            self.model.observe_load(Tier.REDIS, result.redis_bytes, seconds)
+            self.model.observe_load(Tier.REDIS, result.redis_bytes, redis_seconds)
         elif result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
 
