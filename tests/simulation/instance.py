@@ -158,6 +158,11 @@ class Instance:
         self._wants_eviction = True
         self.evict_blocks()
 
+    def slow_down(self, factor: float) -> None:
+        """From now on computing takes ``factor`` times as long as it did at the start."""
+        for rank in self._ranks:
+            rank.token_seconds = factor * self.shape.token_seconds
+
     def evict_blocks(self) -> None:
         """Once no request runs: forget what vLLM holds. The CPU tier keeps it."""
         self._wants_reset = True
@@ -441,6 +446,7 @@ class _Rank:
         rank: int,
     ) -> None:
         self.rank = rank
+        self.token_seconds = shape.token_seconds
         self._kernel = kernel
         self._shape = shape
         config = copy.copy(config)
@@ -495,7 +501,7 @@ class _Rank:
 
     def _forward(self, step: _Step) -> None:
         tokens = sum(one.end - one.start for one in step.passes)
-        seconds = 0.0002 + tokens * self._shape.token_seconds
+        seconds = 0.0002 + tokens * self.token_seconds
         seconds += self._shape.step_seconds if step.passes else 0.0
         # vLLM's kernels read and write somewhere in the middle of the pass.
         self._kernel.sleep(seconds / 2)

@@ -12,6 +12,8 @@ from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.ledger import Ledger
 
 _SECONDS = 90.0
+_SLOWNESS = 20.0
+"""Loads must pay, or nobody reads what Redis holds, and what nobody reads is not healed."""
 
 Tokens = tuple[int, ...]
 
@@ -29,6 +31,7 @@ class Recovery:
     def hits(self, reader: Instance, writer: Instance, prompt: Tokens) -> None:
         """``reader``, with nothing in memory, finds a prompt in Redis that ``writer`` is asked
         for too."""
+        reader.slow_down(_SLOWNESS)
         before, attempts = reader.num_redis_hits, 0
         until = self._until(f"NO HIT of {reader.process.name} came back")
         while reader.num_redis_hits == before:
@@ -56,6 +59,7 @@ class Recovery:
 
     def names(self, reader: Instance, writer: Instance, prompt: Tokens) -> None:
         """Whatever lies under names of the prompt's values is replaced by those values."""
+        reader.slow_down(_SLOWNESS)
         keys, ledger = self.ledger.keys_of(prompt), self.ledger
         num_spoiled = DamagedValues(0.5).damage(self.deployment, ledger.values_of(keys))
         until = self._until(f"NOT HEALED by {reader.process.name} and {writer.process.name}")
