@@ -12,7 +12,7 @@ from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.ledger import Ledger
 
 _SECONDS = 90.0
-_SLOWNESS = 20.0
+_SLOWNESS = 5.0
 """Loads must pay, or nobody reads what Redis holds, and what nobody reads is not healed."""
 
 Tokens = tuple[int, ...]
