@@ -12,6 +12,9 @@ from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.ledger import Ledger
 
 _SECONDS = 90.0
+_HEALING_SECONDS = 240.0
+"""A reader that does not write stops at the first spoiled chunk, and writers look after what they
+wrote every half a minute."""
 _SLOWNESS = 5.0
 """Loads must pay, or nobody reads what Redis holds, and what nobody reads is not healed."""
 
@@ -50,7 +53,7 @@ class Recovery:
         for server in self.deployment.servers:
             server.entries.clear()
         pause, until = 0.5, self._until(f"NOT OFFERED AGAIN by {writer.process.name}")
-        while wanted - self.ledger.keys_in_redis():
+        while wanted := wanted - self.ledger.keys_in_redis():  # some do not live long there
             until()
             self.ask(writer, prompt, 1)
             self.kernel.sleep(pause)
@@ -62,7 +65,8 @@ class Recovery:
         reader.slow_down(_SLOWNESS)
         keys, ledger = self.ledger.keys_of(prompt), self.ledger
         num_spoiled = DamagedValues(0.5).damage(self.deployment, ledger.values_of(keys))
-        until = self._until(f"NOT HEALED by {reader.process.name} and {writer.process.name}")
+        who = f"{reader.process.name} and {writer.process.name}"
+        until = self._until(f"NOT HEALED by {who}", _HEALING_SECONDS)
         while not all(ledger.is_right(name, s.entries[name]) for s, name in ledger.values_of(keys)):
             until()
             self._ask_both(reader, writer, prompt)
@@ -78,12 +82,12 @@ class Recovery:
         self.ask(reader, (1, 2, 3), 1)
         self.ask(reader, prompt, 2)
 
-    def _until(self, what: str) -> Callable[[], None]:
+    def _until(self, what: str, seconds: float = _SECONDS) -> Callable[[], None]:
         """To be called again and again: fails once it took too long."""
-        end = self.kernel.now + _SECONDS
+        end = self.kernel.now + seconds
 
         def check() -> None:
             if self.kernel.now > end:
-                raise SimulationFailure(f"{what} within {_SECONDS:g} s")
+                raise SimulationFailure(f"{what} within {seconds:g} s")
 
         return check
