@@ -81,7 +81,8 @@ class JobDispatcher:
         if self._witness.reused:
             self.cancel_overwritten()
         scheduled = scheduler_output.num_scheduled_tokens
-        offers = scheduler_output.kv_connector_block_state.boundary_state_offloads
+        block_state = scheduler_output.kv_connector_block_state  # an empty step may have none
+        offers = block_state.boundary_state_offloads if block_state is not None else {}
         max_len = self._settings.drafted_len
         is_drafted = max_len is None or self._is_drafted(scheduler_output, max_len)
         for state in self._witness.due(scheduled, self._book.states, offers):
