@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,8 +33,8 @@ from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, PartRun, Stor
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
+    ChangedKeys,
     Comparison,
-    EventSink,
     PlannedTokenDatabase,
     PlannedTokens,
     RunTransfer,
@@ -48,18 +47,14 @@ from lmcache_connector.worker.lmcache_start import (
     make_metadata,
     start_engine,
 )
+from lmcache_connector.worker.lmcache_writes import RedisWrites
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.reconciler import Reconciler
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.worker.step_gate import StepGate
 
 _JOBS_BETWEEN_DRAINS = 256
-# Chunks offered to Redis again are written while no more than that waits to be written, and when
-# the queue fills up they are given up first.
-_OFFERED_BYTES = 32 << 20
-_LAST = 1 << 20
 # Of the CPU tier, what a load takes at once: loads run on three lanes, and what waits to be written
 # to Redis takes up to a quarter.
 _PIECE_SHARE = 1 / 8
@@ -108,7 +103,6 @@ class LMCacheEngineAdapter:
     ) -> None:
         self._parts = parts
         self._sizes = ValueSizes(PartGeometries(tuple(part.geometry for part in parts)))
-        self._redis_tier = redis_tier
         self._piece_bytes = int(settings.cpu_gib * 2**30 * _PIECE_SHARE)
         self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
         metadata = make_metadata(settings, self._sizes)
@@ -119,15 +113,22 @@ class LMCacheEngineAdapter:
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
         self._plugin = backends.get(REDIS_BACKEND)
         if redis_tier is not None and self._plugin is None:
-            self.close(0.0)
+            redis_tier.close(0.0)
+            self._engine.close()
             raise ConfigError("LMCache did not start the Redis tier; its log says why")
-        self._events = EventSink()
-        self._report_writes = settings.report_writes
-        self._written: deque[bytes] = deque()
-        self._cpu.batched_msg_sender = self._events
-        self._reconciler: Reconciler | None = None
+        self._changed = ChangedKeys()
+        self._cpu.batched_msg_sender = self._changed
+        self._writes: RedisWrites | None = None
         if redis_tier is not None:
-            self._reconciler = Reconciler(self._offer, self._may_offer, settings.pace, clock)
+            self._writes = RedisWrites(
+                self._plugin,
+                redis_tier,
+                self._cpu,
+                self._database,
+                settings.pace,
+                clock,
+                report=settings.report_writes,
+            )
 
     def store(
         self,
@@ -146,7 +147,6 @@ class LMCacheEngineAdapter:
         transfers = []
         for run in job.runs:
             held = {key for key in run.keys if self.holds(key)}
-            self._events.confirm(held)
             missing = [i for i, key in enumerate(run.keys) if key not in held]
             transfer = RunTransfer(
                 part=run.part,
@@ -161,13 +161,13 @@ class LMCacheEngineAdapter:
             transfers.append(transfer)
             if missing and not cancelled.is_set():
                 with (
-                    self._store_context(job, run.chunks[missing[0]]),
+                    self._writing(job, run.chunks[missing[0]]),
                     suppress(TransferCancelled),
                 ):
                     self._engine.store(tokens=self._tokens(transfer), transfer=transfer)
                 self._drain_statistics()
-            if job.redis_keys:
-                self._share(job, run, held)
+            if self._writes is not None:
+                self._writes.share(job, run, held)
         self._touch(transfers)
         return JobTransfer.of(transfers)
 
@@ -241,8 +241,8 @@ class LMCacheEngineAdapter:
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
-        if self._reconciler is not None:
-            self._reconciler.want(keys)
+        if self._writes is not None:
+            self._writes.want(keys)
 
     def forget(self, key: bytes) -> None:
         """Drop a chunk from the CPU tier."""
@@ -256,15 +256,20 @@ class LMCacheEngineAdapter:
     @property
     def has_news(self) -> bool:
         """Whether `take_events` or `take_written` would return something."""
-        return bool(self._written or self._events.events)
+        return bool(self._changed) or (self._writes is not None and self._writes.has_news)
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Admissions and evictions of the CPU tier since the last call, in order."""
-        return self._events.take()
+        """Of each chunk that came to the CPU tier or left it since the last call, whether it is
+        there now."""
+        cache = self._cpu.hot_cache
+        return tuple(
+            CacheEvent(key, admitted=self._database.engine_key(key) in cache)
+            for key in self._changed.take()
+        )
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks that have come to Redis since the last call, where that is to be reported."""
-        return tuple(self._written.popleft() for _ in range(len(self._written)))
+        return self._writes.take_written() if self._writes is not None else ()
 
     @property
     def num_chunks(self) -> int:
@@ -278,10 +283,8 @@ class LMCacheEngineAdapter:
 
     def close(self, seconds: float) -> None:
         """Writes still queued for Redis get ``seconds``; then everything is dropped."""
-        if self._reconciler is not None:
-            self._reconciler.close(seconds)
-        if self._redis_tier is not None:
-            self._redis_tier.close(seconds)
+        if self._writes is not None:
+            self._writes.close(seconds)
         self._engine.close()
 
     def _retrieve(self, transfer: RunTransfer, redis_deadline: float | None) -> None:
@@ -319,50 +322,8 @@ class LMCacheEngineAdapter:
     def _tokens(self, transfer: RunTransfer) -> PlannedTokens:
         return PlannedTokens(transfer.keys, self._sizes.num_units(transfer.paged.geometry))
 
-    def _share(self, job: StoreJob, run: PartRun, held: Collection[bytes]) -> None:
-        """Queue chunks that were in the CPU tier before the job for Redis."""
-        if self._plugin is None:
-            return
-        for key, chunk in zip(run.keys, run.chunks, strict=True):
-            if key in held:
-                with self._store_context(job, chunk):
-                    self._put(key)
-
-    def _offer(self, key: bytes) -> bool:
-        assert self._plugin is not None
-        with self._plugin.store_context(_LAST, self._write_ended):
-            return self._put(key)
-
-    def _may_offer(self) -> bool:
-        """What waits to be written stays in the CPU tier: offers take little of it."""
-        assert self._redis_tier is not None
-        largest = self._sizes.geometries.largest.chunk_bytes
-        return self._redis_tier.queued_bytes <= max(_OFFERED_BYTES, largest)
-
-    def _put(self, key: bytes) -> bool:
-        """Queue a chunk of the CPU tier for Redis. False if it is not there."""
-        engine_key = self._database.engine_key(key)
-        memory = self._cpu.get_blocking(engine_key)  # with a reference, unless just evicted
-        if memory is None:
-            return False
-        self._plugin.batched_submit_put_task([engine_key], [memory])
-        memory.ref_count_down()
-        return True
-
-    def _store_context(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
-        """Tells the Redis tier where in its prompt a chunk stands: late ones are dropped first."""
-        if self._plugin is None:
-            return nullcontext()
-        context: AbstractContextManager[None] = self._plugin.store_context(
-            chunk, self._write_ended, job.redis_keys
-        )
-        return context
-
-    def _write_ended(self, key: bytes, stored: bool) -> None:
-        if self._reconciler is not None:
-            self._reconciler.ended(key, stored)
-        if stored and self._report_writes:
-            self._written.append(key)
+    def _writing(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
+        return self._writes.context(job, chunk) if self._writes is not None else nullcontext()
 
     def holds(self, key: bytes) -> bool:
         """Whether the CPU tier has it now."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
-from lmcache_connector.plans import BlockIds, CacheEvent, LayerDifference
+from lmcache_connector.plans import BlockIds, LayerDifference
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.step_gate import StepGate
@@ -208,24 +208,26 @@ def value_bytes(memory: MemoryObj, geometry: ChunkGeometry) -> memoryview:
     return memoryview(memory.byte_array).cast("B")[: geometry.chunk_bytes]
 
 
-class EventSink:
-    """Stands where LMCache's CPU tier expects its controller's message sender. ``events``: those
-    that were not taken yet."""
+class ChangedKeys:
+    """Stands where LMCache's CPU tier expects its controller's message sender.
+
+    It keeps which chunks came or went, not which of the two: LMCache reports a removal outside its
+    lock, so that a chunk that has come back meanwhile would be reported gone for good.
+    """
 
     def __init__(self) -> None:
-        self.events: deque[CacheEvent] = deque()
+        self._keys: deque[int] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
 
     def add_kv_op(self, op_type: OpType, key: int) -> None:
-        self.events.append(
-            CacheEvent(key.to_bytes(CHUNK_KEY_BYTES, "big"), op_type is OpType.ADMIT)
-        )
-
-    def confirm(self, keys: Iterable[bytes]) -> None:
-        """Report again that these are there: LMCache may report an eviction too late."""
-        self.events.extend(CacheEvent(key, admitted=True) for key in keys)
+        self._keys.append(key)
 
     def close(self) -> None:
         """Nothing to stop: there is no thread."""
 
-    def take(self) -> tuple[CacheEvent, ...]:
-        return tuple(self.events.popleft() for _ in range(len(self.events)))
+    def take(self) -> tuple[bytes, ...]:
+        """Each once. What changes after this call is in the next."""
+        keys = dict.fromkeys(self._keys.popleft() for _ in range(len(self._keys)))
+        return tuple(key.to_bytes(CHUNK_KEY_BYTES, "big") for key in keys)

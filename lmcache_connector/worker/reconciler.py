@@ -19,6 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lmcache_connector.threads import start_thread
 
@@ -50,6 +51,15 @@ class Pace:
         return cls(granted_seconds=min(cls().granted_seconds, ttl_seconds / 3))
 
 
+class _State(NamedTuple):
+    """When a chunk may be offered next, how often it has failed in a row, and whether it waits to
+    be offered then."""
+
+    at: float
+    failures: int
+    is_due: bool
+
+
 class Offers:
     """When which chunk is to be offered (pure). Not thread-safe; times are readings of one clock.
 
@@ -58,28 +68,28 @@ class Offers:
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        # When each chunk may be offered next, and how often it has failed in a row.
-        self._states: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        self._states: OrderedDict[bytes, _State] = OrderedDict()
         self._due: list[tuple[float, bytes]] = []
 
     def want(self, key: bytes, now: float) -> None:
         """A request wants the chunk."""
-        next_at, failures = self._states.get(key, (now, 0))
-        if next_at > now or failures:
-            return  # settled a moment ago, under way, or to be tried again anyway
-        self._put(key, now, 0, is_due=True)
+        state = self._states.get(key)
+        if state is not None and (state.is_due or state.at > now):
+            return  # it keeps its place, or was settled a moment ago, or is under way
+        self._put(key, _State(now, 0, is_due=True))
 
     def ended(self, key: bytes, stored: bool, now: float) -> None:
         """A write of the chunk has ended, whoever asked for it."""
         if stored:
-            self._put(key, now + self._pace.granted_seconds, 0, is_due=False)
+            self._put(key, _State(now + self._pace.granted_seconds, 0, is_due=False))
             return
-        failures = self._states.get(key, (now, 0))[1] + 1
+        state = self._states.get(key)
+        failures = 1 + (state.failures if state is not None else 0)
         if failures > _MAX_FAILURES:
             self.forget(key)
             return
         seconds = min(self._pace.max_retry_seconds, self._pace.retry_seconds * 2 ** (failures - 1))
-        self._put(key, now + seconds, failures, is_due=True)
+        self._put(key, _State(now + seconds, failures, is_due=True))
 
     def forget(self, key: bytes) -> None:
         """Offer it no more, until it is wanted or written again."""
@@ -90,22 +100,26 @@ class Offers:
         taken: list[bytes] = []
         while self._due and len(taken) < limit and self._due[0][0] <= now:
             at, key = heapq.heappop(self._due)
-            state = self._states.get(key)
-            if state is not None and state[0] == at:  # else it was settled meanwhile, or forgotten
-                self._states[key] = (now + self._pace.max_retry_seconds, state[1])
+            if self._is_current(at, key):  # else it was settled meanwhile, or forgotten
+                under_way = now + self._pace.max_retry_seconds
+                self._states[key] = _State(under_way, self._states[key].failures, is_due=False)
                 taken.append(key)
         return taken
 
-    def _put(self, key: bytes, at: float, failures: int, *, is_due: bool) -> None:
-        self._states[key] = (at, failures)
+    def _put(self, key: bytes, state: _State) -> None:
+        self._states[key] = state
         self._states.move_to_end(key)
         if len(self._states) > _MAX_TRACKED:
             self._states.popitem(last=False)
-        if is_due:
-            heapq.heappush(self._due, (at, key))
+        if state.is_due:
+            heapq.heappush(self._due, (state.at, key))
             if len(self._due) > 2 * _MAX_TRACKED:
-                self._due = [d for d in self._due if self._states.get(d[1], (None,))[0] == d[0]]
+                self._due = [due for due in self._due if self._is_current(*due)]
                 heapq.heapify(self._due)
+
+    def _is_current(self, at: float, key: bytes) -> bool:
+        state = self._states.get(key)
+        return state is not None and state.is_due and state.at == at
 
 
 class Reconciler:

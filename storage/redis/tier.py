@@ -187,6 +187,11 @@ class RedisTier:
         """Of chunks that wait to be written, or are being written."""
         return self._writes.num_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """For chunks that are to be written."""
+        return self._writes.room_bytes
+
     def stats(self) -> RedisTierStats:
         return RedisTierStats(
             counts=self._counters.snapshot(),

@@ -62,6 +62,10 @@ class WriteQueue:
     def num_bytes(self) -> int:
         return self._num_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        return self._max_bytes - self._num_bytes
+
     def offer(self, write: PendingWrite) -> list[PendingWrite]:
         """Queue ``write``. Returns the writes for which there is no room, ``write`` itself or
         others; the caller finishes them. A chunk that is queued already only gets the callbacks."""

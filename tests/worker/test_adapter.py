@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from lmcache.v1.cache_controller.message import OpType
 
 from lmcache_connector.plans import (
+    CacheEvent,
     JobResult,
     LoadJob,
     Outcome,
@@ -164,6 +166,27 @@ def test_of_chunks_in_memory_those_named_go_on_to_redis(port: int, valkey: Serve
         instance.worker.shutdown()  # writes what is queued
         written = {key for key in KEYS for _ in client.scan_iter(f"lmc:*{key.hex()}*")}
     assert written == set(KEYS[1:3])
+
+
+def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
+    """LMCache tells of it outside its lock: the chunk may have come back meanwhile."""
+    instance = make_instance(port)
+    try:
+        instance.run(StepPlan(stores=(store_job(1, "r", KEYS[:1], ((0, 1),)),)))
+        instance.wait_for(1)
+        cpu = instance.worker._engine._cpu
+
+        def events() -> tuple[CacheEvent, ...]:
+            report = instance.worker.finish_step().report
+            return report.events if report is not None else ()
+
+        cpu.batched_msg_sender.add_kv_op(OpType.EVICT, int.from_bytes(KEYS[0], "big"))
+        assert events() == (CacheEvent(KEYS[0], admitted=True),)
+        instance.worker._engine.forget(KEYS[0])
+        assert events() == (CacheEvent(KEYS[0], admitted=False),)
+        assert events() == ()
+    finally:
+        instance.worker.shutdown()
 
 
 def test_settings_of_the_whole_process_stay_as_they_were(

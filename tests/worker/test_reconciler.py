@@ -14,7 +14,7 @@ from tests.support.jobs import store_job
 from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names
-from tests.worker.test_adapter import KEYS, Instance, make_instance
+from tests.worker.test_adapter import KEYS, LONG, Instance, make_instance
 
 KEY, OTHER = (random.Random(i).randbytes(32) for i in range(2))
 PACE = Pace(granted_seconds=30.0, retry_seconds=6.0, max_retry_seconds=60.0)
@@ -36,6 +36,18 @@ class TestOffers:
         assert offers.take(130.9, 9) == []
         offers.want(KEY, 131.1)
         assert offers.take(131.1, 9) == [KEY]
+
+    def test_what_is_wanted_all_the_time_keeps_its_place(self) -> None:
+        keys = [bytes([i]) * 32 for i in range(8)]
+        offers, now, taken = Offers(Pace(granted_seconds=0.2)), 0.0, set[bytes]()
+        for _ in range(20):
+            for key in keys:
+                offers.want(key, now)
+            for key in offers.take(now, 1):
+                offers.ended(key, True, now)
+                taken.add(key)
+            now += 0.1
+        assert taken == set(keys)
 
     def test_a_failed_write_is_tried_again_less_and_less_often(self) -> None:
         offers, now, waits = Offers(PACE), 0.0, []
@@ -206,6 +218,27 @@ def test_a_full_queue_is_made_good(own_server: Server) -> None:
         wait_for_all(own_server, room, wanted=False)
     finally:
         room.worker.shutdown()
+
+
+def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:
+    """Without room they would fail, and not be tried again for long."""
+    pace = Pace(granted_seconds=0.2, retry_seconds=1000.0, max_retry_seconds=1000.0)
+    instance = make_instance(own_server.port, pace=pace, write_queue_bytes=2 * (32 << 10))
+    try:
+        for first in range(0, NUM_CHUNKS, 2):
+            blocks = tuple(range(2 * first, 2 * first + 4))
+            job = store_job(first + 1, "r", KEYS[first : first + 2], (blocks,))
+            instance.run(StepPlan(stores=(job,)))
+            instance.wait_for(first + 1)
+            tier = instance.worker._tier
+            assert tier is not None
+            assert tier.flush(LONG)
+            assert len(value_names(own_server)) == 2 * (first + 2)
+        with own_server.client() as client:
+            client.flushall()
+        wait_for_all(own_server, instance, wanted=True)
+    finally:
+        instance.worker.shutdown()
 
 
 def test_hits_from_memory_renew_the_lifetime(own_server: Server) -> None:

@@ -217,8 +217,7 @@ def test_prometheus_is_told_what_was_sent(engines: Engines, tiny_model: Path) ->
     )
     assert sent.pop("handovers_total") == 2
     assert sent.keys() <= {"reserved_bytes"}
-    assert received.pop("load_seconds_sum") > 0
-    assert received.pop("receive_seconds_total") > 0
+    assert received.pop("load_seconds_sum") >= received.pop("receive_seconds_total") > 0
     num_blocks = -(-1700 // 128) + -(-600 // 128)
     assert received == {
         "loads_total": 3,
@@ -233,7 +232,6 @@ def test_prometheus_is_told_what_was_sent(engines: Engines, tiny_model: Path) ->
         totals = instance.counts()
         assert told["handovers_total"] == totals.total("p2p_handovers")
         assert told["hit_tokens_total"] == totals.total("p2p_hit_tokens")
-        assert told["load_seconds_sum"] >= totals.total("p2p_receive_seconds")
         assert told["capacity_bytes"] == 2 << 30
         assert told["reserved_bytes"] == instance.call(at_rest)["reserved_bytes"]
         instance.call(log_stats)

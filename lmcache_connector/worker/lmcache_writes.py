@@ -1,0 +1,109 @@
+"""What goes on from LMCache's CPU tier to Redis: chunks as they are stored, those that were there
+before, and those that Redis has lost since."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+from lmcache_connector.plans import PartRun, StoreJob
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase
+from lmcache_connector.worker.lmcache_redis import RedisStoragePlugin
+from lmcache_connector.worker.reconciler import Pace, Reconciler
+
+# Chunks offered to Redis again are written while no more than that waits to be written, and when
+# the queue fills up they are given up first.
+_OFFERED_BYTES = 32 << 20
+_LAST = 1 << 20
+
+
+class RedisWrites:
+    """One rank's. Writes end on threads of the tier; the rest is called by the job lanes and the
+    engine's step.
+
+    ``report``: whether what has come to Redis is to be told, by `take_written`. ``clock`` returns
+    seconds.
+    """
+
+    def __init__(
+        self,
+        plugin: RedisStoragePlugin,
+        tier: RedisTier,
+        cpu: LocalCPUBackend,
+        database: PlannedTokenDatabase,
+        pace: Pace,
+        clock: Callable[[], float],
+        *,
+        report: bool,
+    ) -> None:
+        self._plugin = plugin
+        self._tier = tier
+        self._cpu = cpu
+        self._database = database
+        self._report = report
+        self._written: deque[bytes] = deque()
+        self._reconciler = Reconciler(self._offer, self._may_offer, pace, clock)
+
+    def context(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
+        """What LMCache stores inside the ``with`` is written, if the job says so. ``chunk``: where
+        it stands in its prompt; late ones are dropped first."""
+        context: AbstractContextManager[None] = self._plugin.store_context(
+            chunk, self._ended, job.redis_keys
+        )
+        return context
+
+    def share(self, job: StoreJob, run: PartRun, held: Collection[bytes]) -> None:
+        """Write chunks that were in the CPU tier before the job, if the job says so."""
+        if not job.redis_keys:
+            return
+        for key, chunk in zip(run.keys, run.chunks, strict=True):
+            if key in held:
+                with self.context(job, chunk):
+                    self._put(key)
+
+    def want(self, keys: Sequence[bytes]) -> None:
+        """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
+        self._reconciler.want(keys)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_written` would return something."""
+        return bool(self._written)
+
+    def take_written(self) -> tuple[bytes, ...]:
+        """Chunks that have come to Redis since the last call."""
+        return tuple(self._written.popleft() for _ in range(len(self._written)))
+
+    def close(self, seconds: float) -> None:
+        """Offer nothing more, and close the tier: what is queued gets ``seconds``."""
+        self._reconciler.close(seconds)
+        self._tier.close(seconds)
+
+    def _offer(self, key: bytes) -> bool:
+        with self._plugin.store_context(_LAST, self._ended):
+            return self._put(key)
+
+    def _may_offer(self) -> bool:
+        """What waits to be written stays in the CPU tier: offers take little of it. An offer that
+        finds the queue full would count as a failed write."""
+        largest = self._tier.geometries.largest.chunk_bytes
+        return self._tier.room_bytes >= largest and self._tier.queued_bytes <= _OFFERED_BYTES
+
+    def _put(self, key: bytes) -> bool:
+        """Queue a chunk of the CPU tier. False if it is not there."""
+        engine_key = self._database.engine_key(key)
+        memory = self._cpu.get_blocking(engine_key)  # with a reference, unless just evicted
+        if memory is None:
+            return False
+        self._plugin.batched_submit_put_task([engine_key], [memory])
+        memory.ref_count_down()
+        return True
+
+    def _ended(self, key: bytes, stored: bool) -> None:
+        self._reconciler.ended(key, stored)
+        if stored and self._report:
+            self._written.append(key)
