@@ -54,7 +54,15 @@ ONLY = {
     "kv_events": {"plans", "vllm_compat/api"},
     "cost_model": {"kv_parts", "plans"},
     "tracing": {"vllm_compat/api"},
-    "neighbours": {"config", "keys", "storage", "storage/redis", "threads", "vllm_compat"},
+    "neighbours": {
+        "config",
+        "keys",
+        "lookup",
+        "storage",
+        "storage/redis",
+        "threads",
+        "vllm_compat",
+    },
     "lookup": {"cost_model", "kv_events", "kv_parts", "keys", "metrics", "plans", "threads"},
 }
 MAX_FILES = 16

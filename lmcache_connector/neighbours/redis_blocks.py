@@ -1,8 +1,8 @@
 """Blocks of one size in Redis, under names that a neighbour gives them.
 
 A neighbour has keys and a layout of its own: a block is so many bytes to us, stored whole, and read
-back whole and verified, or it is a miss. Loads run on threads of their own, stores in the tier's
-writers. Every load and store ends with one call of its ``on_done``, from any thread.
+back whole and verified, or it is a miss. Loads and look-ups run on threads of their own, stores in
+the tier's writers. Every load and store ends with one call of its ``on_done``, from any thread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import partial
 from blake3 import blake3
 
 from lmcache_connector.keys.prefix_hash import canonical_bytes
+from lmcache_connector.lookup.background_lookup import BackgroundLookup, Found
 from lmcache_connector.neighbours.settings import RedisSettings
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -46,7 +47,7 @@ class _Load:
 
 
 class RedisBlocks:
-    """Blocks of ``block_bytes`` each. Thread-safe, but for :meth:`exist`.
+    """Blocks of ``block_bytes`` each. Thread-safe.
 
     ``identity``: plain JSON values that make a block's bytes what they are, beside its name.
     Returns at once; connections are made in the background.
@@ -62,7 +63,9 @@ class RedisBlocks:
         self._root = blake3(canonical_bytes(form), derive_key_context=_NAME_CONTEXT).digest()
         config = settings.redis_tier_config()
         geometries = PartGeometries((_geometry(block_bytes),))
-        self._lookup = RedisLookup(config, [geometries])
+        self._lookup = BackgroundLookup(
+            RedisLookup(config, [geometries]), settings.lookup_deadline_seconds, time.monotonic
+        )
         self._tier = RedisTier(config, geometries)
         self._open = 0
         self._changed = threading.Condition()
@@ -73,9 +76,11 @@ class RedisBlocks:
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
         """Whether each block is known to be in Redis. Blocks for ``lookup_deadline_seconds`` at
-        most. One thread at a time."""
-        deadline = time.monotonic() + self._settings.lookup_deadline_seconds
-        return self._lookup.exist(self._keys(names), deadline)
+        most."""
+        keys = self._keys(names)
+        answer = self._lookup.submit(keys).wait(self._settings.lookup_deadline_seconds)
+        found = answer.keys if isinstance(answer, Found) else frozenset()
+        return [key in found for key in keys]
 
     def load(self, names: Sequence[bytes], buffers: Sequence[memoryview], on_done: OnDone) -> None:
         """Read blocks into ``buffers``, one each, writable and of format B. Ends within
@@ -131,7 +136,10 @@ class RedisBlocks:
         """``on_done``, counted as open until it was called."""
 
         def close(results: list[bool]) -> None:
-            on_done(results)
+            try:
+                on_done(results)
+            except Exception:  # a neighbour's fault ends no thread of ours
+                logger.exception("What was to follow a transfer with Redis failed")
             with self._changed:
                 self._open -= 1
                 self._changed.notify_all()

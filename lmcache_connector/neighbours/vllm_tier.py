@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
 )
 from vllm.v1.kv_offload.file_mapper import FileMapper
-from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager, LookupPhase
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -176,6 +176,12 @@ class _Lookups(AsyncLookupManager):
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
         return self._exist(keys)
+
+    def mark_miss(self, keys: Collection[OffloadKey]) -> None:
+        """Not of what is being asked again: vLLM 0.32 asserts that no answer to that comes."""
+        answered = LookupPhase.RESOLVED
+        known = {key: state for key in keys if (state := self._lookup_state.get(key)) is not None}
+        super().mark_miss([key for key, state in known.items() if state.phase is answered])
 
 
 def _is_sound(key: OffloadKey) -> bool:
