@@ -52,7 +52,6 @@ def _run(seconds: float, jobs: int, folder: Path) -> None:
         assert numbers.get(name), numbers
 
 
-@pytest.mark.soak  # one world in some 500 is still too slow to bring something back
 @pytest.mark.timeout(900)
 def test_all_promises_hold_for_a_minute(tmp_path: Path) -> None:
     _run(60.0, 1, tmp_path)

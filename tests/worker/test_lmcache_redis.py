@@ -38,6 +38,13 @@ def engine_key(index: int) -> CacheEngineKey:
     return CacheEngineKey("m", 1, 0, int.from_bytes(chunk_key(index), "big"), torch.uint8)
 
 
+@pytest.fixture(autouse=True)
+def own_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that other tests start shall not share LMCache's folder of metrics."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR")
+
+
 @pytest.fixture
 def valkey(valkey: Server) -> Server:
     """A running Valkey, empty."""
