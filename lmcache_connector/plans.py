@@ -53,6 +53,29 @@ class LoadedAdapterList:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """For whom the CPU tier keeps chunks, and how: see :mod:`lmcache_connector.retention`.
+
+    ``tenant`` is a digest of the request's salt, empty without one. ``pin``: keep them whatever
+    else comes. After ``ttl_seconds`` this request needs them no more; ``None``: that is not known.
+    ``priority``: with each step they are kept twice as long without being used.
+    """
+
+    tenant: bytes = b""
+    pin: bool = False
+    ttl_seconds: float | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixUse:
+    """A request has these chunks in its prompt, and all those they build on."""
+
+    claim: Claim
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PartRun:
     """Chunks of one part of the model, in order, and the blocks they are copied from or to.
 
@@ -60,6 +83,8 @@ class PartRun:
     ``chunks[i]`` is the place of chunk i in its request. ``block_ids[g]`` lists the blocks of all
     chunks in the part's g-th KV cache group one after the other, equally many per chunk. A load
     leaves the first ``skip_blocks`` of the first chunk out: vLLM has them, or needs none.
+    ``parents[i]`` is the key of the chunk before chunk i, empty for a prompt's first; there are
+    none in parts whose chunks are of use without those before.
     """
 
     part: int
@@ -67,6 +92,7 @@ class PartRun:
     chunks: tuple[int, ...]
     block_ids: BlockIds
     skip_blocks: int = 0
+    parents: tuple[bytes, ...] = ()
 
 
 class _Runs:
@@ -101,6 +127,7 @@ class StoreJob(_Runs):
     runs: tuple[PartRun, ...]
     redis_keys: frozenset[bytes] | None = None
     adapter: AdapterRef | None = None
+    claim: Claim = Claim()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +157,7 @@ class LoadJob(_Runs):
     needs_redis: bool
     after_job: int
     after_passes: bool = False
+    claim: Claim = Claim()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +181,7 @@ class StepPlan:
     ``vacated_stores`` are jobs of earlier steps whose blocks this one may overwrite, and none
     before it does. ``idle``: the step runs no forward pass. ``prefill``: the forward pass is worth
     timing. ``probe``: Redis' speed is worth measuring again. ``wanted``: chunks in memory that
-    Redis should have as well.
+    Redis should have as well. ``uses``: of chunks in memory by requests that are new.
     ``adapter_question``: list the LoRA adapters in memory (0: no need). ``heard_adapters``: of
     each rank, the number of the last such list that was known when this was planned.
     """
@@ -166,6 +194,7 @@ class StepPlan:
     prefill: PrefillWork | None = None
     probe: bool = False
     wanted: tuple[bytes, ...] = ()
+    uses: tuple[PrefixUse, ...] = ()
     adapter_question: int = 0
     heard_adapters: tuple[int, ...] = ()
 

@@ -39,6 +39,7 @@ BENCHMARKS = {
     "copy": "KV blocks between a paged cache and chunks, against one long memcpy",
     "growth": "how costs grow with prompts, cached chunks, requests and instances",
     "models": "families of models with windows and states: hits, bytes and times, tier by tier",
+    "policies": "what the CPU tier saves on block traces, against LRU, others and the optimum",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
     "p2p": "KV from a prefill to a decode engine by NIXL and TCP, against vLLM's NixlConnector",
     "simulated-gpu": "hits on a simulated GPU, against recompute and an oracle; virtual time",

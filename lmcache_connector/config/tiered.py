@@ -28,6 +28,10 @@ class ConnectorConfig(StrictSettings):
     """Tokens per chunk, a multiple of vLLM's block sizes; the default grows to the next one."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """CPU tier capacity per worker rank, GiB."""
+    tenant_share: Annotated[float, Field(ge=0.01, le=1)] = 0.5
+    """Share of the CPU tier that one ``cache_salt`` keeps while others want the room."""
+    pin_share: Annotated[float, Field(ge=0, le=0.5)] = 0.25
+    """Share of the CPU tier that requests may pin, each salt up to ``tenant_share`` of it."""
     redis_url: Secret | None = None
     """Redis or Valkey; none leaves the CPU tier alone. May be ``env:NAME`` or ``file:PATH``."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")] = "default"

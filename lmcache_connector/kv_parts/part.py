@@ -71,6 +71,16 @@ def keys_of_part(chunk_keys: Sequence[bytes], part: int, num_parts: int) -> Sequ
     return [part_key(key, part, num_parts) for key in chunk_keys]
 
 
+def parents_of_part(
+    chunk_keys: Sequence[bytes], chunks: Sequence[int], part: int, num_parts: int
+) -> tuple[bytes, ...]:
+    """The key before each of ``chunks``, of the same part; empty before a request's first.
+    ``chunk_keys``: of the request, from its first chunk on."""
+    return tuple(
+        part_key(chunk_keys[chunk - 1], part, num_parts) if chunk else b"" for chunk in chunks
+    )
+
+
 def part_of(key: bytes, num_parts: int) -> int:
     """Which part a key of :func:`part_key` names."""
     return key[-1] if num_parts > 1 else 0

@@ -117,6 +117,21 @@ METRICS = table(
         counter("stored_bytes", ("tier",), "cpu: copied from KV caches. redis: written."),
         counter("evicted_chunks", ("tier",), "Chunks that left the CPU tier.", (("cpu",),)),
         counter(
+            "cpu_evictions",
+            ("reason",),
+            "Chunks that made room: expired, over_share (of its tenant), or the oldest.",
+            (("expired",), ("over_share",), ("oldest",)),
+        ),
+        counter(
+            "retention_hints",
+            ("result",),
+            "pin, ttl_seconds and priority of requests: taken, or ignored as out of bounds.",
+            (("taken",), ("ignored",)),
+        ),
+        counter(
+            "refused_pins", (), "Times a prompt was not, or not wholly, pinned for want of room."
+        ),
+        counter(
             "written_chunks",
             ("result",),
             "Ends of writes to Redis: written, already_there, claimed_elsewhere.",
@@ -163,6 +178,13 @@ METRICS = table(
         gauge("queued_jobs", ("rank",), "Load and store jobs not yet ended."),
         gauge("write_queue_bytes", ("rank",), "Bytes waiting to be written to Redis."),
         gauge("cpu_used_bytes", ("rank",), "Bytes of chunks in the CPU tier."),
+        gauge(
+            "cpu_tenant_bytes",
+            ("rank", "tenant"),
+            "Bytes of chunks in the CPU tier by cache_salt: the first two hex digits of its BLAKE3 "
+            "digest, or none.",
+        ),
+        gauge("cpu_pinned_bytes", ("rank",), "Bytes of pinned chunks in the CPU tier."),
         gauge("cpu_capacity_bytes", ("rank",), "Size of the CPU tier."),
         gauge(
             "circuit_state",

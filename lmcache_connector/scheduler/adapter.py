@@ -24,6 +24,7 @@ from lmcache_connector.kv_parts.part import keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
+from lmcache_connector.lookup.prefix_uses import PrefixUses
 from lmcache_connector.lookup.wanted_chunks import WantedSink
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
@@ -86,6 +87,7 @@ class SchedulerAdapter:
         self._metrics = metrics
         self._auditor = auditor
         self._loaded_adapters = loaded_adapters
+        self._uses = PrefixUses(settings.parts, index)
         self._jobs = PlannedJobs(settings.world_size)
         self._loads = LoadPlanner(settings, index, policy, tally, self._jobs.new_id)
         self._dispatcher = JobDispatcher(
@@ -200,6 +202,7 @@ class SchedulerAdapter:
             prefill=prefill,
             probe=self._wants_probe(),
             wanted=self.wanted.take() if self.wanted.has_news else (),
+            uses=self._uses.take(),
             adapter_question=adapters.take_question() if adapters.question else 0,
             heard_adapters=adapters.heard,
         )
@@ -303,6 +306,7 @@ class SchedulerAdapter:
             num_parts = len(self._settings.parts)
             for part in range(num_parts):
                 self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
+            self._uses.add(state.keys.keys, state.claim)
         return state
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-from lmcache_connector.plans import JobResult, LoadJob, PrefillWork, StepPlan, StoreJob
+from lmcache_connector.plans import (
+    JobResult,
+    LoadJob,
+    PrefillWork,
+    PrefixUse,
+    StepPlan,
+    StoreJob,
+)
 from lmcache_connector.scheduler.request_state import RequestState
 
 
@@ -98,13 +105,14 @@ class PlannedJobs:
         prefill: PrefillWork | None,
         probe: bool,
         wanted: tuple[bytes, ...] = (),
+        uses: tuple[PrefixUse, ...] = (),
         adapter_question: int = 0,
         heard_adapters: tuple[int, ...] = (),
     ) -> StepPlan | None:
         """The plan of a step: all that was added since the last one, and what is known of this.
         ``None``, as for nearly every decode step: nothing."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
-        if not (idle or new or prefill or probe or adapter_question or wanted):
+        if not (idle or new or prefill or probe or adapter_question or wanted or uses):
             return None
         plan = StepPlan(
             loads=tuple(self._loads),
@@ -115,6 +123,7 @@ class PlannedJobs:
             prefill=prefill,
             probe=probe,
             wanted=wanted,
+            uses=uses,
             adapter_question=adapter_question,
             heard_adapters=heard_adapters,
         )

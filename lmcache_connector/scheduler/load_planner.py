@@ -11,7 +11,7 @@ from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.kv_parts.blocks import blocks_between
 from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_load
-from lmcache_connector.kv_parts.part import Rule, keys_of_part
+from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, StoreJob, Tier
@@ -84,6 +84,7 @@ class LoadPlanner:
             after_passes=in_use.includes_any(
                 {i for run in runs for ids in run.block_ids for i in ids}
             ),
+            claim=state.claim,
         )
         load.job = job
         chunks = (chunk for run in runs for chunk in run.chunks)
@@ -163,6 +164,12 @@ class LoadPlanner:
                 skip_blocks=0
                 if is_state
                 else (first - chunks.start * chunk_size) // part.block_size,
+                parents=parents_of_part(
+                    state.keys.keys,
+                    chunks if part.rule is Rule.PREFIX else (),
+                    number,
+                    len(parts),
+                ),
             )
             runs.append(run)
         return tuple(runs)

@@ -21,6 +21,7 @@ from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AdapterRef
 from lmcache_connector.requests.encoder_witness import EncoderWitness
 from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier
+from lmcache_connector.retention.hints import read_hints
 from lmcache_connector.scheduler.auditor import Finding
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.request_state import AuditState, RequestState
@@ -178,7 +179,19 @@ class RequestBook:
             keys = self._keys(identity, self.epochs.shared_epoch)
             keys.extend(request.all_token_ids)
             shared = RequestLookup(request, keys, is_counted=True)
-        return RequestState(request, self._current_keys(identity), audit=AuditState(shared=shared))
+        hints = read_hints(
+            identity.cache_salt,
+            request.kv_transfer_params,
+            getattr(request, "kv_hints", None),  # since 0.32
+        )
+        self._tally.count("retention_hints", "taken", amount=hints.num_taken)
+        self._tally.count("retention_hints", "ignored", amount=hints.num_ignored)
+        return RequestState(
+            request,
+            self._current_keys(identity),
+            claim=hints.claim,
+            audit=AuditState(shared=shared),
+        )
 
     def _rekey(self, states: Iterable[RequestState]) -> list[RequestState]:
         rekeyed = list(states)

@@ -9,7 +9,7 @@ from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.hit import is_prefix_only
 from lmcache_connector.kv_parts.part import Part
 from lmcache_connector.lookup.request_lookup import RequestLookup
-from lmcache_connector.plans import LoadJob
+from lmcache_connector.plans import Claim, LoadJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +145,12 @@ class AuditState:
 
 @dataclass(slots=True)
 class RequestState:
-    """Everything known about one request. Owned by the scheduler side, on its one thread."""
+    """Everything known about one request. Owned by the scheduler side, on its one thread.
+    ``claim``: how it asks for its chunks to be kept."""
 
     request: Any
     keys: RequestKeys
+    claim: Claim = field(default_factory=Claim)
     lookup: RequestLookup = field(init=False)
     load: LoadState = field(default_factory=LoadState)
     witness: WitnessState = field(default_factory=WitnessState)

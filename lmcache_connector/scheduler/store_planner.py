@@ -9,7 +9,7 @@ from itertools import chain, compress
 
 from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
-from lmcache_connector.kv_parts.part import Rule, keys_of_part, part_key
+from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, PartRun, StoreJob
@@ -132,6 +132,7 @@ class StorePlanner:
             runs=tuple(runs),
             redis_keys=redis_keys,
             adapter=adapter_of(state),
+            claim=state.claim,
         )
         store.job_ids.add(job.job_id)
         self._index.plan(job.keys, job.job_id)
@@ -214,10 +215,12 @@ class StorePlanner:
         self, state: RequestState, part: int, chunks: list[int], blocks: list[BlockIds]
     ) -> PartRun:
         """``blocks`` of each chunk, per group."""
-        keys = [state.keys.keys[chunk] for chunk in chunks]
+        keys, num_parts = state.keys.keys, len(self._settings.parts)
+        builds_on = chunks if self._settings.parts[part].rule is Rule.PREFIX else ()
         return PartRun(
             part=part,
-            keys=tuple(keys_of_part(keys, part, len(self._settings.parts))),
+            keys=tuple(keys_of_part([keys[chunk] for chunk in chunks], part, num_parts)),
+            parents=parents_of_part(keys, builds_on, part, num_parts),
             chunks=tuple(chunks),
             block_ids=tuple(
                 tuple(chain.from_iterable(group)) for group in zip(*blocks, strict=True)

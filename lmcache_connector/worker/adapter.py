@@ -167,6 +167,8 @@ class WorkerAdapter:
             self._probe.request()
         if plan.wanted:
             self._engine.want(plan.wanted)
+        if plan.uses:
+            self._engine.use(plan.uses)
         if plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
         if plan.heard_adapters:
@@ -367,6 +369,7 @@ class WorkerAdapter:
             queued_jobs=self._jobs.num_open,
             cpu_used_bytes=self._engine.used_bytes,
             cpu_capacity_bytes=int(settings.engine.cpu_gib * 2**30),
+            holdings=self._engine.holdings(),
             redis=self._tier.stats() if self._tier is not None else None,
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )

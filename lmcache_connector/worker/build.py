@@ -97,6 +97,8 @@ def _worker_settings(
             world_size=model.world_size,
             cpu_gib=config.cpu_gib,
             overrides=config.lmcache,
+            tenant_share=config.tenant_share,
+            pin_share=config.pin_share,
             report_writes=kv_events,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
         ),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,12 +29,14 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, PartRun, StoreJob
+from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, PartRun, PrefixUse, StoreJob
+from lmcache_connector.retention.ledger import Holdings, Ledger, Limits
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     ChangedKeys,
     Comparison,
+    LedgerPolicy,
     PlannedTokenDatabase,
     PlannedTokens,
     RunTransfer,
@@ -116,6 +118,10 @@ class LMCacheEngineAdapter:
             redis_tier.close(0.0)
             self._engine.close()
             raise ConfigError("LMCache did not start the Redis tier; its log says why")
+        capacity_bytes = settings.cpu_gib * 2**30
+        limits = Limits.of(capacity_bytes, settings.tenant_share, settings.pin_share)
+        self._ledger = Ledger(limits, clock)
+        LedgerPolicy(self._ledger, self._database.engine_key).install(self._cpu)
         self._changed = ChangedKeys()
         self._cpu.batched_msg_sender = self._changed
         self._writes: RedisWrites | None = None
@@ -162,13 +168,14 @@ class LMCacheEngineAdapter:
             if missing and not cancelled.is_set():
                 with (
                     self._writing(job, run.chunks[missing[0]]),
+                    self._expecting(job, [transfer]),
                     suppress(TransferCancelled),
                 ):
                     self._engine.store(tokens=self._tokens(transfer), transfer=transfer)
                 self._drain_statistics()
             if self._writes is not None:
                 self._writes.share(job, run, held)
-        self._touch(transfers)
+        self._use(job)
         return JobTransfer.of(transfers)
 
     def load(
@@ -201,12 +208,13 @@ class LMCacheEngineAdapter:
             for run in job.runs
             for piece in self._pieces(run, parts[run.part])
         ]
-        self._touch(job.runs)  # what comes from Redis shall push out other chunks
-        for transfer in transfers:
-            self._retrieve(transfer, deadline if job.needs_redis else None)
-            if transfer.num_chunks < len(transfer.keys):
-                break
-        self._touch(job.runs)
+        self._use(job)  # what comes from Redis shall push out other chunks
+        with self._expecting(job, transfers):
+            for transfer in transfers:
+                self._retrieve(transfer, deadline if job.needs_redis else None)
+                if transfer.num_chunks < len(transfer.keys):
+                    break
+        self._use(job)
         return JobTransfer.of(transfers)
 
     def compare(
@@ -236,8 +244,14 @@ class LMCacheEngineAdapter:
         has_read()
         if is_sound:
             self._retrieve(transfer, deadline if job.needs_redis else None)
-            self._touch([transfer])
+            self._use(job)
         return transfer
+
+    def use(self, uses: Sequence[PrefixUse]) -> None:
+        """Requests have these chunks in their prompts, wherever they take them from."""
+        with self._cpu.cpu_lock:
+            for use in uses:
+                self._ledger.use(use.keys, use.claim)
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
@@ -270,6 +284,11 @@ class LMCacheEngineAdapter:
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks that have come to Redis since the last call, where that is to be reported."""
         return self._writes.take_written() if self._writes is not None else ()
+
+    def holdings(self) -> Holdings:
+        """Who holds what in the CPU tier."""
+        with self._cpu.cpu_lock:
+            return self._ledger.holdings()
 
     @property
     def num_chunks(self) -> int:
@@ -329,17 +348,30 @@ class LMCacheEngineAdapter:
         """Whether the CPU tier has it now."""
         return bool(self._cpu.contains(self._database.engine_key(key)))
 
-    def _touch(self, runs: Sequence[RunTransfer | PartRun]) -> None:
-        """Make these the newest chunks of the CPU tier, a prefix's first ones newest: they are
-        worth the most. Newer still are windows and states, without which none of it is a hit.
-        """
-        ordered = sorted(runs, key=lambda run: run.part)
+    @contextmanager
+    def _expecting(
+        self, job: StoreJob | LoadJob, transfers: Sequence[RunTransfer]
+    ) -> Iterator[None]:
+        """Chunks of the job that the CPU tier lacks come to it in here."""
+        num_bytes, tenant = 0, job.claim.tenant
+        for transfer in transfers:
+            num_missing = sum(not self.holds(key) for key in transfer.keys)
+            num_bytes += num_missing * transfer.paged.geometry.chunk_bytes
         with self._cpu.cpu_lock:
-            cache = self._cpu.hot_cache
-            for key in (key for run in ordered for key in reversed(run.keys)):
-                engine_key = self._database.engine_key(key)
-                if engine_key in cache:
-                    cache.move_to_end(engine_key)
+            self._ledger.expect(tenant, num_bytes)
+        try:
+            yield
+        finally:
+            with self._cpu.cpu_lock:
+                self._ledger.expect(tenant, -num_bytes)
+
+    def _use(self, job: StoreJob | LoadJob) -> None:
+        """Make a job's chunks the newest of the CPU tier. Newer than a prefix are windows and
+        states, without which none of it is a hit."""
+        runs = sorted(job.runs, key=lambda run: run.part)
+        with self._cpu.cpu_lock:
+            for run in runs:
+                self._ledger.use(run.keys, job.claim, run.parents)
 
     def _drain_statistics(self) -> None:
         """Throw away what LMCache measures per request for a reporter we do not run."""
@@ -347,7 +379,6 @@ class LMCacheEngineAdapter:
         if self._jobs_until_drain <= 0:
             self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
             self._engine.stats_monitor.get_stats_and_clear()
-            self._cpu.cache_policy.chunk_hash_to_init_timestamp.clear()
 
 
 def _of_chunks(block_ids: Sequence[int], num_chunks: int, chunks: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,14 @@ from lmcache.v1.cache_controller.message import OpType
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.plans import BlockIds, LayerDifference
+from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.step_gate import StepGate
@@ -231,3 +234,60 @@ class ChangedKeys:
         """Each once. What changes after this call is in the next."""
         keys = dict.fromkeys(self._keys.popleft() for _ in range(len(self._keys)))
         return tuple(key.to_bytes(CHUNK_KEY_BYTES, "big") for key in keys)
+
+
+class ChunkTable(UserDict[CacheEngineKey, MemoryObj]):
+    """The chunks of LMCache's CPU tier. The ledger hears of each that comes or goes, whoever sees
+    to it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __setitem__(self, key: CacheEngineKey, memory: MemoryObj) -> None:
+        super().__setitem__(key, memory)
+        self._ledger.admit(chunk_key_of(key), memory.get_physical_size())
+
+    def __delitem__(self, key: CacheEngineKey) -> None:
+        super().__delitem__(key)
+        self._ledger.drop(chunk_key_of(key))
+
+
+class LedgerPolicy(BaseCachePolicy[CacheEngineKey, ChunkTable]):
+    """Lets a ledger say what LMCache's CPU tier evicts. LMCache calls it under the tier's lock."""
+
+    def __init__(self, ledger: Ledger, engine_key: Callable[[bytes], CacheEngineKey]) -> None:
+        self._ledger = ledger
+        self._engine_key = engine_key
+
+    def install(self, cpu: LocalCPUBackend) -> None:
+        """In the place of LMCache's own, while the tier is still empty."""
+        with cpu.cpu_lock:
+            cpu.cache_policy, cpu.hot_cache = self, self.init_mutable_mapping()
+
+    def init_mutable_mapping(self) -> ChunkTable:
+        return ChunkTable(self._ledger)
+
+    def update_on_hit(self, key: CacheEngineKey, cache_dict: ChunkTable) -> None:
+        """A job's chunks count as used together, in the order of their prompt."""
+
+    def update_on_put(self, key: CacheEngineKey) -> None:
+        """The table has told the ledger."""
+
+    def update_on_force_evict(self, key: CacheEngineKey) -> None:
+        """The table has told the ledger."""
+
+    def get_evict_candidates(
+        self, cache_dict: ChunkTable, num_candidates: int = 1
+    ) -> list[CacheEngineKey]:
+        """As many as were asked for, or none: see :meth:`Ledger.evict`."""
+
+        def may_go(key: bytes) -> bool:
+            return bool(cache_dict[self._engine_key(key)].can_evict)
+
+        return [self._engine_key(key) for key in self._ledger.evict(num_candidates, may_go)]
+
+
+def chunk_key_of(key: CacheEngineKey) -> bytes:
+    """The key of the plan that LMCache knows under that name."""
+    return int(key.chunk_hash).to_bytes(CHUNK_KEY_BYTES, "big")

@@ -53,7 +53,8 @@ _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 class EngineSettings:
     """One rank's engine.
 
-    ``cpu_gib`` is the size of its CPU tier. ``overrides`` are the user's ``lmcache.*`` keys.
+    ``cpu_gib`` is the size of its CPU tier, of which a tenant keeps ``tenant_share`` while others
+    want the room, and ``pin_share`` may be pinned. ``overrides`` are the user's ``lmcache.*`` keys.
     ``report_writes``: remember which chunks have come to Redis. ``pace``: of offering chunks to
     Redis again.
     """
@@ -62,6 +63,8 @@ class EngineSettings:
     world_size: int
     cpu_gib: float
     overrides: dict[str, Any] = field(default_factory=dict)
+    tenant_share: float = 1.0
+    pin_share: float = 0.0
     report_writes: bool = False
     pace: Pace = field(default_factory=Pace)
 
@@ -127,6 +130,7 @@ def _engine_config(
         "local_cpu": True,
         "max_local_cpu_size": settings.cpu_gib,
         "save_unfull_chunk": False,
+        "cache_policy": "LRU",  # until ours is put in its place
         "py_enable_gc": True,  # otherwise it disables the garbage collector of the whole process
         "lmcache_instance_id": f"rank-{settings.rank}",
     }

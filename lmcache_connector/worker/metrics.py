@@ -7,12 +7,13 @@ ended, else once per second. Runs on the engine's step thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AuditJob, CacheEvent, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.retention.ledger import Holdings
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class RankSnapshot:
     cpu_capacity_bytes: int
     redis: RedisTierStats | None
     redis_writes: Sequence[tuple[int, float]] = ()
+    holdings: Holdings = field(default_factory=Holdings)
 
 
 class WorkerMetrics:
@@ -49,6 +51,7 @@ class WorkerMetrics:
         self._clock = clock
         self.tally = Tally()
         self._last_counts = TierCounts()
+        self._last_holdings = Holdings()
         self._next_snapshot = _AT_ONCE
 
     def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
@@ -97,10 +100,22 @@ class WorkerMetrics:
         self.tally.set("queued_jobs", self._rank, value=snapshot.queued_jobs)
         self.tally.set("cpu_used_bytes", self._rank, value=snapshot.cpu_used_bytes)
         self.tally.set("cpu_capacity_bytes", self._rank, value=snapshot.cpu_capacity_bytes)
+        self._count_holdings(snapshot.holdings)
         for num_bytes, seconds in snapshot.redis_writes:
             self._observe("store", "redis", num_bytes, seconds)
         if snapshot.redis is not None:
             self._count_tier(snapshot.redis)
+
+    def _count_holdings(self, now: Holdings) -> None:
+        tally, last = self.tally, self._last_holdings
+        before = dict(last.evicted)
+        for label, num_bytes in now.tenant_bytes:
+            tally.set("cpu_tenant_bytes", self._rank, label, value=num_bytes)
+        tally.set("cpu_pinned_bytes", self._rank, value=now.pinned_bytes)
+        tally.count("refused_pins", amount=now.refused_pins - last.refused_pins)
+        for reason, count in now.evicted:
+            tally.count("cpu_evictions", reason, amount=count - before.get(reason, 0))
+        self._last_holdings = now
 
     def _count_tier(self, tier: RedisTierStats) -> None:
         tally, counts, last = self.tally, tier.counts, self._last_counts

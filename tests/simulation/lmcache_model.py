@@ -37,6 +37,13 @@ class Chunk:
     def byte_array(self) -> npt.NDArray[np.uint8]:
         return self.data
 
+    @property
+    def can_evict(self) -> bool:
+        return self.num_references == 1
+
+    def get_physical_size(self) -> int:
+        return self.data.nbytes
+
     def ref_count_up(self) -> None:
         if self.num_references <= 0:
             raise SimulationFailure("a reference to a chunk that was given back")
@@ -97,7 +104,7 @@ class CpuTier:
         self.hot_cache: OrderedDict[Any, Chunk] = OrderedDict()
         self.cpu_lock = stdlib.Lock()
         self.batched_msg_sender: Any = None
-        self.cache_policy = SimpleNamespace(chunk_hash_to_init_timestamp={})
+        self.cache_policy: Any = None
 
     def contains(self, key: Any, pin: bool = False) -> bool:
         with self.cpu_lock:
@@ -129,11 +136,10 @@ class CpuTier:
     def allocate(self, *_: Any, busy_loop: bool = True, **__: Any) -> Chunk | None:
         while (chunk := self.pool.allocate()) is None:
             with self.cpu_lock:
-                victims = (k for k, c in self.hot_cache.items() if c.num_references == 1)
-                key = next(victims, None)
-                if key is None:
+                victims = self.cache_policy.get_evict_candidates(self.hot_cache, 1)
+                if not victims:
                     return None
-                self._drop(key)
+                self._drop(victims[0])
         return chunk
 
     def remove(self, key: Any, force: bool = True) -> bool:

@@ -1,0 +1,130 @@
+"""What the CPU tier saves of the prefill on block traces, by what it lets go when it is full.
+
+No engine runs: traces say which blocks prompts are made of, and policies which of them are still
+there. ``ours`` is the policy that LMCache asks in the product; ``belady`` knows the future and is
+the limit. Sizes are shares of the working set, which is all distinct blocks of a trace.
+
+Saved is the share of all prefill, where a token after ``c`` others costs ``1 + c / 30,000``: on an
+8B model attention over 30,000 tokens takes about as long as everything else. ``gap_closed`` is
+``(saved - lru) / (belady - lru)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks.harness.block_traces import BlockTrace, read_trace
+from benchmarks.peers.cache_policies import (
+    Belady,
+    ByTurns,
+    Lru,
+    Ours,
+    Peer,
+    Policy,
+    Requests,
+    libcachesim_peers,
+)
+
+SAMPLE = Path(__file__).parent / "traces" / "sample.jsonl"
+DIVISORS = (16, 8, 4)
+_EQUAL_TOKENS = 30_000
+
+MakePolicy = Callable[[int, Requests], Policy]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "traces", type=Path, nargs="*", default=[SAMPLE], help=".jsonl or .tar.gz; else a sample"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="leave libcachesim's policies out")
+
+
+def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    contestants = _contestants(progress, peers=not args.no_peers)
+    traces = [read_trace(path) for path in args.traces]
+    rows = [
+        _row(trace, divisor, contestants)
+        for trace in progress.track(traces, description="traces")
+        for divisor in DIVISORS
+    ]
+    peers = "libcachesim" if "lfu" in contestants else "none"
+    return {**headline(rows), "peers": peers, "sizes": rows}
+
+
+def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of our policy, and how much of the gap the others would close."""
+    small = [row for row in rows if row["size"] == "1/16"]
+    names = [name for name in rows[0]["saved"] if name not in ("lru", "belady", "ours")]
+    return {
+        "gap_closed_1_16": _mean_gap(small, "ours"),
+        "worst_saved_vs_lru": round(min(_against_lru(row["saved"], "ours") for row in rows), 4),
+        **{f"{name}_gap_closed_1_16": _mean_gap(small, name) for name in names},
+        **{
+            f"{name}_worst_saved_vs_lru": round(
+                min(_against_lru(row["saved"], name) for row in rows), 4
+            )
+            for name in names
+        },
+    }
+
+
+def saved_share(trace: BlockTrace, policy: Policy) -> float:
+    """Of the prefill of all prompts."""
+    saved = total = 0.0
+    longest = max(len(blocks) for _, blocks in trace.requests)
+    cost_of_first = [0.0]
+    for block in range(longest):
+        cost_of_first.append(cost_of_first[-1] + 1 + block * trace.block_tokens / _EQUAL_TOKENS)
+    for at, blocks in trace.requests:
+        saved += cost_of_first[policy.serve(at, blocks)]
+        total += cost_of_first[len(blocks)]
+    return saved / total
+
+
+def _contestants(progress: Progress, *, peers: bool) -> dict[str, MakePolicy]:
+    found: dict[str, MakePolicy] = {"ours": Ours, "lru": Lru, "belady": Belady, "by_turns": ByTurns}
+    if not peers:
+        return found
+    kinds = libcachesim_peers()
+    if not kinds:
+        progress.console.log("libcachesim is not installed: no peers (pip install libcachesim)")
+    return found | {name: partial(_peer, kind) for name, kind in kinds.items()}
+
+
+def _peer(kind: type, capacity: int, requests: Requests) -> Policy:
+    return Peer(kind, capacity)
+
+
+def _row(trace: BlockTrace, divisor: int, contestants: Mapping[str, MakePolicy]) -> dict[str, Any]:
+    capacity = max(1, trace.num_blocks // divisor)
+    saved = {
+        name: saved_share(trace, make(capacity, trace.requests))
+        for name, make in contestants.items()
+    }
+    return {
+        "trace": trace.name,
+        "size": f"1/{divisor}",
+        "blocks": capacity,
+        "saved": {name: round(share, 4) for name, share in saved.items()},
+    }
+
+
+def _mean_gap(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    return round(statistics.mean(_gap(row["saved"], name) for row in rows), 4)
+
+
+def _gap(saved: Mapping[str, float], name: str) -> float:
+    """0 where there is none to close."""
+    gap = saved["belady"] - saved["lru"]
+    return (saved[name] - saved["lru"]) / gap if gap > 0 else 0.0
+
+
+def _against_lru(saved: Mapping[str, float], name: str) -> float:
+    return saved[name] / saved["lru"] if saved["lru"] > 0 else 1.0

@@ -1,0 +1,88 @@
+"""What a request asks of the CPU tier for its chunks, read from what its client sent.
+
+Clients send ``pin``, ``ttl_seconds`` and ``priority`` in ``kv_transfer_params``, orchestrators the
+same three in an action of type ``retain`` of vLLM's own envelope for hints, which comes second.
+None of it can change KV, so none of it is in a key. Whatever is not understood is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from blake3 import blake3
+
+from lmcache_connector.plans import Claim
+
+ACTION = "retain"
+MAX_PRIORITY = 4
+MAX_TTL_SECONDS = 30 * 86400.0
+_MAX_ACTIONS = 16
+_TENANT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """A request's claim, and how many of its hints were taken, and were of no use."""
+
+    claim: Claim
+    num_taken: int = 0
+    num_ignored: int = 0
+
+
+def read_hints(cache_salt: str | None, params: Any, envelope: Any) -> Hints:
+    """``params``: the request's ``kv_transfer_params``. ``envelope``: its ``kv_hints``, ``None``
+    where vLLM has no such thing. O(1), whatever they hold."""
+    taken: dict[str, Any] = {}
+    num_ignored = 0
+    for source in (params, *_payloads(envelope)):
+        if source is None:
+            continue
+        if not isinstance(source, Mapping):
+            num_ignored += 1
+            continue
+        for name, is_sound in _RULES.items():
+            value = source.get(name)
+            if value is None:
+                continue
+            if name not in taken and is_sound(value):
+                taken[name] = value
+            else:
+                num_ignored += 1
+    return Hints(Claim(tenant_of(cache_salt), **taken), len(taken), num_ignored)
+
+
+def tenant_of(cache_salt: str | None) -> bytes:
+    """A digest: salts may be secrets. Empty for requests without one, which count as one tenant."""
+    if not cache_salt:
+        return b""
+    return blake3(cache_salt.encode("utf-8", "surrogatepass")).digest(_TENANT_BYTES)
+
+
+def _payloads(envelope: Any) -> Iterator[Any]:
+    """Of the first actions that are for us."""
+    actions = getattr(envelope, "actions", None) or ()
+    for action in islice(actions, _MAX_ACTIONS):
+        if action.action_type == ACTION:
+            yield action.payload
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_ttl(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= MAX_TTL_SECONDS and math.isfinite(value)
+
+
+def _is_priority(value: Any) -> bool:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return is_number and -MAX_PRIORITY <= value <= MAX_PRIORITY
+
+
+_RULES = {"pin": _is_flag, "ttl_seconds": _is_ttl, "priority": _is_priority}

@@ -1,0 +1,348 @@
+"""Who holds what in one rank's CPU tier, and what goes first when it is full.
+
+A chunk belongs to one tenant: the salt is part of its key. What goes first:
+
+1. what its requests need no more: every one of them set a time, and all of those are over,
+2. what belongs to tenants above their share of the tier, of the one furthest above it first,
+3. what has lain unused longest, where each step of priority doubles the time.
+
+A pinned chunk stays, as long as pins keep within their bounds. Nobody's claim ends another's: the
+longest time and the highest priority that were asked for count.
+
+The beginning of a prefix never goes before what follows it. A use of a chunk is one of all chunks
+before it, with the same claim, so these are never older, less pinned or shorter-lived.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lmcache_connector.plans import Claim
+from lmcache_connector.retention.age_queues import AgeQueues
+
+PIN_SECONDS = 3600.0
+"""How long a pin lasts at most, from the last request that asked for it."""
+_IDLE_SECONDS = 600.0
+"""A tenant that has used nothing for so long is no longer protected from those that use much."""
+
+
+class Reason(Enum):
+    """Why a chunk went. The values are labels of a metric."""
+
+    EXPIRED = "expired"
+    OVER_SHARE = "over_share"
+    OLDEST = "oldest"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In bytes. ``tenant_bytes``: what a tenant keeps while others want the room. ``pin_bytes``:
+    pinned chunks of all tenants; ``tenant_pin_bytes``: of each."""
+
+    tenant_bytes: float = math.inf
+    pin_bytes: float = 0.0
+    tenant_pin_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, capacity_bytes: float, tenant_share: float, pin_share: float) -> Limits:
+        pin_bytes = capacity_bytes * pin_share
+        return cls(capacity_bytes * tenant_share, pin_bytes, pin_bytes * tenant_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What is in the tier, and what became of it since the start.
+
+    ``tenant_bytes``: by label, of which there are 257 at most. ``refused_pins``: chunks that were
+    not pinned for want of room.
+    """
+
+    tenant_bytes: tuple[tuple[str, int], ...] = ()
+    pinned_bytes: int = 0
+    refused_pins: int = 0
+    evicted: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """``expected_bytes`` are on their way to the tier."""
+
+    name: bytes
+    num_bytes: int = 0
+    expected_bytes: int = 0
+    pinned_bytes: int = 0
+    num_chunks: int = 0
+    used_at: float = 0.0
+    queues: AgeQueues = field(default_factory=AgeQueues)
+
+    @property
+    def label(self) -> str:
+        """Tenants share 256 labels, however many salts there are."""
+        return self.name[:1].hex() or "none"
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """Stands among the pinned ones (``pinned_until``), the expired ones, or in its queues."""
+
+    num_bytes: int
+    tenant: _Tenant
+    parent: bytes = b""
+    is_claimed: bool = False
+    is_expired: bool = False
+    priority: int = 0
+    expires_at: float = math.inf
+    pinned_until: float | None = None
+
+    @property
+    def next_change(self) -> float:
+        return self.expires_at if self.pinned_until is None else self.pinned_until
+
+
+class Ledger:
+    """``clock`` is monotonic, in seconds. Not thread-safe: the tier's lock guards it."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._chunks: dict[bytes, _Chunk] = {}
+        self._tenants: dict[bytes, _Tenant] = {}
+        self._nobody = _Tenant(b"")
+        self._over: set[_Tenant] = set()
+        self._queues = AgeQueues()  # of all tenants
+        self._expired: OrderedDict[bytes, None] = OrderedDict()
+        self._changes: list[tuple[float, int, bytes]] = []  # a heap of what ends when
+        self._num_changes = 0
+        self._pinned_bytes = 0
+        self._label_bytes: Counter[str] = Counter()
+        self._evicted: Counter[Reason] = Counter()
+        self._refused_pins = 0
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    # -- the tier's verbs ----------------------------------------------------------------------
+
+    def admit(self, key: bytes, num_bytes: int) -> None:
+        """A chunk has come. Until it is used for somebody it is nobody's."""
+        self.drop(key)
+        chunk = self._chunks[key] = _Chunk(num_bytes, self._nobody)
+        self._account(chunk, num_bytes, 1)
+        self._enter(key, chunk, self._clock())
+
+    def expect(self, name: bytes, num_bytes: int) -> None:
+        """So much more of a tenant's is on its way, or no longer, if negative: what makes room for
+        it shall not be another's while this one is above its share."""
+        tenant = self._tenant(name)
+        tenant.expected_bytes += num_bytes
+        self._weigh(tenant)
+
+    def use(self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes] = ()) -> None:
+        """A request of ``claim`` has used these chunks, in the order of its prompt; now they are
+        the newest, the first of them newest of all. ``parents[i]``: the chunk before ``keys[i]``,
+        empty for the first of a prompt; none where chunks do not build on others.
+
+        What is not in the tier is left out. O(chunks, and those before them).
+        """
+        now = self._clock()
+        self._lapse(now)
+        for key, parent in zip(keys, parents, strict=False):
+            if (chunk := self._chunks.get(key)) is not None:
+                chunk.parent = parent
+        tail_first = self._prefix(keys)
+        pins = claim.pin
+        for key, chunk in reversed(tail_first.items()):
+            self._leave(key, chunk)
+            pins = self._claim(chunk, claim, now, pins=pins)
+            chunk.tenant.used_at = now
+        for key, chunk in tail_first.items():
+            self._enter(key, chunk, now)
+            self._watch(key, chunk)
+
+    def drop(self, key: bytes) -> None:
+        """The chunk has gone; it may have been gone before."""
+        chunk = self._chunks.pop(key, None)
+        if chunk is not None:
+            self._leave(key, chunk)
+            self._unpin(chunk)
+            self._account(chunk, -chunk.num_bytes, -1)
+
+    def evict(self, count: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
+        """The ``count`` chunks that are worth least of those that ``may_go``; none at all if there
+        are fewer. They are still there: the caller drops them."""
+        now = self._clock()
+        self._lapse(now)
+        victims: dict[bytes, Reason] = {}
+        for reason, key in self._order(now):
+            if key not in victims and may_go(key):
+                victims[key] = reason
+                if len(victims) == count:
+                    self._evicted.update(victims.values())
+                    return list(victims)
+        return []
+
+    def holdings(self) -> Holdings:
+        """O(labels)."""
+        return Holdings(
+            tuple(self._label_bytes.items()),
+            self._pinned_bytes,
+            self._refused_pins,
+            tuple((reason.value, count) for reason, count in self._evicted.items()),
+        )
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _order(self, now: float) -> Iterator[tuple[Reason, bytes]]:
+        for key in self._expired:
+            yield Reason.EXPIRED, key
+        if self._over and len(self._tenants) > 1 and not self._is_oldest_idle(now):
+            for tenant in sorted(self._over, key=lambda each: -each.num_bytes):
+                yield from self._excess(tenant, now)
+        for key in self._queues.oldest_first(now):
+            yield Reason.OLDEST, key
+
+    def _excess(self, tenant: _Tenant, now: float) -> Iterator[tuple[Reason, bytes]]:
+        """What a tenant has above its share."""
+        num_bytes = tenant.num_bytes + tenant.expected_bytes - self._limits.tenant_bytes
+        for key in tenant.queues.oldest_first(now):
+            if num_bytes <= 0:
+                return
+            num_bytes -= self._chunks[key].num_bytes
+            yield Reason.OVER_SHARE, key
+
+    def _is_oldest_idle(self, now: float) -> bool:
+        """Whether a tenant that has gone owns the chunk unused longest."""
+        oldest = next(self._queues.oldest_first(now), None)
+        return oldest is not None and (now - self._chunks[oldest].tenant.used_at > _IDLE_SECONDS)
+
+    def _prefix(self, keys: Iterable[bytes]) -> dict[bytes, _Chunk]:
+        """The chunks under these keys and those before them, as far as they are here, the last
+        ones first."""
+        found: dict[bytes, _Chunk] = {}
+        for start in reversed(list(keys)):
+            key = start
+            while key not in found and (chunk := self._chunks.get(key)) is not None:
+                found[key] = chunk
+                key = chunk.parent
+        return found
+
+    # -- claims --------------------------------------------------------------------------------
+
+    def _claim(self, chunk: _Chunk, claim: Claim, now: float, *, pins: bool) -> bool:
+        """Returns whether what follows may be pinned as well: nothing is without its beginning."""
+        expires_at = now + (math.inf if claim.ttl_seconds is None else claim.ttl_seconds)
+        if chunk.is_claimed:
+            chunk.expires_at = max(chunk.expires_at, expires_at)
+            chunk.priority = max(chunk.priority, claim.priority)
+        else:
+            self._give(chunk, claim.tenant)
+            chunk.expires_at, chunk.priority, chunk.is_claimed = expires_at, claim.priority, True
+        if not (pins and self._pin(chunk)):
+            return False
+        assert chunk.pinned_until is not None
+        chunk.pinned_until = max(chunk.pinned_until, min(expires_at, now + PIN_SECONDS))
+        return True
+
+    def _pin(self, chunk: _Chunk) -> bool:
+        if chunk.pinned_until is not None:
+            return True
+        size, limits = chunk.num_bytes, self._limits
+        if (
+            self._pinned_bytes + size > limits.pin_bytes
+            or chunk.tenant.pinned_bytes + size > limits.tenant_pin_bytes
+        ):
+            self._refused_pins += 1
+            return False
+        chunk.pinned_until = 0.0
+        self._pinned_bytes += size
+        chunk.tenant.pinned_bytes += size
+        return True
+
+    def _unpin(self, chunk: _Chunk) -> None:
+        if chunk.pinned_until is not None:
+            chunk.pinned_until = None
+            self._pinned_bytes -= chunk.num_bytes
+            chunk.tenant.pinned_bytes -= chunk.num_bytes
+
+    def _watch(self, key: bytes, chunk: _Chunk) -> None:
+        """Look at it again when something ends. Later changes of the time are seen then."""
+        if chunk.next_change == math.inf:
+            return
+        self._num_changes += 1
+        heapq.heappush(self._changes, (chunk.next_change, self._num_changes, key))
+        if len(self._changes) > 4 * len(self._chunks):  # most are of chunks that went
+            self._tidy_changes()
+
+    def _tidy_changes(self) -> None:
+        """One for each chunk, in the order of the last ones."""
+        last = {key: number for _, number, key in sorted(self._changes, key=lambda c: c[1])}
+        self._changes = [
+            (chunk.next_change, number, key)
+            for key, number in last.items()
+            if (chunk := self._chunks.get(key)) is not None and chunk.next_change < math.inf
+        ]
+        heapq.heapify(self._changes)
+
+    def _lapse(self, now: float) -> None:
+        """End the pins and times that are over. A chunk whose pin ends counts as just used."""
+        while self._changes and self._changes[0][0] <= now:
+            _, _, key = heapq.heappop(self._changes)
+            chunk = self._chunks.get(key)
+            if chunk is None or chunk.is_expired or chunk.next_change > now:
+                continue
+            self._leave(key, chunk)
+            self._unpin(chunk)
+            chunk.is_expired = chunk.expires_at <= now
+            self._enter(key, chunk, now)
+            if not chunk.is_expired:
+                self._watch(key, chunk)
+
+    # -- places --------------------------------------------------------------------------------
+
+    def _enter(self, key: bytes, chunk: _Chunk, now: float) -> None:
+        if chunk.is_expired:
+            self._expired[key] = None
+        elif chunk.pinned_until is None:
+            self._queues.put(key, chunk.priority, now)
+            chunk.tenant.queues.put(key, chunk.priority, now)
+
+    def _leave(self, key: bytes, chunk: _Chunk) -> None:
+        """Whatever place it stands in."""
+        self._expired.pop(key, None)
+        chunk.is_expired = False
+        self._queues.discard(key, chunk.priority)
+        chunk.tenant.queues.discard(key, chunk.priority)
+
+    def _tenant(self, name: bytes) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(name, used_at=self._clock())
+        return tenant
+
+    def _give(self, chunk: _Chunk, name: bytes) -> None:
+        """To whom it belongs from now on."""
+        self._account(chunk, -chunk.num_bytes, -1)
+        chunk.tenant = self._tenant(name)
+        self._account(chunk, chunk.num_bytes, 1)
+
+    def _account(self, chunk: _Chunk, num_bytes: int, num_chunks: int) -> None:
+        tenant = chunk.tenant
+        tenant.num_bytes += num_bytes
+        tenant.num_chunks += num_chunks
+        self._label_bytes[tenant.label] += num_bytes
+        if tenant is not self._nobody:
+            self._weigh(tenant)
+
+    def _weigh(self, tenant: _Tenant) -> None:
+        """Against its share. Nothing is kept of a tenant that has nothing."""
+        if tenant.num_bytes + tenant.expected_bytes > self._limits.tenant_bytes:
+            self._over.add(tenant)
+        else:
+            self._over.discard(tenant)
+        if not (tenant.num_chunks or tenant.expected_bytes):
+            del self._tenants[tenant.name]

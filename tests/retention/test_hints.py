@@ -1,0 +1,95 @@
+"""What requests may ask of the CPU tier, and what of it is believed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+from lmcache_connector.plans import Claim
+from lmcache_connector.retention.hints import MAX_TTL_SECONDS, read_hints, tenant_of
+
+
+def envelope(*payloads: Any, action_type: str = "retain") -> KvHintsEnvelope:
+    actions = [KvHintAction("1", action_type, "1", payload) for payload in payloads]
+    return KvHintsEnvelope("1", "message", actions)
+
+
+def test_a_request_without_hints_claims_nothing_special() -> None:
+    hints = read_hints(None, None, None)
+    assert hints.claim == Claim()
+    assert (hints.num_taken, hints.num_ignored) == (0, 0)
+
+
+def test_hints_come_with_the_transfer_params() -> None:
+    params = {"pin": True, "ttl_seconds": 60, "priority": -2, "do_remote_prefill": False}
+    hints = read_hints("salt", params, None)
+    assert hints.claim == Claim(tenant_of("salt"), pin=True, ttl_seconds=60, priority=-2)
+    assert (hints.num_taken, hints.num_ignored) == (3, 0)
+
+
+def test_hints_come_in_vllms_own_envelope() -> None:
+    hints = read_hints(None, {"priority": 1}, envelope({"ttl_seconds": 2.5, "priority": 4}))
+    assert hints.claim == Claim(ttl_seconds=2.5, priority=1)
+    assert (hints.num_taken, hints.num_ignored) == (2, 1)
+
+
+def test_actions_for_others_are_none_of_ours() -> None:
+    hints = read_hints(None, None, envelope({"pin": True}, action_type="prefetch"))
+    assert hints.claim == Claim()
+    assert hints.num_ignored == 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"pin": 1},
+        {"pin": "yes"},
+        {"pin": [True]},
+        {"ttl_seconds": 0},
+        {"ttl_seconds": -1.0},
+        {"ttl_seconds": math.nan},
+        {"ttl_seconds": math.inf},
+        {"ttl_seconds": 1e300},
+        {"ttl_seconds": 10**400},
+        {"ttl_seconds": MAX_TTL_SECONDS + 1},
+        {"ttl_seconds": True},
+        {"ttl_seconds": "60"},
+        {"priority": 5},
+        {"priority": -5},
+        {"priority": 10**400},
+        {"priority": 1.0},
+        {"priority": True},
+        {"priority": {}},
+        [],
+        "pin",
+        7,
+    ],
+)
+def test_what_is_out_of_bounds_is_ignored_and_counted(params: Any) -> None:
+    hints = read_hints(None, params, None)
+    assert hints.claim == Claim()
+    assert (hints.num_taken, hints.num_ignored) == (0, 1)
+
+
+def test_one_bad_hint_does_not_spoil_the_others() -> None:
+    hints = read_hints(None, {"pin": True, "ttl_seconds": -1}, None)
+    assert hints.claim == Claim(pin=True)
+    assert (hints.num_taken, hints.num_ignored) == (1, 1)
+
+
+def test_huge_hints_cost_nothing() -> None:
+    params = {f"key {i}": "x" * 100 for i in range(100_000)} | {"priority": 2}
+    many = envelope(*({"pin": True} for _ in range(10_000)))
+    hints = read_hints(None, params, many)
+    assert hints.claim == Claim(pin=True, priority=2)
+    assert hints.num_ignored == 15  # of sixteen actions; no more are looked at
+
+
+def test_a_tenant_is_a_digest_of_its_salt() -> None:
+    assert tenant_of(None) == tenant_of("") == b""
+    assert tenant_of("a") != tenant_of("b")
+    assert b"secret" not in tenant_of("secret" * 100)
+    assert len(tenant_of("\ud800")) == 16  # no text, and yet a salt

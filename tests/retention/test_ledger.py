@@ -1,0 +1,329 @@
+"""What goes first when the CPU tier is full, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from lmcache_connector.plans import Claim
+from lmcache_connector.retention.ledger import PIN_SECONDS, Ledger, Limits
+
+SIZE = 10
+A, B = b"tenant a", b"tenant b"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def prompt(name: str, num_chunks: int, first: int = 0) -> list[bytes]:
+    return [f"{name}{i}".encode() for i in range(first, first + num_chunks)]
+
+
+class Tier:
+    """A tier of ``capacity`` chunks as LMCache would run it: it evicts one by one for room."""
+
+    def __init__(self, capacity: int = 100, tenant_share: float = 1.0, pin_share: float = 0.0):
+        self.clock = Clock()
+        self.capacity = capacity
+        self.ledger = Ledger(Limits.of(capacity * SIZE, tenant_share, pin_share), self.clock)
+        self.held: set[bytes] = set()
+        self.busy: set[bytes] = set()
+
+    def store(self, keys: Sequence[bytes], claim: Claim = Claim(), before: bytes = b"") -> None:  # noqa: B008
+        """Chunks of one prompt, which go on from the chunk ``before``."""
+        self.clock.now += 1
+        num_bytes = SIZE * len(set(keys) - self.held)
+        self.ledger.expect(claim.tenant, num_bytes)
+        for key in keys:
+            if key in self.held:
+                continue
+            while len(self.held) >= self.capacity and self.evict():
+                pass
+            if len(self.held) < self.capacity:
+                self.held.add(key)
+                self.ledger.admit(key, SIZE)
+        self.ledger.expect(claim.tenant, -num_bytes)
+        self.ledger.use(keys, claim, [before, *keys[:-1]])
+
+    def evict(self) -> list[bytes]:
+        victims = self.ledger.evict(1, lambda key: key not in self.busy)
+        for key in victims:
+            self.held.discard(key)
+            self.ledger.drop(key)
+        return victims
+
+    def has(self, keys: Sequence[bytes]) -> int:
+        """How many."""
+        return len(self.held.intersection(keys))
+
+    def going(self) -> Iterator[str]:
+        """What goes, one after the other, until nothing may."""
+        while victims := self.evict():
+            yield victims[0].decode()
+
+
+def test_the_oldest_goes_first_and_of_a_prompt_its_end() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 3))
+    tier.store(prompt("y", 2))
+    assert list(tier.going()) == ["x2", "x1", "x0", "y1", "y0"]
+
+
+def test_what_is_used_again_is_new_again() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 2))
+    tier.store(prompt("y", 2))
+    tier.store(prompt("x", 2))
+    assert list(tier.going()) == ["y1", "y0", "x1", "x0"]
+
+
+def test_a_use_of_the_last_chunk_is_one_of_all_it_builds_on() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 3))
+    tier.store(prompt("y", 1))
+    tier.ledger.use([b"x2"], Claim())
+    assert list(tier.going()) == ["y0", "x2", "x1", "x0"]
+
+
+def test_an_answer_that_grows_keeps_the_beginning() -> None:
+    """The store of a later chunk names no earlier ones."""
+    tier = Tier()
+    tier.store(prompt("x", 3))
+    tier.store(prompt("y", 1))
+    tier.store([b"x3"], before=b"x2")
+    assert list(tier.going()) == ["y0", "x3", "x2", "x1", "x0"]
+
+
+def test_a_prefix_that_others_share_outlives_all_of_them() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 2))
+    tier.store([b"branch"], before=b"x1")
+    tier.store(prompt("y", 1))
+    assert list(tier.going()) == ["branch", "x1", "x0", "y0"]
+
+
+def test_what_is_in_use_is_passed_over() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 2))
+    tier.busy = {b"x1"}
+    assert list(tier.going()) == ["x0"]
+
+
+def test_an_eviction_frees_what_was_asked_or_changes_nothing() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 3))
+    assert tier.ledger.evict(4, lambda key: True) == []
+    assert tier.ledger.evict(2, lambda key: key == b"x0") == []
+    assert not tier.ledger.holdings().evicted
+    assert tier.ledger.evict(2, lambda key: True) == [b"x2", b"x1"]
+    assert len(tier.ledger) == 3  # the caller drops them
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+
+def test_what_has_expired_goes_first() -> None:
+    tier = Tier()
+    tier.store(prompt("old", 1))
+    tier.store(prompt("x", 3), Claim(ttl_seconds=60))
+    tier.clock.now += 59
+    assert tier.ledger.evict(1, lambda key: True) == [b"old0"]
+    tier.clock.now += 1
+    assert list(tier.going()) == ["x2", "x1", "x0", "old0"]
+    assert dict(tier.ledger.holdings().evicted) == {"expired": 3, "oldest": 2}
+
+
+def test_no_request_ends_what_another_needs() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 2))
+    tier.store(prompt("x", 4), Claim(ttl_seconds=1))
+    tier.store(prompt("y", 1))
+    tier.clock.now += 10
+    assert list(tier.going()) == ["x3", "x2", "x1", "x0", "y0"]
+    assert dict(tier.ledger.holdings().evicted) == {"expired": 2, "oldest": 3}
+
+
+@pytest.mark.parametrize("after", [5, 20])
+def test_a_use_without_a_time_lifts_it(after: float) -> None:
+    """Also once it is over, as long as the chunk is there."""
+    tier = Tier()
+    tier.store(prompt("x", 1), Claim(ttl_seconds=10))
+    tier.clock.now += after
+    tier.ledger.use([b"x0"], Claim())
+    tier.clock.now += 1
+    tier.store(prompt("y", 1))
+    tier.clock.now += 100
+    assert list(tier.going()) == ["x0", "y0"]
+    assert dict(tier.ledger.holdings().evicted) == {"oldest": 2}
+
+
+def test_a_longer_time_counts() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 1), Claim(ttl_seconds=100))
+    tier.store(prompt("x", 1), Claim(ttl_seconds=5))
+    tier.store(prompt("old", 1))
+    tier.clock.now += 50
+    assert dict(tier.ledger.holdings().evicted) == {}
+    assert next(tier.going()) == "x0"
+    assert dict(tier.ledger.holdings().evicted) == {"oldest": 1}
+
+
+# -- priority --------------------------------------------------------------------------------------
+
+
+def test_each_step_of_priority_doubles_the_time() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 1), Claim(priority=2))  # at 1001
+    tier.clock.now = 1030.0
+    tier.store(prompt("y", 1))
+    tier.clock.now = 1035.0  # x: 34 s / 4, y: 4 s
+    assert tier.ledger.evict(2, lambda key: True) == [b"x0", b"y0"]
+    tier.clock.now = 1050.0  # x: 49 s / 4, y: 19 s
+    assert tier.ledger.evict(2, lambda key: True) == [b"y0", b"x0"]
+
+
+def test_a_prefix_has_the_highest_priority_of_all_that_build_on_it() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 2))
+    tier.store(prompt("x", 3), Claim(priority=3))
+    tier.store(prompt("x", 2), Claim(priority=-3))
+    tier.store(prompt("y", 1))
+    tier.clock.now += 100
+    assert list(tier.going()) == ["y0", "x2", "x1", "x0"]
+
+
+# -- pins ------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_prompt_survives_a_flood() -> None:
+    tier = Tier(capacity=20, pin_share=0.5)
+    tier.store(prompt("mine", 5), Claim(pin=True))
+    tier.store(prompt("other", 5))
+    for i in range(10):
+        tier.store(prompt(f"flood{i}-", 5), Claim(B))
+    assert tier.has(prompt("mine", 5)) == 5
+    assert tier.has(prompt("other", 5)) == 0
+
+
+def test_pins_keep_within_their_bounds_and_leave_no_hole() -> None:
+    tier = Tier(capacity=20, pin_share=0.5, tenant_share=0.5)
+    for i in range(9):
+        tier.store(prompt(f"a{i}-", 4), Claim(A, pin=True))
+    assert tier.ledger.holdings().pinned_bytes == 5 * SIZE  # half of half of the tier
+    for i in range(9):
+        tier.store(prompt(f"b{i}-", 4), Claim(b"b%d" % i, pin=True))
+    assert tier.ledger.holdings().pinned_bytes == 10 * SIZE
+    assert tier.ledger.holdings().refused_pins > 0
+    pinned = tier.held - {key.encode() for key in tier.going()}
+    assert pinned == {*prompt("a0-", 4), b"a1-0", *prompt("b0-", 4), b"b1-0"}
+
+
+def test_without_a_share_for_pins_nothing_is_pinned() -> None:
+    tier = Tier(capacity=10, pin_share=0.0)
+    tier.store(prompt("x", 4), Claim(pin=True))
+    assert len(list(tier.going())) == 4
+
+
+def test_a_pin_ends() -> None:
+    """Without a time after an hour, and then it is an ordinary chunk; with one it has expired."""
+    tier = Tier(capacity=10, pin_share=0.5)
+    tier.store(prompt("x", 2), Claim(pin=True))
+    tier.store(prompt("t", 2), Claim(pin=True, ttl_seconds=60))
+    tier.store(prompt("y", 2))
+    tier.clock.now += 58
+    assert tier.ledger.evict(3, lambda key: True) == []
+    tier.clock.now += 2
+    assert tier.ledger.evict(4, lambda key: True) == [b"t1", b"t0", b"y1", b"y0"]
+    tier.clock.now += PIN_SECONDS
+    assert list(tier.going()) == ["t1", "t0", "y1", "y0", "x1", "x0"]
+    assert tier.ledger.holdings().pinned_bytes == 0
+
+
+def test_a_pin_is_renewed_by_those_who_ask_for_it() -> None:
+    tier = Tier(capacity=10, pin_share=0.5)
+    tier.store(prompt("x", 1), Claim(pin=True))
+    tier.clock.now += PIN_SECONDS - 1
+    tier.store(prompt("x", 1), Claim(pin=True))
+    tier.clock.now += 100
+    assert not list(tier.going())
+    tier.store(prompt("x", 1))
+    tier.clock.now += PIN_SECONDS - 101
+    assert list(tier.going()) == ["x0"]
+
+
+def test_a_pinned_chunk_that_goes_makes_room_for_another() -> None:
+    tier = Tier(capacity=10, pin_share=0.1)
+    tier.store(prompt("x", 1), Claim(pin=True))
+    tier.ledger.drop(b"x0")
+    assert tier.ledger.holdings().pinned_bytes == 0
+    tier.store(prompt("y", 1), Claim(pin=True))
+    assert tier.ledger.holdings().pinned_bytes == SIZE
+
+
+# -- tenants ---------------------------------------------------------------------------------------
+
+
+def test_a_flood_does_not_push_out_those_within_their_share() -> None:
+    tier = Tier(capacity=20, tenant_share=0.5)
+    tier.store(prompt("a", 10), Claim(A))
+    for i in range(20):
+        tier.store(prompt(f"b{i}-", 5), Claim(B))
+    assert tier.has(prompt("a", 10)) == 10
+    assert dict(tier.ledger.holdings().evicted).keys() == {"over_share"}
+
+
+def test_the_one_furthest_above_its_share_goes_first() -> None:
+    tier = Tier(capacity=20, tenant_share=0.1)
+    tier.store(prompt("a", 6), Claim(A))
+    tier.store(prompt("b", 13), Claim(B))
+    tier.store([b"c"], Claim(b"c"))
+    order = list(tier.going())
+    assert order[:7] == [f"b{i}" for i in range(12, 5, -1)]
+    assert order[-1] == "c"  # within its share
+
+
+def test_one_tenant_alone_has_it_all() -> None:
+    tier = Tier(capacity=20, tenant_share=0.1)
+    for i in range(10):
+        tier.store(prompt(f"x{i}-", 4), Claim(A))
+    assert len(tier.held) == 20
+    assert dict(tier.ledger.holdings().evicted) == {"oldest": 20}
+
+
+def test_a_share_is_not_kept_for_those_who_have_gone() -> None:
+    tier = Tier(capacity=20, tenant_share=0.5)
+    tier.store(prompt("gone", 10), Claim(A))
+    tier.clock.now += 601
+    for i in range(8):
+        tier.store(prompt(f"b{i}-", 5), Claim(B))
+    assert tier.has(prompt("gone", 10)) == 0
+
+
+def test_a_pin_of_one_who_has_gone_does_not_end_the_others_share() -> None:
+    tier = Tier(capacity=40, tenant_share=0.5, pin_share=0.5)
+    tier.store(prompt("gone", 1), Claim(b"gone", pin=True))
+    tier.clock.now += 601
+    tier.store(prompt("a", 10), Claim(A))
+    for i in range(20):
+        tier.store(prompt(f"b{i}-", 5), Claim(B))
+    assert tier.has(prompt("a", 10)) == 10
+
+
+def test_a_million_salts_leave_nothing_behind() -> None:
+    tier = Tier(capacity=10, tenant_share=0.1)
+    for i in range(2000):
+        tier.store([b"%d" % i], Claim(b"%d" % i, ttl_seconds=60 + i % 7, priority=i % 5))
+    list(tier.going())
+    holdings = tier.ledger.holdings()
+    assert len(holdings.tenant_bytes) <= 257
+    assert all(num_bytes == 0 for _, num_bytes in holdings.tenant_bytes)
+    assert not tier.ledger._tenants
+    assert not tier.ledger._over
+    assert not tier.ledger._queues._queues
+    assert len(tier.ledger._changes) < 100

@@ -1,0 +1,124 @@
+"""Whatever requests do: pins keep within their bounds, nothing is counted twice, and the beginning
+of a prefix never goes before what follows it."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lmcache_connector.plans import Claim
+from lmcache_connector.retention.ledger import Ledger, Limits
+
+TENANTS = (b"", b"a", b"b", b"c")
+SIZE = 10
+CAPACITY = 24
+# Prompts of a tenant share beginnings: a path through a tree of three branches.
+PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+CLAIMS = st.builds(
+    Claim,
+    pin=st.booleans(),
+    ttl_seconds=st.none() | st.floats(0.1, 50),
+    priority=st.integers(-4, 4),
+)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    @initialize(tenant_share=st.floats(0.01, 1), pin_share=st.floats(0, 0.5))
+    def start(self, tenant_share: float, pin_share: float) -> None:
+        self.now = 0.0
+        self.limits = Limits.of(CAPACITY * SIZE, tenant_share, pin_share)
+        self.ledger = Ledger(self.limits, lambda: self.now)
+        self.parents: dict[bytes, bytes] = {}
+        self.held: set[bytes] = set()
+        self.orphans: set[bytes] = set()  # what they build on was not there at first
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 10.0, 700.0, 4000.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(tenant=st.integers(0, 3), path=PATHS, claim=CLAIMS, stored_from=st.integers(0, 5))
+    def store(self, tenant: int, path: list[int], claim: Claim, stored_from: int) -> None:
+        """Chunks before ``stored_from`` are named by nobody: vLLM has them."""
+        keys = [bytes([tenant, *path[: i + 1]]) for i in range(len(path))]
+        parents = [b"", *keys[:-1]]
+        self.parents.update(zip(keys, parents, strict=True))
+        for key in keys[stored_from:]:
+            if key not in self.held:
+                while len(self.held) >= CAPACITY:
+                    self.make_room()
+                self.held.add(key)
+                self.ledger.admit(key, SIZE)
+        own = Claim(TENANTS[tenant], claim.pin, claim.ttl_seconds, claim.priority)
+        self.ledger.use(keys[stored_from:], own, parents[stored_from:])
+        self.orphans |= {
+            key
+            for key in self.held.intersection(keys)
+            if self.parents[key] and self.parents[key] not in self.held
+        }
+
+    @rule(count=st.integers(1, 4))
+    def evict(self, count: int) -> None:
+        victims = self.ledger.evict(count, lambda key: True)
+        assert len(victims) in (0, count)
+        for number, victim in enumerate(victims):
+            assert victim in self.held
+            left = self.held.difference(victims[: number + 1]) - self.orphans
+            assert not {key for key in left if self.parents[key] == victim}, "a hole"
+            over = self.over_share()
+            if (
+                over
+                and len(self.users()) > 1
+                and count == 1
+                and not self.is_expired_or_idle(victim)
+            ):
+                assert victim[0] in over
+        for victim in victims:
+            self.drop(victim)
+
+    def make_room(self) -> None:
+        (victim,) = self.ledger.evict(1, lambda key: True)
+        self.drop(victim)
+
+    def drop(self, key: bytes) -> None:
+        self.held.discard(key)
+        self.orphans.discard(key)
+        self.ledger.drop(key)
+
+    def users(self) -> set[int]:
+        return {key[0] for key in self.held}
+
+    def over_share(self) -> set[int]:
+        """Tenants above their share that have something that may go."""
+        counts = {t: sum(key[0] == t for key in self.held) for t in self.users()}
+        return {
+            t
+            for t, n in counts.items()
+            if n * SIZE > self.limits.tenant_bytes
+            and any(self.ledger._chunks[k].pinned_until is None for k in self.held if k[0] == t)
+        }
+
+    def is_expired_or_idle(self, key: bytes) -> bool:
+        chunk = self.ledger._chunks[key]
+        return chunk.is_expired or self.now - chunk.tenant.used_at > 600
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        holdings = self.ledger.holdings()
+        assert len(self.ledger) == len(self.held)
+        assert sum(n for _, n in holdings.tenant_bytes) == len(self.held) * SIZE
+        pinned = {k: c for k, c in self.ledger._chunks.items() if c.pinned_until is not None}
+        assert holdings.pinned_bytes == len(pinned) * SIZE
+        assert holdings.pinned_bytes <= self.limits.pin_bytes
+        for tenant in self.ledger._tenants.values():
+            own = [c for c in pinned.values() if c.tenant is tenant]
+            assert tenant.pinned_bytes == len(own) * SIZE <= self.limits.tenant_pin_bytes
+        waiting = list(self.ledger._queues.oldest_first(self.now))
+        assert len(waiting) == len(set(waiting))
+        assert len(waiting) + len(pinned) + len(self.ledger._expired) == len(self.held)
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
