@@ -36,6 +36,7 @@ from lmcache_connector.scheduler.dispatcher import JobDispatcher
 from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
+from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.prefill_work import prefill_work, prompt_tokens_left
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
@@ -85,6 +86,7 @@ class SchedulerAdapter:
         self._loaded_adapters = loaded_adapters
         self._jobs = PlannedJobs(settings.world_size)
         self._loads = LoadPlanner(settings, index, policy, tally, self._jobs.new_id)
+        self._prefetcher = Prefetcher(settings, policy, tally, self._jobs.new_id)
         self._dispatcher = JobDispatcher(
             settings,
             book=book,
@@ -92,6 +94,7 @@ class SchedulerAdapter:
             jobs=self._jobs,
             loads=self._loads,
             stores=StorePlanner(settings, index, tally, self._jobs.new_id),
+            prefetcher=self._prefetcher,
             auditor=auditor,
             witness=self.witness,
             kv_events=kv_events,
@@ -112,6 +115,7 @@ class SchedulerAdapter:
         self._auditor.ask(state, self.hits)
         if self._settings.loads:
             self.hits.ask(state.lookup, first=0)
+            self._prefetcher.queued(state)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -148,6 +152,8 @@ class SchedulerAdapter:
         """The step being planned computes of the request, unless it is waiting for its load."""
         num_tokens = request.num_tokens - request.num_computed_tokens
         self.policy.request_admitted(request.request_id, num_tokens)
+        if (state := self.book.get(request.request_id)) is not None:
+            self._dispatcher.stop_prefetch(state)
 
     def redis_hit_tokens(self, request: Request) -> int:
         """Of the load planned last for this request: tokens that come from Redis."""
@@ -176,6 +182,8 @@ class SchedulerAdapter:
                 state.restart()
         self.book.step_planned(scheduler_output)
         self._dispatcher.plan_step(scheduler_output)
+        if self._prefetcher.waiting:
+            self._dispatcher.plan_prefetches(self.hits)
         scheduled = self._scheduled = set(scheduler_output.num_scheduled_tokens)
         if self._was_asked:
             self._was_asked, self._may_wait = False, True
@@ -193,6 +201,7 @@ class SchedulerAdapter:
             prefill=prefill,
             probe=self._wants_probe(),
             wanted=self.wanted.take() if self.wanted.has_news else (),
+            unwanted=self._prefetcher.take_unwanted() if self._prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
             heard_adapters=adapters.heard,
         )
@@ -234,9 +243,9 @@ class SchedulerAdapter:
         return self._dispatcher.will_free_blocks()
 
     @property
-    def has_open_stores(self) -> bool:
-        """Whether steps must go on, for a store to be reported."""
-        return self._jobs.has_stores
+    def has_unattended_jobs(self) -> bool:
+        """Whether steps must go on, for a job to be reported that no request waits for."""
+        return self._jobs.has_unattended
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -278,6 +287,7 @@ class SchedulerAdapter:
         assert len(self.book) == 0, f"{len(self.book)} requests left"
         assert len(self._jobs) == 0, f"{len(self._jobs)} jobs left"
         assert self.index.num_planned == 0, "planned chunks left"
+        self._prefetcher.check_integrity()
         assert not self.has_pinned_blocks, "pins left"
 
     def shutdown(self) -> None:

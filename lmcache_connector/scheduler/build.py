@@ -209,6 +209,7 @@ def _settings(
         redis_only_reused=config.redis_admission == "reused",
         weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
+        prefetch_bytes=config.prefetch_bytes,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,
         num_batches=num_batches,

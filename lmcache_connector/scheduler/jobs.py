@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-from lmcache_connector.plans import JobResult, LoadJob, PrefillWork, StepPlan, StoreJob
+from lmcache_connector.plans import (
+    JobResult,
+    LoadJob,
+    PrefetchJob,
+    PrefillWork,
+    StepPlan,
+    StoreJob,
+)
 from lmcache_connector.scheduler.request_state import RequestState
 
 
@@ -16,7 +23,7 @@ class PlannedJob:
     change before it has ended."""
 
     state: RequestState
-    job: LoadJob | StoreJob
+    job: LoadJob | StoreJob | PrefetchJob
     num_chunks: int
     reads: frozenset[int] = frozenset()
     results: list[JobResult] = field(default_factory=list)
@@ -31,6 +38,7 @@ class PlannedJobs:
         self._last_id = 0
         # For the next plan.
         self._loads: list[LoadJob] = []
+        self._prefetches: list[PrefetchJob] = []
         self._stores: list[StoreJob] = []
         self._cancelled_loads: list[int] = []
         self._vacated_stores: list[int] = []
@@ -44,23 +52,25 @@ class PlannedJobs:
         self._last_id += 1
         return self._last_id
 
-    def add(self, state: RequestState, job: LoadJob | StoreJob) -> None:
+    def add(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
         """Hand the job to the workers with the next plan."""
         self._jobs[job.job_id] = planned = PlannedJob(state, job, num_chunks=len(job.keys))
         if isinstance(job, LoadJob):
             self._loads.append(job)
+        elif isinstance(job, PrefetchJob):
+            self._prefetches.append(job)
         else:
             planned.reads = job.blocks
             self._stores.append(job)
 
-    def cancel_load(self, job: LoadJob) -> None:
+    def cancel_load(self, job: LoadJob | PrefetchJob) -> None:
         """Tell the workers with the next plan that nobody wants it any more."""
         self._cancelled_loads.append(job.job_id)
 
     @property
-    def has_stores(self) -> bool:
-        """Whether a store has not ended."""
-        return any(isinstance(planned.job, StoreJob) for planned in self._jobs.values())
+    def has_unattended(self) -> bool:
+        """Whether a job has not ended that no request of vLLM's waits for."""
+        return any(not isinstance(planned.job, LoadJob) for planned in self._jobs.values())
 
     def vacate(self, block_ids: Set[int]) -> list[PlannedJob]:
         """The step being planned may overwrite these blocks: the stores that read them are
@@ -98,12 +108,14 @@ class PlannedJobs:
         prefill: PrefillWork | None,
         probe: bool,
         wanted: tuple[bytes, ...] = (),
+        unwanted: tuple[bytes, ...] = (),
         adapter_question: int = 0,
         heard_adapters: tuple[int, ...] = (),
     ) -> StepPlan | None:
         """The plan of a step: all that was added since the last one, and what is known of this.
         ``None``, as for nearly every decode step: nothing."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
+        new = new or self._prefetches or unwanted
         if not (idle or new or prefill or probe or adapter_question or wanted):
             return None
         plan = StepPlan(
@@ -115,10 +127,13 @@ class PlannedJobs:
             prefill=prefill,
             probe=probe,
             wanted=wanted,
+            prefetches=tuple(self._prefetches),
+            unwanted=unwanted,
             adapter_question=adapter_question,
             heard_adapters=heard_adapters,
         )
         self._loads, self._stores, self._cancelled_loads, self._vacated_stores = [], [], [], []
+        self._prefetches = []
         return plan
 
     def report(self, result: JobResult) -> tuple[PlannedJob, bool]:

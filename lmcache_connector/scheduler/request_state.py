@@ -9,7 +9,7 @@ from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.hit import is_prefix_only
 from lmcache_connector.kv_parts.part import Part
 from lmcache_connector.lookup.request_lookup import RequestLookup
-from lmcache_connector.plans import LoadJob
+from lmcache_connector.plans import LoadJob, PrefetchJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class SchedulerSettings:
     num_batches: int = 1  # steps under way at once
     window_interval: int | None = None  # None: eight windows
     lookahead: int = 0  # the KV of a token follows from so many tokens after it too
+    prefetch_bytes: int = 0  # per rank, fetched ahead for requests that wait
     drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
 
     @property
@@ -144,6 +145,19 @@ class AuditState:
 
 
 @dataclass(slots=True)
+class AheadState:
+    """What is fetched ahead for a request that waits. Written by the :class:`Prefetcher`.
+
+    ``jobs``: those that have not ended, with the bytes they may bring. ``keys``: all that is to be
+    in memory when the request is scheduled. ``held_bytes``: what ended jobs may have brought.
+    """
+
+    jobs: dict[int, tuple[PrefetchJob, int]] = field(default_factory=dict)
+    keys: tuple[bytes, ...] = ()
+    held_bytes: int = 0
+
+
+@dataclass(slots=True)
 class RequestState:
     """Everything known about one request. Owned by the scheduler side, on its one thread."""
 
@@ -154,6 +168,7 @@ class RequestState:
     witness: WitnessState = field(default_factory=WitnessState)
     store: StoreState = field(default_factory=StoreState)
     audit: AuditState = field(default_factory=AuditState)
+    ahead: AheadState = field(default_factory=AheadState)
     is_finished: bool = False
 
     def __post_init__(self) -> None:
@@ -175,4 +190,4 @@ class RequestState:
 
     @property
     def has_jobs(self) -> bool:
-        return self.load.job is not None or bool(self.store.job_ids)
+        return self.load.job is not None or bool(self.store.job_ids or self.ahead.jobs)

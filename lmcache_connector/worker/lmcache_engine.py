@@ -29,8 +29,9 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, PartRun, StoreJob
+from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, PartRun, PrefetchJob, StoreJob
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.worker.lmcache_ahead import FetchedAhead
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     ChangedKeys,
@@ -116,6 +117,7 @@ class LMCacheEngineAdapter:
             redis_tier.close(0.0)
             self._engine.close()
             raise ConfigError("LMCache did not start the Redis tier; its log says why")
+        self.ahead = FetchedAhead(self._cpu, self._database)
         self._changed = ChangedKeys()
         self._cpu.batched_msg_sender = self._changed
         self._writes: RedisWrites | None = None
@@ -239,6 +241,22 @@ class LMCacheEngineAdapter:
             self._touch([transfer])
         return transfer
 
+    def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
+        """Bring what the CPU tier lacks of the job's chunks from Redis, if there is one.
+        ``deadline`` is a reading of ``time.monotonic``."""
+        missing = [key for key in job.keys if not self.holds(key)]
+        if self._plugin is None or not missing:
+            return JobTransfer.of(())
+        found, took = self.ahead.fetch(self._plugin, missing, deadline, cancelled)
+        return JobTransfer(
+            num_keys=len(missing),
+            num_chunks=found,
+            num_bytes=took.redis_bytes,
+            redis_bytes=took.redis_bytes,
+            redis_seconds=took.redis_seconds,
+            redis_failed=took.cut_off and not cancelled.is_set(),
+        )
+
     def want(self, keys: Sequence[bytes]) -> None:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
         if self._writes is not None:
@@ -262,10 +280,12 @@ class LMCacheEngineAdapter:
         """Of each chunk that came to the CPU tier or left it since the last call, whether it is
         there now."""
         cache = self._cpu.hot_cache
-        return tuple(
+        events = tuple(
             CacheEvent(key, admitted=self._database.engine_key(key) in cache)
             for key in self._changed.take()
         )
+        self.ahead.used(event.key for event in events if not event.admitted)
+        return events
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks that have come to Redis since the last call, where that is to be reported."""
@@ -333,6 +353,7 @@ class LMCacheEngineAdapter:
         """Make these the newest chunks of the CPU tier, a prefix's first ones newest: they are
         worth the most. Newer still are windows and states, without which none of it is a hit.
         """
+        self.ahead.used(key for run in runs for key in run.keys)
         ordered = sorted(runs, key=lambda run: run.part)
         with self._cpu.cpu_lock:
             cache = self._cpu.hot_cache
