@@ -38,8 +38,9 @@ class ConnectorConfig(StrictSettings):
     """Store generated tokens too, for the next turn of a conversation."""
     window_interval: Annotated[int, Field(gt=0)] | None = None
     """Most tokens between two places where a hit may end on stored windows; none: 8 windows."""
-    redis_admission: Literal["all", "reused"] = "all"
-    """Write every chunk to Redis, or those that a second request of this instance has wanted."""
+    redis_admission: Literal["all", "reused", "worth"] = "all"
+    """Write every chunk to Redis, or those that a second request of this instance has wanted, or
+    those of prompts so long that loading them could be quicker than computing them."""
     redis_codec: Codec = "none"
     """Store values in Redis as they are, compressed without loss, or so where that pays."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None

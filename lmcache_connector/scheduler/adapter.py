@@ -86,6 +86,7 @@ class SchedulerAdapter:
         self._loaded_adapters = loaded_adapters
         self._jobs = PlannedJobs(settings.world_size)
         self._loads = LoadPlanner(settings, index, policy, tally, self._jobs.new_id)
+        self._stores = StorePlanner(settings, index, tally, self._jobs.new_id, policy)
         self._prefetcher = Prefetcher(settings, policy, tally, self._jobs.new_id)
         self._dispatcher = JobDispatcher(
             settings,
@@ -93,7 +94,7 @@ class SchedulerAdapter:
             index=index,
             jobs=self._jobs,
             loads=self._loads,
-            stores=StorePlanner(settings, index, tally, self._jobs.new_id),
+            stores=self._stores,
             prefetcher=self._prefetcher,
             auditor=auditor,
             witness=self.witness,
@@ -301,11 +302,17 @@ class SchedulerAdapter:
     ) -> RequestState | Literal[NotYet.UNREAD] | None:
         known = self.book.get(request.request_id)
         state = self.book.enter(request, wait_seconds)
-        if isinstance(state, RequestState) and state is not known:
+        if isinstance(state, RequestState) and state is not known and self._belongs_in_redis(state):
             num_parts = len(self._settings.parts)
             for part in range(num_parts):
                 self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
         return state
+
+    def _belongs_in_redis(self, state: RequestState) -> bool:
+        """Whether what memory holds of the prompt shall be in Redis as well."""
+        if self._settings.redis_admission != "worth":
+            return True
+        return self._stores.could_win(state, len(state.keys.keys))
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """How many tokens can be loaded after the computed ones; ``None``: ask again."""

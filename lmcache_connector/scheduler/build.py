@@ -206,7 +206,7 @@ def _settings(
         stores=stores,
         store_generated=config.store_generated,
         window_interval=config.window_interval,
-        redis_only_reused=config.redis_admission == "reused",
+        redis_admission=config.redis_admission,
         weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
         prefetch_bytes=config.prefetch_bytes,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.hit import is_prefix_only
 from lmcache_connector.kv_parts.part import Part
 from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.plans import LoadJob, PrefetchJob
+
+RedisAdmission = Literal["all", "reused", "worth"]
+"""See `ConnectorConfig.redis_admission`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class SchedulerSettings:
     loads: bool  # kv_role consumer or both
     stores: bool  # kv_role producer or both
     store_generated: bool = True
-    redis_only_reused: bool = False
+    redis_admission: RedisAdmission = "all"
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
     num_batches: int = 1  # steps under way at once
@@ -95,8 +98,9 @@ class StoreState:
     """The stores of a request. Written by the :class:`StorePlanner`.
 
     Chunks before ``next_chunk`` have been planned, or were there. Chunks before ``num_sighted``
-    have been counted as wanted, once however often they are planned. ``junction``: the chunk before
-    which others that share the request's beginning will want its windows to end.
+    have been counted as wanted, once however often they are planned, or sent on to Redis.
+    ``junction``: the chunk before which others that share the request's beginning will want its
+    windows to end.
     """
 
     next_chunk: int = 0
