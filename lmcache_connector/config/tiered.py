@@ -116,8 +116,8 @@ class ConnectorConfig(StrictSettings):
 
     @property
     def prefetch_bytes(self) -> int:
-        """Fetched ahead and not yet used: never more than an eighth of the CPU tier."""
-        return min(self.prefetch_mib * MIB, int(self.cpu_gib * 128 * MIB))
+        """Fetched ahead and not yet used: never more than a quarter of the CPU tier."""
+        return min(self.prefetch_mib * MIB, int(self.cpu_gib * 256 * MIB))
 
     def problems(self) -> Iterator[str]:
         try:

@@ -158,8 +158,10 @@ def test_a_wrong_key_is_not_shown(cli: Cli, api: Api, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "7", '{"prompt": [-1]}', '{"prompt": [true]}', '{"messages": []}', '{"other": 1}']
-    + ['{"prompt": "a", "messages": [1]}', '""', "[" * 100_000],
+    [
+        *("{", "7", '""', "[" * 100_000, '{"prompt": [-1]}', '{"prompt": [true]}'),
+        *('{"messages": []}', '{"other": 1}', '{"prompt": "a", "messages": [1]}'),
+    ],
 )
 def test_a_line_that_is_no_prompt_is_named(cli: Cli, api: Api, tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
