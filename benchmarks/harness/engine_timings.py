@@ -91,7 +91,7 @@ def come_to_rest(probe: EngineProbe) -> None:
     probe.reset_prefix_cache()
     if not isinstance(probe.connector, LMCacheTieredConnector):
         return
-    tier = worker_of(probe)._engine._redis_tier
+    tier = worker_of(probe)._tier
     if tier is not None:
         tier.flush(_WRITE_SECONDS)
 
@@ -213,7 +213,8 @@ def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float
     adapter.update_state_after_alloc(request, block_ids, found)
     plan = adapter.build_plan(empty)
     seconds = time.perf_counter() - started
-    assert found == len(tokens) // chunk_size * chunk_size
+    left = len(tokens) - found
+    assert left <= 2 * chunk_size, f"found {found} of {len(tokens)} tokens"  # one may be audited
     (job,) = plan.loads
     done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
     adapter.update_from_reports([RankReport(0, (), (done,))])
