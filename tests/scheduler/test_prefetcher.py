@@ -92,12 +92,10 @@ def test_who_came_first_is_served_first_and_the_others_wait_for_room() -> None:
     first, second, third = (scene.queue(name, 4) for name in "abc")
     assert scene.plan() == [("a", 4), ("b", 2)]
     assert scene.plan() == []
-    jobs = [job for _, job in scene.jobs]
     assert scene.prefetcher.release(first) == [job for job, _ in first.ahead.jobs.values()]
     assert scene.plan() == [], "its job is under way"
     scene.end(first, *(job for job, _ in list(first.ahead.jobs.values())))
     assert scene.plan() == [("c", 4)]
-    del jobs
     for state in (second, third):
         scene.prefetcher.release(state)
         scene.end(state, *(job for job, _ in list(state.ahead.jobs.values())))
@@ -152,8 +150,6 @@ def test_a_thousand_queued_requests_cost_a_step_little() -> None:
     scene = Scene(mib=20)
     states = [scene.queue(f"r{i}", 4) for i in range(1000)]
     assert len(scene.plan()) == 5
-    looked_at = len(scene.hits.held)
-    assert looked_at == 1000
     for state in states[1:]:
         jobs = scene.prefetcher.release(state)
         scene.end(state, *jobs)
@@ -185,7 +181,7 @@ def crowded(model: Path, **shape: object) -> tuple[ShadowEngine, str, list[int]]
     engine.scheduler.reset_prefix_cache()
     for rank in engine.ranks:
         rank.evict(100)
-    engine.add(prompt(6, 18 * CHUNK // 2), 150)
+    engine.add(prompt(6, 9 * CHUNK), 60)
     while not engine.scheduler.running:
         engine.step()
     return engine, engine.add(wanted, 3), wanted
@@ -213,7 +209,7 @@ def test_chunks_come_into_memory_before_their_request_is_scheduled(
 
 @pytest.mark.parametrize("how", ["abort", "reset", "sleep"])
 def test_nothing_is_left_of_what_was_fetched_for_nobody(model: Path, how: str) -> None:
-    engine, waiting, wanted = crowded(model)
+    engine, waiting, _ = crowded(model)
     faults = engine.ranks[0].faults
     faults.stuck = True
     while not any(plan.prefetches for plan in engine.plans):
@@ -221,7 +217,7 @@ def test_nothing_is_left_of_what_was_fetched_for_nobody(model: Path, how: str) -
     if how == "abort":
         engine.abort(waiting)
     elif how == "reset":
-        assert engine.reset(preempt=True) or True
+        assert engine.reset(preempt=True)
     faults.stuck = False
     if how == "sleep":
         engine.sleep()
@@ -231,7 +227,6 @@ def test_nothing_is_left_of_what_was_fetched_for_nobody(model: Path, how: str) -
     assert sum((plan.unwanted for plan in engine.plans), ())
     engine.run_until_idle()
     engine.check_whole()
-    del wanted
 
 
 def test_a_storm_of_requests_that_are_aborted_leaves_nothing(model: Path) -> None:
