@@ -121,8 +121,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return self._scheduler_side.will_free_blocks()
 
     def has_pending_push_work(self) -> bool:
-        """Steps go on while a store runs: its end is reported with one."""
-        return self._scheduler_side.has_open_stores
+        """Steps go on while a store or a prefetch runs: its end is reported with one."""
+        return self._scheduler_side.has_unattended_jobs
 
     def take_events(self) -> list[KVCacheEvent]:
         """The last call of every update from a step's output."""

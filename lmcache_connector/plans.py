@@ -161,6 +161,20 @@ class LoadJob(_Runs):
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchJob(_Runs):
+    """Bring chunks from Redis to the CPU tier for a request that waits in vLLM's queue.
+
+    No blocks are touched: ``block_ids`` of the runs are empty. It gives way to all loads, and may
+    take ``deadline_seconds`` with that.
+    """
+
+    job_id: int
+    request_id: str
+    runs: tuple[PartRun, ...]
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillWork:
     """What one forward pass computes of prompts: ``num_tokens`` tokens after ``context_tokens``.
 
@@ -177,7 +191,9 @@ class PrefillWork:
 class StepPlan:
     """All jobs of one engine step.
 
-    ``cancelled_loads`` are jobs whose requests were aborted, or whose cache was reset.
+    ``cancelled_loads`` are jobs whose requests were aborted, or whose cache was reset, and
+    prefetches that nobody waits for any more. ``unwanted``: chunks that prefetches have brought,
+    or shall have, for requests that did not use them.
     ``vacated_stores`` are jobs of earlier steps whose blocks this one may overwrite, and none
     before it does. ``idle``: the step runs no forward pass. ``prefill``: the forward pass is worth
     timing. ``probe``: Redis' speed is worth measuring again. ``wanted``: chunks in memory that
@@ -195,6 +211,8 @@ class StepPlan:
     probe: bool = False
     wanted: tuple[bytes, ...] = ()
     uses: tuple[PrefixUse, ...] = ()
+    prefetches: tuple[PrefetchJob, ...] = ()
+    unwanted: tuple[bytes, ...] = ()
     adapter_question: int = 0
     heard_adapters: tuple[int, ...] = ()
 

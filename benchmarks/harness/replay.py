@@ -18,7 +18,8 @@ class CachedTokens:
     """Prompt tokens so far, and where those came from that were not computed.
 
     ``declined``: what this connector had, and left to compute as the quicker way. ``dropped``:
-    chunks it did not write to Redis.
+    chunks it did not write to Redis. ``prefetched_bytes``: fetched from Redis for requests that
+    waited.
     """
 
     prompt: int
@@ -27,6 +28,7 @@ class CachedTokens:
     external: int
     declined: int
     dropped: int
+    prefetched_bytes: int = 0
 
     def since(self, earlier: CachedTokens) -> CachedTokens:
         pairs = zip(astuple(self), astuple(earlier), strict=True)
@@ -47,6 +49,7 @@ def cached_tokens(server: ApiServer) -> CachedTokens:
         external=of("external_unspecified"),
         declined=int(server.metric("vllm:lmcache_declined_tokens_total")),
         dropped=int(server.metric("vllm:lmcache_dropped_writes_total")),
+        prefetched_bytes=int(server.metric("vllm:lmcache_prefetched_bytes_total")),
     )
 
 

@@ -119,6 +119,47 @@ def top(
 
 
 @app.command()
+def warm(
+    file: Annotated[
+        str, typer.Argument(help="Prompts: a text per line, or JSON in *.jsonl; - for stdin.")
+    ],
+    url: Annotated[str, typer.Option(help="A running engine, such as localhost:8000.")],
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="JSON, whatever its name.")] = False,
+    concurrency: Annotated[
+        int, typer.Option(help="Prompts that are asked at once.", min=1, max=256)
+    ] = 4,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that one prompt may take.", min=1.0)
+    ] = 600.0,
+    model: Annotated[
+        str | None, typer.Option(help="As the engine calls it; its first one without.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Of the engine's API: the key, env:NAME or file:PATH.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Bring prompts, or what they begin with, from a file into a running engine's cache."""
+    from lmcache_connector.cli.engine import warm as command
+
+    _run(
+        json_,
+        lambda report: command.run(
+            report,
+            command.Options(
+                file,
+                url,
+                jsonl or file.endswith(".jsonl"),
+                concurrency,
+                timeout,
+                model,
+                command.read_key(api_key),
+            ),
+        ),
+    )
+
+
+@app.command()
 def ls(
     redis_url: RedisUrl = None,
     config: ConfigOption = None,

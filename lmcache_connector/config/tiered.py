@@ -42,8 +42,9 @@ class ConnectorConfig(StrictSettings):
     """Store generated tokens too, for the next turn of a conversation."""
     window_interval: Annotated[int, Field(gt=0)] | None = None
     """Most tokens between two places where a hit may end on stored windows; none: 8 windows."""
-    redis_admission: Literal["all", "reused"] = "all"
-    """Write every chunk to Redis, or those that a second request of this instance has wanted."""
+    redis_admission: Literal["all", "reused", "worth"] = "all"
+    """Write every chunk to Redis, or those that a second request of this instance has wanted, or
+    those of prompts so long that loading them could be quicker than computing them."""
     redis_codec: Codec = "none"
     """Store values in Redis as they are, compressed without loss, or so where that pays."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
@@ -56,6 +57,8 @@ class ConnectorConfig(StrictSettings):
     """Longest wait for Redis to connect or to answer one request."""
     redis_write_queue_mib: Annotated[int, Field(gt=0, le=1048576)] = 1024
     """Bytes waiting to be written to Redis; above it, writes are dropped."""
+    prefetch_mib: Annotated[int, Field(ge=0, le=1048576)] = 512
+    """Most bytes per worker rank that are fetched from Redis for requests that still wait."""
     load_deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Longest time a request waits for a load before the rest is recomputed."""
     lookup_wait_seconds: Annotated[float, Field(ge=0, le=1)] = 0.001
@@ -114,6 +117,11 @@ class ConnectorConfig(StrictSettings):
             # What waits to be written stays in the CPU tier: leave that room to breathe.
             write_queue_bytes=min(self.redis_write_queue_mib * MIB, int(self.cpu_gib * 256 * MIB)),
         )
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Fetched ahead and not yet used: never more than a quarter of the CPU tier."""
+        return min(self.prefetch_mib * MIB, int(self.cpu_gib * 256 * MIB))
 
     def problems(self) -> Iterator[str]:
         try:

@@ -185,6 +185,30 @@ class CostModel:
         """Nothing came from it lately."""
         return self._tiers[tier].stalled
 
+    def pays(
+        self,
+        tier: Tier,
+        start: int,
+        end: int,
+        num_bytes: int,
+        running_requests: int,
+        step_seconds: float | None = None,
+        waiting_requests: int = 0,
+    ) -> bool:
+        """Whether loading ``num_bytes`` from the tier, with nothing ahead of them, beats computing
+        tokens ``[start, end)``; the others as in :class:`LoadOffer`. True where nothing is known,
+        or every hit is loaded."""
+        now, speed = self._clock(), self._tiers[tier]
+        if speed.is_outdated(now):
+            speed = speed.calibrated_only(now)
+        compute_seconds = self.compute_seconds(start, end, running_requests)
+        if self.mode == "always" or compute_seconds is None or not speed.known:
+            return True
+        load_seconds = speed.seconds(num_bytes)
+        lost_seconds = self.steps.wait_seconds(load_seconds, step_seconds) - load_seconds
+        price_seconds = load_seconds + lost_seconds / (1 + waiting_requests)
+        return price_seconds <= compute_seconds * (1 - _MIN_GAIN_SHARE)
+
     def decide(self, offer: LoadOffer) -> LoadDecision:
         """Decide one request. May put a tier on trial, so each request is decided once."""
         compute_seconds = self._rest_seconds(offer, 0)

@@ -191,6 +191,28 @@ class LoadPolicy:
         self._probe_pause = min(2 * self._probe_pause, _MAX_PROBE_SECONDS)
         return True
 
+    @property
+    def is_redis_stalled(self) -> bool:
+        """Nothing came from it lately."""
+        return self.model.is_stalled(Tier.REDIS)
+
+    def redis_bytes_in(self, seconds: float) -> int:
+        """What Redis brings in that time, as far as is known; 2**62 if nothing is."""
+        return int(min(self.model.bytes_per_second(Tier.REDIS) * seconds, float(1 << 62)))
+
+    def pays_from_memory(self, start: int, end: int, num_bytes: int) -> bool:
+        """Whether tokens ``[start, end)`` are quicker loaded from memory than computed, beside the
+        steps that run now."""
+        others = max(0, len(self._waiting) - 1)
+        return self.model.pays(
+            Tier.CPU, start, end, num_bytes, self._num_requests, self._step_seconds(), others
+        )
+
+    def pays_from_redis(self, end: int, num_bytes: int) -> bool:
+        """Whether a prompt's first ``end`` tokens are quicker loaded from Redis than computed, at
+        the best of times: nothing else is to be loaded, and no step to be waited for."""
+        return self.model.pays(Tier.REDIS, 0, end, num_bytes, self._num_requests)
+
     def bytes_of(self, key: bytes) -> int:
         """Of what is stored under a key, on the rank with the largest share."""
         return self._value_bytes[part_of(key, len(self._value_bytes))]
@@ -262,6 +284,14 @@ class LoadPolicy:
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
             self._late_at = self._clock()
         self._observe_load(slowest)
+
+    def prefetch_ended(self, results: Sequence[JobResult]) -> None:
+        """All ranks have reported. How fast it was says nothing of loads, which go first; that
+        Redis failed does."""
+        for result in results:
+            if result.redis_failed:
+                self._redis_news_at = self._clock()
+                self.model.observe_load_failed(Tier.REDIS, result.redis_seconds, result.redis_bytes)
 
     def observe_reports(self, reports: Iterable[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""

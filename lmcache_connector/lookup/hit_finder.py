@@ -7,6 +7,8 @@ arrives, and waited for when the request is scheduled, if that is worth it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEventSink
@@ -31,6 +33,18 @@ _IDLE_WAIT_SECONDS = 0.005
 _STALE_SECONDS = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class FetchAhead:
+    """A hit that ends before chunk ``stop``, and what of it memory lacks, in the order in which a
+    load takes it: part, chunk, and the key it is stored under."""
+
+    stop: int = 0
+    missing: tuple[tuple[int, int, bytes], ...] = ()
+
+
+NOTHING_AHEAD: Final = FetchAhead()
+
+
 class HitFinder:
     """Finds hits in the CPU tiers, the only ones there are.
 
@@ -52,6 +66,11 @@ class HitFinder:
     def ask(self, asked: RequestLookup, first: int) -> None:
         """Ask slow tiers for the chunks from ``first`` on, ahead of :meth:`find`."""
 
+    def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
+        """What a load of the whole hit would take from slow tiers, as far as is known now. Waits
+        for nothing."""
+        return NOTHING_AHEAD
+
     def close(self) -> None:
         """Let go of connections and threads."""
 
@@ -70,20 +89,30 @@ class HitFinder:
             return PENDING
         keys = self._keys_by_part(asked, first)
         are_in_cpu = [self._index.has_each(each) for each in keys]
+        hit = self._hit(asked, num_computed_tokens, keys, are_in_cpu, redis_keys)
+        if not asked.is_counted:
+            self._count(
+                asked, num_computed_tokens, self._of_hit(are_in_cpu, hit, num_computed_tokens)
+            )
+        return hit
+
+    def _hit(
+        self,
+        asked: RequestLookup,
+        num_computed_tokens: int,
+        keys: list[Sequence[bytes]],
+        are_in_cpu: list[list[bool]],
+        redis_keys: frozenset[bytes],
+    ) -> Hit:
+        """``keys`` of each part from the chunk being computed on."""
         held = are_in_cpu
         if redis_keys:
             held = [
                 [in_cpu or key in redis_keys for key, in_cpu in zip(*pair, strict=True)]
                 for pair in zip(keys, are_in_cpu, strict=True)
             ]
-        hit = find_hit(
-            self._parts, self._chunk_size, num_computed_tokens, asked.request.num_tokens, held
-        )
-        if not asked.is_counted:
-            self._count(
-                asked, num_computed_tokens, self._of_hit(are_in_cpu, hit, num_computed_tokens)
-            )
-        return hit
+        num_tokens = asked.request.num_tokens
+        return find_hit(self._parts, self._chunk_size, num_computed_tokens, num_tokens, held)
 
     def _of_hit(
         self, are_in_cpu: list[list[bool]], hit: Hit, num_computed_tokens: int
@@ -163,6 +192,30 @@ class RedisHitFinder(HitFinder):
             asked.pending = self._lookup.submit(missing)
             asked.asked_at = self._clock()
             self._tally.count("lookups", Tier.REDIS.value)
+
+    def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
+        redis_keys = asked.redis_keys
+        if asked.pending is not None:
+            if asked.pending.answer is PENDING:
+                return PENDING
+            redis_keys = asked.pending.answer.keys
+        if not redis_keys:
+            return NOTHING_AHEAD
+        first, size = num_computed_tokens // self._chunk_size, self._chunk_size
+        keys = self._keys_by_part(asked, first)
+        are_in_cpu = [self._index.has_each(each) for each in keys]
+        hit = self._hit(asked, num_computed_tokens, keys, are_in_cpu, redis_keys)
+        if not hit:
+            return NOTHING_AHEAD
+        missing = []
+        for number, part in reversed(list(enumerate(self._parts))):
+            chunks = chunks_to_load(part, size, num_computed_tokens, hit.stop)
+            missing += [
+                (number, i, keys[number][i - first])
+                for i in chunks
+                if not are_in_cpu[number][i - first]
+            ]
+        return FetchAhead(hit.stop, tuple(missing))
 
     def close(self) -> None:
         self._lookup.close()

@@ -103,6 +103,8 @@ METRICS = table(
         counter("probes", (), "Measurements of Redis' speed without a request."),
         counter("load_jobs", (), "Loads planned."),
         counter("store_jobs", (), "Stores planned."),
+        counter("prefetch_jobs", (), "Fetches from Redis planned for requests that still queue."),
+        counter("prefetched_bytes", (), "Of what was fetched from Redis: for such requests."),
         counter("failed_loads", ("reason",), "Loads that did not bring all, over all ranks."),
         counter("failed_stores", ("reason",), "Stores that did not keep all, over all ranks."),
         counter("dropped_stores", (), "Chunks not stored: vLLM reused their blocks first."),
@@ -175,7 +177,7 @@ METRICS = table(
             "Bandwidth of a store job or burst.",
             BANDWIDTH_BUCKETS,
         ),
-        gauge("queued_jobs", ("rank",), "Load and store jobs not yet ended."),
+        gauge("queued_jobs", ("rank",), "Load, store and prefetch jobs not yet ended."),
         gauge("write_queue_bytes", ("rank",), "Bytes waiting to be written to Redis."),
         gauge("cpu_used_bytes", ("rank",), "Bytes of chunks in the CPU tier."),
         gauge(

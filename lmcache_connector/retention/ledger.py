@@ -126,6 +126,11 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._chunks)
 
+    @property
+    def num_unused(self) -> int:
+        """Chunks that have come and nobody has used."""
+        return self._nobody.num_chunks
+
     # -- the tier's verbs ----------------------------------------------------------------------
 
     def admit(self, key: bytes, num_bytes: int) -> None:
@@ -163,6 +168,16 @@ class Ledger:
         for key, chunk in tail_first.items():
             self._enter(key, chunk, now)
             self._watch(key, chunk)
+
+    def give_up(self, keys: Iterable[bytes]) -> None:
+        """Of these, what came for a request that did not use it is needed no more."""
+        now = self._clock()
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is not None and not chunk.is_claimed:
+                self._leave(key, chunk)
+                chunk.is_expired = True
+                self._enter(key, chunk, now)
 
     def drop(self, key: bytes) -> None:
         """The chunk has gone; it may have been gone before."""

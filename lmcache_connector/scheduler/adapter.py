@@ -37,6 +37,7 @@ from lmcache_connector.scheduler.dispatcher import JobDispatcher
 from lmcache_connector.scheduler.jobs import PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
+from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.prefill_work import prefill_work, prompt_tokens_left
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
@@ -90,13 +91,16 @@ class SchedulerAdapter:
         self._uses = PrefixUses(settings.parts, index)
         self._jobs = PlannedJobs(settings.world_size)
         self._loads = LoadPlanner(settings, index, policy, tally, self._jobs.new_id)
+        self._stores = StorePlanner(settings, index, tally, self._jobs.new_id, policy)
+        self._prefetcher = Prefetcher(settings, policy, tally, self._jobs.new_id)
         self._dispatcher = JobDispatcher(
             settings,
             book=book,
             index=index,
             jobs=self._jobs,
             loads=self._loads,
-            stores=StorePlanner(settings, index, tally, self._jobs.new_id),
+            stores=self._stores,
+            prefetcher=self._prefetcher,
             auditor=auditor,
             witness=self.witness,
             kv_events=kv_events,
@@ -119,6 +123,7 @@ class SchedulerAdapter:
         if self._settings.loads:
             self.spans.begin(request, "lookup")
             self.hits.ask(state.lookup, first=0)
+            self._prefetcher.queued(state)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -157,6 +162,8 @@ class SchedulerAdapter:
         """The step being planned computes of the request, unless it is waiting for its load."""
         num_tokens = request.num_tokens - request.num_computed_tokens
         self.policy.request_admitted(request.request_id, num_tokens)
+        if (state := self.book.get(request.request_id)) is not None:
+            self._dispatcher.stop_prefetch(state)
 
     def redis_hit_tokens(self, request: Request) -> int:
         """Of the load planned last for this request: tokens that come from Redis."""
@@ -185,6 +192,8 @@ class SchedulerAdapter:
                 state.restart()
         self.book.step_planned(scheduler_output)
         self._dispatcher.plan_step(scheduler_output)
+        if self._prefetcher.waiting:
+            self._dispatcher.plan_prefetches(self.hits)
         scheduled = self._scheduled = set(scheduler_output.num_scheduled_tokens)
         if self._was_asked:
             self._was_asked, self._may_wait = False, True
@@ -203,6 +212,7 @@ class SchedulerAdapter:
             probe=self._wants_probe(),
             wanted=self.wanted.take() if self.wanted.has_news else (),
             uses=self._uses.take(),
+            unwanted=self._prefetcher.take_unwanted() if self._prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
             heard_adapters=adapters.heard,
         )
@@ -245,9 +255,9 @@ class SchedulerAdapter:
         return self._dispatcher.will_free_blocks()
 
     @property
-    def has_open_stores(self) -> bool:
-        """Whether steps must go on, for a store to be reported."""
-        return self._jobs.has_stores
+    def has_unattended_jobs(self) -> bool:
+        """Whether steps must go on, for a job to be reported that no request waits for."""
+        return self._jobs.has_unattended
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -289,6 +299,7 @@ class SchedulerAdapter:
         assert len(self.book) == 0, f"{len(self.book)} requests left"
         assert len(self._jobs) == 0, f"{len(self._jobs)} jobs left"
         assert self.index.num_planned == 0, "planned chunks left"
+        self._prefetcher.check_integrity()
         assert not self.has_pinned_blocks, "pins left"
 
     def shutdown(self) -> None:
@@ -302,12 +313,18 @@ class SchedulerAdapter:
     ) -> RequestState | Literal[NotYet.UNREAD] | None:
         known = self.book.get(request.request_id)
         state = self.book.enter(request, wait_seconds)
-        if isinstance(state, RequestState) and state is not known:
+        if isinstance(state, RequestState) and state is not known and self._belongs_in_redis(state):
             num_parts = len(self._settings.parts)
             for part in range(num_parts):
                 self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
             self._uses.add(state.keys.keys, state.claim)
         return state
+
+    def _belongs_in_redis(self, state: RequestState) -> bool:
+        """Whether what memory holds of the prompt shall be in Redis as well."""
+        if self._settings.redis_admission != "worth":
+            return True
+        return self._stores.could_win(state, len(state.keys.keys))
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """How many tokens can be loaded after the computed ones; ``None``: ask again."""

@@ -31,7 +31,14 @@ from lmcache_connector.lookup.background_lookup import PENDING, Pending
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PartRun, StoreJob
+from lmcache_connector.plans import (
+    AuditJob,
+    JobResult,
+    LoadJob,
+    PartRun,
+    PrefetchJob,
+    StoreJob,
+)
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
 
@@ -189,13 +196,13 @@ class Auditor:
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    def learn(self, job: LoadJob | StoreJob) -> None:
+    def learn(self, job: LoadJob | StoreJob | PrefetchJob) -> None:
         """Whose chunks the CPU tier holds: a job was planned that brings these."""
         if isinstance(job, AuditJob):
             return
         if isinstance(job, StoreJob):
             self._own.add(job.keys)
-        elif job.needs_redis:
+        elif isinstance(job, PrefetchJob) or job.needs_redis:
             are_in_cpu = self._index.has_each(job.keys)
             self._own.discard(k for k, known in zip(job.keys, are_in_cpu, strict=True) if not known)
 

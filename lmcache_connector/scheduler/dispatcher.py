@@ -6,7 +6,7 @@ started, handed to the workers, and ended. Whoever must hear of that is told her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,23 @@ from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PartRun, StoreJob, Tier
+from lmcache_connector.lookup.hit_finder import HitFinder
+from lmcache_connector.plans import (
+    AuditJob,
+    JobResult,
+    LoadJob,
+    Outcome,
+    PartRun,
+    PrefetchJob,
+    StoreJob,
+    Tier,
+)
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.held_blocks import HeldBlocks
 from lmcache_connector.scheduler.jobs import PlannedJob, PlannedJobs
 from lmcache_connector.scheduler.load_planner import LoadPlanner
+from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
@@ -45,6 +56,7 @@ class JobDispatcher:
         jobs: PlannedJobs,
         loads: LoadPlanner,
         stores: StorePlanner,
+        prefetcher: Prefetcher,
         auditor: Auditor,
         witness: BlockWitness,
         kv_events: KvEventSink,
@@ -56,6 +68,7 @@ class JobDispatcher:
         self._jobs = jobs
         self._loads = loads
         self._stores = stores
+        self._prefetcher = prefetcher
         self._auditor = auditor
         self._witness = witness
         self._kv_events = kv_events
@@ -76,7 +89,18 @@ class JobDispatcher:
         self, state: RequestState, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> None:
         """Of ``num_tokens`` into the request's blocks, listed per KV cache group."""
-        self._start(state, self._loads.plan(state, block_ids, num_tokens, self.in_use))
+        job = self._loads.plan(state, block_ids, num_tokens, self.in_use)
+        self.stop_prefetch(state, frozenset(job.keys))
+        self._start(state, job)
+
+    def plan_prefetches(self, hits: HitFinder) -> None:
+        """For requests that the step being planned leaves in vLLM's queue."""
+        for state, job in self._prefetcher.plan(hits):
+            self._start(state, job)
+
+    def stop_prefetch(self, state: RequestState, loaded: Collection[bytes] = ()) -> None:
+        """The request does not wait any more. What it loads now is ``loaded``."""
+        self._cancel(self._prefetcher.release(state, loaded))
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> None:
         """The stores and audits that a step makes possible by what it computes."""
@@ -99,6 +123,7 @@ class JobDispatcher:
     def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
         """The request has ended: what is left of it to store is stored, nothing more is loaded."""
         self._auditor.drop(state)
+        self.stop_prefetch(state)
         request = state.request
         if state.load.job is not None:
             # vLLM itself keeps the blocks of an aborted load until it is reported.
@@ -113,6 +138,7 @@ class JobDispatcher:
         for state in states:
             if state.load.job is not None:
                 self._jobs.cancel_load(state.load.job)
+            self.stop_prefetch(state)
             self._auditor.drop(state)
 
     # -- blocks that stores read -----------------------------------------------------------------
@@ -234,7 +260,11 @@ class JobDispatcher:
             and all((group, end) in blocks for group in part.groups)
         ]
 
-    def _start(self, state: RequestState, job: LoadJob | StoreJob) -> None:
+    def _cancel(self, jobs: Iterable[PrefetchJob]) -> None:
+        for job in jobs:
+            self._jobs.cancel_load(job)
+
+    def _start(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
         for run in job.runs:
             if run.part == 0:  # the others have no events: a chunk is told of once
                 self._kv_events.describe(run.keys, partial(self._describe, state, run))
@@ -265,6 +295,10 @@ class JobDispatcher:
             self._witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)
             self._short_loads += [short] if short is not None else []
+        elif isinstance(job, PrefetchJob):
+            self._cancel(self._prefetcher.ended(state, job, planned.results))
+            if state.load.job is None:
+                self._loads.reconsider(state)
         elif isinstance(job, AuditJob):
             rekeyed = self._book.follow(self._auditor.ended(state, job, planned.results))
             if rekeyed is not None:

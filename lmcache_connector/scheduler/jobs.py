@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lmcache_connector.plans import (
     JobResult,
     LoadJob,
+    PrefetchJob,
     PrefillWork,
     PrefixUse,
     StepPlan,
@@ -23,7 +24,7 @@ class PlannedJob:
     change before it has ended."""
 
     state: RequestState
-    job: LoadJob | StoreJob
+    job: LoadJob | StoreJob | PrefetchJob
     num_chunks: int
     reads: frozenset[int] = frozenset()
     results: list[JobResult] = field(default_factory=list)
@@ -38,6 +39,7 @@ class PlannedJobs:
         self._last_id = 0
         # For the next plan.
         self._loads: list[LoadJob] = []
+        self._prefetches: list[PrefetchJob] = []
         self._stores: list[StoreJob] = []
         self._cancelled_loads: list[int] = []
         self._vacated_stores: list[int] = []
@@ -51,23 +53,25 @@ class PlannedJobs:
         self._last_id += 1
         return self._last_id
 
-    def add(self, state: RequestState, job: LoadJob | StoreJob) -> None:
+    def add(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
         """Hand the job to the workers with the next plan."""
         self._jobs[job.job_id] = planned = PlannedJob(state, job, num_chunks=len(job.keys))
         if isinstance(job, LoadJob):
             self._loads.append(job)
+        elif isinstance(job, PrefetchJob):
+            self._prefetches.append(job)
         else:
             planned.reads = job.blocks
             self._stores.append(job)
 
-    def cancel_load(self, job: LoadJob) -> None:
+    def cancel_load(self, job: LoadJob | PrefetchJob) -> None:
         """Tell the workers with the next plan that nobody wants it any more."""
         self._cancelled_loads.append(job.job_id)
 
     @property
-    def has_stores(self) -> bool:
-        """Whether a store has not ended."""
-        return any(isinstance(planned.job, StoreJob) for planned in self._jobs.values())
+    def has_unattended(self) -> bool:
+        """Whether a job has not ended that no request of vLLM's waits for."""
+        return any(not isinstance(planned.job, LoadJob) for planned in self._jobs.values())
 
     def vacate(self, block_ids: Set[int]) -> list[PlannedJob]:
         """The step being planned may overwrite these blocks: the stores that read them are
@@ -106,13 +110,15 @@ class PlannedJobs:
         probe: bool,
         wanted: tuple[bytes, ...] = (),
         uses: tuple[PrefixUse, ...] = (),
+        unwanted: tuple[bytes, ...] = (),
         adapter_question: int = 0,
         heard_adapters: tuple[int, ...] = (),
     ) -> StepPlan | None:
         """The plan of a step: all that was added since the last one, and what is known of this.
         ``None``, as for nearly every decode step: nothing."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
-        if not (idle or new or prefill or probe or adapter_question or wanted or uses):
+        new = new or self._prefetches or unwanted or uses
+        if not (idle or new or prefill or probe or adapter_question or wanted):
             return None
         plan = StepPlan(
             loads=tuple(self._loads),
@@ -124,10 +130,13 @@ class PlannedJobs:
             probe=probe,
             wanted=wanted,
             uses=uses,
+            prefetches=tuple(self._prefetches),
+            unwanted=unwanted,
             adapter_question=adapter_question,
             heard_adapters=heard_adapters,
         )
         self._loads, self._stores, self._cancelled_loads, self._vacated_stores = [], [], [], []
+        self._prefetches = []
         return plan
 
     def report(self, result: JobResult) -> tuple[PlannedJob, bool]:

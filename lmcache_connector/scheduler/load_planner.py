@@ -126,6 +126,10 @@ class LoadPlanner:
             return ShortLoad(state.request, 0)
         return ShortLoad(state.request, max(load.offered_from, end * chunk_size))
 
+    def reconsider(self, state: RequestState) -> None:
+        """More of the hit is in memory than when it was decided what to load of it."""
+        state.load.restart()
+
     def store_planned(self, job: StoreJob) -> None:
         """Loads may rely on it."""
         self._policy.store_planned(job)

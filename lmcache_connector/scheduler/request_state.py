@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.hit import is_prefix_only
 from lmcache_connector.kv_parts.part import Part
 from lmcache_connector.lookup.request_lookup import RequestLookup
-from lmcache_connector.plans import Claim, LoadJob
+from lmcache_connector.plans import Claim, LoadJob, PrefetchJob
+
+RedisAdmission = Literal["all", "reused", "worth"]
+"""See `ConnectorConfig.redis_admission`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +25,13 @@ class SchedulerSettings:
     loads: bool  # kv_role consumer or both
     stores: bool  # kv_role producer or both
     store_generated: bool = True
-    redis_only_reused: bool = False
+    redis_admission: RedisAdmission = "all"
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
     num_batches: int = 1  # steps under way at once
     window_interval: int | None = None  # None: eight windows
     lookahead: int = 0  # the KV of a token follows from so many tokens after it too
+    prefetch_bytes: int = 0  # per rank, fetched ahead for requests that wait
     drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
 
     @property
@@ -94,8 +98,9 @@ class StoreState:
     """The stores of a request. Written by the :class:`StorePlanner`.
 
     Chunks before ``next_chunk`` have been planned, or were there. Chunks before ``num_sighted``
-    have been counted as wanted, once however often they are planned. ``junction``: the chunk before
-    which others that share the request's beginning will want its windows to end.
+    have been counted as wanted, once however often they are planned, or sent on to Redis.
+    ``junction``: the chunk before which others that share the request's beginning will want its
+    windows to end.
     """
 
     next_chunk: int = 0
@@ -144,6 +149,19 @@ class AuditState:
 
 
 @dataclass(slots=True)
+class AheadState:
+    """What is fetched ahead for a request that waits. Written by the :class:`Prefetcher`.
+
+    ``jobs``: those that have not ended, with the bytes they may bring. ``keys``: all that is to be
+    in memory when the request is scheduled. ``held_bytes``: what ended jobs may have brought.
+    """
+
+    jobs: dict[int, tuple[PrefetchJob, int]] = field(default_factory=dict)
+    keys: tuple[bytes, ...] = ()
+    held_bytes: int = 0
+
+
+@dataclass(slots=True)
 class RequestState:
     """Everything known about one request. Owned by the scheduler side, on its one thread.
     ``claim``: how it asks for its chunks to be kept."""
@@ -156,6 +174,7 @@ class RequestState:
     witness: WitnessState = field(default_factory=WitnessState)
     store: StoreState = field(default_factory=StoreState)
     audit: AuditState = field(default_factory=AuditState)
+    ahead: AheadState = field(default_factory=AheadState)
     is_finished: bool = False
 
     def __post_init__(self) -> None:
@@ -177,4 +196,4 @@ class RequestState:
 
     @property
     def has_jobs(self) -> bool:
-        return self.load.job is not None or bool(self.store.job_ids)
+        return self.load.job is not None or bool(self.store.job_ids or self.ahead.jobs)

@@ -28,6 +28,7 @@ from lmcache_connector.plans import (
     JobResult,
     LoadJob,
     Outcome,
+    PrefetchJob,
     RankReport,
     RankStart,
     StepOutput,
@@ -179,6 +180,10 @@ class WorkerAdapter:
         self._before = None
         if plan.cancelled_loads:
             self._jobs.cancel(plan.cancelled_loads)
+        if plan.unwanted:
+            self._engine.ahead.let_go_first(plan.unwanted)
+        for prefetch in plan.prefetches:
+            self._jobs.submit(prefetch, None)
 
     def end_forward(self, plan: StepPlan) -> None:
         """After the forward pass was submitted: its blocks may be stored."""
@@ -238,7 +243,9 @@ class WorkerAdapter:
             return _cancelled(job)
         if isinstance(job, AuditJob):
             return self._audit(queued, job)
-        if isinstance(job, StoreJob):
+        if isinstance(job, PrefetchJob):
+            transfer = self._engine.fetch(job, queued.cancelled, queued.deadline)
+        elif isinstance(job, StoreJob):
             transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:
             transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)

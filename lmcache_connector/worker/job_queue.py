@@ -1,15 +1,17 @@
 """Runs the jobs of one rank, and keeps the state of each until it is reported.
 
-A *lane* is a thread that runs jobs of one kind. There are four kinds, so that no job waits behind
+A *lane* is a thread that runs jobs of one kind. There are five kinds, so that no job waits behind
 a slower one it has nothing to do with:
 
 - the *store lane* runs stores, one after the other in the order they were planned. Each waits for
   the forward pass that fills its blocks, and a moment longer unless somebody waits for it;
 - the *audit lane* runs audits, which begin as stores do and may then wait for Redis;
 - the *CPU lane* runs loads from the CPU tier;
-- *Redis lanes* run loads that may need Redis.
+- *Redis lanes* run loads that may need Redis;
+- the *prefetch lane* brings chunks from Redis to the CPU tier, one job after the other, and begins
+  none while a load that may need Redis waits or runs.
 
-A load waits for the store it relies on. A load from Redis whose chunks another one is bringing
+A load waits for the store it relies on. A load from Redis whose chunks another job is bringing
 waits for that one, and then finds them in the CPU tier: however many requests want a chunk, it is
 fetched once. A load into blocks that a forward pass still uses waits for that pass: not on a lane,
 where it would hold up others, and not on its deadline's time, as recompute would wait as well.
@@ -30,7 +32,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.plans import (
+    AuditJob,
+    JobResult,
+    LoadJob,
+    Outcome,
+    PrefetchJob,
+    StoreJob,
+)
 from lmcache_connector.threads import start_thread
 
 if TYPE_CHECKING:
@@ -38,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Job = LoadJob | StoreJob
+Job = LoadJob | StoreJob | PrefetchJob
 
 _AGE_PER_CHUNK_SECONDS = 0.010
 """A load passes another if it comes less than that later for each chunk it is smaller by. So
@@ -69,9 +78,11 @@ class QueuedJob:
 
     @property
     def deadline(self) -> float:
-        """When a load or an audit gives up, a reading of the queue's clock."""
+        """When a job from a tier gives up, a reading of the queue's clock."""
         job = self.job
-        seconds = job.deadline_seconds if isinstance(job, LoadJob | AuditJob) else 3600.0
+        seconds = 3600.0
+        if isinstance(job, LoadJob | AuditJob | PrefetchJob):
+            seconds = job.deadline_seconds
         if self.fenced_at is None:
             return self.submitted_at + _MAX_FENCE_SECONDS + seconds
         return self.fenced_at + seconds
@@ -110,12 +121,14 @@ class JobQueue:
         self._audits: list[QueuedJob] = []
         self._cpu_loads: list[QueuedJob] = []
         self._redis_loads: list[QueuedJob] = []
+        self._prefetches: list[QueuedJob] = []
         self._keys_on_redis_lanes: set[bytes] = set()
         self._ended: list[QueuedJob] = []
         self._stopping = False
         lanes = [("lmc-store", self._stores), ("lmc-audit", self._audits)]
         lanes.append(("lmc-load-cpu", self._cpu_loads))
         lanes += [(f"lmc-load-redis-{i}", self._redis_loads) for i in range(num_redis_lanes)]
+        lanes += [("lmc-prefetch", self._prefetches)] if num_redis_lanes else []
         self._lanes = [start_thread(name, self._work, waiting) for name, waiting in lanes]
 
     # -- the engine's step thread --------------------------------------------------------------
@@ -127,6 +140,8 @@ class JobQueue:
             if isinstance(job, StoreJob):
                 waiting = self._audits if isinstance(job, AuditJob) else self._stores
                 wake, not_before = self._store_came, now + self._store_delay
+            elif isinstance(job, PrefetchJob):
+                waiting, wake, not_before = self._prefetches, self._load_may_run, now
             else:
                 waiting = self._redis_loads if job.needs_redis else self._cpu_loads
                 wake, not_before = self._load_may_run, now
@@ -215,7 +230,7 @@ class JobQueue:
         while (queued := self._next(waiting)) is not None:
             result = self._execute(queued)
             with self._lock:
-                if waiting is self._redis_loads:
+                if self._brings(waiting):
                     self._keys_on_redis_lanes.difference_update(queued.job.keys)
                 self._end(queued, result)
 
@@ -228,7 +243,7 @@ class JobQueue:
                 queued = self._pick(waiting)
                 if queued is not None:
                     waiting.remove(queued)
-                    if waiting is self._redis_loads:
+                    if self._brings(waiting):
                         self._keys_on_redis_lanes.update(queued.job.keys)
                     return queued
                 if self._stopping and not waiting:
@@ -238,6 +253,9 @@ class JobQueue:
     def _pick(self, waiting: list[QueuedJob]) -> QueuedJob | None:
         if self._is_delayed(waiting):
             return waiting[0] if waiting and self._clock() >= waiting[0].not_before else None
+        if waiting is self._prefetches:
+            is_free = not (self._redis_loads or self._keys_on_redis_lanes)
+            return waiting[0] if waiting and is_free else None
         now = self._clock()
         ready = [q for q in waiting if q.look_at_fence(now) and self._is_ready(q.job)]
         return min(ready, key=_turn, default=None)
@@ -256,6 +274,10 @@ class JobQueue:
     def _is_delayed(self, waiting: list[QueuedJob]) -> bool:
         return waiting is self._stores or waiting is self._audits
 
+    def _brings(self, waiting: list[QueuedJob]) -> bool:
+        """Whether a lane brings chunks from Redis."""
+        return waiting is self._redis_loads or waiting is self._prefetches
+
     def _is_ready(self, job: Job) -> bool:
         """Whether the load waits neither for a store nor for chunks another load is bringing."""
         if not isinstance(job, LoadJob):
@@ -265,9 +287,10 @@ class JobQueue:
         return not job.needs_redis or self._keys_on_redis_lanes.isdisjoint(job.keys)
 
     def _end_overdue(self) -> None:
-        """End loads that still wait although they were cancelled or their deadline has passed."""
+        """End loads and prefetches that still wait although they were cancelled or their deadline
+        has passed."""
         now = self._clock()
-        for waiting in (self._cpu_loads, self._redis_loads):
+        for waiting in (self._cpu_loads, self._redis_loads, self._prefetches):
             for queued in [q for q in waiting if q.cancelled.is_set() or now >= q.deadline]:
                 waiting.remove(queued)
                 cancelled = queued.cancelled.is_set()
@@ -286,7 +309,8 @@ class JobQueue:
 
     def _seconds_to_a_deadline(self) -> float:
         """Until the next deadline of a load that waits: no lane would notice."""
-        deadlines = [queued.deadline for queued in (*self._cpu_loads, *self._redis_loads)]
+        waiting = (*self._cpu_loads, *self._redis_loads, *self._prefetches)
+        deadlines = [queued.deadline for queued in waiting]
         seconds = min(deadlines, default=float("inf")) - self._clock()
         return min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
@@ -296,7 +320,7 @@ class JobQueue:
         self._ended.append(queued)
         self._job_ended.notify_all()
         # A load may have waited for this job, or a lane that stops for the last one to be gone.
-        if self._cpu_loads or self._redis_loads or self._stopping:
+        if self._cpu_loads or self._redis_loads or self._prefetches or self._stopping:
             self._load_may_run.notify_all()
 
     def _execute(self, queued: QueuedJob) -> JobResult:

@@ -29,9 +29,18 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, PartRun, PrefixUse, StoreJob
+from lmcache_connector.plans import (
+    AuditJob,
+    CacheEvent,
+    LoadJob,
+    PartRun,
+    PrefetchJob,
+    PrefixUse,
+    StoreJob,
+)
 from lmcache_connector.retention.ledger import Holdings, Ledger, Limits
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.worker.lmcache_ahead import FetchedAhead
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     ChangedKeys,
@@ -122,6 +131,7 @@ class LMCacheEngineAdapter:
         limits = Limits.of(capacity_bytes, settings.tenant_share, settings.pin_share)
         self._ledger = Ledger(limits, clock)
         LedgerPolicy(self._ledger, self._database.engine_key).install(self._cpu)
+        self.ahead = FetchedAhead(self._cpu, self._database, self._ledger)
         self._changed = ChangedKeys()
         self._cpu.batched_msg_sender = self._changed
         self._writes: RedisWrites | None = None
@@ -252,6 +262,22 @@ class LMCacheEngineAdapter:
         with self._cpu.cpu_lock:
             for use in uses:
                 self._ledger.use(use.keys, use.claim)
+
+    def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
+        """Bring what the CPU tier lacks of the job's chunks from Redis, if there is one.
+        ``deadline`` is a reading of ``time.monotonic``."""
+        missing = [key for key in job.keys if not self.holds(key)]
+        if self._plugin is None or not missing:
+            return JobTransfer.of(())
+        found, took = self.ahead.fetch(self._plugin, missing, deadline, cancelled)
+        return JobTransfer(
+            num_keys=len(missing),
+            num_chunks=found,
+            num_bytes=took.redis_bytes,
+            redis_bytes=took.redis_bytes,
+            redis_seconds=took.redis_seconds,
+            redis_failed=took.cut_off and not cancelled.is_set(),
+        )
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import AuditJob, CacheEvent, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.plans import (
+    AuditJob,
+    CacheEvent,
+    JobResult,
+    LoadJob,
+    Outcome,
+    PrefetchJob,
+    StoreJob,
+)
 from lmcache_connector.retention.ledger import Holdings
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
@@ -54,9 +62,13 @@ class WorkerMetrics:
         self._last_holdings = Holdings()
         self._next_snapshot = _AT_ONCE
 
-    def job_ended(self, job: LoadJob | StoreJob, result: JobResult) -> None:
+    def job_ended(self, job: LoadJob | StoreJob | PrefetchJob, result: JobResult) -> None:
         if isinstance(job, LoadJob):
             self._load_ended(result)
+        elif isinstance(job, PrefetchJob):
+            self.tally.count("prefetched_bytes", amount=result.redis_bytes)
+            self.tally.count("loaded_bytes", "redis", amount=result.redis_bytes)
+            self._observe("load", "redis", result.redis_bytes, result.redis_seconds)
         elif not isinstance(job, AuditJob):  # the scheduler side counts those
             self._store_ended(result)
         self._next_snapshot = _AT_ONCE

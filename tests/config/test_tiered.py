@@ -134,3 +134,9 @@ def test_a_chunk_size_that_is_not_set_follows_the_model() -> None:
     assert parse_config({}).wanted_chunk_size is None
     assert parse_config({}).with_chunk_size(256).chunk_size == 256
     assert parse_config({"chunk_size": 128}).wanted_chunk_size == 128
+
+
+def test_what_is_fetched_ahead_leaves_room_in_memory() -> None:
+    assert parse_config({"cpu_gib": 8.0}).prefetch_bytes == 512 << 20
+    assert parse_config({"cpu_gib": 1.0}).prefetch_bytes == 256 << 20
+    assert parse_config({"prefetch_mib": 0}).prefetch_bytes == 0

@@ -56,4 +56,4 @@ def test_a_store_is_cancelled_when_vLLM_hands_out_a_block_it_reads() -> None:
     assert take(jobs) == StepPlan(vacated_stores=(sent.job_id,))
     assert jobs.vacate({1}) == []
     assert take(jobs) == StepPlan(), "once is enough"
-    assert (len(jobs), jobs.has_stores) == (2, True)
+    assert (len(jobs), jobs.has_unattended) == (2, True)

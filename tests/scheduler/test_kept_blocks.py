@@ -78,7 +78,7 @@ def test_nothing_is_kept_between_two_calls(model: Path) -> None:
     while len(engine.live) > 1:
         engine.step()
         assert engine.adapter._dispatcher._held.num_kept == 0
-    assert engine.adapter.has_open_stores
+    assert engine.adapter.has_unattended_jobs
     assert engine.reset(preempt=True)
     faults.stuck = False
     engine.run_until_idle()

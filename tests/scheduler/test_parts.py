@@ -192,7 +192,7 @@ def test_once_no_request_runs_a_store_that_is_stuck_holds_up_no_reset(model: Pat
     engine.add(prompt(1, 6 * CHUNK), 3)
     while engine.live:
         engine.step()
-    assert engine.adapter.has_open_stores
+    assert engine.adapter.has_unattended_jobs
     assert not engine.adapter.has_pinned_blocks
     assert engine.scheduler.reset_prefix_cache()
     faults.stuck = False

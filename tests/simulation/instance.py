@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan, StoreJob
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
 from tests.simulation import stdlib
 from tests.simulation.kernel import Kernel, Process, SimulationFailure
 from tests.simulation.kv_memory import KVMemory, next_cell
@@ -114,6 +114,7 @@ class Instance:
         self.num_redis_hits = 0
         self.num_cpu_hits = 0
         self.num_failed_loads = 0
+        self.num_prefetched = 0
         self._model, self._redis_url, self._names = model, redis_url, names
         self._inbox: deque[Asked] = deque()
         self._asked: dict[str, Asked] = {}
@@ -295,15 +296,14 @@ class Instance:
     def _trace_step(
         self, plan: StepPlan, passes: list[_Pass], tables: dict[str, list[int]]
     ) -> None:
-        if passes or plan.loads or plan.stores:
+        if passes or plan.loads or plan.stores or plan.prefetches:
             shown = [f"{p.request_id}[{p.start}:{p.end}]{tables[p.request_id]}" for p in passes]
             self.kernel.trace(f"step: {' '.join(shown)}")
-        jobs: tuple[LoadJob | StoreJob, ...] = (*plan.loads, *plan.stores)
-        for job in jobs:
+        for job in (*plan.loads, *plan.stores, *plan.prefetches):
             kind = type(job).__name__
             keys = [key.hex()[:6] for key in job.keys]
             self.kernel.trace(
-                f"{kind} {job.job_id} of {job.request_id}: {keys} {job.runs[0].block_ids[0]}"
+                f"{kind} {job.job_id} of {job.request_id}: {keys} {job.runs[0].block_ids[:1]}"
             )
 
     def _check_plan(self, plan: StepPlan, tables: dict[str, list[int]]) -> None:
@@ -313,6 +313,9 @@ class Instance:
             first = tables[load.request_id].index(run.block_ids[0][0]) * BLOCK_SIZE // CHUNK_SIZE
             assert run.chunks[0] == first
             self._name_keys(load.request_id, run.keys, run.chunks)
+        for prefetch in plan.prefetches:
+            self.num_prefetched += len(prefetch.keys)
+            self._name_keys(prefetch.request_id, prefetch.keys, prefetch.runs[0].chunks)
         for store in plan.stores:
             if store.request_id in self._streams:
                 self._name_keys(store.request_id, store.keys, store.runs[0].chunks)

@@ -90,6 +90,21 @@ def leaked_memory() -> None:
     lmcache_redis._StoreEnd.__call__ = keep  # type: ignore[method-assign]
 
 
+def fetched_ahead_and_kept() -> None:
+    """A chunk that was fetched ahead is never given back."""
+    from lmcache_connector.worker.lmcache_ahead import FetchedAhead
+
+    fetch = FetchedAhead.fetch
+
+    def keep(self: Any, plugin: Any, *more: Any) -> Any:
+        found = fetch(self, plugin, *more)
+        for key in more[0]:
+            plugin.local_cpu_backend.get_blocking(self._database.engine_key(key))
+        return found
+
+    FetchedAhead.fetch = keep  # type: ignore[method-assign]
+
+
 def breaker_stays_open() -> None:
     """A server that has failed is never asked again."""
     from lmcache_connector.storage.redis.client.circuit_breaker import CircuitBreaker, CircuitState
@@ -115,6 +130,7 @@ ALL: dict[str, tuple[Callable[[], None], str]] = {
         (stores_never_cancelled, "WRONG BYTES"),
         (buffer_given_back_early, "given back"),
         (leaked_memory, "memory leaked"),
+        (fetched_ahead_and_kept, "memory leaked"),
         (breaker_stays_open, "NO HIT"),
         (index_never_forgets, "NO HIT"),
     )

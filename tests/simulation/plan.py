@@ -69,7 +69,9 @@ def draw_plan(kernel: Kernel) -> Plan:
     if chance.random() < 0.2:
         settings["hash_key"] = "a secret of more than 16 bytes"
     if chance.random() < 0.2:
-        settings["redis_admission"] = "reused"
+        settings["redis_admission"] = chance.choice(["reused", "worth"])
+    if chance.random() < 0.2:
+        settings["prefetch_mib"] = 0
     shape = Shape(
         world_size=chance.choice([1, 1, 2]),
         depth=chance.choice([1, 2]),

@@ -217,6 +217,7 @@ class World:
                 raise SimulationFailure(f"THREADS LEAKED: {left}")
             self.counts["hits from redis"] += instance.num_redis_hits
             self.counts["hits from memory"] += instance.num_cpu_hits
+            self.counts["fetched ahead"] += instance.num_prefetched
             self.counts["failed loads"] += instance.num_failed_loads
         processes = {instance.process for instance in alive}
         links = [link for link in RUNTIME.network.open_links() if link.process in processes]

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, StoreJob
+from lmcache_connector.plans import (
+    AuditJob,
+    JobResult,
+    LoadJob,
+    Outcome,
+    PartRun,
+    PrefetchJob,
+    StoreJob,
+)
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
 from tests.support.jobs import load_job, store_job
 
@@ -451,3 +459,58 @@ def test_a_load_whose_turn_never_came_says_how_long_it_waited(
     assert result.waited_seconds >= 0.02
     gate.set()
     wait_all(jobs)
+
+
+def prefetch(job_id: int, keys: tuple[bytes, ...], seconds: float = LONG) -> PrefetchJob:
+    run = PartRun(0, keys, tuple(range(len(keys))), ())
+    return PrefetchJob(job_id, f"r{job_id}", (run,), seconds)
+
+
+def test_a_prefetch_gives_way_to_every_load_from_redis(jobs: JobQueue, runner: Runner) -> None:
+    gates = {job_id: runner.gate(job_id) for job_id in (1, 2, 4)}
+    jobs.submit(load(1, needs_redis=True), None)
+    assert runner.started(1).wait(LONG)
+    for job_id in (2, 3):
+        jobs.submit(prefetch(job_id, (b"a%d" % job_id,)), None)
+    gates[1].set()
+    assert runner.started(2).wait(LONG)
+    jobs.submit(load(4, needs_redis=True), None)  # wants something else: it runs beside it
+    assert runner.started(4).wait(LONG)
+    gates[2].set()
+    jobs.wait_for_result(LONG)
+    assert not runner.started(3).wait(0.05)
+    gates[4].set()
+    wait_all(jobs)
+    assert runner.order == [1, 2, 4, 3]
+
+
+def test_a_load_of_what_is_being_fetched_ahead_waits_for_it(jobs: JobQueue, runner: Runner) -> None:
+    gate = runner.gate(1)
+    jobs.submit(prefetch(1, (b"a", b"b")), None)
+    assert runner.started(1).wait(LONG)
+    jobs.submit(load(2, needs_redis=True, keys=(b"b", b"c")), None)
+    jobs.submit(load(3, needs_redis=True, keys=(b"c",)), None)
+    assert runner.started(3).wait(LONG)
+    assert 2 not in runner.order
+    gate.set()
+    wait_all(jobs)
+    assert runner.order == [1, 3, 2]
+
+
+def test_a_prefetch_that_has_not_begun_ends_at_once(jobs: JobQueue, runner: Runner) -> None:
+    gate = runner.gate(1)
+    jobs.submit(load(1, needs_redis=True), None)
+    assert runner.started(1).wait(LONG)
+    jobs.submit(prefetch(2, (b"a",)), None)
+    jobs.submit(prefetch(3, (b"b",), seconds=0.05), None)
+    jobs.cancel([2])
+    jobs.wait_for_result(LONG)
+    results = taken(jobs)
+    while 3 not in results:
+        jobs.wait_for_result(LONG)
+        results |= taken(jobs)
+    assert results[2].outcome is Outcome.CANCELLED
+    assert results[3].outcome is Outcome.DEADLINE
+    gate.set()
+    wait_all(jobs)
+    assert runner.order == [1]

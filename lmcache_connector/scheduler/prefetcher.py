@@ -1,0 +1,185 @@
+"""What is fetched from Redis while a request waits in vLLM's queue, so that it finds it in memory.
+
+A request that vLLM could not schedule in a step waits for others. Chunks of its hit that Redis has
+and memory lacks come into the CPU tier meanwhile, in jobs of a few chunks: a load that wants the
+same ones waits for the job under way and no longer, and all loads go first.
+
+``prefetch_bytes`` bounds what is fetched ahead and not yet used: a request takes its share when it
+is planned, first come, first served, and gives it back when vLLM schedules or drops it. What it did
+not use then is the next to be evicted, so requests that come and go push out nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.lookup.background_lookup import PENDING
+from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
+from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.plans import JobResult, PartRun, PrefetchJob
+from lmcache_connector.scheduler.request_state import AheadState, RequestState, SchedulerSettings
+
+_JOB_SECONDS = 0.05
+"""A job is about so long on its way: a load of the same chunks may have to wait for it."""
+_MAX_JOB_BYTES = 16 << 20
+_MAX_REQUESTS_PER_STEP = 32
+"""Looked at: a step shall not take longer with a long queue."""
+
+_Chunk = tuple[int, int, bytes]
+"""Part, chunk, and the key it is stored under."""
+
+
+class Prefetcher:
+    """Plans prefetches, and knows whose they are. Owns the ahead part of every request's state.
+
+    ``waiting``: requests by id that nothing is fetched for yet. ``unwanted``: chunks fetched ahead
+    for requests that did not use them, to be told to the workers.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        policy: LoadPolicy,
+        tally: Tally,
+        new_job_id: Callable[[], int],
+    ) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._tally = tally
+        self._new_job_id = new_job_id
+        self._room = settings.prefetch_bytes
+        self.waiting: OrderedDict[str, RequestState] = OrderedDict()
+        # By how many requests it is wanted what is in memory, or on its way, for one that waits.
+        self._wanted_by: Counter[bytes] = Counter()
+        self.unwanted: list[bytes] = []
+
+    def queued(self, state: RequestState) -> None:
+        """vLLM has put the request into its queue, and Redis was asked for its chunks."""
+        if self._settings.prefetch_bytes and self._settings.loads:
+            self.waiting[state.request.request_id] = state
+
+    def plan(self, hits: HitFinder) -> Iterator[tuple[RequestState, PrefetchJob]]:
+        """For requests that vLLM leaves in its queue in the step being planned: as many as there is
+        room for, in the order they came."""
+        for _ in range(min(len(self.waiting), _MAX_REQUESTS_PER_STEP)):
+            if self._policy.is_redis_stalled:
+                return
+            request_id, state = next(iter(self.waiting.items()))
+            ahead = hits.find_ahead(state.lookup, self._num_computed(state))
+            if ahead is PENDING:  # those behind it were asked for later
+                return
+            chunks = self._take(state, ahead)
+            if chunks is None:
+                return
+            del self.waiting[request_id]
+            for job, num_bytes in self._jobs(state, chunks):
+                state.ahead.jobs[job.job_id] = job, num_bytes
+                self._room -= num_bytes
+                self._tally.count("prefetch_jobs")
+                yield state, job
+
+    def release(self, state: RequestState, loaded: Collection[bytes] = ()) -> list[PrefetchJob]:
+        """The request waits no more: it computes, it loads the chunks ``loaded``, or it is gone.
+        Returns jobs that are to be cancelled."""
+        self.waiting.pop(state.request.request_id, None)
+        ahead = state.ahead
+        if not ahead.keys:
+            return []
+        for key in ahead.keys:
+            self._wanted_by[key] -= 1
+            if not self._wanted_by[key]:
+                del self._wanted_by[key]
+                if key not in loaded:
+                    self.unwanted.append(key)
+        jobs, self._room = ahead.jobs, self._room + ahead.held_bytes
+        state.ahead = AheadState(jobs=jobs)
+        return [job for job, _ in jobs.values()]
+
+    def ended(
+        self, state: RequestState, job: PrefetchJob, results: Sequence[JobResult]
+    ) -> list[PrefetchJob]:
+        """All ranks have reported. Returns jobs that are to be cancelled."""
+        _, num_bytes = state.ahead.jobs.pop(job.job_id)
+        if state.ahead.keys:
+            state.ahead.held_bytes += num_bytes
+        else:
+            self._room += num_bytes
+        self._policy.prefetch_ended(results)
+        if any(result.redis_failed for result in results):
+            return [other for other, _ in state.ahead.jobs.values()]
+        return []
+
+    def take_unwanted(self) -> tuple[bytes, ...]:
+        """What is ``unwanted`` since the last call."""
+        unwanted, self.unwanted = tuple(self.unwanted), []
+        return unwanted
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
+        assert not self.waiting, f"{len(self.waiting)} requests left to prefetch for"
+        assert not self._wanted_by, f"{len(self._wanted_by)} chunks left that were fetched ahead"
+        assert self._room == self._settings.prefetch_bytes, f"{self._room} bytes left to prefetch"
+
+    # -- details -------------------------------------------------------------------------------
+
+    def _num_computed(self, state: RequestState) -> int:
+        """Tokens that vLLM has itself, if it has asked for the rest already."""
+        return state.load.decided_from if state.load.end is not None else 0
+
+    def _take(self, state: RequestState, ahead: FetchAhead) -> list[_Chunk] | None:
+        """What is to be fetched: the leading chunks that there is room for, apart from those that
+        others have fetched. ``None``: nothing fits before others give room back."""
+        size = self._settings.chunk_size
+        num_bytes = sum(self._policy.bytes_of(key) for _, _, key in ahead.missing)
+        context = self._num_computed(state)
+        end = min(ahead.stop * size, state.request.num_tokens - 1)
+        if not ahead.missing or not self._policy.pays_from_memory(context, end, num_bytes):
+            return []
+        chunks, room, keys = list[_Chunk](), self._room, list[bytes]()
+        for chunk in ahead.missing:
+            key = chunk[2]
+            if key not in self._wanted_by:
+                room -= self._policy.bytes_of(key)
+                if room < 0:
+                    break
+                chunks.append(chunk)
+            keys.append(key)
+        if not keys and self._room < self._settings.prefetch_bytes:
+            return None
+        state.ahead.keys = tuple(keys)
+        self._wanted_by.update(keys)
+        return chunks
+
+    def _jobs(self, state: RequestState, chunks: list[_Chunk]) -> Iterator[tuple[PrefetchJob, int]]:
+        """Of consecutive chunks each, and the bytes they may bring."""
+        most = min(_MAX_JOB_BYTES, self._policy.redis_bytes_in(_JOB_SECONDS))
+        start = 0
+        while start < len(chunks):
+            end, num_bytes = start, 0
+            while end < len(chunks):
+                more = self._policy.bytes_of(chunks[end][2])
+                if end > start and num_bytes + more > most:
+                    break
+                end, num_bytes = end + 1, num_bytes + more
+            yield self._job(state, chunks[start:end]), num_bytes
+            start = end
+
+    def _job(self, state: RequestState, chunks: list[_Chunk]) -> PrefetchJob:
+        parts = dict.fromkeys(part for part, _, _ in chunks)
+        runs = [[chunk for chunk in chunks if chunk[0] == part] for part in parts]
+        return PrefetchJob(
+            job_id=self._new_job_id(),
+            request_id=state.request.request_id,
+            runs=tuple(
+                PartRun(
+                    part=run[0][0],
+                    keys=tuple(key for _, _, key in run),
+                    chunks=tuple(chunk for _, chunk, _ in run),
+                    block_ids=(),
+                )
+                for run in runs
+            ),
+            deadline_seconds=self._settings.load_deadline_seconds,
+        )

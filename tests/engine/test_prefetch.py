@@ -1,0 +1,213 @@
+"""One request at a time: the KV of those that queue comes from Redis into memory meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.support.engines.calls import check_integrity, chunk_keys, reset_everything
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.probe import EngineProbe, Served
+from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+from tests.support.redis.values import wait_for_values
+
+NUM_TOKENS, NUM_CHUNKS = 1100, 4
+NUM_HEADS = 4
+LONG = 600  # tokens of the answer that the others wait for
+
+
+@dataclass(frozen=True)
+class Stored:
+    prompt: list[int]
+    cold: Served
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak)])
+def engine(
+    request: pytest.FixtureRequest, start: StartInstance, valkey: Server
+) -> Iterator[VllmInstance]:
+    with valkey.client() as client:
+        client.flushall()
+    transfer = kv_transfer(redis_url=valkey.url)
+    with start(transfer, max_num_seqs=1, tensor_parallel_size=request.param) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+@pytest.fixture
+def stored(engine: VllmInstance, valkey: Server, request: pytest.FixtureRequest) -> Stored:
+    """A prompt of its own that Redis has, and no memory."""
+    seed = sum(map(ord, request.node.name))
+    with valkey.client() as client:
+        before = client.dbsize()
+    cold = engine.serve(random_prompt(seed, NUM_TOKENS))
+    wait_for_values(valkey, before + NUM_CHUNKS * NUM_HEADS)
+    engine.call(forget_everything)
+    return Stored(random_prompt(seed, NUM_TOKENS), cold)
+
+
+@dataclass(frozen=True)
+class Waited:
+    """``held``: chunks in the memory of every rank when the request that runs was still running,
+    and the other had not begun. ``unused``: of those, what nobody had used."""
+
+    held: list[int]
+    served: Served
+    unused: list[int]
+
+
+def forget_everything(probe: EngineProbe) -> None:
+    """And let the scheduler side know."""
+    probe.reset_prefix_cache()
+    probe.on_ranks(_forget_on_rank)
+    probe.serve([1] * 10)
+    assert len(probe.connector._scheduler.index) == 0
+
+
+def _worker(worker: Any) -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker
+
+
+def _forget_on_rank(worker: Any) -> None:
+    _worker(worker)._engine.forget_all()
+
+
+def _held_on_rank(worker: Any, keys: list[bytes]) -> int:
+    return sum(map(_worker(worker)._engine.holds, keys))
+
+
+def _unused_on_rank(worker: Any) -> int:
+    return len(_worker(worker)._engine.ahead)
+
+
+def queue_behind(probe: EngineProbe, prompt: list[int]) -> tuple[str, str, list[int]]:
+    """The request that runs, the one that waits, and how many chunks of that one each rank has by
+    the time all are there."""
+    runs = probe.add(random_prompt(7, 40), max_tokens=LONG)
+    while not probe.scheduler.running:
+        probe.engine.step()
+    waits, keys = probe.add(prompt), chunk_keys(probe, prompt)
+    held = [0]
+    while min(held) < len(keys) and probe.scheduler.running:
+        probe.engine.step()
+        held = probe.on_ranks(_held_on_rank, keys)
+    assert [one.request_id.startswith(runs) for one in probe.scheduler.running] == [True]
+    return runs, waits, held
+
+
+def serve_behind(probe: EngineProbe, prompt: list[int]) -> Waited:
+    runs, waits, held = queue_behind(probe, prompt)
+    probe.engine.abort_request([runs])
+    (finished,) = probe.finish({waits: len(prompt)}, time.perf_counter())
+    check_integrity(probe)
+    return Waited(held, finished.served, probe.on_ranks(_unused_on_rank))
+
+
+def test_chunks_come_into_memory_while_their_request_waits(
+    engine: VllmInstance, stored: Stored
+) -> None:
+    before = engine.counts()
+    waited = engine.call(serve_behind, stored.prompt)
+    after = engine.counts()
+
+    def counted(name: str) -> float:
+        return after.total(name) - before.total(name)
+
+    assert set(waited.held) == {NUM_CHUNKS}
+    assert set(waited.unused) == {0}
+    full = NUM_CHUNKS * CHUNK_SIZE
+    assert waited.served.external_hit_tokens == full
+    assert after.total("hit_tokens", "cpu") - before.total("hit_tokens", "cpu") == full
+    assert counted("prefetched_bytes") == NUM_CHUNKS << 20
+    assert counted("failed_loads") == 0
+    blocks = full // BLOCK_SIZE
+    assert waited.served.block_digests[:blocks] == stored.cold.block_digests[:blocks]
+    assert waited.served.token_ids[0] == stored.cold.token_ids[0]
+
+
+def abort_behind(probe: EngineProbe, prompt: list[int], steps: int) -> None:
+    """The one that waits leaves while its chunks come, or before, or after."""
+    runs = probe.add(random_prompt(7, 40), max_tokens=LONG)
+    while not probe.scheduler.running:
+        probe.engine.step()
+    for seed in range(20):
+        waits = probe.add([*prompt, seed])
+        for _ in range(steps):
+            probe.engine.step()
+        probe.engine.abort_request([waits])
+    probe.engine.abort_request([runs])
+    probe.drain()
+    check_integrity(probe)
+    assert set(probe.on_ranks(_unused_on_rank)) == {0}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_requests_that_leave_the_queue_leave_nothing_behind(
+    engine: VllmInstance, stored: Stored, steps: int
+) -> None:
+    engine.call(abort_behind, stored.prompt, steps)
+    hit = engine.serve(stored.prompt)
+    blocks = NUM_CHUNKS * CHUNK_SIZE // BLOCK_SIZE
+    assert hit.external_hit_tokens == NUM_CHUNKS * CHUNK_SIZE
+    assert hit.block_digests[:blocks] == stored.cold.block_digests[:blocks]
+
+
+def reset_while_fetching(probe: EngineProbe, prompt: list[int]) -> int:
+    """The weights may have changed: what was fetched ahead is not hit. How much was."""
+    runs, waits, _ = queue_behind(probe, prompt)
+    probe.engine.abort_request([runs])
+    assert probe.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    (finished,) = probe.finish({waits: len(prompt)}, time.perf_counter())
+    check_integrity(probe)
+    return finished.served.external_hit_tokens
+
+
+def test_nothing_fetched_ahead_is_hit_after_a_reset(engine: VllmInstance, stored: Stored) -> None:
+    """From here on the engine uses keys of its own."""
+    assert engine.call(reset_while_fetching, stored.prompt) == 0
+    engine.call(reset_everything)
+
+
+def freeze_while_fetching(probe: EngineProbe, prompt: list[int], port: int) -> None:
+    """What runs goes on, and the one that waits is served as well."""
+    runs = probe.add(random_prompt(7, 40), max_tokens=60)
+    while not probe.scheduler.running:
+        probe.engine.step()
+    probe.on_ranks(_freeze_with_next_read, port)
+    waits = probe.add(prompt)
+    before = probe.counts().total("prefetch_jobs")
+    finished = probe.finish({runs: 40, waits: len(prompt)}, time.perf_counter())
+    assert [len(one.served.token_ids) for one in finished] == [60, 2]
+    assert probe.counts().total("prefetch_jobs") > before
+    check_integrity(probe)
+
+
+def _freeze_with_next_read(worker: Any, port: int) -> None:
+    """Redis answers nobody for three seconds, from the moment when a read begins."""
+    from redis import Redis
+
+    tier = _worker(worker)._tier
+    read = tier.read
+
+    def freeze(*args: Any) -> Any:
+        del tier.read
+        with Redis(port=port) as client:
+            client.execute_command("CLIENT", "PAUSE", 3000, "ALL")
+        return read(*args)
+
+    tier.read = freeze
+
+
+def test_a_frozen_redis_holds_up_nobody(
+    engine: VllmInstance, stored: Stored, valkey: Server
+) -> None:
+    """Last: what is known of Redis is bad from here on."""
+    engine.call(freeze_while_fetching, stored.prompt, valkey.port)

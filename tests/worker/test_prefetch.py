@@ -1,0 +1,152 @@
+"""What a real worker side fetches ahead, over a real Valkey: what comes, and what gives way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lmcache_connector.plans import Outcome, PartRun, PrefetchJob, StepPlan
+from tests.support.jobs import load_job, store_job
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.slow_proxy import SlowLink
+from tests.worker.test_adapter import (
+    GEOMETRY,
+    KEYS,
+    LONG,
+    Instance,
+    connected,
+    link,
+    load,
+    port,
+    reader,
+    same,
+    stored,
+    valkey,
+    written,
+)
+
+__all__ = ["link", "port", "reader", "valkey", "written"]
+
+
+def prefetch(job_id: int, chunks: range) -> PrefetchJob:
+    keys = tuple(KEYS[i] for i in chunks)
+    return PrefetchJob(job_id, f"r{job_id}", (PartRun(0, keys, tuple(chunks), ()),), LONG)
+
+
+def load_from_memory(job_id: int, chunks: range) -> StepPlan:
+    """Into the first blocks."""
+    keys = tuple(KEYS[i] for i in chunks)
+    return StepPlan(loads=(load_job(job_id, "r", keys, (tuple(range(2 * len(keys))),)),))
+
+
+def assert_nothing_is_held(instance: Instance) -> None:
+    """Memory holds what is in the tier, and nobody refers to it."""
+    engine = instance.worker._engine
+    assert all(memory.get_ref_count() == 1 for memory in engine._cpu.hot_cache.values())
+    assert engine.used_bytes == sum(
+        memory.meta.phy_size for memory in engine._cpu.hot_cache.values()
+    )
+
+
+def test_a_request_that_waited_loads_from_memory(
+    reader: Instance, written: list[torch.Tensor], link: SlowLink
+) -> None:
+    connected(reader)
+    reader.redis_bytes = 0
+    reader.run(StepPlan(prefetches=(prefetch(1, range(10)), prefetch(2, range(5, 20)))))
+    assert reader.wait_for(1).outcome is reader.wait_for(2).outcome is Outcome.DONE
+    assert reader.redis_bytes == 20 * GEOMETRY.chunk_bytes
+    assert_nothing_is_held(reader)
+    link.set(stalled=True)
+    reader.run(load_from_memory(3, range(20)))
+    assert reader.wait_for(3).outcome is Outcome.DONE
+    assert same(reader.blocks(range(40)), stored(written, range(20)))
+    assert len(reader.worker._engine.ahead) == 0
+
+
+def test_a_load_waits_for_the_chunks_under_way_and_fetches_none_twice(
+    reader: Instance, written: list[torch.Tensor], link: SlowLink
+) -> None:
+    connected(reader)
+    reader.redis_bytes = 0
+    link.set(latency_seconds=0.05)
+    reader.run(StepPlan(prefetches=(prefetch(1, range(6)), prefetch(2, range(6, 12)))))
+    reader.run(StepPlan(loads=(load(3, range(12), 0),)))
+    assert reader.wait_for(3).outcome is Outcome.DONE
+    assert reader.wait_for(2).outcome is Outcome.DONE  # it found all there
+    assert same(reader.blocks(range(24)), stored(written, range(12)))
+    assert reader.redis_bytes == 12 * GEOMETRY.chunk_bytes
+    assert reader.results[2].redis_bytes == 0
+
+
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "at its deadline"])
+def test_a_prefetch_ends_while_redis_is_silent(
+    reader: Instance, written: list[torch.Tensor], link: SlowLink, cancelled: bool
+) -> None:
+    connected(reader)
+    link.set(stalled=True)
+    before = reader.worker._engine.num_chunks
+    jobs = prefetch(1, range(10)), prefetch(2, range(10, 20))
+    if not cancelled:
+        jobs = tuple(PrefetchJob(j.job_id, j.request_id, j.runs, 0.2) for j in jobs)
+    reader.run(StepPlan(prefetches=jobs))
+    if cancelled:
+        reader.run(StepPlan(cancelled_loads=(1, 2), unwanted=KEYS[:20]))
+    expected = Outcome.CANCELLED if cancelled else Outcome.DEADLINE
+    for job in jobs:
+        assert reader.wait_for(job.job_id).outcome is expected
+    assert reader.results[1].redis_failed == (not cancelled)
+    assert reader.worker._engine.num_chunks == before
+    assert_nothing_is_held(reader)
+    link.set()
+
+    def loads() -> bool:  # the circuit may have to close first
+        reader.run(StepPlan(loads=(load(next(numbers), range(20), 0),)))
+        return reader.wait_for(numbers_used[-1]).outcome is Outcome.DONE
+
+    numbers_used: list[int] = []
+    numbers = iter(_noting(numbers_used))
+    wait_until(loads, "nothing loads after a prefetch that failed")
+    assert same(reader.blocks(range(40)), stored(written, range(20)))
+
+
+def _noting(used: list[int]):  # type: ignore[no-untyped-def]
+    for number in range(100, 10_000):
+        used.append(number)
+        yield number
+
+
+def test_all_lanes_stop_with_a_prefetch_that_redis_does_not_answer(
+    reader: Instance, link: SlowLink
+) -> None:
+    """As before vLLM puts its memory to sleep."""
+    connected(reader)
+    link.set(stalled=True)
+    reader.run(StepPlan(prefetches=(prefetch(1, range(10)), prefetch(2, range(10, 20)))))
+    assert reader.worker.let_go()
+    assert_nothing_is_held(reader)
+
+
+def test_what_nobody_used_is_the_first_to_go(reader: Instance, written: list[torch.Tensor]) -> None:
+    connected(reader)
+    reader.run(StepPlan(stores=(store_job(1, "r", (b"own" * 10 + b"00",), ((0, 1),)),)))
+    reader.wait_for(1)
+    reader.run(StepPlan(prefetches=(prefetch(2, range(10)),)))
+    reader.wait_for(2)
+    reader.run(load_from_memory(3, range(4)))
+    reader.wait_for(3)
+    reader.run(StepPlan(unwanted=KEYS[:10]))
+    engine = reader.worker._engine
+    first = [key.chunk_hash for key in list(engine._cpu.hot_cache)[:6]]
+    assert set(first) == {int.from_bytes(key, "big") for key in KEYS[4:10]}
+    assert len(engine.ahead) == 0
+
+
+def test_what_comes_too_late_is_the_first_to_go(reader: Instance, link: SlowLink) -> None:
+    """The request is gone before its chunks come."""
+    connected(reader)
+    link.set(latency_seconds=0.05)
+    reader.run(StepPlan(prefetches=(prefetch(1, range(8)),)))
+    reader.run(StepPlan(cancelled_loads=(1,), unwanted=KEYS[:8]))
+    reader.wait_for(1)
+    assert len(reader.worker._engine.ahead) == 0
