@@ -16,7 +16,7 @@ from typing import Any
 from tests.support.processes import running_process, wait_until_healthy
 from tests.support.redis.servers import free_port
 
-_START_SECONDS = 120.0
+_START_SECONDS = 240.0
 
 _OFFLOAD = {"kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 2 << 30}}
 TRANSFERS: dict[str, dict[str, Any]] = {

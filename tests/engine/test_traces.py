@@ -2,40 +2,83 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import CHUNK_SIZE
 from tests.support.prompts import random_prompt
-from tests.support.redis.servers import free_port
+from tests.support.redis.server_groups import wait_until
 from tests.tracing.test_spans import PARENT, TRACE, TRACED
+
+_ENVIRONMENT = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_BSP_SCHEDULE_DELAY": "100",  # milliseconds
+}
+
+
+class Collector:
+    """Takes traces by OTLP over HTTP."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                    for scope in resource.scope_spans:
+                        collector.spans.extend(scope.spans)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def of_request(self) -> dict[str, list[dict[str, Any]]]:
+        """Attributes of the spans in the request's trace, by name."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for span in self.spans:
+            if span.trace_id == TRACE.to_bytes(16, "big"):
+                assert span.parent_span_id == PARENT.to_bytes(8, "big")
+                values = {a.key: a.value for a in span.attributes}
+                found.setdefault(span.name, []).append(
+                    {k: v.string_value or v.int_value for k, v in values.items()}
+                )
+        return found
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 @pytest.fixture(scope="module")
-def engine(start: StartInstance) -> Iterator[VllmInstance]:
-    # Nobody listens there: what cannot be exported is dropped.
-    with start(otlp_traces_endpoint=f"http://127.0.0.1:{free_port()}") as instance:
-        instance.call(_listen)
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(scope="module")
+def engine(start: StartInstance, collector: Collector) -> Iterator[VllmInstance]:
+    prepare = partial(set_environment, _ENVIRONMENT)
+    with start(prepare=prepare, otlp_traces_endpoint=collector.endpoint) as instance:
         yield instance
 
 
-def _listen(probe: EngineProbe) -> None:
-    """Export to memory as well."""
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    vars(probe)["exported"] = InMemorySpanExporter()
-    provider: Any = trace.get_tracer_provider()  # vLLM has made it
-    provider.add_span_processor(SimpleSpanProcessor(vars(probe)["exported"]))
-
-
-def _ask(probe: EngineProbe, prompt: list[int]) -> list[tuple[str, int, int, dict[str, Any]]]:
-    """Of each span of the request: name, trace, parent, attributes."""
+def _ask(probe: EngineProbe, prompt: list[int]) -> None:
     from vllm import SamplingParams, TokensPrompt
 
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -43,25 +86,20 @@ def _ask(probe: EngineProbe, prompt: list[int]) -> list[tuple[str, int, int, dic
     probe.engine.add_request("traced", tokens, params, trace_headers=TRACED)
     while probe.engine.has_unfinished_requests():
         probe.engine.step()
-    probe.drain()
     probe.reset_prefix_cache()
-    exported = vars(probe)["exported"]
-    spans = exported.get_finished_spans()
-    exported.clear()
-    return [
-        (s.name, s.context.trace_id, s.parent.span_id if s.parent else 0, dict(s.attributes))
-        for s in spans
-        if s.name.startswith(("lmcache.", "llm_request"))
-    ]
 
 
-def test_look_up_store_and_load_are_in_the_requests_trace(engine: VllmInstance) -> None:
+def test_look_up_store_and_load_are_in_the_requests_trace(
+    engine: VllmInstance, collector: Collector
+) -> None:
     prompt = random_prompt(1, 4 * CHUNK_SIZE + 5)
-    cold, warm = engine.call(_ask, prompt), engine.call(_ask, prompt)
-    assert {(trace, parent) for _, trace, parent, _ in cold + warm} == {(TRACE, PARENT)}
-    assert sorted({name for name, *_ in cold}) == ["llm_request", "lmcache.lookup", "lmcache.store"]
-    by_name = {name: attributes for name, _, _, attributes in warm}
-    assert by_name["lmcache.lookup"]["lmcache.hit_tokens"] == 4 * CHUNK_SIZE
-    loaded = by_name["lmcache.load"]
+    engine.call(_ask, prompt)
+    engine.call(_ask, prompt)
+    wanted = {"llm_request", "lmcache.lookup", "lmcache.store", "lmcache.load"}
+    wait_until(lambda: wanted <= collector.of_request().keys(), "spans are missing", 60.0)
+    found = collector.of_request()
+    hits = sorted(each.get("lmcache.hit_tokens", 0) for each in found["lmcache.lookup"])
+    assert hits == [0, 4 * CHUNK_SIZE]
+    (loaded,) = found["lmcache.load"]
     assert (loaded["lmcache.chunks_done"], loaded["lmcache.outcome"]) == (4, "done")
     assert loaded["lmcache.bytes"] > 0

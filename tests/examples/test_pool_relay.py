@@ -110,7 +110,8 @@ def test_an_event_has_what_routers_read() -> None:
     assert event["type"] == "BlockStored"
     assert event["medium"] == "STORAGE"  # llm-d's tier "storage"
     assert event["locality"] == "REMOTE"
-    assert all(0 < len(name) <= 64 for name in event["block_hashes"])
+    # A u64 or up to 64 bytes, as VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES says.
+    assert all(0 <= name < 1 << 64 for name in event["block_hashes"])
     assert len(event["token_ids"]) == event["block_size"] * len(event["block_hashes"])
     assert event["group_idx"] == 0
 

@@ -70,7 +70,7 @@ class Instance:
         self.tier: Any = self.manager.secondary_tiers[0]
         view = self.manager.primary_tier.get_kv_memoryview()
         self.block_bytes = int(view.strides[0])
-        self._memory = view.cast("B")
+        self._memory: memoryview = view.cast("B")
         self._numbers = count()
 
     def slot(self, index: int) -> memoryview:
