@@ -34,8 +34,8 @@ class Hints:
 
 
 def read_hints(cache_salt: str | None, params: Any, envelope: Any) -> Hints:
-    """``params``: the request's ``kv_transfer_params``. ``envelope``: its ``kv_hints``, ``None``
-    where vLLM has no such thing. O(1), whatever they hold."""
+    """``params``: the request's ``kv_transfer_params``. ``envelope``: its ``kv_hints``. Either may
+    be ``None``. O(1), whatever they hold."""
     taken: dict[str, Any] = {}
     num_ignored = 0
     for source in (params, *_payloads(envelope)):
@@ -64,7 +64,7 @@ def tenant_of(cache_salt: str | None) -> bytes:
 
 def _payloads(envelope: Any) -> Iterator[Any]:
     """Of the first actions that are for us."""
-    actions = getattr(envelope, "actions", None) or ()
+    actions = envelope.actions if envelope is not None else ()
     for action in islice(actions, _MAX_ACTIONS):
         if action.action_type == ACTION:
             yield action.payload

@@ -179,11 +179,7 @@ class RequestBook:
             keys = self._keys(identity, self.epochs.shared_epoch)
             keys.extend(request.all_token_ids)
             shared = RequestLookup(request, keys, is_counted=True)
-        hints = read_hints(
-            identity.cache_salt,
-            request.kv_transfer_params,
-            getattr(request, "kv_hints", None),  # since 0.32
-        )
+        hints = read_hints(identity.cache_salt, request.kv_transfer_params, request.kv_hints)
         self._tally.count("retention_hints", "taken", amount=hints.num_taken)
         self._tally.count("retention_hints", "ignored", amount=hints.num_ignored)
         return RequestState(

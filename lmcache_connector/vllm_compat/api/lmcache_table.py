@@ -6,6 +6,7 @@ from lmcache_connector.vllm_compat.api.contract import Use
 
 _ENGINE = "lmcache.v1.cache_engine"
 _GPU = "lmcache.v1.gpu_connector.gpu_connectors"
+_POLICY = "lmcache.v1.storage_backend.cache_policy.base_policy"
 _CPU = "lmcache.v1.storage_backend.local_cpu_backend"
 _PLUGIN = "lmcache.v1.storage_backend.abstract_backend"
 
@@ -70,7 +71,14 @@ LMCACHE: tuple[Use, ...] = (
     Use(
         "lmcache.v1.memory_management",
         "MemoryObj",
-        members=("byte_array", "data_ptr", "ref_count_down", "ref_count_up"),
+        members=(
+            "byte_array",
+            "can_evict",
+            "data_ptr",
+            "get_physical_size",
+            "ref_count_down",
+            "ref_count_up",
+        ),
     ),
     Use(
         _CPU,
@@ -88,10 +96,24 @@ LMCACHE: tuple[Use, ...] = (
     Use(_CPU, "LocalCPUBackend.remove", passes=("key",)),
     Use(_CPU, "LocalCPUBackend.submit_put_task", passes=("key", "memory_obj")),
     Use(
-        "lmcache.v1.storage_backend.cache_policy.lru",
-        "LRUCachePolicy",
-        members=("chunk_hash_to_init_timestamp",),
+        _POLICY,
+        "BaseCachePolicy",
+        abstract=(
+            "get_evict_candidates",
+            "init_mutable_mapping",
+            "update_on_force_evict",
+            "update_on_hit",
+            "update_on_put",
+        ),
     ),
+    Use(
+        _POLICY,
+        "BaseCachePolicy.get_evict_candidates",
+        takes=("cache_dict", "num_candidates"),
+    ),
+    Use(_POLICY, "BaseCachePolicy.update_on_force_evict", takes=("key",)),
+    Use(_POLICY, "BaseCachePolicy.update_on_hit", takes=("key", "cache_dict")),
+    Use(_POLICY, "BaseCachePolicy.update_on_put", takes=("key",)),
     Use(
         "lmcache.v1.storage_backend.batched_message_sender",
         "BatchedMessageSender.add_kv_op",

@@ -132,6 +132,7 @@ _SCHEDULING = (
             "block_hashes",
             "cache_salt",
             "is_finished",
+            "kv_hints",
             "kv_transfer_params",
             "lora_request",
             "mm_features",

@@ -1,0 +1,143 @@
+"""LMCache's own CPU tier, told by the ledger what to evict: the bytes of what is kept are right."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from lmcache_connector.copy_kv_blocks.copier import make_copier
+from lmcache_connector.errors import ConfigError
+from lmcache_connector.plans import Claim, LoadJob, PartRun, PrefixUse, StoreJob
+from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.paged_part import PagedPart
+from lmcache_connector.worker.step_gate import StepGate
+from tests.support.parts import one_part
+
+GEOMETRY = ChunkGeometry(64, 0, (2048,) * 2, (0, 1), 2, "uint8")  # half a MiB a chunk
+CAPACITY = 20  # chunks
+NUM_BLOCKS = 10
+MINE, CROWD = Claim(b"mine"), Claim(b"crowd")
+
+
+def key(prompt: int, chunk: int) -> bytes:
+    return bytes([1, prompt, chunk]) + bytes(29)
+
+
+@dataclass
+class Rank:
+    """An engine whose paged cache holds one prompt at a time."""
+
+    cache: torch.Tensor = field(init=False)
+    engine: LMCacheEngineAdapter = field(init=False)
+    num_jobs: int = 0
+
+    def __post_init__(self) -> None:
+        self.cache = torch.zeros((2, NUM_BLOCKS, 2, 64, 2048), dtype=torch.uint8)
+        caches = {f"layers.{i}": self.cache[i] for i in range(2)}
+        part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
+        cpu_gib = CAPACITY * GEOMETRY.chunk_bytes / 2**30
+        settings = EngineSettings(0, 1, cpu_gib, tenant_share=0.5, pin_share=0.5)
+        copier = make_copier(torch.device("cpu"))
+        self.engine = LMCacheEngineAdapter(settings, [part], copier, None)
+
+    def store(self, prompt: int, claim: Claim, num_chunks: int = 4) -> None:
+        self.num_jobs += 1
+        for chunk in range(num_chunks):
+            self.cache[:, chunk] = 10 * prompt + chunk
+        job = StoreJob(self.num_jobs, "r", (run_of(prompt, num_chunks),), claim=claim)
+        gate = StepGate()
+        gate.open()
+        self.engine.store(job, None, threading.Event(), gate)
+
+    def load(self, prompt: int, claim: Claim, num_chunks: int = 4) -> int:
+        """How many leading chunks came back, all of them as they were stored."""
+        self.num_jobs += 1
+        self.cache.zero_()
+        run = run_of(prompt, num_chunks)
+        job = LoadJob(self.num_jobs, "r", (run,), 10.0, False, 0, claim=claim)
+        count = self.engine.load(job, None, threading.Event(), float("inf")).num_chunks
+        for chunk in range(count):
+            assert (self.cache[:, chunk] == 10 * prompt + chunk).all()
+        return count
+
+    def flood(self, first_prompt: int, claim: Claim = CROWD) -> None:
+        for i in range(CAPACITY):
+            self.store(first_prompt + i, claim, 2)
+
+    def check(self) -> None:
+        """The ledger and the tier agree."""
+        held = self.engine.holdings()
+        assert len(self.engine._ledger) == self.engine.num_chunks
+        assert sum(n for _, n in held.tenant_bytes) == self.engine.used_bytes
+
+
+def run_of(prompt: int, num_chunks: int) -> PartRun:
+    keys = tuple(key(prompt, i) for i in range(num_chunks))
+    blocks = tuple(range(num_chunks))
+    return PartRun(0, keys, blocks, (blocks,), parents=(b"", *keys[:-1]))
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    rank = Rank()
+    yield rank
+    rank.check()
+    rank.engine.close(0.0)
+
+
+def test_what_is_not_pinned_goes(rank: Rank) -> None:
+    rank.store(1, CROWD)
+    rank.flood(2)
+    assert rank.load(1, CROWD) == 0
+
+
+def test_what_is_pinned_stays(rank: Rank) -> None:
+    rank.store(1, Claim(b"crowd", pin=True))
+    rank.flood(2)
+    assert rank.load(1, CROWD) == 4
+
+
+def test_what_was_stored_before_is_pinned_by_a_prompt_that_loads_nothing(rank: Rank) -> None:
+    rank.store(1, CROWD)
+    rank.engine.use([PrefixUse(Claim(b"crowd", pin=True), (key(1, 3),))])
+    rank.flood(2)
+    assert rank.load(1, CROWD) == 4
+
+
+def test_a_tenant_keeps_its_half(rank: Rank) -> None:
+    """Also while a store of the other is under way, which has nothing in the tier yet."""
+    rank.store(1, MINE)
+    rank.store(2, MINE)
+    rank.flood(3)
+    assert [rank.load(prompt, MINE) for prompt in (1, 2)] == [4, 4]
+
+
+def test_a_prompt_loses_its_end_first(rank: Rank) -> None:
+    rank.store(1, CROWD)
+    for i in range(CAPACITY // 2 - 1):
+        rank.store(2 + i, CROWD, 2)  # two chunks too many
+    assert rank.load(1, CROWD) == 2
+
+
+def test_what_is_dropped_leaves_nothing_in_the_ledger(rank: Rank) -> None:
+    rank.store(1, Claim(b"crowd", pin=True, ttl_seconds=60))
+    rank.engine.forget(key(1, 3))
+    rank.check()
+    rank.engine.forget_all()
+    assert rank.engine.num_chunks == 0
+    assert rank.engine.holdings().pinned_bytes == 0
+
+
+def test_lmcaches_own_policies_are_refused() -> None:
+    """Ours takes their place."""
+    settings = EngineSettings(0, 1, 0.01, overrides={"cache_policy": "LFU"})
+    caches = {f"layers.{i}": torch.zeros((2, 2, 64, 2048), dtype=torch.uint8) for i in range(2)}
+    part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
+    with pytest.raises(ConfigError, match=r"lmcache\.cache_policy"):
+        LMCacheEngineAdapter(settings, [part], make_copier(torch.device("cpu")), None)
