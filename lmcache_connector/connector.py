@@ -14,6 +14,7 @@ from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
+from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.api.contract import Feature
 from lmcache_connector.vllm_compat.api.hit_sources import hit_sources
 from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, RequestStatus
@@ -74,6 +75,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 weak_block_hashes=_has_weak_block_hashes(vllm_config),
                 num_batches=vllm_config.max_concurrent_batches,
                 max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                spans=make_spans(vllm_config),
             )
 
     @property

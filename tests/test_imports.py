@@ -33,12 +33,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("p2p/control", "p2p/heartbeat", "p2p/ring", "p2p/crew"),
     ("p2p/errors",),
     ("p2p/reasons",),
-    ("transformers",),
+    ("transformers", "neighbours"),
     ("connector", "stepwise"),
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
     ("kv_layout", "config", "lookup"),
-    ("audit", "cost_model", "kv_events", "storage/redis", "requests"),
+    ("audit", "cost_model", "kv_events", "storage/redis", "requests", "tracing"),
     ("storage", "storage/redis/client"),
     ("kv_parts",),
     ("keys", "plans", "metrics", "net", "threads"),
@@ -53,6 +53,16 @@ ONLY = {
     "audit": {"plans", "storage"},
     "kv_events": {"plans", "vllm_compat/api"},
     "cost_model": {"kv_parts", "plans"},
+    "tracing": {"vllm_compat/api"},
+    "neighbours": {
+        "config",
+        "keys",
+        "lookup",
+        "storage",
+        "storage/redis",
+        "threads",
+        "vllm_compat",
+    },
     "lookup": {"cost_model", "kv_events", "kv_parts", "keys", "metrics", "plans", "threads"},
 }
 MAX_FILES = 16
@@ -63,8 +73,9 @@ ALLOWED = {
     "vllm": (
         f"{OWN}/__init__.py",  # the entry point: runs in engines without our connectors too
         f"{OWN}/vllm_compat/*.py",
+        f"{OWN}/neighbours/vllm_tier.py",  # a class that vLLM loads, and nothing of ours
     ),
-    "lmcache": (f"{OWN}/worker/lmcache_*.py",),
+    "lmcache": (f"{OWN}/worker/lmcache_*.py", f"{OWN}/neighbours/lmcache_l2.py"),
     "redis": (),  # whatever a server sends is read by our own client, within its bounds
     "typer": (f"{OWN}/cli/*.py",),
     "rich": (f"{OWN}/cli/*.py",),
@@ -80,6 +91,7 @@ ALLOWED = {
         f"{OWN}/vllm_compat/c*.py",  # how the CPU packs a block; the names of dtypes
         f"{OWN}/worker/*.py",
     ),
+    "opentelemetry": (f"{OWN}/tracing/*.py",),  # inside functions: only where vLLM has it
     "blosc2": ("storage/compression.py",),  # its import takes a second
     "numba": (f"{OWN}/copy_kv_blocks/cpu*.py",),
     "llvmlite": (f"{OWN}/copy_kv_blocks/cpu*.py",),

@@ -39,8 +39,9 @@ def let_numba_come_early() -> None:
 
 
 @contextmanager
-def lmcache_server(log: Path, gib: float) -> Iterator[dict[str, Any]]:
+def lmcache_server(log: Path, gib: float, *more: str) -> Iterator[dict[str, Any]]:
     """``lmcache server`` with ``gib`` of memory; yields the ``--kv-transfer-config`` to reach it.
+    ``more``: arguments of it.
 
     Raises :class:`~tests.support.processes.ServerError` when it does not start.
     """
@@ -50,6 +51,7 @@ def lmcache_server(log: Path, gib: float) -> Iterator[dict[str, Any]]:
         *("--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)),
         *("--supported-transfer-mode", "auto", "--eviction-policy", "LRU"),
         *("--l1-size-gb", str(gib), "--l1-init-size-gb", "1", "--disable-metrics"),
+        *more,
     ]
     with running_process(command, log, {"LMCACHE_TRACK_USAGE": "false"}) as server:
         health = f"http://127.0.0.1:{http_port}/healthcheck"

@@ -18,6 +18,7 @@ from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.parts import block_size_of
@@ -131,7 +132,7 @@ def _check_is_handed_over(model: ModelDescription, kv_cache_config: KVCacheConfi
         )
 
 
-def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter:
+def make_scheduler(instance: Instance, config: P2PConfig, spans: Spans) -> P2PSchedulerAdapter:
     model = instance.model
     settings = P2PSchedulerSettings(
         block_size=instance.block_size,
@@ -158,6 +159,7 @@ def make_scheduler(instance: Instance, config: P2PConfig) -> P2PSchedulerAdapter
         router,
         instance.weights,  # the ranks compare their configurations when they meet
         RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()),
+        spans=spans,
     )
 
 

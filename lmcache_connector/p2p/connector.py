@@ -14,6 +14,7 @@ from lmcache_connector.p2p.config import parse_p2p_config
 from lmcache_connector.p2p.heartbeat import Heartbeat
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.metrics import METRICS, log_fields
+from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, RequestStatus
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
         self._heartbeat: Heartbeat | None = None
         if role is KVConnectorRole.SCHEDULER:
             instance = describe(vllm_config, kv_cache_config, self._config)
-            self._scheduler = make_scheduler(instance, self._config)
+            self._scheduler = make_scheduler(instance, self._config, make_spans(vllm_config))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -41,6 +41,7 @@ from lmcache_connector.scheduler.prefill_work import prefill_work, prompt_tokens
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
+from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class SchedulerAdapter:
     """Maps vLLM's scheduler-side connector calls onto plans.
 
     ``kv_events`` is told what the tiers take in and let go, ``wanted`` what prompts ask for,
-    ``loaded_adapters`` what the ranks have loaded.
+    ``loaded_adapters`` what the ranks have loaded, ``spans`` what begins and ends for a request.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class SchedulerAdapter:
         auditor: Auditor,
         loaded_adapters: LoadedAdapters,
         wanted: WantedSink,
+        spans: Spans | None = None,
     ) -> None:
         self.book = book
         self.index = index
@@ -79,6 +81,7 @@ class SchedulerAdapter:
         self.kv_events = kv_events
         self.tally = tally
         self.wanted = wanted
+        self.spans = spans or Spans()
         self.witness = BlockWitness(settings)
         self._settings = settings
         self._metrics = metrics
@@ -99,6 +102,7 @@ class SchedulerAdapter:
             auditor=auditor,
             witness=self.witness,
             kv_events=kv_events,
+            spans=self.spans,
         )
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
@@ -115,6 +119,7 @@ class SchedulerAdapter:
             return
         self._auditor.ask(state, self.hits)
         if self._settings.loads:
+            self.spans.begin(request, "lookup")
             self.hits.ask(state.lookup, first=0)
             self._prefetcher.queued(state)
 
@@ -138,6 +143,8 @@ class SchedulerAdapter:
         if state is None or not is_current:
             return 0, False
         num_tokens = self._offer(state, num_computed_tokens)
+        if num_tokens is not None:
+            self.spans.end(request, "lookup", {"hit_tokens": num_tokens})
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
@@ -210,6 +217,7 @@ class SchedulerAdapter:
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
+        self.spans.drop(request, "lookup")
         self.policy.request_ended(request.request_id, len(self._scheduled))
         self._dispatcher.in_use.freed(block_ids)
         if (state := self.book.finish(request)) is not None:

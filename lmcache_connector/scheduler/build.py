@@ -36,6 +36,7 @@ from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
+from lmcache_connector.tracing.spans import Spans
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -54,6 +55,7 @@ def build_scheduler(
     num_batches: int,
     max_step_tokens: int,
     find_adapter: Callable[[str], Path | None] = Path,
+    spans: Spans | None = None,
 ) -> SchedulerAdapter:
     """The scheduler side of an engine. ``weights`` names them. ``loads`` and ``stores``: what
     ``kv_role`` allows. ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter``
@@ -82,6 +84,7 @@ def build_scheduler(
         auditor=_make_auditor(config, model, settings, index, noise, tally),
         loaded_adapters=loaded,
         wanted=wanted,
+        spans=spans,
     )
 
 

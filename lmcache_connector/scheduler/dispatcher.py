@@ -36,6 +36,7 @@ from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
+from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 
 
 class JobDispatcher:
-    """Starts and ends all jobs. ``kv_events`` is told what they may bring to the tiers."""
+    """Starts and ends all jobs. ``kv_events`` is told what they may bring to the tiers, ``spans``
+    when they start and end."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class JobDispatcher:
         auditor: Auditor,
         witness: BlockWitness,
         kv_events: KvEventSink,
+        spans: Spans,
     ) -> None:
         self._settings = settings
         self._book = book
@@ -69,6 +72,7 @@ class JobDispatcher:
         self._auditor = auditor
         self._witness = witness
         self._kv_events = kv_events
+        self._spans = spans
         self._short_loads: list[ShortLoad] = []
         self._held = HeldBlocks(settings, witness)
         self._num_groups = sum(len(part.groups) for part in settings.parts)
@@ -265,6 +269,8 @@ class JobDispatcher:
             if run.part == 0:  # the others have no events: a chunk is told of once
                 self._kv_events.describe(run.keys, partial(self._describe, state, run))
         self._auditor.learn(job)
+        if self._spans.is_on:
+            self._spans.begin(state.request, _span_name(job))
         self._jobs.add(state, job)
         if isinstance(job, StoreJob):
             self._held.pin(job)
@@ -283,6 +289,8 @@ class JobDispatcher:
     def _end(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
         self._held.forget(job.job_id)
+        if self._spans.is_on:
+            self._spans.end(state.request, _span_name(job), _span_attributes(planned))
         if isinstance(job, LoadJob):
             self._witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)
@@ -301,3 +309,22 @@ class JobDispatcher:
             self._stores.ended(state, job, planned.results)
         self._kv_events.settle(job.keys)
         self._book.forget_if_done(state)
+
+
+def _span_name(job: LoadJob | StoreJob) -> str:
+    kind = type(job).__name__.removesuffix("Job").lower()
+    return f"{kind} {job.job_id}"
+
+
+def _span_attributes(planned: PlannedJob) -> dict[str, str | int | float]:
+    results = planned.results
+    return {
+        "chunks": len(planned.job.keys),
+        "chunks_done": planned.num_chunks,
+        "bytes": sum(result.num_bytes for result in results),
+        "redis_bytes": sum(result.redis_bytes for result in results),
+        "waited_seconds": max((result.waited_seconds for result in results), default=0.0),
+        "outcome": next(
+            (r.outcome.value for r in results if r.outcome is not Outcome.DONE), "done"
+        ),
+    }

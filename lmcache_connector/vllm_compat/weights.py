@@ -75,6 +75,24 @@ def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> 
     return f"remote:{names}"
 
 
+def folder_identity(name: str, mode: str, cache_folder: Path) -> str:
+    """The same by no more than the model's name: its configuration file and all that a plain load
+    may read beside it, if they are on this host's disk."""
+    if mode != "full":
+        return f"named:{mode}"
+    path = _local_path(name, None, None)
+    weights = {} if path is None else weight_files(path, _ANY)
+    if path is None or not weights:
+        logger.warning(
+            "The weights of %s are not on this host's disk: its name stands for them.", name
+        )
+        return f"remote:{name}"
+    files = weights | side_files(path) if path.is_dir() else weights
+    if (config := path / "config.json").is_file():
+        files = files | {"config.json": config}
+    return f"sha256:{files_digest(files, KeptDigests(cache_folder))}"
+
+
 def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
     """The model, and its drafter if that has KV and weights of its own."""
     model, load = vllm_config.model_config, vllm_config.load_config

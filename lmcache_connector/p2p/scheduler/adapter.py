@@ -23,6 +23,7 @@ from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.p2p.scheduler.transfer_params import Consume, Produce
 from lmcache_connector.requests.identifier import UNREAD, Identified, NotYet
+from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class P2PSchedulerAdapter:
         model_root: dict[str, object],
         identifier: Identifier,
         clock: Callable[[], float] = time.monotonic,
+        spans: Spans | None = None,
     ) -> None:
         self.tally = Tally()
         self._router = router
@@ -62,7 +64,7 @@ class P2PSchedulerAdapter:
         self._identifier = identifier
         self._unread: dict[str, Produce | Consume] = {}  # what they want, by request
         self._producing = ProducingRequests(settings, self.tally, clock)
-        self._consuming = ConsumingRequests(settings, self.tally)
+        self._consuming = ConsumingRequests(settings, self.tally, spans)
         self._num_resets = 0
         self._settings = settings
         self._hosts: dict[int, str] = {}  # of ranks

@@ -22,6 +22,7 @@ from lmcache_connector.p2p.plans import (
 )
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.p2p.scheduler.transfer_params import Consume
+from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
@@ -46,8 +47,11 @@ class _Consuming:
 
 
 class ConsumingRequests:
-    def __init__(self, settings: P2PSchedulerSettings, tally: Tally) -> None:
+    def __init__(
+        self, settings: P2PSchedulerSettings, tally: Tally, spans: Spans | None = None
+    ) -> None:
         self._settings = settings
+        self._spans = spans or Spans()
         self._tally = tally
         self._requests: dict[str, _Consuming] = {}
         self._arrivals: list[Arrival] = []
@@ -110,12 +114,14 @@ class ConsumingRequests:
         state.ranks_left = self._settings.world_size
         state.num_blocks = last - first
         self._loads.append(state.load)
+        self._spans.begin(request, "handover")
         self._tally.count("p2p_loads")
 
     def finish(self, request_id: str) -> None:
         """vLLM keeps the blocks of an aborted load until it is reported."""
         state = self._requests.pop(request_id, None)
         if state is not None:
+            self._spans.drop(state.request, "handover")
             self._cancel(state)
 
     def reset(self) -> None:
@@ -157,6 +163,8 @@ class ConsumingRequests:
         if state.ranks_left > 0:
             return None
         self._count_tokens(state.load, state.num_blocks)
+        blocks = {"blocks": len(state.load.block_ids), "blocks_done": state.num_blocks}
+        self._spans.end(state.request, "handover", blocks)
         if state.num_blocks == len(state.load.block_ids):
             return None
         arrived = state.load.first_block + state.num_blocks

@@ -1,0 +1,1 @@
+"""Beside prefix-aware routers."""

@@ -1,0 +1,1 @@
+"""What happens to a request's KV, as spans of the request's own trace."""

@@ -1,0 +1,90 @@
+"""Spans for look-ups, loads, stores and hand-overs, where vLLM exports traces.
+
+A client that sends a ``traceparent`` has a trace; vLLM hands its headers on with the request. Spans
+are made once something has ended, with the times at which it began and ended: nothing is open in
+between, and no other process takes part. Runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+    from lmcache_connector.vllm_compat.api.names import Request
+
+_PREFIX = "lmcache."
+Attributes = Mapping[str, str | int | float]
+
+
+class Spans:
+    """Takes what happens to requests and forgets it: for an engine that exports no traces."""
+
+    is_on = False
+    """Whether there is any use in telling."""
+
+    def begin(self, request: Request, what: str) -> None:
+        """``what`` (``lookup``, ``load``, ``store``, with a number where there are several) begins
+        for the request. A second time before its end, it goes on."""
+
+    def end(self, request: Request, what: str, attributes: Attributes) -> None:
+        """It has ended. Without a beginning, nothing is told of it."""
+
+    def drop(self, request: Request, what: str) -> None:
+        """It will not end any more."""
+
+
+class RequestSpans(Spans):
+    """``clock_ns`` reads nanoseconds since 1970, as spans have them."""
+
+    is_on = True
+
+    def __init__(self, tracer: Tracer, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._tracer = tracer
+        self._clock_ns = clock_ns
+        self._read_headers = TraceContextTextMapPropagator().extract
+        self._begun: dict[str, dict[str, int]] = {}  # by request
+
+    def __len__(self) -> int:
+        """Requests of which something has begun and not ended."""
+        return len(self._begun)
+
+    def begin(self, request: Request, what: str) -> None:
+        if request.trace_headers:
+            self._begun.setdefault(request.request_id, {}).setdefault(what, self._clock_ns())
+
+    def end(self, request: Request, what: str, attributes: Attributes) -> None:
+        started = self._take(request, what)
+        if started is None:
+            return
+        span = self._tracer.start_span(
+            _PREFIX + what.partition(" ")[0],
+            context=self._read_headers(request.trace_headers),
+            attributes={_PREFIX + name: value for name, value in attributes.items()},
+            start_time=started,
+        )
+        span.end(self._clock_ns())
+
+    def drop(self, request: Request, what: str) -> None:
+        self._take(request, what)
+
+    def _take(self, request: Request, what: str) -> int | None:
+        begun = self._begun.get(request.request_id, {})
+        started = begun.pop(what, None)
+        if started is not None and not begun:
+            del self._begun[request.request_id]
+        return started
+
+
+def make_spans(vllm_config: Any) -> Spans:
+    """By whether vLLM exports traces. It has made the exporter itself, or refused to start."""
+    if vllm_config.observability_config.otlp_traces_endpoint is None:
+        return Spans()
+    from opentelemetry import trace
+
+    return RequestSpans(trace.get_tracer("lmcache_connector"))

@@ -1,0 +1,143 @@
+"""An instance with vLLM's own tiering over our tier, less the GPU: its managers are the real ones,
+made from a real configuration, and this drives them as vLLM's scheduler does."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
+
+_PATIENCE_SECONDS = 20.0
+_IDLE = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+
+
+def block_key(index: int, num_bytes: int = 32) -> OffloadKey:
+    """vLLM's name of block ``index``, as its SHA-256 would make it."""
+    return make_offload_key(index.to_bytes(num_bytes, "big"), 0)
+
+
+def tier_settings(url: str, **settings: Any) -> dict[str, Any]:
+    """One entry of ``secondary_tiers``."""
+    place = {"type": "RedisSecondaryTier", "module_path": "lmcache_connector.neighbours.vllm_tier"}
+    return place | {"redis_url": url, "lookup_deadline_seconds": 5.0} | settings
+
+
+def configuration(
+    model: Path, tier: dict[str, Any], num_kv_heads: int = 2, num_chunks: int = 16
+) -> tuple[VllmConfig, Any]:
+    """As vLLM hands it to the connector. Room for ``num_chunks`` blocks in memory."""
+    config, cache = vllm_config(model), kv_cache(full_attention(num_kv_heads))
+    page = -(-full_attention(num_kv_heads).page_size_bytes * 2 // 4096) * 4096
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        engine_id=uuid.uuid4().hex,
+        kv_connector_extra_config={
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": num_chunks * page,
+            "secondary_tiers": [tier],
+        },
+    )
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return config, cache
+
+
+class Instance:
+    """The managers of one engine. Blocks are named by numbers."""
+
+    def __init__(self, config: VllmConfig, cache: Any) -> None:
+        spec = OffloadingSpecFactory.create_spec(build_offloading_config(config, cache))
+        assert isinstance(spec, TieringOffloadingSpec)
+        self.manager: Any = spec.get_manager()
+        self.tier: Any = self.manager.secondary_tiers[0]
+        view = self.manager.primary_tier.get_kv_memoryview()
+        self.block_bytes = int(view.strides[0])
+        self._memory = view.cast("B")
+        self._numbers = count()
+
+    def slot(self, index: int) -> memoryview:
+        return self._memory[index * self.block_bytes : (index + 1) * self.block_bytes]
+
+    def close(self) -> None:
+        self._memory.release()
+        self.manager.shutdown()
+
+    def store(self, blocks: dict[OffloadKey, bytes]) -> None:
+        """Into memory, and from there to the tier; returns once nothing is under way."""
+        request = self._new_request()
+        out = self.manager.prepare_store(list(blocks), request)
+        for key, slot in zip(out.keys_to_store, out.store_spec.block_ids, strict=True):
+            self.slot(int(slot))[:] = blocks[key]
+        self.manager.complete_store(out.keys_to_store, request, success=True)
+        self.manager.on_request_finished(request)
+        self.settle()
+
+    def load(self, keys: Sequence[OffloadKey]) -> list[bytes | None]:
+        """As a new request finds it, once vLLM has no reason left to ask again."""
+        request = self._new_request()
+        until, found = time.monotonic() + _PATIENCE_SECONDS, self._look_up(keys, request)
+        while {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
+            assert time.monotonic() < until, found
+            time.sleep(0.002)
+            self.manager.on_schedule_end(_IDLE)
+            found = self._look_up(keys, request)
+        blocks = [
+            self._read(key, request) if result is LookupResult.HIT else None
+            for key, result in zip(keys, found, strict=True)
+        ]
+        self.manager.on_request_finished(request)
+        self.settle()
+        return blocks
+
+    def settle(self) -> None:
+        """Steps without work, until no transfer is left."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        self.manager.on_schedule_end(_IDLE)
+        while self.manager.has_pending_work():
+            assert time.monotonic() < until, "a transfer does not end"
+            time.sleep(0.002)
+            self.manager.on_schedule_end(_IDLE)
+
+    def _new_request(self) -> ReqContext:
+        request = ReqContext(req_id=f"request-{next(self._numbers)}")
+        self.manager.on_new_request(request)
+        return request
+
+    def _look_up(self, keys: Sequence[OffloadKey], request: ReqContext) -> list[LookupResult]:
+        return [self.manager.lookup(key, request) for key in keys]
+
+    def _read(self, key: OffloadKey, request: ReqContext) -> bytes:
+        slots = self.manager.prepare_load([key], request).block_ids
+        data = bytes(self.slot(int(slots[0])))
+        self.manager.complete_load([key], request)
+        return data
+
+
+@contextmanager
+def running_instance(
+    model: Path, tier: dict[str, Any], num_kv_heads: int = 2, num_chunks: int = 16
+) -> Iterator[Instance]:
+    """Starts with nothing in memory, and leaves nothing behind."""
+    instance = Instance(*configuration(model, tier, num_kv_heads, num_chunks))
+    try:
+        yield instance
+    finally:
+        instance.close()

@@ -1,0 +1,177 @@
+"""vLLM's own managers over Redis: what another instance stored comes back byte for byte."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from vllm.v1.kv_offload.base import Locality, Medium, OffloadKey
+
+from lmcache_connector.errors import ConfigError
+from tests.neighbours.offloading import Instance, block_key, running_instance, tier_settings
+from tests.support.redis.fault_proxy import Fault, FaultProxy, Kind
+from tests.support.redis.servers import Server, running_valkey
+from tests.support.redis.values import value_names
+
+KEYS = [block_key(i) for i in range(8)]
+
+
+@pytest.fixture
+def redis(valkey: Server) -> Server:
+    with valkey.client() as client:
+        client.flushall()
+    return valkey
+
+
+def blocks_for(instance: Instance, keys: list[OffloadKey] = KEYS) -> dict[OffloadKey, bytes]:
+    return {key: random.Random(key).randbytes(instance.block_bytes) for key in keys}
+
+
+def test_an_instance_finds_what_another_stored(redis: Server, model: Path) -> None:
+    tier = tier_settings(redis.url)
+    with running_instance(model, tier) as one, running_instance(model, tier) as other:
+        blocks = blocks_for(one)
+        one.store(blocks)
+        assert other.load(KEYS) == list(blocks.values())
+        assert other.tier._blocks.stats().counts.chunks_hit == len(KEYS)
+        assert other.load([block_key(99), KEYS[0]]) == [None, blocks[KEYS[0]]]
+
+
+def test_blocks_larger_than_a_value_come_back(redis: Server, model: Path) -> None:
+    tier = tier_settings(redis.url)
+    with (
+        running_instance(model, tier, 2049, 4) as one,
+        running_instance(model, tier, 2049, 4) as other,
+    ):
+        assert one.block_bytes > 4 << 20
+        blocks = blocks_for(one, KEYS[:2])
+        one.store(blocks)
+        assert len(value_names(redis)) > 2
+        assert other.load(KEYS[:2]) == list(blocks.values())
+
+
+def test_a_spoiled_block_is_a_miss_and_is_asked_for_once(redis: Server, model: Path) -> None:
+    tier = tier_settings(redis.url)
+    with running_instance(model, tier) as one, running_instance(model, tier) as other:
+        blocks = blocks_for(one)
+        one.store(blocks)
+        with redis.client() as client:
+            for name in value_names(redis):
+                client.setrange(name, 1000, b"\xff\x00\xff\x00\xff")
+        assert other.load(KEYS) == [None] * len(KEYS)
+        assert other.tier._blocks.stats().counts.misses["bad_checksum"] >= 1
+
+
+def test_of_a_load_that_fails_midway_the_rest_is_kept(redis: Server, model: Path) -> None:
+    """What was there at the look-up and is gone at the load."""
+    tier = tier_settings(redis.url)
+    with running_instance(model, tier) as one, running_instance(model, tier) as other:
+        blocks = blocks_for(one)
+        one.store(blocks)
+        names = other.tier._blocks._keys(KEYS)
+        gone = f"lmc:{{default:{names[5].hex()}}}".encode()
+        with redis.client() as client:
+            victims = [name for name in value_names(redis) if name.startswith(gone)]
+            assert victims
+            for name in victims:
+                client.setrange(name, 1000, b"\xff\x00\xff\x00\xff")
+        loaded = other.load(KEYS)
+        assert loaded[:5] == [blocks[key] for key in KEYS[:5]]
+        assert loaded[5] is None
+        assert all(data in (None, blocks[key]) for key, data in zip(KEYS, loaded, strict=True))
+
+
+def test_another_models_blocks_are_not_found(redis: Server, model: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "model"
+    shutil.copytree(model, changed)
+    weights = next(changed.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    tier = tier_settings(redis.url)
+    with running_instance(changed, tier) as one:
+        one.store(blocks_for(one))
+        assert one.tier._blocks.stats().counts.bytes_written > 0
+    weights.write_bytes(data)
+    with running_instance(changed, tier) as other:
+        assert other.load(KEYS) == [None] * len(KEYS)
+    with running_instance(changed, tier_settings(redis.url, model_digest="ours")) as one:
+        one.store(blocks_for(one))
+    with running_instance(changed, tier_settings(redis.url, model_digest="ours")) as other:
+        assert None not in other.load(KEYS)
+
+
+@pytest.mark.parametrize("setting", [{"namespace": "theirs"}, {"hash_key": "a secret of 16 bytes"}])
+def test_strangers_share_nothing(redis: Server, model: Path, setting: dict[str, str]) -> None:
+    stranger = tier_settings(redis.url, **setting)
+    with (
+        running_instance(model, tier_settings(redis.url)) as one,
+        running_instance(model, stranger) as other,
+    ):
+        one.store(blocks_for(one))
+        assert other.load(KEYS) == [None] * len(KEYS)
+
+
+def test_after_a_reset_nothing_old_is_found(redis: Server, model: Path) -> None:
+    """vLLM resets when weights were updated, and names blocks as before."""
+    tier = tier_settings(redis.url)
+    with running_instance(model, tier) as one, running_instance(model, tier) as other:
+        blocks = blocks_for(one)
+        one.store(blocks)
+        one.manager.reset_cache()
+        assert one.load(KEYS) == [None] * len(KEYS)
+        one.store({key: data[::-1] for key, data in blocks.items()})
+        assert other.load(KEYS) == list(blocks.values())
+
+
+def test_names_that_can_be_forged_are_not_used(redis: Server, model: Path) -> None:
+    short = [block_key(i, num_bytes=16) for i in range(4)]
+    with running_instance(model, tier_settings(redis.url)) as one:
+        one.store(blocks_for(one, short))
+        assert value_names(redis) == []
+    with running_instance(model, tier_settings(redis.url)) as other:
+        assert other.load(short) == [None] * 4
+
+
+def test_what_is_stored_earns_credit(redis: Server, model: Path) -> None:
+    with running_instance(model, tier_settings(redis.url)) as one:
+        one.store(blocks_for(one))
+        events = [event for event in one.manager.take_events() if event.medium is Medium.STORAGE]
+        assert {key for event in events for key in event.keys} == set(KEYS)
+        assert {(event.locality, event.removed) for event in events} == {(Locality.REMOTE, False)}
+
+
+def test_a_server_that_dies_costs_hits_only(model: Path) -> None:
+    with running_valkey() as server:
+        tier = tier_settings(server.url, redis_timeout_seconds=0.5, lookup_deadline_seconds=0.2)
+        with running_instance(model, tier) as one, running_instance(model, tier) as other:
+            blocks = blocks_for(one)
+            one.store(blocks)
+            assert other.load(KEYS[:1]) == [blocks[KEYS[0]]]
+            server.kill()
+            assert other.load(KEYS[1:]) == [None] * 7
+            one.store(blocks_for(one, [block_key(i) for i in range(20, 24)]))
+
+
+def test_a_silent_server_holds_up_nothing_for_ever(redis: Server, model: Path) -> None:
+    proxy = FaultProxy(redis.port)
+    try:
+        tier = tier_settings(
+            proxy.url, load_deadline_seconds=1.0, redis_timeout_seconds=0.5, shutdown_seconds=0.5
+        )
+        with running_instance(model, tier) as one, running_instance(model, tier) as other:
+            one.store(blocks_for(one))
+            proxy.arm(Fault(Kind.STALL, sticky=True))
+            assert other.load(KEYS) == [None] * len(KEYS)
+            other.store(blocks_for(other, [block_key(i) for i in range(20, 24)]))
+            other.manager.reset_cache()
+    finally:
+        proxy.close()
+
+
+def test_wrong_settings_stop_the_start(model: Path) -> None:
+    tier = tier_settings("redis://127.0.0.1:1", namespce="x", redis_connections=0)
+    wrong = r"(?s)did you mean 'namespace'.*redis_connections"
+    with pytest.raises(ConfigError, match=wrong), running_instance(model, tier):
+        pass

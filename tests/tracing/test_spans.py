@@ -1,0 +1,131 @@
+"""What is exported of a request: spans of its own trace, and none of one without a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from lmcache_connector.tracing.spans import RequestSpans, Spans, make_spans
+from tests.scheduler.test_adapter import CHUNK, prompt
+from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+
+TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
+TRACED = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01"}
+NOT_SAMPLED = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-00"}
+
+
+class Traces:
+    """A ``RequestSpans`` and what it has exported."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.now = 1_000
+        self.spans = RequestSpans(provider.get_tracer("test"), lambda: self.now)
+
+    def take(self) -> list[ReadableSpan]:
+        finished = list(self._exporter.get_finished_spans())
+        self._exporter.clear()
+        return finished
+
+
+@pytest.fixture
+def traces() -> Traces:
+    return Traces()
+
+
+def request(name: str = "r", headers: dict[str, str] | None = None) -> Any:
+    return SimpleNamespace(request_id=name, trace_headers=headers)
+
+
+def test_a_span_lies_in_the_requests_trace_and_has_its_times(traces: Traces) -> None:
+    one = request(headers=TRACED)
+    traces.spans.begin(one, "load 7")
+    traces.now = 5_000
+    traces.spans.end(one, "load 7", {"chunks": 3})
+    (span,) = traces.take()
+    assert span.name == "lmcache.load"
+    assert span.context is not None
+    assert span.parent is not None
+    assert (span.context.trace_id, span.parent.span_id) == (TRACE, PARENT)
+    assert (span.start_time, span.end_time) == (1_000, 5_000)
+    assert span.attributes == {"lmcache.chunks": 3}
+    assert len(traces.spans) == 0
+
+
+@pytest.mark.parametrize("headers", [None, {}, NOT_SAMPLED])
+def test_nothing_is_exported_of_a_request_without_a_sampled_trace(
+    traces: Traces, headers: dict[str, str] | None
+) -> None:
+    one = request(headers=headers)
+    traces.spans.begin(one, "lookup")
+    traces.spans.end(one, "lookup", {})
+    assert traces.take() == []
+    assert len(traces.spans) == 0
+
+
+def test_what_never_ends_leaves_nothing(traces: Traces) -> None:
+    one = request(headers=TRACED)
+    traces.spans.begin(one, "lookup")
+    traces.spans.drop(one, "lookup")
+    traces.spans.end(one, "lookup", {})
+    assert traces.take() == []
+    assert len(traces.spans) == 0
+
+
+def test_headers_of_a_stranger_are_no_trouble(traces: Traces) -> None:
+    one = request(headers={"traceparent": "00-zz-" + "\udcff" * 9 + "-01"})
+    traces.spans.begin(one, "lookup")
+    traces.spans.end(one, "lookup", {})
+    (span,) = traces.take()
+    assert span.parent is None
+
+
+def test_vllm_decides_whether_there_are_any() -> None:
+    def config(endpoint: str | None) -> Any:
+        return SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint))
+
+    assert type(make_spans(config(None))) is Spans
+    assert type(make_spans(config("http://127.0.0.1:4317"))) is RequestSpans
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_look_up_store_and_load_are_in_the_trace(
+    model: Path, traces: Traces, world_size: int
+) -> None:
+    engine = ShadowEngine(model, Shape(world_size=world_size, prefix_caching=False), 0)
+    engine.adapter.spans = engine.adapter._dispatcher._spans = traces.spans
+    for _ in range(2):
+        engine.add(prompt(1, 4 * CHUNK + 1), 1, trace_headers=TRACED)
+        engine.run_until_idle()
+    spans = traces.take()
+    assert {span.context.trace_id for span in spans if span.context} == {TRACE}
+    found = [(span.name, dict(span.attributes or {})) for span in spans]
+    looked_up = [attributes for name, attributes in found if name == "lmcache.lookup"]
+    assert [each["lmcache.hit_tokens"] for each in looked_up] == [0, 4 * CHUNK]
+    stored = [attributes for name, attributes in found if name == "lmcache.store"]
+    assert sum(int(str(each["lmcache.chunks_done"])) for each in stored) == 4
+    (loaded,) = [attributes for name, attributes in found if name == "lmcache.load"]
+    assert loaded["lmcache.chunks_done"] == loaded["lmcache.chunks"] == 4
+    assert loaded["lmcache.outcome"] == "done"
+    engine.check_whole()
+    assert len(traces.spans) == 0
+
+
+def test_an_aborted_request_leaves_nothing(model: Path, traces: Traces) -> None:
+    engine = ShadowEngine(model, Shape(prefix_caching=False), 0)
+    engine.adapter.spans = engine.adapter._dispatcher._spans = traces.spans
+    engine.abort(engine.add(prompt(1, 4 * CHUNK), 1, trace_headers=TRACED))
+    name = engine.add(prompt(2, 8 * CHUNK), 9, trace_headers=TRACED)
+    engine.step()
+    engine.abort(name)
+    engine.run_until_idle()
+    engine.check_whole()
+    assert len(traces.spans) == 0
