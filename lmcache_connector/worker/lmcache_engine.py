@@ -31,7 +31,6 @@ from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.plans import AuditJob, CacheEvent, LoadJob, PartRun, PrefetchJob, StoreJob
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.worker.lmcache_ahead import FetchedAhead
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     ChangedKeys,
@@ -42,6 +41,7 @@ from lmcache_connector.worker.lmcache_plugs import (
     TransferCancelled,
     ValueSizes,
 )
+from lmcache_connector.worker.lmcache_redis import FetchedAhead
 from lmcache_connector.worker.lmcache_start import (
     REDIS_BACKEND,
     EngineSettings,

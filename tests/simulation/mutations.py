@@ -92,7 +92,7 @@ def leaked_memory() -> None:
 
 def fetched_ahead_and_kept() -> None:
     """A chunk that was fetched ahead is never given back."""
-    from lmcache_connector.worker.lmcache_ahead import FetchedAhead
+    from lmcache_connector.worker.lmcache_redis import FetchedAhead
 
     fetch = FetchedAhead.fetch
 
