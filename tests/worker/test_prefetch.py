@@ -86,7 +86,7 @@ def test_a_prefetch_ends_while_redis_is_silent(
     connected(reader)
     link.set(stalled=True)
     before = reader.worker._engine.num_chunks
-    jobs = prefetch(1, range(10)), prefetch(2, range(10, 20))
+    jobs: tuple[PrefetchJob, ...] = (prefetch(1, range(10)), prefetch(2, range(10, 20)))
     if not cancelled:
         jobs = tuple(PrefetchJob(j.job_id, j.request_id, j.runs, 0.2) for j in jobs)
     reader.run(StepPlan(prefetches=jobs))
