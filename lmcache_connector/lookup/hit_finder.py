@@ -207,7 +207,7 @@ class RedisHitFinder(HitFinder):
         hit = self._hit(asked, num_computed_tokens, keys, are_in_cpu, redis_keys)
         if not hit:
             return NOTHING_AHEAD
-        missing = []
+        missing: list[tuple[int, int, bytes]] = []
         for number, part in reversed(list(enumerate(self._parts))):
             chunks = chunks_to_load(part, size, num_computed_tokens, hit.stop)
             missing += [

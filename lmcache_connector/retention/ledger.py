@@ -126,11 +126,6 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    @property
-    def num_unused(self) -> int:
-        """Chunks that have come and nobody has used."""
-        return self._nobody.num_chunks
-
     # -- the tier's verbs ----------------------------------------------------------------------
 
     def admit(self, key: bytes, num_bytes: int) -> None:

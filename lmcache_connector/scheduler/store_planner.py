@@ -11,10 +11,10 @@ from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load
 from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part, part_key
+from lmcache_connector.kv_parts.planned_ends import PlannedEnds
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, PartRun, StoreJob
-from lmcache_connector.scheduler.planned_ends import PlannedEnds
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 GENERATED_RUN_CHUNKS = 4
@@ -79,7 +79,7 @@ class StorePlanner:
         self._tally = tally
         self._new_job_id = new_job_id
         self._reuse_tracker = ReuseTracker()
-        self._ends = PlannedEnds(settings)
+        self._ends = PlannedEnds(settings.parts, settings.chunk_size, settings.window_interval)
         self._has_states = any(part.rule is Rule.STATE for part in settings.parts)
         self._run_chunks = GENERATED_RUN_CHUNKS if settings.is_prefix_only else 1
 
@@ -233,7 +233,8 @@ class StorePlanner:
             if part.rule is Rule.STATE:
                 continue
             if part.rule is not Rule.PREFIX:
-                chunks = [i for i in chunks if self._ends.need(state, part, i)]
+                num_tokens, junction = state.request.num_prompt_tokens, state.store.junction
+                chunks = [i for i in chunks if self._ends.need(num_tokens, junction, part, i)]
             if not chunks:
                 continue
             block_ids = block_ids if block_ids is not None else resolve_block_ids()

@@ -181,7 +181,7 @@ class WorkerAdapter:
         if plan.cancelled_loads:
             self._jobs.cancel(plan.cancelled_loads)
         if plan.unwanted:
-            self._engine.ahead.let_go_first(plan.unwanted)
+            self._engine.let_go_first(plan.unwanted)
         for prefetch in plan.prefetches:
             self._jobs.submit(prefetch, None)
 

@@ -40,7 +40,6 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.retention.ledger import Holdings, Ledger, Limits
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.worker.lmcache_ahead import FetchedAhead
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     ChangedKeys,
@@ -131,7 +130,6 @@ class LMCacheEngineAdapter:
         limits = Limits.of(capacity_bytes, settings.tenant_share, settings.pin_share)
         self._ledger = Ledger(limits, clock)
         LedgerPolicy(self._ledger, self._database.engine_key).install(self._cpu)
-        self.ahead = FetchedAhead(self._cpu, self._database, self._ledger)
         self._changed = ChangedKeys()
         self._cpu.batched_msg_sender = self._changed
         self._writes: RedisWrites | None = None
@@ -269,7 +267,10 @@ class LMCacheEngineAdapter:
         missing = [key for key in job.keys if not self.holds(key)]
         if self._plugin is None or not missing:
             return JobTransfer.of(())
-        found, took = self.ahead.fetch(self._plugin, missing, deadline, cancelled)
+        engine_keys = list(map(self._database.engine_key, missing))
+        found, took = self._plugin.fetch(engine_keys, deadline, cancelled.is_set)
+        if cancelled.is_set():  # the request may have gone before they came
+            self.let_go_first(missing)
         return JobTransfer(
             num_keys=len(missing),
             num_chunks=found,
@@ -278,6 +279,11 @@ class LMCacheEngineAdapter:
             redis_seconds=took.redis_seconds,
             redis_failed=took.cut_off and not cancelled.is_set(),
         )
+
+    def let_go_first(self, keys: Sequence[bytes]) -> None:
+        """Nobody waits any more for what was fetched of these. What a job has used stays."""
+        with self._cpu.cpu_lock:
+            self._ledger.give_up(keys)
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""

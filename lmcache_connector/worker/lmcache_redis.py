@@ -144,6 +144,18 @@ class RedisStoragePlugin(StoragePluginInterface):
     def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
         return self.batched_get_blocking([key])[0]
 
+    def fetch(
+        self, keys: Sequence[CacheEngineKey], deadline: float, cancelled: Callable[[], bool]
+    ) -> tuple[int, LoadContext]:
+        """Bring chunks that memory lacks. How many of the leading ones are there now, and what
+        that took. ``deadline``: a reading of the tier's clock."""
+        with self.load_context(deadline, cancelled) as context:
+            objects = self.batched_get_blocking(list(keys))
+        for memory in objects:
+            if memory is not None:
+                memory.ref_count_down()
+        return len(objects) - objects.count(None), context
+
     # Stores.
 
     def batched_submit_put_task(

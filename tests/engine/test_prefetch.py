@@ -16,6 +16,7 @@ from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import wait_for_values
+from tests.support.unused import num_unused
 
 NUM_TOKENS, NUM_CHUNKS = 1100, 4
 NUM_HEADS = 4
@@ -85,7 +86,7 @@ def _held_on_rank(worker: Any, keys: list[bytes]) -> int:
 
 
 def _unused_on_rank(worker: Any) -> int:
-    return len(_worker(worker)._engine.ahead)
+    return num_unused(_worker(worker)._engine)
 
 
 def queue_behind(probe: EngineProbe, prompt: list[int]) -> tuple[str, str, list[int]]:

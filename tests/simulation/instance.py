@@ -38,7 +38,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StepPlan
+from lmcache_connector.plans import (
+    JobResult,
+    LoadJob,
+    Outcome,
+    PrefetchJob,
+    StepPlan,
+    StoreJob,
+)
 from tests.simulation import stdlib
 from tests.simulation.kernel import Kernel, Process, SimulationFailure
 from tests.simulation.kv_memory import KVMemory, next_cell
@@ -299,7 +306,9 @@ class Instance:
         if passes or plan.loads or plan.stores or plan.prefetches:
             shown = [f"{p.request_id}[{p.start}:{p.end}]{tables[p.request_id]}" for p in passes]
             self.kernel.trace(f"step: {' '.join(shown)}")
-        for job in (*plan.loads, *plan.stores, *plan.prefetches):
+        jobs: tuple[LoadJob | StoreJob | PrefetchJob, ...]
+        jobs = (*plan.loads, *plan.stores, *plan.prefetches)
+        for job in jobs:
             kind = type(job).__name__
             keys = [key.hex()[:6] for key in job.keys]
             self.kernel.trace(

@@ -92,17 +92,17 @@ def leaked_memory() -> None:
 
 def fetched_ahead_and_kept() -> None:
     """A chunk that was fetched ahead is never given back."""
-    from lmcache_connector.worker.lmcache_ahead import FetchedAhead
+    from lmcache_connector.worker.lmcache_redis import RedisStoragePlugin
 
-    fetch = FetchedAhead.fetch
+    fetch = RedisStoragePlugin.fetch
 
-    def keep(self: Any, plugin: Any, *more: Any) -> Any:
-        found = fetch(self, plugin, *more)
-        for key in more[0]:
-            plugin.local_cpu_backend.get_blocking(self._database.engine_key(key))
+    def keep(self: Any, keys: Any, *more: Any) -> Any:
+        found = fetch(self, keys, *more)
+        for key in keys:
+            self.local_cpu_backend.get_blocking(key)
         return found
 
-    FetchedAhead.fetch = keep  # type: ignore[method-assign]
+    RedisStoragePlugin.fetch = keep  # type: ignore[method-assign]
 
 
 def breaker_stays_open() -> None:

@@ -9,6 +9,7 @@ from lmcache_connector.plans import Outcome, PartRun, PrefetchJob, StepPlan
 from tests.support.jobs import load_job, store_job
 from tests.support.redis.server_groups import wait_until
 from tests.support.redis.slow_proxy import SlowLink
+from tests.support.unused import num_unused
 from tests.worker.test_adapter import (
     GEOMETRY,
     KEYS,
@@ -61,7 +62,7 @@ def test_a_request_that_waited_loads_from_memory(
     reader.run(load_from_memory(3, range(20)))
     assert reader.wait_for(3).outcome is Outcome.DONE
     assert same(reader.blocks(range(40)), stored(written, range(20)))
-    assert len(reader.worker._engine.ahead) == 0
+    assert num_unused(reader.worker._engine) == 0
 
 
 def test_a_load_waits_for_the_chunks_under_way_and_fetches_none_twice(
@@ -86,7 +87,7 @@ def test_a_prefetch_ends_while_redis_is_silent(
     connected(reader)
     link.set(stalled=True)
     before = reader.worker._engine.num_chunks
-    jobs = prefetch(1, range(10)), prefetch(2, range(10, 20))
+    jobs: tuple[PrefetchJob, ...] = (prefetch(1, range(10)), prefetch(2, range(10, 20)))
     if not cancelled:
         jobs = tuple(PrefetchJob(j.job_id, j.request_id, j.runs, 0.2) for j in jobs)
     reader.run(StepPlan(prefetches=jobs))
@@ -136,10 +137,9 @@ def test_what_nobody_used_is_the_first_to_go(reader: Instance, written: list[tor
     reader.run(load_from_memory(3, range(4)))
     reader.wait_for(3)
     reader.run(StepPlan(unwanted=KEYS[:10]))
-    engine = reader.worker._engine
-    first = [key.chunk_hash for key in list(engine._cpu.hot_cache)[:6]]
-    assert set(first) == {int.from_bytes(key, "big") for key in KEYS[4:10]}
-    assert len(engine.ahead) == 0
+    first = reader.worker._engine._ledger.evict(6, lambda _: True)
+    assert set(first) == set(KEYS[4:10])
+    assert num_unused(reader.worker._engine) == 0
 
 
 def test_what_comes_too_late_is_the_first_to_go(reader: Instance, link: SlowLink) -> None:
@@ -149,4 +149,4 @@ def test_what_comes_too_late_is_the_first_to_go(reader: Instance, link: SlowLink
     reader.run(StepPlan(prefetches=(prefetch(1, range(8)),)))
     reader.run(StepPlan(cancelled_loads=(1,), unwanted=KEYS[:8]))
     reader.wait_for(1)
-    assert len(reader.worker._engine.ahead) == 0
+    assert num_unused(reader.worker._engine) == 0

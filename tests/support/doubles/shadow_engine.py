@@ -38,9 +38,11 @@ from lmcache_connector.plans import (
     Calibration,
     LoadJob,
     PartRun,
+    PrefetchJob,
     RankReport,
     RankStart,
     StepPlan,
+    StoreJob,
 )
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
@@ -355,6 +357,7 @@ class ShadowEngine:
     def _name_keys(self, plan: StepPlan, tables: dict[str, BlockIds]) -> None:
         """Say what each key of a plan must hold, from the request's own tokens."""
         size = self.shape.chunk_size
+        jobs: tuple[StoreJob | LoadJob | PrefetchJob, ...]
         jobs = (*plan.stores, *plan.loads, *plan.prefetches)
         for job in jobs:
             if isinstance(job, AuditJob):

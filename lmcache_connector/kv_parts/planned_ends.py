@@ -7,36 +7,37 @@ parted from another, or wherever an answer broke off; and every few windows, for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lmcache_connector.kv_parts.hit import chunks_to_load
 from lmcache_connector.kv_parts.part import Part
-from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 _WINDOWS_PER_END = 8
 
 
 class PlannedEnds:
-    """``window_interval`` of the settings: the most tokens between two planned ends."""
+    """``window_interval``: the most tokens between two planned ends; ``None``: 8 windows."""
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self._chunk_size = settings.chunk_size
-        interval = settings.window_interval
-        if interval is None:
-            interval = _WINDOWS_PER_END * max(part.span for part in settings.parts)
-        self._interval_chunks = max(1, -(-interval // settings.chunk_size))
+    def __init__(self, parts: Sequence[Part], chunk_size: int, window_interval: int | None) -> None:
+        self._chunk_size = chunk_size
+        if window_interval is None:
+            window_interval = _WINDOWS_PER_END * max(part.span for part in parts)
+        self._interval_chunks = max(1, -(-window_interval // chunk_size))
 
-    def need(self, state: RequestState, part: Part, chunk: int) -> bool:
-        """Whether a hit that ends where one is planned to needs this chunk of a window."""
-        end = self._next(state, chunk)
+    def need(self, num_prompt_tokens: int, junction: int, part: Part, chunk: int) -> bool:
+        """Whether a hit that ends where one is planned to needs this chunk of a window.
+        ``junction``: the chunk before which others part from the prompt."""
+        end = self._next(num_prompt_tokens, junction, chunk)
         return chunk >= chunks_to_load(part, self._chunk_size, 0, end).start
 
-    def _next(self, state: RequestState, chunk: int) -> int:
+    def _next(self, num_tokens: int, junction: int, chunk: int) -> int:
         """The first planned end after a chunk."""
-        num_tokens, size = state.request.num_prompt_tokens, self._chunk_size
+        size = self._chunk_size
         last = num_tokens // size
         if chunk >= last:
             return chunk + 1
         again = (num_tokens - 1) // size  # the same prompt: its last token is computed
         # An audit leaves one more chunk of it to compute.
-        ends = (again - 1, again, last, state.store.junction)
+        ends = (again - 1, again, last, junction)
         every = (chunk // self._interval_chunks + 1) * self._interval_chunks
         return min(every, *(end for end in ends if end > chunk))
