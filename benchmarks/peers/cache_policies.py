@@ -154,11 +154,12 @@ class ByTurns:
 
     def serve(self, at: float, blocks: Sequence[int]) -> int:
         found = _num_leading([block in self._owner for block in blocks])
-        prompt = [at, self._learn(at, blocks), list(blocks)]
+        kind = self._learn(at, blocks)
+        prompt = [at, kind, list(blocks)]
         for block in blocks:
             self._owner[block] = prompt
         self._num_served += 1
-        self._queues[prompt[1]][self._num_served] = prompt
+        self._queues[kind][self._num_served] = prompt
         while len(self._owner) > self._capacity:
             self._let_go(at)
         return found

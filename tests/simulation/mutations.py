@@ -102,7 +102,7 @@ def fetched_ahead_and_kept() -> None:
             self.local_cpu_backend.get_blocking(key)
         return found
 
-    RedisStoragePlugin.fetch = keep  # type: ignore[method-assign]
+    RedisStoragePlugin.fetch = keep  # type: ignore[method-assign, assignment]
 
 
 def breaker_stays_open() -> None:
