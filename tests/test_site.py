@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_docs import DOCS, ROOT, build
+from tests.support import ROOT
+from tests.test_docs import DOCS, build
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 pytestmark = pytest.mark.skipif(
