@@ -311,7 +311,7 @@ class JobDispatcher:
         self._book.forget_if_done(state)
 
 
-def _span_name(job: LoadJob | StoreJob) -> str:
+def _span_name(job: LoadJob | StoreJob | PrefetchJob) -> str:
     kind = type(job).__name__.removesuffix("Job").lower()
     return f"{kind} {job.job_id}"
 

@@ -115,8 +115,8 @@ class PlannedJobs:
         """The plan of a step: all that was added since the last one, and what is known of this.
         ``None``, as for nearly every decode step: nothing."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
-        new = new or self._prefetches or unwanted
-        if not (idle or new or prefill or probe or adapter_question or wanted):
+        ahead = self._prefetches or unwanted
+        if not (idle or new or ahead or prefill or probe or adapter_question or wanted):
             return None
         plan = StepPlan(
             loads=tuple(self._loads),

@@ -102,7 +102,7 @@ def fetched_ahead_and_kept() -> None:
             plugin.local_cpu_backend.get_blocking(self._database.engine_key(key))
         return found
 
-    FetchedAhead.fetch = keep  # type: ignore[method-assign]
+    FetchedAhead.fetch = keep  # type: ignore[assignment, method-assign]
 
 
 def breaker_stays_open() -> None:
