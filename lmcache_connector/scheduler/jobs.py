@@ -117,8 +117,8 @@ class PlannedJobs:
         """The plan of a step: all that was added since the last one, and what is known of this.
         ``None``, as for nearly every decode step: nothing."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
-        has_new = bool(new or self._prefetches or unwanted or uses)
-        if not (idle or has_new or prefill or probe or adapter_question or wanted):
+        more = self._prefetches or unwanted or uses
+        if not (idle or new or more or prefill or probe or adapter_question or wanted):
             return None
         plan = StepPlan(
             loads=tuple(self._loads),

@@ -267,7 +267,7 @@ class Tiers:
             gate = StepGate()  # blocks stay as they are until the store has ended
             moved = self._engine.store(job, queued.fence, queued.cancelled, gate, parts)
         else:
-            assert isinstance(job, LoadJob), "nothing else was submitted"
+            assert isinstance(job, LoadJob)  # no request waits in a queue here
             moved = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline, parts)
         is_whole = moved.num_chunks == moved.num_keys
         return JobResult(

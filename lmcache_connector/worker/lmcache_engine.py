@@ -302,7 +302,7 @@ class LMCacheEngineAdapter:
     @property
     def has_news(self) -> bool:
         """Whether `take_events` or `take_written` would return something."""
-        return bool(self._changed) or (self._writes is not None and self._writes.has_news)
+        return bool(self._changed.keys or (self._writes is not None and self._writes.written))
 
     def take_events(self) -> tuple[CacheEvent, ...]:
         """Of each chunk that came to the CPU tier or left it since the last call, whether it is

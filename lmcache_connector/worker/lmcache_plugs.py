@@ -215,24 +215,22 @@ class ChangedKeys:
     """Stands where LMCache's CPU tier expects its controller's message sender.
 
     It keeps which chunks came or went, not which of the two: LMCache reports a removal outside its
-    lock, so that a chunk that has come back meanwhile would be reported gone for good.
+    lock, so that a chunk that has come back meanwhile would be reported gone for good. ``keys``:
+    those that were not taken yet.
     """
 
     def __init__(self) -> None:
-        self._keys: deque[int] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
+        self.keys: deque[int] = deque()
 
     def add_kv_op(self, op_type: OpType, key: int) -> None:
-        self._keys.append(key)
+        self.keys.append(key)
 
     def close(self) -> None:
         """Nothing to stop: there is no thread."""
 
     def take(self) -> tuple[bytes, ...]:
         """Each once. What changes after this call is in the next."""
-        keys = dict.fromkeys(self._keys.popleft() for _ in range(len(self._keys)))
+        keys = dict.fromkeys(self.keys.popleft() for _ in range(len(self.keys)))
         return tuple(key.to_bytes(CHUNK_KEY_BYTES, "big") for key in keys)
 
 

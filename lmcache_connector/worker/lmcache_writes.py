@@ -25,8 +25,8 @@ class RedisWrites:
     """One rank's. Writes end on threads of the tier; the rest is called by the job lanes and the
     engine's step.
 
-    ``report``: whether what has come to Redis is to be told, by `take_written`. ``clock`` returns
-    seconds.
+    ``report``: whether what has come to Redis is to be told, by `take_written`. ``written``: what
+    was not told yet. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RedisWrites:
         self._cpu = cpu
         self._database = database
         self._report = report
-        self._written: deque[bytes] = deque()
+        self.written: deque[bytes] = deque()
         self._reconciler = Reconciler(self._offer, self._may_offer, pace, clock)
 
     def context(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
@@ -69,14 +69,9 @@ class RedisWrites:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
         self._reconciler.want(keys)
 
-    @property
-    def has_news(self) -> bool:
-        """Whether `take_written` would return something."""
-        return bool(self._written)
-
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks that have come to Redis since the last call."""
-        return tuple(self._written.popleft() for _ in range(len(self._written)))
+        return tuple(self.written.popleft() for _ in range(len(self.written)))
 
     def close(self, seconds: float) -> None:
         """Offer nothing more, and close the tier: what is queued gets ``seconds``."""
@@ -106,4 +101,4 @@ class RedisWrites:
     def _ended(self, key: bytes, stored: bool) -> None:
         self._reconciler.ended(key, stored)
         if stored and self._report:
-            self._written.append(key)
+            self.written.append(key)

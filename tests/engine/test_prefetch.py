@@ -15,7 +15,7 @@ from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
-from tests.support.redis.values import wait_for_values
+from tests.support.redis.values import value_names, wait_for_values
 from tests.support.unused import num_unused
 
 NUM_TOKENS, NUM_CHUNKS = 1100, 4
@@ -45,8 +45,7 @@ def engine(
 def stored(engine: VllmInstance, valkey: Server, request: pytest.FixtureRequest) -> Stored:
     """A prompt of its own that Redis has, and no memory."""
     seed = sum(map(ord, request.node.name))
-    with valkey.client() as client:
-        before = client.dbsize()
+    before = len(value_names(valkey))
     cold = engine.serve(random_prompt(seed, NUM_TOKENS))
     wait_for_values(valkey, before + NUM_CHUNKS * NUM_HEADS)
     engine.call(forget_everything)
