@@ -14,12 +14,12 @@ from lmcache_connector.plans import Claim, PrefixUse
 
 
 class PrefixUses:
-    """Collects uses for the next plan. ``parts``: the model's."""
+    """Collects uses for the next plan. ``parts``: the model's. ``new``: since the last one."""
 
     def __init__(self, parts: Sequence[Part], index: ChunkIndex) -> None:
         self._parts = parts
         self._index = index
-        self._new: list[PrefixUse] = []
+        self.new: list[PrefixUse] = []
 
     def add(self, chunk_keys: Sequence[bytes], claim: Claim) -> None:
         """A new request has this prompt. O(its chunks)."""
@@ -33,11 +33,9 @@ class PrefixUses:
             num_held = are_held.index(False) if False in are_held else len(own)
             keys += own[max(0, num_held - 1) : num_held]  # the last: it builds on all the others
         if keys:
-            self._new.append(PrefixUse(claim, tuple(keys)))
+            self.new.append(PrefixUse(claim, tuple(keys)))
 
     def take(self) -> tuple[PrefixUse, ...]:
         """Since the last call."""
-        if not self._new:
-            return ()
-        new, self._new = tuple(self._new), []
+        new, self.new = tuple(self.new), []
         return new

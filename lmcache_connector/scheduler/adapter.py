@@ -211,7 +211,7 @@ class SchedulerAdapter:
             prefill=prefill,
             probe=self._wants_probe(),
             wanted=self.wanted.take() if self.wanted.has_news else (),
-            uses=self._uses.take(),
+            uses=self._uses.take() if self._uses.new else (),
             unwanted=self._prefetcher.take_unwanted() if self._prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
             heard_adapters=adapters.heard,
