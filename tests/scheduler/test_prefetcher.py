@@ -186,6 +186,8 @@ def crowded(model: Path, **shape: object) -> tuple[ShadowEngine, str, list[int]]
     engine.add(prompt(6, 9 * CHUNK), 60)
     while not engine.scheduler.running:
         engine.step()
+    for _ in range(engine.shape.depth):  # what has left memory is told with a later step
+        engine.step()
     return engine, engine.add(wanted, 3), wanted
 
 
