@@ -34,13 +34,20 @@ _TRANSPORTS = ("nixl", "tcp", "vllm-nixl")
 _SHAPE = replace(DEMO_SHAPE, max_position=32768)
 _FOR_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 _CACHE_BYTES = 768 << 20
+_LONG_TOKENS = 10_000
+"""From there on a prompt's prefill takes minutes on a core: one round must do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-tokens", type=int, nargs="+", default=[1000, 6000, 30000], help="lengths"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="prompts of each length, for medians")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="prompts of each length, for medians; of long ones, one",
+    )
     parser.add_argument(
         "--transport", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS), help="in turns"
     )
@@ -49,7 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     lengths, ways = args.prompt_tokens, args.transport
-    task = progress.add_task("Starting engines", total=len(ways) + len(lengths) * args.rounds)
+
+    def rounds_of(num_tokens: int) -> int:
+        return 1 if num_tokens >= _LONG_TOKENS else int(args.rounds)
+
+    task = progress.add_task("Starting engines", total=len(ways) + sum(map(rounds_of, lengths)))
     runs = []
     with Engines(_SHAPE) as engines:
         pairs = []
@@ -63,13 +74,13 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 for pair in pairs:
                     pair.round(num_tokens)  # unmeasured: memory is touched for the first time
                 rounds: dict[str, list[_Round]] = {way: [] for way in ways}
-                for number in range(args.rounds):
+                for number in range(rounds_of(num_tokens)):
                     progress.update(task, description=f"{num_tokens} tokens, round {number + 1}")
                     for pair in pairs:
                         one = pair.round(num_tokens)
                         rounds[pair.way].append(replace(one, raw_gbps=raw[pair.way].gbps()))
                     progress.advance(task)
-            recomputed = statistics.median(pairs[0].recompute(num_tokens) for _ in range(3))
+            recomputed = statistics.median(pairs[0].recompute(num_tokens) for _ in rounds[ways[0]])
             runs += [_fields(way, num_tokens, rounds[way], recomputed) for way in ways]
     _compare(runs)
     return {
