@@ -174,7 +174,9 @@ class AddressPool:
         return len(self._free)
 
     def allocate(self) -> AddressChunk | None:
-        return AddressChunk(self._free.pop(), self._free.append) if self._free else None
+        if not self._free:
+            return None
+        return AddressChunk(self._free.pop(), self._chunk_bytes, self._free.append)
 
 
 @dataclass
@@ -182,8 +184,16 @@ class AddressChunk:
     """One chunk of an :class:`AddressPool`, and how many refer to it."""
 
     data_ptr: int
+    num_bytes: int
     give_back: Callable[[int], None]
     num_references: int = 1
+
+    @property
+    def can_evict(self) -> bool:
+        return self.num_references == 1
+
+    def get_physical_size(self) -> int:
+        return self.num_bytes
 
     def ref_count_up(self) -> None:
         self.num_references += 1
