@@ -270,7 +270,7 @@ def forget_on_rank(worker: Any, rank: int, keys: list[bytes], silently: bool) ->
 
     engine = get_kv_transfer_group()._worker._engine
     if worker.rank == rank:
-        reported = engine._events
+        reported = engine._changed
         if silently:
             engine._cpu.batched_msg_sender = type(reported)()
         for key in keys:

@@ -217,7 +217,9 @@ def test_prometheus_is_told_what_was_sent(engines: Engines, tiny_model: Path) ->
     )
     assert sent.pop("handovers_total") == 2
     assert sent.keys() <= {"reserved_bytes"}
-    assert received.pop("load_seconds_sum") >= received.pop("receive_seconds_total") > 0
+    assert received.pop("load_seconds_sum") > 0
+    # Bytes may come while the prompt is still computed elsewhere, before anybody waits for them.
+    assert received.pop("receive_seconds_total") > 0
     num_blocks = -(-1700 // 128) + -(-600 // 128)
     assert received == {
         "loads_total": 3,
