@@ -42,7 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("site")
     done = build(ROOT / "mkdocs.yml", folder)
     assert done.returncode == 0, done.stderr
-    (folder / "faulty.html").write_text('<h1>Faulty</h1><img src="missing.png">')
+    (folder / "faulty.html").write_text("<h1>Faulty</h1><script>nothing.there()</script>")
     handler = functools.partial(_Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -82,7 +82,7 @@ class SchedulerAdapter:
         self.kv_events = kv_events
         self.tally = tally
         self.wanted = wanted
-        self.spans = spans or Spans()
+        self.spans = spans if spans is not None else Spans()
         self.witness = BlockWitness(settings)
         self._settings = settings
         self._metrics = metrics

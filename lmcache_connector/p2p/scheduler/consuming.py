@@ -51,7 +51,7 @@ class ConsumingRequests:
         self, settings: P2PSchedulerSettings, tally: Tally, spans: Spans | None = None
     ) -> None:
         self._settings = settings
-        self._spans = spans or Spans()
+        self._spans = spans if spans is not None else Spans()
         self._tally = tally
         self._requests: dict[str, _Consuming] = {}
         self._arrivals: list[Arrival] = []
