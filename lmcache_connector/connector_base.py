@@ -149,6 +149,7 @@ class _Step:
     forward_ended: bool = False
 
 
+@STANDING.without_lost
 class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
     """Passes vLLM's calls on to the side that this process has.
 

