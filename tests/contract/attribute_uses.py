@@ -1,7 +1,7 @@
 """Attributes that our sources read of another package's objects, as far as annotations tell.
 
 A parameter or a field of ours that is annotated with such a class has its fields; so does what it
-is assigned to. Nothing is followed through calls.
+is assigned to, and a class of ours that derives from it. Nothing is followed through calls.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import ast
 from collections.abc import Collection, Iterator, Mapping
 
 Uses = set[tuple[str, str]]
-"""(class, attribute)."""
+"""(class, attribute); of what one with several bases inherits, all of them."""
+AND = " and "
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -21,8 +22,33 @@ def attribute_uses(
     """Of ``classes``, by their names. ``fields``: what class some of their fields are of."""
     tree = ast.parse(source)
     own = {f"self.{name}": kind for name, kind in _annotated(tree, classes)}
-    scopes = [node for node in ast.walk(tree) if isinstance(node, _Function)]
-    return {use for scope in scopes for use in _Scope(scope, classes, fields, own).uses()}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, _Function):
+            found.update(_Scope(node, classes, fields, own).uses())
+        elif isinstance(node, ast.ClassDef):
+            line = AND.join(bases(node, classes))
+            found.update((line, name) for name in _inherited(node) if line)
+    return found
+
+
+def bases(node: ast.ClassDef, classes: Collection[str]) -> list[str]:
+    """Which of the classes one of ours derives from."""
+    names = [ast.unparse(b.value if isinstance(b, ast.Subscript) else b) for b in node.bases]
+    return [name for name in names if name in classes]
+
+
+def _inherited(node: ast.ClassDef) -> set[str]:
+    """What a class reads of itself and does not define."""
+    own, read = {each.name for each in node.body if isinstance(each, _Function)}, set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.AnnAssign):
+            own.add(ast.unparse(each.target).removeprefix("self."))
+        elif isinstance(each, ast.Assign):
+            own.update(ast.unparse(target).removeprefix("self.") for target in each.targets)
+        elif isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self":
+            read.add(each.attr)
+    return read - own
 
 
 class _Scope:

@@ -18,7 +18,7 @@ from lmcache_connector.vllm_compat.api.versions import (
     release_of,
 )
 from tests.contract import kept
-from tests.contract.attribute_uses import attribute_uses
+from tests.contract.attribute_uses import AND, attribute_uses, bases
 from tests.contract.source_tree import SourceTree
 from tests.support import ROOT
 
@@ -141,7 +141,26 @@ def test_every_attribute_that_is_read_is_in_the_table(
     sources = [file.read_text() for file in (ROOT / "lmcache_connector").glob(files)]
     read = {use for source in sources for use in attribute_uses(source, classes, FIELDS)}
     assert len(read) > least
-    assert {(kind, name) for kind, name in read if name not in declared.get(kind, ())} == set()
+    assert {
+        (kind, name)
+        for kind, name in read
+        if not any(name in declared.get(each, ()) for each in kind.split(AND))
+    } == set()
+
+
+@pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
+def test_of_what_we_derive_from_every_abstract_method_is_known(package: Package) -> None:
+    known = {use.name for use in package.table if use.abstract is not None}
+    classes = {use.name.partition(".")[0] for use in package.table}
+    found = {
+        base
+        for file in (ROOT / "lmcache_connector").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and file.parent.name != "neighbours"
+        for base in bases(node, classes)
+    }
+    assert len(found) > 3
+    assert found <= known
 
 
 def test_attributes_are_followed_from_what_is_annotated() -> None:
@@ -150,19 +169,26 @@ def test_attributes_are_followed_from_what_is_annotated() -> None:
         kept: Request
         def __init__(self, config: VllmConfig | None) -> None:
             self._config = config
+            self.own = self._config
         def f(self, others: list[Request], *, given: Request) -> None:
             model, text = self._config.model_config, self.kept.one
             model.two
             given.three.four
             others.append(text.five)
+    class Derived(Base[int]):
+        declared: int
+        def f(self) -> None:
+            self.f()
+            self.set = self.declared + self.set + self.inherited
     """
     kinds = {("VllmConfig", "model_config"): "ModelConfig"}
-    found = attribute_uses(textwrap.dedent(source), {"Request", "VllmConfig"}, kinds)
+    found = attribute_uses(textwrap.dedent(source), {"Base", "Request", "VllmConfig"}, kinds)
     assert found == {
         ("VllmConfig", "model_config"),
         ("ModelConfig", "two"),
         ("Request", "one"),
         ("Request", "three"),
+        ("Base", "inherited"),
     }
 
 

@@ -1,17 +1,24 @@
-"""A vLLM that nobody has tested shares nothing with those that were, and says so once."""
+"""Tested versions of vLLM share; one that nobody has tested runs apart, and says so once."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
-from tests.support.redis.servers import Server
+from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names, wait_for_values
 
 NUM_HEADS = 4
@@ -63,3 +70,54 @@ def test_an_unverified_vllm_runs_apart(
         assert hit.block_digests == cold.block_digests
         assert unverified.log.count("was not tested") == 1
         assert "self-test passed" in unverified.log
+
+
+OLDEST = ROOT / ".cache" / "matrix" / "vllm-0.31.0"
+
+
+class Spawned(VllmInstance):
+    """Imports vLLM itself, from wherever this process would look first."""
+
+    context = multiprocessing.get_context("spawn")
+
+
+def vllm_version(probe: EngineProbe) -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+@contextmanager
+def laid_over(folder: Path | None) -> Iterator[None]:
+    """New processes find the vLLM that lies there; ``None``: the one of the environment."""
+    path = [each for each in sys.path if each != str(OLDEST)]
+    first = [] if folder is None else [str(folder)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*first, *path])
+        # vLLM reads what models can do in further processes.
+        patch.setenv("PYTHONPATH", os.pathsep.join(first))
+        yield
+
+
+@pytest.mark.skipif(not OLDEST.is_dir(), reason="make matrix lays it out, and runs this")
+def test_the_oldest_and_the_newest_share(tiny_model: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        valkey = stack.enter_context(running_valkey())
+        transfer = kv_transfer(redis_url=valkey.url, lookup_deadline_seconds=10.0)
+        instances = []
+        for name, folder in (("oldest", OLDEST), ("newest", None)):
+            with laid_over(folder):
+                instance = Spawned(tiny_model, transfer, tmp_path / name, **ENGINE)
+                instances.append(stack.enter_context(instance))
+        versions = [instance.call(vllm_version) for instance in instances]
+        assert len(set(versions)) == 2
+        assert versions[0].startswith("0.31.0")
+        for seed, (writer, reader) in enumerate(permutations(instances)):
+            prompt = random_prompt(seed, NUM_TOKENS)
+            cold = writer.serve(prompt)
+            assert cold.external_hit_tokens == 0
+            wait_for_values(valkey, (seed + 1) * HIT // CHUNK_SIZE * NUM_HEADS)
+            hit = reader.serve(prompt)
+            assert hit.external_hit_tokens == HIT
+            num_blocks = HIT // BLOCK_SIZE
+            assert hit.block_digests[:num_blocks] == cold.block_digests[:num_blocks]

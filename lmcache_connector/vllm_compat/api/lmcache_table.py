@@ -132,6 +132,7 @@ LMCACHE: tuple[Use, ...] = (
     Use(
         _PLUGIN,
         "StoragePluginInterface",
+        members=("local_cpu_backend",),
         abstract=(
             "batched_submit_put_task",
             "close",

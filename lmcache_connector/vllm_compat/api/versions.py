@@ -131,8 +131,8 @@ def warnings(standing: Standing) -> list[str]:
     lost = sorted(standing.lost)
     return [
         f"{found} was not tested with this release ({VLLM_PACKAGE.name} {VLLM_PACKAGE.range_text}, "
-        f"{LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text} were): the self-test runs, and "
-        "nothing is shared with instances of tested versions"
+        f"{LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text} were): nothing is shared with "
+        "instances of tested versions, and the tiers' self-test runs"
         + "".join(f"; {feature}" for feature in lost)
     ]
 
