@@ -90,7 +90,7 @@ def vllm_version(probe: EngineProbe) -> str:
 @contextmanager
 def laid_over(folder: Path | None) -> Iterator[None]:
     """New processes find the vLLM that lies there; ``None``: the one of the environment."""
-    path = [each for each in sys.path if each != str(OLDEST)]
+    path = [each for each in sys.path if Path(each).resolve() != OLDEST.resolve()]
     first = [] if folder is None else [str(folder)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*first, *path])

@@ -180,7 +180,8 @@ def installed_version(package: Package) -> str:
         if found:  # the remains of a package have none
             return found
     raise UnsupportedError(
-        f"{package.name} is not installed: pip install {package.distributions[0]}."
+        f"{package.name} is not installed, or without the metadata that tells its version: "
+        f"pip install {package.distributions[0]}."
     )
 
 
