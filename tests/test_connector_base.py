@@ -287,7 +287,7 @@ def test_two_connectors_of_an_engine_warn_once(
     monkeypatch.setattr(logging.getLogger("lmcache_connector"), "propagate", True)
     config: Any = SimpleNamespace(kv_transfer_config=object())
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
-        Bare(config, role, object())  # type: ignore[arg-type]
+        Bare(config, role, object())
     assert caplog.text.count("was not tested") == 1
 
 

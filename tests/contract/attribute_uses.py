@@ -22,7 +22,7 @@ def attribute_uses(
     """Of ``classes``, by their names. ``fields``: what class some of their fields are of."""
     tree = ast.parse(source)
     own = {f"self.{name}": kind for name, kind in _annotated(tree, classes)}
-    found = set()
+    found: Uses = set()
     for node in ast.walk(tree):
         if isinstance(node, _Function):
             found.update(_Scope(node, classes, fields, own).uses())
@@ -40,7 +40,8 @@ def bases(node: ast.ClassDef, classes: Collection[str]) -> list[str]:
 
 def _inherited(node: ast.ClassDef) -> set[str]:
     """What a class reads of itself and does not define."""
-    own, read = {each.name for each in node.body if isinstance(each, _Function)}, set()
+    own = {each.name for each in node.body if isinstance(each, _Function)}
+    read: set[str] = set()
     for each in ast.walk(node):
         if isinstance(each, ast.AnnAssign):
             own.add(ast.unparse(each.target).removeprefix("self."))

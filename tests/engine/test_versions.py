@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ from tests.support.redis.values import value_names, wait_for_values
 NUM_HEADS = 4
 NUM_TOKENS = 4 * CHUNK_SIZE + 5
 HIT = 4 * CHUNK_SIZE
-ENGINE = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 2048}
+ENGINE: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 2048}
 
 
 def pretend(folder: str) -> None:

@@ -90,7 +90,7 @@ class Standing:
         for use in VLLM:
             method = use.name.rpartition(".")[2]
             overrides = use.feature in self.lost and use.takes is not None and method in vars(kind)
-            if overrides and hasattr(super(kind, kind), method):
+            if overrides and any(method in vars(base) for base in kind.__mro__[1:]):
                 delattr(kind, method)
         return kind
 
