@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def transfer(valkey: Server, **extra: Any) -> dict[str, Any]:
-    settings = {
+    settings: dict[str, Any] = {
         "compute_or_load": "always",
         "audit_share": 0.0,
         "redis_url": valkey.url,
