@@ -175,9 +175,11 @@ class Nixl:
         generation = self._generation()
         handles: list[Any] = []
         try:
+            go_on = self._now_and_then(go_on)
             name = self._peer(generation, metadata)
             for mine, theirs in _batches(local, remote):
                 self._post(generation, name, mine, theirs, handles)
+                go_on()
             self._await(generation, handles, go_on)
         except _AgentLostError:
             raise
@@ -220,24 +222,32 @@ class Nixl:
                 agent.get_xfer_descs(_described(theirs), "DRAM"),
                 name,
             )
-            state = agent.transfer(handle)
             generation.handles.add(handle)
-            handles.append(handle)
-            if state == "ERR":
+            handles.append(handle)  # what fails may be under way in part
+            if agent.transfer(handle) == "ERR":
                 raise PeerError("a NIXL read failed", Reason.LOST)
 
     def _await(
         self, generation: _Generation, handles: Sequence[Any], go_on: Callable[[], None]
     ) -> None:
-        asked_at = self._clock()
         for handle in handles:
             while (state := self._state(generation, handle)) != "DONE":
                 if state == "ERR":
                     raise PeerError("a NIXL read failed", Reason.LOST)
-                if self._clock() - asked_at >= _CHECK_SECONDS:
-                    go_on()
-                    asked_at = self._clock()
+                go_on()
                 time.sleep(_POLL_SECONDS)
+
+    def _now_and_then(self, go_on: Callable[[], None]) -> Callable[[], None]:
+        """May be called as often as one likes."""
+        asked_at = self._clock()
+
+        def ask() -> None:
+            nonlocal asked_at
+            if self._clock() - asked_at >= _CHECK_SECONDS:
+                go_on()
+                asked_at = self._clock()
+
+        return ask
 
     def _state(self, generation: _Generation, handle: Any) -> str:
         with self._using(generation) as agent:

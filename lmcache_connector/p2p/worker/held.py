@@ -40,8 +40,9 @@ _Asked = tuple[Overlap, int]
 
 @dataclass(eq=False)
 class _Held:
-    """``digests``: by what is read; ``None`` while they are made. ``done``: who has read it.
-    ``touched_at``: when a consumer last asked for it, or it was computed."""
+    """``digests``: by what is read; ``None`` while they are made. ``told``: sessions that know
+    where it lies. ``done``: who has read it. ``touched_at``: when a consumer last asked for it, or
+    it was computed."""
 
     hold: HandoverHold
     prompt: HeldPrompt
@@ -49,6 +50,7 @@ class _Held:
     touched_at: float
     digests: dict[_Asked, tuple[bytes, ...] | None] = field(default_factory=dict)
     num_digesting: int = 0
+    told: set[bytes] = field(default_factory=set)
     done: set[_Reader] = field(default_factory=set)
     over: bool = False
 
@@ -140,6 +142,7 @@ class HeldPrompts:
             if asked is not None:
                 self._digest(held, asked)
             self._renew(held)
+            held.told.add(peer.session)
             return messages.Held(held.prompt.block_ids[want.first_block :])
 
     def proof(self, peer: Peer, read: messages.HaveRead) -> Message:
@@ -147,14 +150,15 @@ class HeldPrompts:
         with self._changed:
             held = self._held.get(read.transfer_id)
             asked = self._asked(peer, read.first_block)
-            if held is None or asked is None:
+            # Another prompt may be held under its name by now, in other blocks.
+            if held is None or asked is None or peer.session not in held.told:
                 return messages.Unknown()
+            self._renew(held)
             digests = held.digests.get(asked)
             if digests is None:
                 self._digest(held, asked)
                 return messages.Coming()
             held.done.add((peer.card.engine_id, peer.card.rank))
-            self._renew(held)
             if self._audience(peer) <= held.done:
                 self._end(held, None)
             return messages.Proof(digests)

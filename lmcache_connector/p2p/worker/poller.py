@@ -175,7 +175,7 @@ class Poller:
         idle_seconds = _IDLE_SECONDS
         try:
             while (todo := self._next(producer, idle_seconds)) is not None:
-                idle_seconds = _IDLE_SECONDS
+                is_old, idle_seconds = bool(sessions), _IDLE_SECONDS
                 try:
                     if not sessions:
                         sessions = self._open(producer.source)
@@ -192,9 +192,12 @@ class Poller:
                 except Exception:  # it costs what was asked for
                     logger.exception("Asking %s failed", producer.source)
                     cause = Cause(Reason.OTHER, f"asking {producer.source} failed")
-                self._lose(todo.waiting, cause)
                 self._leave(sessions, places)
                 sessions, places, idle_seconds = [], None, 0.0  # who names it next dials anew
+                if is_old and cause.reason is Reason.LOST:
+                    producer.asked = []  # another instance may be there by now
+                else:
+                    self._lose(todo.waiting, cause)
         finally:
             self._leave(sessions, places)
 

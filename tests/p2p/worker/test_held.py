@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
 from lmcache_connector.p2p.plans import Drop, HandoverPlan, Release
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker import adapter
+from lmcache_connector.p2p.worker import adapter, producer
 from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,
     NUM_HEADS,
@@ -21,6 +23,7 @@ from tests.support.engines.p2p_instances import (
     WIDTH,
     FakeInstance,
     check_all_arrived,
+    free_ports,
     running_instance,
 )
 from tests.support.nixl import needs_nixl
@@ -274,3 +277,67 @@ def test_the_same_name_once_more_lets_the_first_blocks_go(
     decode.load("twice", SHUFFLED, prefill.address)
     check_all_arrived(prefill, decode, "twice", OTHERS, SHUFFLED)
     prefill.until(lambda: prefill.sent.count("request of twice") == 2)
+
+
+def test_blocks_of_the_same_name_once_more_are_others(
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router asks once more while the first answer is read; the first blocks get others' KV.
+    Without digests too."""
+    prefill.hold("again", SHUFFLED, seed=13)
+
+    def again(_: Runs) -> None:
+        prefill.hold("again", OTHERS, seed=14)
+
+    meddle(decode, monkeypatch, again)
+    decode.load("again", OTHERS, prefill.address)
+    (result,) = decode.finish("request of again")
+    assert (result.num_blocks, result.cause and result.cause.reason) == (0, Reason.LOST)
+    prefill.until(lambda: prefill.sent.count("request of again") == 2)
+
+
+def test_digests_that_take_long_are_waited_for(
+    prefill: FakeInstance,
+    decode: FakeInstance,
+    settings: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waits for the proof still reads: the blocks are not taken from it."""
+    if settings.get("checksum") is False:
+        return  # there are none
+    (role,) = prefill.ranks[0].worker._roles
+    assert isinstance(role, producer.Producer)
+    held = role._held
+    assert held is not None
+    digests, go_on = held._digests, threading.Event()
+
+    def late(*args: Any) -> tuple[bytes, ...]:
+        assert go_on.wait(30)
+        return digests(*args)
+
+    monkeypatch.setattr(held, "_digests", late)
+    monkeypatch.setattr(producer, "_HOLD_SECONDS", 0.3)
+    prefill.hold("proof", SHUFFLED, seed=15)
+    read = threading.Event()
+    meddle(decode, monkeypatch, lambda _: read.set())
+    decode.load("proof", OTHERS, prefill.address)
+    assert read.wait(30)
+    end = time.monotonic() + 1.0
+    prefill.until(lambda: time.monotonic() > end)
+    assert prefill.used_bytes == 0
+    go_on.set()
+    check_all_arrived(prefill, decode, "proof")
+    prefill.until(lambda: "request of proof" in prefill.sent)
+
+
+def test_a_producer_in_the_place_of_another_is_read_at_once(
+    decode: FakeInstance, settings: dict[str, object]
+) -> None:
+    """Nothing is lost to a connection that ended with the one before."""
+    port = free_ports(1)
+    for name in ("before", "after"):
+        with running_instance(produces=True, port=port, **settings) as prefill:  # type: ignore[arg-type]
+            prefill.hold(name, SHUFFLED)
+            decode.load(name, OTHERS, prefill.address)
+            check_all_arrived(prefill, decode, name)
+            prefill.until(lambda: f"request of {name}" in prefill.sent)  # noqa: B023
