@@ -16,6 +16,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -45,10 +46,12 @@ _IDLE_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Generation:
-    """An agent with what it was told. ``peers``: their names, by metadata."""
+    """An agent with what it was told. ``peers``: their names, by metadata. ``reads``: under way, by
+    metadata."""
 
     agent: Any
     peers: dict[bytes, str] = field(default_factory=dict)
+    reads: Counter[bytes] = field(default_factory=Counter)
     handles: set[Any] = field(default_factory=set)
 
 
@@ -150,13 +153,15 @@ class Nixl:
                 go_on()
 
     def forget(self, metadata: bytes) -> None:
-        """Nothing more is read there."""
+        """Nothing more is read there by who says so: who still does says it later."""
         with self._lock:
             generation = self._reading
-            name = generation.peers.pop(metadata, None) if generation is not None else None
+            if generation is None or generation.reads[metadata]:
+                return
+            name = generation.peers.pop(metadata, None)
             if name is not None:
                 with _logged("a NIXL peer was not forgotten"):
-                    generation.agent.remove_remote_agent(name)  # type: ignore[union-attr]
+                    generation.agent.remove_remote_agent(name)
 
     def close(self, seconds: float) -> None:
         """End both agents. Bounded by ``seconds``."""
@@ -176,11 +181,11 @@ class Nixl:
         handles: list[Any] = []
         try:
             go_on = self._now_and_then(go_on)
-            name = self._peer(generation, metadata)
-            for mine, theirs in _batches(local, remote):
-                self._post(generation, name, mine, theirs, handles)
-                go_on()
-            self._await(generation, handles, go_on)
+            with self._peer(generation, metadata) as name:
+                for mine, theirs in _batches(local, remote):
+                    self._post(generation, name, mine, theirs, handles)
+                    go_on()
+                self._await(generation, handles, go_on)
         except _AgentLostError:
             raise
         except BaseException as error:
@@ -200,7 +205,9 @@ class Nixl:
                 self._reading = self._begin(with_memory=True)
             return self._reading
 
-    def _peer(self, generation: _Generation, metadata: bytes) -> str:
+    @contextlib.contextmanager
+    def _peer(self, generation: _Generation, metadata: bytes) -> Iterator[str]:
+        """Its name. It is not forgotten inside."""
         with self._using(generation) as agent:
             name = generation.peers.get(metadata)
             if name is None:
@@ -209,7 +216,12 @@ class Nixl:
                 said: str | bytes = agent.add_remote_agent(metadata)
                 name = said.decode() if isinstance(said, bytes) else said
                 generation.peers[metadata] = name
-            return name
+            generation.reads[metadata] += 1
+        try:
+            yield name
+        finally:
+            with self._lock:
+                generation.reads -= Counter([metadata])
 
     def _post(
         self, generation: _Generation, name: str, mine: Runs, theirs: Runs, handles: list[Any]

@@ -169,6 +169,18 @@ def test_a_long_read_asks_again_and_again_whether_to_go_on() -> None:
     assert len(asked) >= SIZE // (16 << 20)
 
 
+def test_a_peer_is_not_forgotten_while_it_is_read() -> None:
+    """Another connection to it may end meanwhile."""
+    seconds = count()
+    with pair(lambda: float(next(seconds))) as (reader, read, mine, theirs):
+        metadata = read.metadata()
+        reader.read(metadata, mine, theirs, lambda: reader.forget(metadata))
+        assert reader._reading is not None
+        assert set(reader._reading.peers) == {metadata}
+        reader.forget(metadata)
+        assert not reader._reading.peers
+
+
 def test_a_read_that_fails_when_it_begins_takes_the_agent_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
