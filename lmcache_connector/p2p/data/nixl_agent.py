@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.errors import PeerError, ReadError
 from lmcache_connector.p2p.reasons import Reason
 from lmcache_connector.threads import start_thread
 
@@ -144,7 +144,7 @@ class Nixl:
         """Fill ``local`` with what is at ``remote``; the same sizes, run by run.
 
         Blocks. ``go_on`` is called every moment and raises ``PeerError`` to end it. Raises
-        ``PeerError``; then too nothing lands any more once this has returned.
+        ``ReadError`` where NIXL fails; then too nothing lands any more once this has returned.
         """
         while True:
             try:
@@ -195,7 +195,7 @@ class Nixl:
             if isinstance(error, PeerError) or not isinstance(error, Exception):
                 raise
             text = f"a NIXL read failed: {type(error).__name__} {str(error)[:100]}"
-            raise PeerError(text, Reason.LOST) from error
+            raise ReadError(text, Reason.LOST) from error
 
     def _generation(self) -> _Generation:
         with self._lock:
@@ -237,7 +237,7 @@ class Nixl:
             generation.handles.add(handle)
             handles.append(handle)  # what fails may be under way in part
             if agent.transfer(handle) == "ERR":
-                raise PeerError("a NIXL read failed", Reason.LOST)
+                raise ReadError("a NIXL read failed", Reason.LOST)
 
     def _await(
         self, generation: _Generation, handles: Sequence[Any], go_on: Callable[[], None]
@@ -245,7 +245,7 @@ class Nixl:
         for handle in handles:
             while (state := self._state(generation, handle)) != "DONE":
                 if state == "ERR":
-                    raise PeerError("a NIXL read failed", Reason.LOST)
+                    raise ReadError("a NIXL read failed", Reason.LOST)
                 go_on()
                 time.sleep(_POLL_SECONDS)
 

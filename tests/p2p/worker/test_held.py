@@ -341,3 +341,22 @@ def test_a_producer_in_the_place_of_another_is_read_at_once(
             decode.load(name, OTHERS, prefill.address)
             check_all_arrived(prefill, decode, name)
             prefill.until(lambda: f"request of {name}" in prefill.sent)  # noqa: B023
+
+
+def test_reads_that_nixl_does_not_do_cost_no_hand_over(
+    prefill: FakeInstance, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt comes in frames, and their payload on the connection itself."""
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("NIXL_ERR_NOT_ALLOWED")
+
+    with running_instance(consumes=True, **settings) as decode:  # type: ignore[arg-type]
+        nixl = decode.ranks[0].worker._nixl
+        assert nixl is not None
+        monkeypatch.setattr(nixl, "_post", fail)
+        for name in ("unread", "unread too"):
+            prefill.hold(name, SHUFFLED, seed=16)
+            decode.load(name, OTHERS, prefill.address)
+            check_all_arrived(prefill, decode, name)
+        prefill.until(lambda: prefill.used_bytes == 0)
