@@ -182,6 +182,29 @@ def test_aborts_leave_nothing(engines: Engines) -> None:
     rest(engines)
 
 
+def reset_until_done(probe: EngineProbe) -> list[bool]:
+    """As one does who is told to try again. Returns the answers."""
+    answers = []
+    for _ in range(10_000):
+        answers.append(bool(probe.engine.reset_prefix_cache(reset_connector=True)))
+        if answers[-1]:
+            break
+        probe.engine.step()
+    return answers
+
+
+def test_resets_that_are_tried_again_separate_nobody(engines: Engines) -> None:
+    """vLLM makes none while a prompt is held. Then it does, on either side."""
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    rest(engines)
+    prefill.call(prefill_only, Ask(engines.name(), random_prompt(40, 700), 1))
+    answers = prefill.call(reset_until_done)
+    assert (answers[0], answers[-1]) == (False, True)
+    assert decode.call(reset_until_done) == [True]
+    check(*engines.hand_over(random_prompt(41, 700)), 700)
+    rest(engines)
+
+
 def test_a_decode_engine_that_stops_in_a_read_reads_nothing_wrong(engines: Engines) -> None:
     """Meanwhile the blocks come free, and others write into them."""
     (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
