@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
-from lmcache_connector.p2p.plans import Drop, HandoverPlan, Release
+from lmcache_connector.p2p.plans import Arrival, Drop, HandoverPlan, Release
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker import adapter, producer
 from tests.support.engines.p2p_instances import (
@@ -149,6 +149,39 @@ def test_blocks_do_not_wait_long_for_who_is_in_no_hurry() -> None:
         decode.load("slow", OTHERS, prefill.address)
         check_all_arrived(prefill, decode, "slow")
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
+
+
+def test_who_waits_in_line_keeps_no_blocks_however_short_the_lease() -> None:
+    """Leases are renewed more often than blocks are looked at."""
+    brief: dict[str, Any] = {"transport": "nixl", "lease_seconds": 2.0}
+    with (
+        running_instance(produces=True, **brief) as prefill,
+        running_instance(consumes=True, **brief) as decode,
+    ):
+        prefill.hold("in line", SHUFFLED)
+        decode.step(HandoverPlan(arrivals=(Arrival("in line", prefill.address),)))
+        prefill.until(lambda: "request of in line" in prefill.sent, 10.0)
+        assert prefill.used_bytes > 0
+        decode.load("in line", OTHERS, prefill.address)
+        check_all_arrived(prefill, decode, "in line")
+
+
+def test_a_prompt_stays_in_its_blocks_while_there_is_no_room_for_frames() -> None:
+    num_bytes = len(SHUFFLED) * NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * WIDTH
+    full = {"transport": "auto", "kv_buffer_size": num_bytes, "overflow_bytes": 0}
+    with (
+        running_instance(produces=True, **full) as prefill,  # type: ignore[arg-type]
+        running_instance(consumes=True, transport="tcp") as decode,
+    ):
+        prefill.prefill("first", SHUFFLED)
+        assert prefill.used_bytes == num_bytes
+        prefill.hold("second", OTHERS, seed=2)
+        decode.load("second", SHUFFLED, prefill.address)
+        end = time.monotonic() + 1.0  # in which it asks some times
+        prefill.until(lambda: time.monotonic() > end)
+        prefill.step(HandoverPlan(drops=(Drop("first", Cause(Reason.RESET, "a reset")),)))
+        check_all_arrived(prefill, decode, "second", OTHERS, SHUFFLED)
+        prefill.until(lambda: "request of second" in prefill.sent)
 
 
 def test_a_reset_lets_all_blocks_go(prefill: FakeInstance) -> None:
