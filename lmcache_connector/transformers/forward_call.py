@@ -45,6 +45,8 @@ class ForwardCall:
         input_ids = arguments.get("input_ids")
         if not isinstance(input_ids, torch.Tensor) or not asked <= _UNDERSTOOD:
             return None
+        if arguments.get("use_cache") is False:
+            return None
         if input_ids.dim() != 2 or input_ids.shape[0] != 1:
             raise several_sequences()
         number = input_ids.shape[1]
