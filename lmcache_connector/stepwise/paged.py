@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.errors import ConfigError
+from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.stepwise.block_witness import BlockWitness
 from lmcache_connector.stepwise.form import KVForm
@@ -61,11 +61,29 @@ class PagedSequences:
         theirs = as_layers(kv_caches)
         return [each.data_ptr() for each in ours] == [each.data_ptr() for each in theirs]
 
-    def begin_step(self) -> None:
-        """Weights that have changed since make everything another model's."""
-        if self._identity.refresh():
+    def begin_step(self) -> bool:
+        """Whether the model is as it was; if not, what is in the blocks is another model's."""
+        is_changed = self._identity.refresh()
+        if is_changed:
             self._witness.forget_all()
             self._sequences.clear()
+        return not is_changed
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Raises ``ValueError`` for block tables that cannot be right: what is stored of them would
+        be the KV of other tokens."""
+        for row in rows:
+            self._check_blocks(row)
+        written = {
+            block: row
+            for row in rows
+            for block in row.blocks[row.context_len // self._block_size : self._num_blocks(row)]
+        }
+        if len(rows) < 2:
+            return
+        for row in rows:
+            for block in written.keys() & set(row.blocks[: self._num_blocks(row)]):
+                self._check_shared(block, row, written[block])
 
     def restore(self, row: Row) -> int:
         """Load what is stored of a sequence that is to be computed from ``row.context_len`` on.
@@ -102,6 +120,31 @@ class PagedSequences:
             blocks = row.blocks[first * self._per_chunk : end * self._per_chunk]
             self.tiers.store(keys.keys[first:end], first, self._part, blocks)
 
+    def _num_blocks(self, row: Row) -> int:
+        return -(-len(row.token_ids) // self._block_size)
+
+    def _check_blocks(self, row: Row) -> None:
+        number, there = self._num_blocks(row), self._part.groups[0].num_blocks
+        used = row.blocks[:number]
+        if len(used) < number:
+            raise ValueError(
+                f"{len(row.token_ids)} tokens need {number} blocks of {self._block_size}, and "
+                f"their block table has {len(used)}"
+            )
+        if used and not 0 <= min(used) <= max(used) < there:
+            raise ValueError(f"a block table names block {min(used)} or {max(used)} of {there}")
+        if len(set(used)) < number:
+            raise ValueError("a block table names a block twice, for different tokens")
+
+    def _check_shared(self, block: int, one: Row, other: Row) -> None:
+        """A block that ``other`` writes may only be one of its own where the tokens are the same:
+        sequences with a common prefix."""
+        index = one.blocks.index(block)
+        num_tokens = min((index + 1) * self._block_size, len(one.token_ids), len(other.token_ids))
+        is_same_place = other.blocks.index(block) == index
+        if not is_same_place or one.token_ids[:num_tokens] != other.token_ids[:num_tokens]:
+            raise ValueError(f"two sequences of one step have different tokens in block {block}")
+
     def _bypasses(self, row: Row) -> bool:
         return self._config.require_cache_salt and not row.cache_salt
 
@@ -114,7 +157,10 @@ class PagedSequences:
             or row.token_ids[: len(known.tokens)] != known.tokens
         ):
             known = _Known((), row.cache_salt, self._identity.keys(row.cache_salt))
-        known.keys.extend(row.token_ids)
+        try:
+            known.keys.extend(row.token_ids)
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"token ids are whole numbers from 0 to 2**32 - 1: {error}") from error
         known.tokens = row.token_ids[: known.keys.num_hashed_tokens]
         if row.blocks:
             self._sequences[row.blocks[0]] = known
@@ -122,8 +168,20 @@ class PagedSequences:
 
 
 def as_layers(kv_caches: KVCaches) -> list[torch.Tensor]:
-    """K and V of each layer in turn, ``[blocks, heads, block_size, head_dim]``."""
+    """K and V of each layer in turn, ``[blocks, heads, block_size, head_dim]``. Raises
+    ``UnsupportedError`` for what has another form."""
+    for layer in kv_caches:
+        halves = list(layer) if isinstance(layer, torch.Tensor | Sequence) else []
+        if len(halves) != 2 or any(_dimensions(half) != 4 for half in halves):
+            raise UnsupportedError(
+                "kv_caches has one entry per layer, K and V: a tensor [2, blocks, block_size, "
+                "heads, head_dim], or a pair of tensors [blocks, block_size, heads, head_dim]."
+            )
     return [half.transpose(1, 2) for layer in kv_caches for half in layer]
+
+
+def _dimensions(half: object) -> int:
+    return half.dim() if isinstance(half, torch.Tensor) else 0
 
 
 def _parents(keys: RequestKeys) -> list[bytes]:
