@@ -20,6 +20,7 @@ of sliding windows or recurrent states. Not thread-safe.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ class LMCacheConnector:
         self._agree = agree
         self._model: Any = None
         self._paged: PagedSequences | None = None
+        self._process = os.getpid()
         self._is_closed = False
 
     @property
@@ -125,13 +127,15 @@ class LMCacheConnector:
         """Write what is queued for Redis, within ``shutdown_seconds``, and let go of all memory and
         threads. Idempotent."""
         self._is_closed = True
-        if self._paged is not None:
+        if self._paged is not None and os.getpid() == self._process:
             self._paged.tiers.close()
             self._paged = self._model = None
 
     def _bound(self, model: Any, kv_caches: KVCaches) -> PagedSequences:
         if self._is_closed:
             raise ValueError("this connector is closed: make another one")
+        if os.getpid() != self._process:
+            raise ValueError("this connector is another process's: make one after the fork")
         if self._paged is None:
             place = self._rank if self._agree is not None else None
             self._paged = PagedSequences(self._config, _ENGINE, place, model, kv_caches)

@@ -53,11 +53,11 @@ class KVForm:
             dtype=str(dtypes.pop()).removeprefix("torch."),
         )
 
-    def is_of(self, tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
+    def is_of(self, tensors: Sequence[torch.Tensor], num_tokens: int, device: torch.device) -> bool:
         """Whether tensors as :meth:`of` takes them have this form, and lie on ``device``."""
-        found = [(each.shape[-3], each.shape[-1], each.dtype, each.device) for each in tensors]
-        dtype = self.torch_dtype
-        return found == [(self.num_heads, width, dtype, device) for width in self.widths]
+        found = [(*each.shape[-3:], each.dtype, each.device) for each in tensors]
+        rest = (self.torch_dtype, device)
+        return found == [(self.num_heads, num_tokens, width, *rest) for width in self.widths]
 
     @property
     def torch_dtype(self) -> torch.dtype:

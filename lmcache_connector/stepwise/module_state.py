@@ -47,7 +47,7 @@ class TensorState:
 @dataclass(frozen=True, slots=True)
 class ModuleShape:
     """Of every module, by name: its class, and its attributes that are plain values or functions.
-    ``members``: what the classes hold, which may be exchanged under them."""
+    ``members``: functions of the classes, which may be exchanged in them."""
 
     kinds: Mapping[str, type]
     attributes: Mapping[str, Mapping[str, object]]
@@ -64,8 +64,9 @@ class ModuleShape:
                 if key[0] != "_" and key not in _NO_ATTRIBUTES and _counts(value)
             }
         distinct = sorted(set(kinds.values()), key=lambda kind: (kind.__module__, kind.__name__))
-        members = tuple(id(member) for kind in distinct for member in vars(kind).values())
-        return cls(kinds, attributes, members)
+        members = (member for kind in distinct for member in vars(kind).values())
+        functions = tuple(member for member in members if isinstance(member, _FUNCTIONS))
+        return cls(kinds, attributes, functions)
 
     def functions(self) -> Iterator[object]:
         """Those that stand in the place of a class's own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,8 @@ class _Known:
 class PagedSequences:
     """The sequences in ``kv_caches``, as the connector's module describes them.
 
-    ``place`` tells ranks apart that hold parts of one model. Raises ``UnsupportedError``,
+    ``place`` tells ranks apart that hold parts of one model; ``functions`` are as
+    :class:`ModelIdentity` takes them. Raises ``UnsupportedError``,
     ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for what cannot be served.
     """
 
@@ -42,6 +43,7 @@ class PagedSequences:
         place: int | None,
         model: object,
         kv_caches: KVCaches,
+        functions: Callable[[], Iterable[object]] = tuple,
     ) -> None:
         blocks = as_layers(kv_caches)
         form = KVForm.of(blocks)
@@ -49,7 +51,7 @@ class PagedSequences:
         self._config = config = config.with_chunk_size(_chunk_size(config, self._block_size))
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
-        self._identity = ModelIdentity(model, engine, form, config, place)
+        self._identity = ModelIdentity(model, engine, form, config, place, functions)
         self._witness = BlockWitness(self._block_size, config.chunk_size)
         self._sequences: dict[int, _Known] = {}
         self._identity.refresh()
@@ -65,9 +67,17 @@ class PagedSequences:
         """Whether the model is as it was; if not, what is in the blocks is another model's."""
         is_changed = self._identity.refresh()
         if is_changed:
-            self._witness.forget_all()
-            self._sequences.clear()
+            self.forget_all()
         return not is_changed
+
+    def forget_all(self) -> None:
+        """What is in the blocks is nobody's."""
+        self._witness.forget_all()
+        self._sequences.clear()
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """What is in these blocks is nobody's."""
+        self._witness.forget(blocks)
 
     def check(self, rows: Sequence[Row]) -> None:
         """Raises ``ValueError`` for block tables that cannot be right: what is stored of them would

@@ -18,9 +18,7 @@ def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
     and nothing is shared with tested ones. Raises ``ConfigError`` with all that is wrong, or
     ``UnsupportedError``."""
     if not isinstance(config, Mapping):
-        raise ConfigError(
-            f"settings are a dict of kv_connector_extra_config, not {config!r:.60}"
-        )
+        raise ConfigError(f"settings are a dict of kv_connector_extra_config, not {config!r:.60}")
     settings, standing = parse_config(config), check_lmcache()
     if not standing.unverified:
         return settings

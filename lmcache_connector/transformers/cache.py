@@ -74,7 +74,6 @@ class TieredCache(DynamicCache):
             len(now) == len(self._left)
             and all(new is old for new, old in zip(now, self._left, strict=True))
             and writes_of(now) == self._writes
-            and {0 if each is None else each.shape[-2] for each in now} == {len(self._token_ids)}
         )
 
     def tensors(self) -> list[torch.Tensor]:

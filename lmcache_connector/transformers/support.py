@@ -21,6 +21,8 @@ def check_configuration(model: PreTrainedModel) -> None:
     """Whether KV follows from the tokens before alone. Raises :class:`UnsupportedError`."""
     if model.config.is_encoder_decoder:
         raise _unsupported("models with an encoder, whose KV follows from another text")
+    if any(size not in (None, 1) for size in (model.tp_size, model.fsdp_size)):
+        raise _unsupported("models that are split over several processes")
     odd = sorted({*_rope_types(model.config.to_dict())} - INDEPENDENT_ROPE_TYPES)
     if odd:
         raise _unsupported(f"rotary embeddings ({', '.join(odd)}) that change with the length")
@@ -60,7 +62,7 @@ def _compute(model: PreTrainedModel, last: int) -> DynamicCache:
     tokens = torch.tensor([[0] * _NUM_EARLY + [last] * _NUM_EARLY], device=model.device)
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except Exception as error:  # whatever a model raises that cannot go with such a cache
         raise _unsupported(
@@ -79,8 +81,8 @@ def _early(cache: DynamicCache) -> list[torch.Tensor]:
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     """By more than the order of sums."""
-    distance = (one.double() - other.double()).norm()
-    return bool(distance > 4 * torch.finfo(one.dtype).eps * other.double().norm())
+    distance = (one.double() - other.double()).norm() / other.double().norm()
+    return bool(distance > max(1e-4, 4 * torch.finfo(one.dtype).eps))
 
 
 def _rope_types(config: Any) -> Iterator[str]:

@@ -130,6 +130,9 @@ class KVTiers:
         cache = arguments.get("past_key_values")
         if not isinstance(cache, TieredCache) or cache.owner is not self or cache.passes_by:
             return None
+        if not self._is_alive:
+            self._pass_by(cache)
+            return None
         with self._lock:
             cache.running = None
             call = self._understood(cache, arguments)
@@ -149,18 +152,20 @@ class KVTiers:
             return
         call, cache.running = cache.running, None
         with self._lock:
+            if not self._is_alive:
+                return
             self._tiers.forward_ended()
             cache.computed(call.token_ids)
-            if not cache.is_as_left or not self._form.is_of(cache.tensors(), self._device):
+            if cache.get_seq_length() == len(cache.token_ids):
+                self._keep(cache, is_known_model=len(call.token_ids) > 1)
+            else:
                 self._pass_by(cache)
-                return
-            self._keep(cache, is_known_model=len(call.token_ids) > 1)
 
     def _understood(self, cache: TieredCache, arguments: Mapping[str, Any]) -> ForwardCall | None:
         """What the pass is to compute. ``None``: its KV, or that in the cache, may be other than
         keys say."""
         num_cached = len(cache.token_ids)
-        if not cache.is_as_left or not self._is_alive:
+        if not cache.is_as_left or cache.get_seq_length() != num_cached:
             return None
         call = ForwardCall.of(arguments, num_cached)
         if call is None:
@@ -238,7 +243,8 @@ class KVTiers:
         first = cache.num_kept
         if end <= first:
             return
-        if not is_known_model and not self._is_same_model(cache):
+        is_of_form = self._form.is_of(cache.tensors(), known, self._device)
+        if not is_of_form or not (is_known_model or self._is_same_model(cache)):
             self._pass_by(cache)
             return
         cache.keys.extend(cache.token_ids)
