@@ -85,7 +85,8 @@ class LMCacheConnector:
         paged = self._bound(model_executable, kv_caches)
         rows = list(model_input.rows())
         paged.check(rows)
-        paged.begin_step()
+        if any(map(paged.may_restore, rows)):
+            paged.is_same_model()
         there: Sequence[int] = [paged.restore(row) for row in rows]
         if self._agree is not None:
             there = self._agree(there)
@@ -118,10 +119,11 @@ class LMCacheConnector:
         paged.tiers.forward_ended()
         rows = list(model_input.rows())
         paged.check(rows)
-        if paged.begin_step():
-            for row in rows:
-                paged.keep(row)
-            paged.tiers.finish_stores()
+        if any(map(paged.completes_chunks, rows)) and not paged.is_same_model():
+            return
+        for row in rows:
+            paged.keep(row)
+        paged.tiers.finish_stores()
 
     def close(self) -> None:
         """Write what is queued for Redis, within ``shutdown_seconds``, and let go of all memory and

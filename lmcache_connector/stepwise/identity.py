@@ -62,7 +62,8 @@ class ModelIdentity:
             "form": asdict(form),
             "place": place,
         }
-        self._weights_state: TensorState | None = None
+        self._is_named = config.model_digest != "full"
+        self._named: object = None
         self._weights = ""
         self._seen: object = None
         self._hasher: PrefixHasher | None = None
@@ -76,13 +77,16 @@ class ModelIdentity:
         state = TensorState.of(self._module) if self._module is not None else None
         shape = ModuleShape.of(self._module) if self._module is not None else None
         form = _configuration(getattr(self._model, "config", None))
-        seen = (shape, form, tuple(self._functions()), _float32_arithmetic())
-        is_changed = state != self._weights_state or seen != self._seen
-        if is_first or state != self._weights_state:
+        functions = (*self._functions(), *(shape.functions() if shape else ()))
+        seen = (shape, form, functions, _float32_arithmetic())
+        # A name stands for the code as well, which is not read then.
+        named = (state, shape.members if shape else (), functions) if self._is_named else state
+        is_changed = named != self._named or seen != self._seen
+        if is_first or named != self._named:
             self._weights = self._name_of_weights(is_first)
         if is_first or is_changed:
-            self._hasher = self._make_hasher(shape, form)
-            self._weights_state, self._seen = state, seen
+            self._hasher = self._make_hasher(shape, form, functions)
+            self._named, self._seen = named, seen
             self.version += 1
         return is_changed and not is_first
 
@@ -92,21 +96,21 @@ class ModelIdentity:
         label = read_weights_label(self._config.weights_label)
         return RequestKeys(self._hasher, RequestIdentity(cache_salt, weight_epoch=label))
 
-    def _make_hasher(self, shape: ModuleShape | None, form: object) -> PrefixHasher:
-        is_named = self._config.model_digest != "full"
-        replaced = [*self._functions(), *(shape.functions() if shape else ())]
+    def _make_hasher(
+        self, shape: ModuleShape | None, form: object, functions: Iterable[object]
+    ) -> PrefixHasher:
         root = self.root | {
             "config": form,
-            "classes": _classes(set(shape.kinds.values()) if shape else set(), is_named),
+            "classes": _classes(set(shape.kinds.values()) if shape else set(), self._is_named),
             "values": shape.values() if shape else {},
-            "code": [] if is_named else code_of_functions(replaced),
+            "code": [] if self._is_named else code_of_functions(functions),
             "arithmetic": _float32_arithmetic(),
             "weights": self._weights,
         }
         return PrefixHasher(root, self._config.chunk_size, self._config.hash_key_bytes)
 
     def _name_of_weights(self, is_first: bool) -> str:
-        if self._config.model_digest != "full":  # a name is about the weights at the start
+        if self._is_named:  # a name is about the weights at the start
             return (
                 f"named:{self._config.model_digest}" if is_first else f"changed:{uuid.uuid4().hex}"
             )
@@ -179,9 +183,6 @@ def _classes(kinds: Iterable[type], is_named: bool) -> list[list[object]]:
 
 def _float32_arithmetic() -> list[str]:
     """Torch may round the factors of products to fewer bits than they have."""
-    backends = torch.backends
-    return [
-        backends.fp32_precision,
-        backends.cuda.matmul.fp32_precision,
-        backends.mkldnn.matmul.fp32_precision,
-    ]
+    matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    found = [each.fp32_precision for each in matmul]
+    return ["ieee" if each == "none" else each for each in found]

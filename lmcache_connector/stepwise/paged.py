@@ -63,8 +63,20 @@ class PagedSequences:
         theirs = as_layers(kv_caches)
         return [each.data_ptr() for each in ours] == [each.data_ptr() for each in theirs]
 
-    def begin_step(self) -> bool:
-        """Whether the model is as it was; if not, what is in the blocks is another model's."""
+    def may_restore(self, row: Row) -> bool:
+        """Whether there is a chunk to look for."""
+        return (
+            row.wanted_from // self._config.chunk_size * self._config.chunk_size > row.context_len
+        )
+
+    def completes_chunks(self, row: Row) -> bool:
+        """Whether a forward pass of it makes chunks whole."""
+        size = self._config.chunk_size
+        return row.context_len // size < len(row.token_ids) // size
+
+    def is_same_model(self) -> bool:
+        """Whether the model is as it was; if not, what is in the blocks is another model's. To be
+        asked before something is restored or stored."""
         is_changed = self._identity.refresh()
         if is_changed:
             self.forget_all()
@@ -101,10 +113,11 @@ class PagedSequences:
         keys, size = self._keys(row), self._config.chunk_size
         if not self._witness.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
             return row.context_len
-        last = row.wanted_from // size
-        if self._bypasses(row) or last * size <= row.context_len:
+        if self._bypasses(row) or not self.may_restore(row):
             return row.context_len
-        plan = self.tiers.plan(keys.keys[:last], row.context_len, len(row.token_ids))
+        plan = self.tiers.plan(
+            keys.keys[: row.wanted_from // size], row.context_len, len(row.token_ids)
+        )
         if plan is None:
             return row.context_len
         skipped = row.context_len % size // self._block_size
@@ -125,8 +138,8 @@ class PagedSequences:
         if not self._witness.begin(parents, row.token_ids[: row.context_len], row.blocks):
             return
         self._witness.learn(parents, row.token_ids, row.blocks, row.context_len)
-        first, end = row.context_len // size, len(row.token_ids) // size
-        if first < end and not self._bypasses(row):
+        if self.completes_chunks(row) and not self._bypasses(row):
+            first, end = row.context_len // size, len(row.token_ids) // size
             blocks = row.blocks[first * self._per_chunk : end * self._per_chunk]
             self.tiers.store(keys.keys[first:end], first, self._part, blocks)
 

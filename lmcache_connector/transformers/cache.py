@@ -128,7 +128,7 @@ class TieredCache(DynamicCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         """For another continuation, of the same tiers."""
         is_as_left = self.is_as_left
-        new = copy.copy(self)
+        new = memo[id(self)] = copy.copy(self)
         for name, value in vars(self).items():
             setattr(new, name, value if name == "owner" else copy.deepcopy(value, memo))
         new._leave()

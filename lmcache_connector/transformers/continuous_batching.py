@@ -167,19 +167,20 @@ class TieredBatching:
         number = complete_blocks.get(FULL_ATTENTION, 0) * self._allocator.tokens_per_page
         if state.request_id not in self._whole:
             self._paged.forget(blocks)  # transformers may share them
-        elif number and self._is_own_model():
+        elif number:
             before = self._whole[state.request_id]
             end = before + number
-            if end <= len(blocks) * self._allocator.tokens_per_page:
+            row = _row((state.initial_tokens + state.generated_tokens)[:end], before, blocks)
+            is_there = end <= len(blocks) * self._allocator.tokens_per_page
+            if is_there and (not self._paged.completes_chunks(row) or self._is_own_model()):
                 self._whole[state.request_id] = end
-                tokens = (state.initial_tokens + state.generated_tokens)[:end]
-                self._paged.keep(_row(tokens, before, blocks))
+                self._paged.keep(row)
                 self._paged.tiers.finish_stores()  # transformers may hand the blocks out again
         PagedAttentionCache.mark_complete_blocks(self._cache, state, complete_blocks)
 
     def _is_own_model(self) -> bool:
         """Whether the model is as it was. If not, what is under way is of two models."""
-        is_own = self._paged.begin_step()
+        is_own = self._paged.is_same_model()
         if not is_own:
             self._whole.clear()
         return is_own

@@ -128,13 +128,15 @@ class KVTiers:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         arguments = by_name(self._names, args, kwargs)
         cache = arguments.get("past_key_values")
-        if not isinstance(cache, TieredCache) or cache.owner is not self or cache.passes_by:
+        if not isinstance(cache, TieredCache) or cache.owner is not self:
+            return None
+        cache.running = None  # a pass that failed has left it
+        if cache.passes_by:
             return None
         if not self._is_alive:
             self._pass_by(cache)
             return None
         with self._lock:
-            cache.running = None
             call = self._understood(cache, arguments)
             if call is None:
                 self._pass_by(cache)
