@@ -82,13 +82,15 @@ class ModelIdentity:
         # A name stands for the code as well, which is not read then.
         named = (state, shape.members if shape else (), functions) if self._is_named else state
         is_changed = named != self._named or seen != self._seen
+        if not (is_first or is_changed):
+            return False
+        weights = self._weights
         if is_first or named != self._named:
-            self._weights = self._name_of_weights(is_first)
-        if is_first or is_changed:
-            self._hasher = self._make_hasher(shape, form, functions)
-            self._named, self._seen = named, seen
-            self.version += 1
-        return is_changed and not is_first
+            weights = self._name_of_weights(is_first)
+        self._hasher = self._make_hasher(weights, shape, form, functions)
+        self._weights, self._named, self._seen = weights, named, seen
+        self.version += 1
+        return not is_first
 
     def keys(self, cache_salt: str | None = None) -> RequestKeys:
         """Chunk keys of a sequence, of the weights as they were at the last :meth:`refresh`."""
@@ -97,7 +99,11 @@ class ModelIdentity:
         return RequestKeys(self._hasher, RequestIdentity(cache_salt, weight_epoch=label))
 
     def _make_hasher(
-        self, shape: ModuleShape | None, form: object, functions: Iterable[object]
+        self,
+        weights: str,
+        shape: ModuleShape | None,
+        form: object,
+        functions: Iterable[object],
     ) -> PrefixHasher:
         root = self.root | {
             "config": form,
@@ -105,15 +111,14 @@ class ModelIdentity:
             "values": shape.values() if shape else {},
             "code": [] if self._is_named else code_of_functions(functions),
             "arithmetic": _float32_arithmetic(),
-            "weights": self._weights,
+            "weights": weights,
         }
         return PrefixHasher(root, self._config.chunk_size, self._config.hash_key_bytes)
 
     def _name_of_weights(self, is_first: bool) -> str:
         if self._is_named:  # a name is about the weights at the start
-            return (
-                f"named:{self._config.model_digest}" if is_first else f"changed:{uuid.uuid4().hex}"
-            )
+            name = f"named:{self._config.model_digest}"
+            return name if is_first else f"changed:{uuid.uuid4().hex}"
         if self._module is None:
             raise UnsupportedError(
                 "The model is no torch.nn.Module, so its weights are not known: set model_digest "

@@ -74,12 +74,12 @@ class ModuleShape:
             yield from (each for each in attributes.values() if isinstance(each, _FUNCTIONS))
 
     def values(self) -> dict[str, dict[str, str]]:
-        """The plain values by module and name."""
-        found = {
-            name: {k: repr(v) for k, v in values.items() if not isinstance(v, _FUNCTIONS)}
+        """Plain values and the names of functions, by module and attribute."""
+        return {
+            name: {key: _text(value) for key, value in values.items()}
             for name, values in self.attributes.items()
+            if values
         }
-        return {name: values for name, values in found.items() if values}
 
 
 def all_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,6 +92,12 @@ def _counts(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(isinstance(each, _PLAIN) for each in value)
     return isinstance(value, (*_PLAIN, *_FUNCTIONS))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, _FUNCTIONS):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value)
 
 
 def _frozen(value: object) -> object:

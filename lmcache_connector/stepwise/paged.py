@@ -65,9 +65,8 @@ class PagedSequences:
 
     def may_restore(self, row: Row) -> bool:
         """Whether there is a chunk to look for."""
-        return (
-            row.wanted_from // self._config.chunk_size * self._config.chunk_size > row.context_len
-        )
+        size = self._config.chunk_size
+        return row.wanted_from // size * size > row.context_len
 
     def completes_chunks(self, row: Row) -> bool:
         """Whether a forward pass of it makes chunks whole."""
@@ -115,9 +114,8 @@ class PagedSequences:
             return row.context_len
         if self._bypasses(row) or not self.may_restore(row):
             return row.context_len
-        plan = self.tiers.plan(
-            keys.keys[: row.wanted_from // size], row.context_len, len(row.token_ids)
-        )
+        wanted = keys.keys[: row.wanted_from // size]
+        plan = self.tiers.plan(wanted, row.context_len, len(row.token_ids))
         if plan is None:
             return row.context_len
         skipped = row.context_len % size // self._block_size
