@@ -80,7 +80,9 @@ class ModelIdentity:
         functions = (*self._functions(), *(shape.functions() if shape else ()))
         seen = (shape, form, functions, _float32_arithmetic())
         # A name stands for the code as well, which is not read then.
-        named = (state, shape.members if shape else (), functions) if self._is_named else state
+        named: object = (
+            (state, shape.members if shape else (), functions) if self._is_named else state
+        )
         is_changed = named != self._named or seen != self._seen
         if not (is_first or is_changed):
             return False

@@ -33,7 +33,8 @@ class TensorState:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> TensorState:
-        places, chosen = [], {}
+        places: list[tuple[object, ...]] = []
+        chosen: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for name, each in _leaves(all_tensors(module)):
             place = each.data_ptr() if is_readable(each) else id(each)
             version = 0 if each.is_inference() else each._version
@@ -55,7 +56,8 @@ class ModuleShape:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ModuleShape:
-        kinds, attributes = {}, {}
+        kinds: dict[str, type] = {}
+        attributes: dict[str, dict[str, object]] = {}
         for name, each in module.named_modules():
             kinds[name] = type(each)
             attributes[name] = {

@@ -42,7 +42,7 @@ class TieredCache(DynamicCache):
         self._token_ids: list[int] = []
         self._num_prompt_tokens = 0
         self._num_kept = 0
-        self._left: list[torch.Tensor | None] = []
+        self._left: list[torch.Tensor] = []
         self._writes: list[int] = []
         self._leave()
 

@@ -59,7 +59,7 @@ def _cast(model: LlamaForCausalLM) -> None:
     model.to(torch.bfloat16)
 
 
-def _cast_and_back(model: LlamaForCausalLM) -> None:
+def _cast_and_back(model: Any) -> None:
     """The frequencies of rotary embeddings are rounded on the way; no file holds them."""
     weights = {name: each.clone() for name, each in model.state_dict().items()}
     model.to(torch.bfloat16)
@@ -67,7 +67,7 @@ def _cast_and_back(model: LlamaForCausalLM) -> None:
     model.load_state_dict(weights)
 
 
-def _temper(model: LlamaForCausalLM) -> None:
+def _temper(model: Any) -> None:
     model.model.layers[0].self_attn.scaling *= 2
 
 
@@ -75,7 +75,7 @@ def _replaced(self: Any, hidden_states: Any, *args: Any, **more: Any) -> Any:
     return LlamaAttention.forward(self, hidden_states * 2, *args, **more)
 
 
-def _replace(model: LlamaForCausalLM) -> None:
+def _replace(model: Any) -> None:
     attention = model.model.layers[0].self_attn
     attention.forward = types.MethodType(_replaced, attention)
 
