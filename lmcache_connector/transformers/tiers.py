@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any
@@ -142,7 +143,7 @@ class KVTiers:
                 self._pass_by(cache)
                 return None
             num_restored = self._restore(cache, call)
-            cache.running = ForwardCall(call.token_ids[num_restored:], call.num_read)
+            cache.running = replace(call, token_ids=call.token_ids[num_restored:])
             self._tiers.forward_begins(len(cache.running.token_ids), len(cache.token_ids))
         return ((), without_first(arguments, num_restored)) if num_restored else None
 
@@ -159,7 +160,7 @@ class KVTiers:
             self._tiers.forward_ended()
             cache.computed(call.token_ids)
             if cache.get_seq_length() == len(cache.token_ids):
-                self._keep(cache, is_known_model=len(call.token_ids) > 1)
+                self._keep(cache, is_checked=call.is_checked)
             else:
                 self._pass_by(cache)
 
@@ -172,18 +173,23 @@ class KVTiers:
         call = ForwardCall.of(arguments, num_cached)
         if call is None:
             return None
-        is_long = len(call.token_ids) > 1 or num_cached == 0
-        if self._alterations.are_there(self._device, looks_anew=is_long):
+        is_checked = num_cached == 0 or self._num_wanted(call, num_cached) > num_cached
+        if self._alterations.are_there(self._device, looks_anew=is_checked):
             return None
-        if is_long and not self._is_same_model(cache):
+        if is_checked and not self._is_same_model(cache):
             return None
         assert cache.keys is not None
         cache.keys.shorten(num_cached)  # a pass that failed has left more
-        return call
+        return replace(call, is_checked=is_checked)
+
+    def _num_wanted(self, call: ForwardCall, num_cached: int) -> int:
+        """Tokens of the chunks that need not be computed, if they are stored."""
+        size = self._config.chunk_size
+        return (num_cached + len(call.token_ids) - call.num_read) // size * size
 
     def _is_same_model(self, cache: TieredCache) -> bool:
-        """Whether all that the cache holds, and what is computed now, is of one model. Looked at
-        where several tokens are computed, and before anything is stored."""
+        """Whether all that the cache holds, and what is computed now, is of one model. Asked before
+        something is restored or stored."""
         self._identity.refresh()
         if not cache.token_ids:
             cache.begin(self._identity.keys(cache.cache_salt), self._identity.version)
@@ -206,12 +212,13 @@ class KVTiers:
         """Put the longest stored prefix into the cache. How many of the call's tokens it has."""
         assert cache.keys is not None
         size, num_cached = self._config.chunk_size, len(cache.token_ids)
-        num_tokens = num_cached + len(call.token_ids)
-        last = (num_tokens - call.num_read) // size
-        if last * size <= num_cached:
+        num_wanted = self._num_wanted(call, num_cached)
+        if num_wanted <= num_cached:
             return 0
-        cache.keys.extend([*cache.token_ids, *call.token_ids])
-        plan = self._tiers.plan(cache.keys.keys[:last], num_cached, num_tokens)
+        tokens = [*cache.token_ids, *call.token_ids]
+        cache.keys.extend(tokens)
+        wanted = cache.keys.keys[: num_wanted // size]
+        plan = self._tiers.plan(wanted, num_cached, len(tokens))
         if plan is None:
             return 0
         restored = self._form.empty(plan.stop * size, self._device)
@@ -236,7 +243,7 @@ class KVTiers:
             logger.exception("KV is computed instead")
             return 0  # nobody else has that memory
 
-    def _keep(self, cache: TieredCache, *, is_known_model: bool) -> None:
+    def _keep(self, cache: TieredCache, *, is_checked: bool) -> None:
         """Store the chunks that are whole and not stored."""
         assert cache.keys is not None
         size = self._config.chunk_size
@@ -246,7 +253,7 @@ class KVTiers:
         if end <= first:
             return
         is_of_form = self._form.is_of(cache.tensors(), known, self._device)
-        if not is_of_form or not (is_known_model or self._is_same_model(cache)):
+        if not is_of_form or not (is_checked or self._is_same_model(cache)):
             self._pass_by(cache)
             return
         cache.keys.extend(cache.token_ids)
