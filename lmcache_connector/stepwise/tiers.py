@@ -52,6 +52,8 @@ _FIRST_PROBE_SECONDS = 2.0
 # As long as vLLM's workers leave the cores to what follows a forward pass.
 _STORE_DELAY_SECONDS = 0.03
 _MIN_TIMED_TOKENS = 32
+_MAX_HOLD_SECONDS = 10.0
+"""Nobody says that a forward pass has failed."""
 
 
 class StuckCopyError(RuntimeError):
@@ -208,7 +210,7 @@ class Tiers:
     def forward_begins(self, num_tokens: int, context_tokens: int) -> None:
         """Right before the forward pass, which computes so many tokens after so many."""
         is_worth_it = num_tokens >= _MIN_TIMED_TOKENS
-        self._hold_writes(float("inf"))
+        self._hold_writes(self._clock() + _MAX_HOLD_SECONDS)
         self._timer.start(PrefillWork(num_tokens, context_tokens, 0) if is_worth_it else None)
 
     # -- after it ------------------------------------------------------------------------------
