@@ -25,8 +25,8 @@ _EMPTY = CellType()
 
 
 def is_known(kind: type) -> bool:
-    """Whether it is torch's or transformers' own."""
-    return kind.__module__.partition(".")[0] in _KNOWN
+    """Whether it is torch's or transformers' own, or no code of anybody's."""
+    return kind.__module__.partition(".")[0] in (*_KNOWN, "builtins")
 
 
 def code_of_class(kind: type) -> list[str]:
@@ -82,7 +82,7 @@ def _is_ours(file: str) -> bool:
     is_python = file.startswith(library) and not {"site-packages", "dist-packages"} & {
         *Path(file).parts
     }
-    return file != "<string>" and not file.startswith(folders) and not is_python
+    return not (is_python or file == "<string>" or file.startswith(("<frozen ", *folders)))
 
 
 @cache
