@@ -116,6 +116,6 @@ def _plain(values: Any) -> Any:
     """Whole numbers, whatever they are kept in: tensors are not equal as numbers are."""
     if isinstance(values, torch.Tensor):
         return values.tolist()
-    if isinstance(values, list | tuple) and any(isinstance(v, torch.Tensor) for v in values):
+    if isinstance(values, list | tuple) and values and isinstance(values[0], torch.Tensor):
         return [_plain(each) for each in values]
     return values

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicLayer
 
 from lmcache_connector.errors import UnsupportedError
@@ -31,9 +37,9 @@ def check_configuration(model: PreTrainedModel) -> None:
 def find_form(model: PreTrainedModel) -> KVForm:
     """The form of the model's KV. Computes a few tokens, and keeps nothing of them. Raises
     :class:`UnsupportedError`."""
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise UnsupportedError(
-            f"KVTiers needs a model in memory, as from_pretrained makes it, not {model!r:.60}."
+            f"KVTiers needs a model in memory, as from_pretrained makes it, not a {type(model)}."
         )
     check_configuration(model)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -81,8 +87,8 @@ def _early(cache: DynamicCache) -> list[torch.Tensor]:
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     """By more than the order of sums."""
-    distance = (one.double() - other.double()).norm() / other.double().norm()
-    return bool(distance > max(1e-4, 4 * torch.finfo(one.dtype).eps))
+    mine, its = (each.cpu().double() for each in (one, other))
+    return bool((mine - its).norm() > max(1e-4, 4 * torch.finfo(one.dtype).eps) * its.norm())
 
 
 def _rope_types(config: Any) -> Iterator[str]:

@@ -303,8 +303,9 @@ def test_a_connector_that_is_closed_or_another_process_s_is_refused() -> None:
                 engine.step(sequence(ONE, range(5)))
             except ValueError as error:
                 code = 0 if "fork" in str(error) else 2
-            engine.connector.close()
-            os._exit(code)
+            finally:
+                engine.connector.close()
+                os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         engine.connector.close()
         with pytest.raises(ValueError, match="closed"):

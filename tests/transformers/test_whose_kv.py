@@ -341,13 +341,14 @@ def test_threads_generate_at_once() -> None:
 
 def test_a_forked_process_passes_by_and_disturbs_nobody() -> None:
     with stored() as (model, tiers):
-        child = os.fork()
+        before, child = tiers.counts, os.fork()
         if child == 0:
-            before = tiers.counts
-            model.generate(PROMPT, past_key_values=tiers.new_cache(), **GREEDY)
-            tiers.finish_stores()
-            tiers.close()
-            os._exit(0 if tiers.counts == before else 1)
+            try:
+                model.generate(PROMPT, past_key_values=tiers.new_cache(), **GREEDY)
+                tiers.finish_stores()
+                tiers.close()
+            finally:
+                os._exit(0 if tiers.counts == before and not model._forward_hooks else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert generate_right(model, tiers, PROMPT) == CHUNKS
 
