@@ -175,7 +175,7 @@ def _configuration(config: object) -> Any:
 def _classes(kinds: Iterable[type], is_named: bool) -> list[list[object]]:
     """The classes that the model is made of, and digests of the code of those that run other than
     torch's and transformers'."""
-    found = []
+    found: list[list[object]] = []
     for kind in kinds:
         if kind.__module__.partition(".")[0] == _ADAPTERS:
             raise UnsupportedError(

@@ -47,7 +47,7 @@ class PagedSequences:
     ) -> None:
         blocks = as_layers(kv_caches)
         form = KVForm.of(blocks)
-        self._block_size = blocks[0].shape[2]
+        self._block_size: int = blocks[0].shape[2]
         self._config = config = config.with_chunk_size(_chunk_size(config, self._block_size))
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size

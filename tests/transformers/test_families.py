@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64, "pad_token_id": 1},
     "bloom": {"n_layer": 3, "n_head": 4},
-    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 4096},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 4096, "use_cache": True},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
 }

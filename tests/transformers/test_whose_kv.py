@@ -61,7 +61,7 @@ def _rotate(model: Any) -> None:
 
 
 def _train(model: Any, kind: type[torch.optim.Optimizer]) -> None:
-    optimizer = kind(model.parameters(), lr=0.05, fused=True)  # type: ignore[call-arg]
+    optimizer = kind(model.parameters(), lr=0.05, fused=True)
     model(PROMPT, labels=PROMPT).loss.backward()
     optimizer.step()
 
@@ -134,9 +134,11 @@ def test_weights_made_in_inference_mode_are_read_too() -> None:
 def test_a_class_whose_code_is_exchanged_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with stored() as (model, tiers):
         own = LlamaAttention.forward
-        monkeypatch.setattr(
-            LlamaAttention, "forward", lambda self, hidden, *a, **k: own(self, hidden * 2, *a, **k)
-        )
+
+        def doubled(self: Any, hidden_states: Any, *args: Any, **more: Any) -> Any:
+            return own(self, hidden_states * 2, *args, **more)
+
+        monkeypatch.setattr(LlamaAttention, "forward", doubled)
         assert generate_right(model, tiers, PROMPT) == 0
         monkeypatch.undo()
         assert generate_right(model, tiers, PROMPT) == CHUNKS
@@ -355,6 +357,6 @@ def test_a_forked_process_passes_by_and_disturbs_nobody() -> None:
 
 def test_mistakes_are_answered_with_one_sentence() -> None:
     with pytest.raises(UnsupportedError, match="a model in memory"):
-        KVTiers("a name", SMALL)  # type: ignore[arg-type]
+        KVTiers("a name", SMALL)
     with pytest.raises(ConfigError, match="a dict"):
         KVTiers(tiny_model(), None)  # type: ignore[arg-type]
