@@ -7,7 +7,7 @@ and all before it, was restored by ``recv`` or went through ``send`` with these 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 Lineage = tuple[bytes, tuple[int, ...]]
 """The key that the block's chunk is chained to, and the chunk's tokens up to the block's last one
@@ -47,6 +47,11 @@ class BlockWitness:
         :meth:`begin` has found there."""
         for index, lineage in self._of(parents, tokens, start):
             self._lineages[blocks[index]] = lineage
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Somebody else has written to these."""
+        for block in blocks:
+            self._lineages.pop(block, None)
 
     def forget_all(self) -> None:
         """Nothing that was computed until now counts any more."""

@@ -20,6 +20,7 @@ of sliding windows or recurrent states. Not thread-safe.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,8 @@ class LMCacheConnector:
         self._agree = agree
         self._model: Any = None
         self._paged: PagedSequences | None = None
+        self._process = os.getpid()
+        self._is_closed = False
 
     @property
     def counts(self) -> Counts:
@@ -76,12 +79,14 @@ class LMCacheConnector:
 
         Waits for loads, each up to its deadline; what has not arrived by then is computed. Raises
         ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError`` at the first
-        call, for a model or caches that cannot be served, and ``ValueError`` at later ones if these
-        are others.
+        call, for a model or caches that cannot be served, and ``ValueError`` if these are others
+        later, for block tables that cannot be right, and after :meth:`close`.
         """
         paged = self._bound(model_executable, kv_caches)
-        paged.begin_step()
         rows = list(model_input.rows())
+        paged.check(rows)
+        if any(map(paged.may_restore, rows)):
+            paged.is_same_model()
         there: Sequence[int] = [paged.restore(row) for row in rows]
         if self._agree is not None:
             there = self._agree(there)
@@ -107,22 +112,32 @@ class LMCacheConnector:
         that ``recv`` returned. Returns once nothing reads the blocks; writes to Redis go on.
 
         ``hidden_or_intermediate_states`` are not kept: whoever restores KV computes the positions
-        it reads. Raises ``ValueError`` for another model or other caches than before.
+        it reads. Nothing is stored if the model has changed since ``recv``. Raises ``ValueError``
+        as ``recv`` does.
         """
         paged = self._bound(model_executable, kv_caches)
         paged.tiers.forward_ended()
-        for row in model_input.rows():
+        rows = list(model_input.rows())
+        paged.check(rows)
+        if any(map(paged.completes_chunks, rows)) and not paged.is_same_model():
+            return
+        for row in rows:
             paged.keep(row)
         paged.tiers.finish_stores()
 
     def close(self) -> None:
         """Write what is queued for Redis, within ``shutdown_seconds``, and let go of all memory and
         threads. Idempotent."""
-        if self._paged is not None:
+        self._is_closed = True
+        if self._paged is not None and os.getpid() == self._process:
             self._paged.tiers.close()
             self._paged = self._model = None
 
     def _bound(self, model: Any, kv_caches: KVCaches) -> PagedSequences:
+        if self._is_closed:
+            raise ValueError("this connector is closed: make another one")
+        if os.getpid() != self._process:
+            raise ValueError("this connector is another process's: make one after the fork")
         if self._paged is None:
             place = self._rank if self._agree is not None else None
             self._paged = PagedSequences(self._config, _ENGINE, place, model, kv_caches)

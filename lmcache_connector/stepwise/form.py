@@ -53,6 +53,12 @@ class KVForm:
             dtype=str(dtypes.pop()).removeprefix("torch."),
         )
 
+    def is_of(self, tensors: Sequence[torch.Tensor], num_tokens: int, device: torch.device) -> bool:
+        """Whether tensors as :meth:`of` takes them have this form, and lie on ``device``."""
+        found = [(*each.shape[-3:], each.dtype, each.device) for each in tensors]
+        rest = (self.torch_dtype, device)
+        return found == [(self.num_heads, num_tokens, width, *rest) for width in self.widths]
+
     @property
     def torch_dtype(self) -> torch.dtype:
         found: torch.dtype = getattr(torch, self.dtype)

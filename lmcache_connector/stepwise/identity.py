@@ -8,11 +8,9 @@ trained further. The names of engines stand in the identity too, so what they st
 
 from __future__ import annotations
 
-import inspect
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -24,36 +22,25 @@ from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.stepwise.form import KVForm
+from lmcache_connector.stepwise.module_code import code_of_class, code_of_functions, is_known
+from lmcache_connector.stepwise.module_state import (
+    ModuleShape,
+    TensorState,
+    all_tensors,
+    is_readable,
+)
 from lmcache_connector.vllm_compat.canonical import canonical
 from lmcache_connector.vllm_compat.excused import EXCUSED
 
-# Their releases are part of the engine's name, or compute the same up to the order of sums.
-_KNOWN_CODE = ("torch", "transformers")
 _ADAPTERS = "peft"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelState:
-    """Whether weights may have changed, without reading them: what each tensor is and how often it
-    was written to. Writes through ``.data`` and those of other processes do not show."""
-
-    tensors: tuple[tuple[str, int, int], ...]
-
-    @classmethod
-    def of(cls, module: torch.nn.Module) -> ModelState:
-        return cls(
-            tuple(
-                (name, each.data_ptr(), 0 if each.is_inference() else each._version)
-                for name, each in _all_tensors(module)
-            )
-        )
-
-
 class ModelIdentity:
-    """Names the KV of ``model``, and notices when its weights change.
+    """Names the KV of ``model``, and notices when it changes: its weights, its settings, its code.
 
-    ``engine`` is the program that steps it, with its release. Raises :class:`UnsupportedError` for
-    a model that cannot be told apart from others.
+    ``engine`` is the program that steps it, with its release; ``functions`` are those that it
+    chooses by a name in its configuration. Raises :class:`UnsupportedError` for a model that cannot
+    be told apart from others.
     """
 
     def __init__(
@@ -63,9 +50,11 @@ class ModelIdentity:
         form: KVForm,
         config: ConnectorConfig,
         place: object = None,
+        functions: Callable[[], Iterable[object]] = tuple,
     ) -> None:
         self._model = model
         self._config = config
+        self._functions = functions
         self._module = model if isinstance(model, torch.nn.Module) else None
         self.root: dict[str, object] = {
             "namespace": config.namespace,
@@ -73,20 +62,37 @@ class ModelIdentity:
             "form": asdict(form),
             "place": place,
         }
-        self._state: ModelState | None = None
+        self._is_named = config.model_digest != "full"
+        self._named: object = None
+        self._weights = ""
+        self._seen: object = None
         self._hasher: PrefixHasher | None = None
         self.version = 0
-        """Counts how often the weights were read."""
+        """Counts how often the model was another one."""
 
     def refresh(self) -> bool:
-        """Look whether the weights have changed since the last call; if so, and at the first call,
-        read them all. Whether they have."""
-        state = ModelState.of(self._module) if self._module is not None else None
-        is_first, is_changed = self._hasher is None, state != self._state
-        if is_first or is_changed:
-            self._hasher, self._state = self._make_hasher(), state
-            self.version += 1
-        return is_changed and not is_first
+        """Look whether the model has changed since the last call; if its weights have, and at the
+        first call, read them all. Whether it has changed."""
+        is_first = self._hasher is None
+        state = TensorState.of(self._module) if self._module is not None else None
+        shape = ModuleShape.of(self._module) if self._module is not None else None
+        form = _configuration(getattr(self._model, "config", None))
+        functions = (*self._functions(), *(shape.functions() if shape else ()))
+        seen = (shape, form, functions, _float32_arithmetic())
+        # A name stands for the code as well, which is not read then.
+        named: object = (
+            (state, shape.members if shape else (), functions) if self._is_named else state
+        )
+        is_changed = named != self._named or seen != self._seen
+        if not (is_first or is_changed):
+            return False
+        weights = self._weights
+        if is_first or named != self._named:
+            weights = self._name_of_weights(is_first)
+        self._hasher = self._make_hasher(weights, shape, form, functions)
+        self._weights, self._named, self._seen = weights, named, seen
+        self.version += 1
+        return not is_first
 
     def keys(self, cache_salt: str | None = None) -> RequestKeys:
         """Chunk keys of a sequence, of the weights as they were at the last :meth:`refresh`."""
@@ -94,20 +100,27 @@ class ModelIdentity:
         label = read_weights_label(self._config.weights_label)
         return RequestKeys(self._hasher, RequestIdentity(cache_salt, weight_epoch=label))
 
-    def _make_hasher(self) -> PrefixHasher:
-        named = self._config.model_digest != "full"
+    def _make_hasher(
+        self,
+        weights: str,
+        shape: ModuleShape | None,
+        form: object,
+        functions: Iterable[object],
+    ) -> PrefixHasher:
         root = self.root | {
-            "config": _configuration(getattr(self._model, "config", None)),
-            "classes": _classes(self._module, named),
-            "weights": self._weights(named),
+            "config": form,
+            "classes": _classes(set(shape.kinds.values()) if shape else set(), self._is_named),
+            "values": shape.values() if shape else {},
+            "code": [] if self._is_named else code_of_functions(functions),
+            "arithmetic": _float32_arithmetic(),
+            "weights": weights,
         }
         return PrefixHasher(root, self._config.chunk_size, self._config.hash_key_bytes)
 
-    def _weights(self, named: bool) -> str:
-        if named and self._hasher is None:
-            return f"named:{self._config.model_digest}"
-        if named:  # the name is about the weights at the start
-            return f"changed:{uuid.uuid4().hex}"
+    def _name_of_weights(self, is_first: bool) -> str:
+        if self._is_named:  # a name is about the weights at the start
+            name = f"named:{self._config.model_digest}"
+            return name if is_first else f"changed:{uuid.uuid4().hex}"
         if self._module is None:
             raise UnsupportedError(
                 "The model is no torch.nn.Module, so its weights are not known: set model_digest "
@@ -121,8 +134,9 @@ def weights_in_memory(module: torch.nn.Module) -> str:
     :class:`UnsupportedError` for those whose bytes are not here."""
     seen: dict[tuple[object, ...], str] = {}
     found = []
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+    beside = {k: v for k, v in module.state_dict(keep_vars=True).items() if not _is_tensor(v)}
+    for name, tensor in (*all_tensors(module), *beside.items()):
+        if not _is_tensor(tensor) or not is_readable(tensor):
             raise _unreadable(name)
         shape = list(tensor.shape)
         place = (tensor.data_ptr(), str(tensor.dtype), *shape, *tensor.stride())
@@ -130,6 +144,10 @@ def weights_in_memory(module: torch.nn.Module) -> str:
             seen[place] = _digest(name, tensor)
         found.append([name, str(tensor.dtype), shape, seen[place]])
     return str(blake3(canonical_bytes(sorted(found))).hexdigest())
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _digest(name: str, tensor: torch.Tensor) -> str:
@@ -146,11 +164,6 @@ def _unreadable(name: str) -> UnsupportedError:
     )
 
 
-def _all_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 def _configuration(config: object) -> Any:
     excused = EXCUSED["PreTrainedConfig"]
     try:
@@ -159,35 +172,24 @@ def _configuration(config: object) -> Any:
         raise UnsupportedError(f"The model's configuration is not plain data: {error}") from error
 
 
-def _classes(module: torch.nn.Module | None, named: bool) -> dict[str, str]:
-    """The classes that the model is made of, and a digest of the code of those that are neither
-    torch's nor transformers'."""
-    if module is None:
-        return {}
-    files: dict[str, str] = {}
-    found = {}
-    for kind in {type(each) for each in module.modules()}:
-        package = kind.__module__.partition(".")[0]
-        if package == _ADAPTERS:
+def _classes(kinds: Iterable[type], is_named: bool) -> list[list[object]]:
+    """The classes that the model is made of, and digests of the code of those that run other than
+    torch's and transformers'."""
+    found: list[list[object]] = []
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] == _ADAPTERS:
             raise UnsupportedError(
                 "Adapters of peft can be switched without a trace: merge them (merge_and_unload)."
             )
-        code = "" if package in _KNOWN_CODE or named else _code_digest(kind, files)
-        name = kind.__qualname__ if code else f"{kind.__module__}.{kind.__qualname__}"
-        found[name] = code
-    return found
+        code = [] if is_named else code_of_class(kind)
+        # The module of a model's own code is named after the place where it lies.
+        name = f"{kind.__module__}.{kind.__qualname__}" if is_known(kind) else kind.__qualname__
+        found.append([name, code])
+    return sorted(found, key=canonical_bytes)
 
 
-def _code_digest(kind: type, files: dict[str, str]) -> str:
-    try:
-        file = inspect.getsourcefile(kind)
-    except TypeError:
-        file = None
-    if file is None or not Path(file).is_file():
-        raise UnsupportedError(
-            f"The code of {kind.__qualname__} lies in no file: set model_digest to a name of your "
-            "own."
-        )
-    if file not in files:
-        files[file] = str(blake3(Path(file).read_bytes()).hexdigest())
-    return files[file]
+def _float32_arithmetic() -> list[str]:
+    """Torch may round the factors of products to fewer bits than they have."""
+    matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    found = [each.fp32_precision for each in matmul]
+    return ["ieee" if each == "none" else each for each in found]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class ModelInput:
     """The sequences of one step, in one order throughout. Raises ``ValueError`` if they disagree.
+    Each field may be a tensor of whole numbers.
 
     - ``token_ids``, ``[sum(seq_lens)]``: all tokens of all sequences, one sequence after the other,
       those included whose KV is there. Chunks are named by everything before them.
@@ -47,6 +51,8 @@ class ModelInput:
     cache_salts: Sequence[str | None] = ()
 
     def __post_init__(self) -> None:
+        for name in ("token_ids", "seq_lens", "query_lens", "block_tables", "sampling_positions"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         number = len(self.seq_lens)
         salts = self.cache_salts or (None,) * number
         listed = (self.query_lens, self.block_tables, self.sampling_positions or salts, salts)
@@ -104,3 +110,12 @@ class ModelInput:
             for row in self.rows()
             for position in range(row.context_len, len(row.token_ids))
         ]
+
+
+def _plain(values: Any) -> Any:
+    """Whole numbers, whatever they are kept in: tensors are not equal as numbers are."""
+    if isinstance(values, torch.Tensor):
+        return values.tolist()
+    if isinstance(values, list | tuple) and values and isinstance(values[0], torch.Tensor):
+        return [_plain(each) for each in values]
+    return values

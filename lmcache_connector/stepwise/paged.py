@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.errors import ConfigError
+from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.stepwise.block_witness import BlockWitness
 from lmcache_connector.stepwise.form import KVForm
@@ -31,7 +31,8 @@ class _Known:
 class PagedSequences:
     """The sequences in ``kv_caches``, as the connector's module describes them.
 
-    ``place`` tells ranks apart that hold parts of one model. Raises ``UnsupportedError``,
+    ``place`` tells ranks apart that hold parts of one model; ``functions`` are as
+    :class:`ModelIdentity` takes them. Raises ``UnsupportedError``,
     ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for what cannot be served.
     """
 
@@ -42,14 +43,15 @@ class PagedSequences:
         place: int | None,
         model: object,
         kv_caches: KVCaches,
+        functions: Callable[[], Iterable[object]] = tuple,
     ) -> None:
         blocks = as_layers(kv_caches)
         form = KVForm.of(blocks)
-        self._block_size = blocks[0].shape[2]
+        self._block_size: int = blocks[0].shape[2]
         self._config = config = config.with_chunk_size(_chunk_size(config, self._block_size))
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
-        self._identity = ModelIdentity(model, engine, form, config, place)
+        self._identity = ModelIdentity(model, engine, form, config, place, functions)
         self._witness = BlockWitness(self._block_size, config.chunk_size)
         self._sequences: dict[int, _Known] = {}
         self._identity.refresh()
@@ -61,11 +63,48 @@ class PagedSequences:
         theirs = as_layers(kv_caches)
         return [each.data_ptr() for each in ours] == [each.data_ptr() for each in theirs]
 
-    def begin_step(self) -> None:
-        """Weights that have changed since make everything another model's."""
-        if self._identity.refresh():
-            self._witness.forget_all()
-            self._sequences.clear()
+    def may_restore(self, row: Row) -> bool:
+        """Whether there is a chunk to look for."""
+        size = self._config.chunk_size
+        return row.wanted_from // size * size > row.context_len
+
+    def completes_chunks(self, row: Row) -> bool:
+        """Whether a forward pass of it makes chunks whole."""
+        size = self._config.chunk_size
+        return row.context_len // size < len(row.token_ids) // size
+
+    def is_same_model(self) -> bool:
+        """Whether the model is as it was; if not, what is in the blocks is another model's. To be
+        asked before something is restored or stored."""
+        is_changed = self._identity.refresh()
+        if is_changed:
+            self.forget_all()
+        return not is_changed
+
+    def forget_all(self) -> None:
+        """What is in the blocks is nobody's."""
+        self._witness.forget_all()
+        self._sequences.clear()
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """What is in these blocks is nobody's."""
+        self._witness.forget(blocks)
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Raises ``ValueError`` for block tables that cannot be right: what is stored of them would
+        be the KV of other tokens."""
+        for row in rows:
+            self._check_blocks(row)
+        written = {
+            block: row
+            for row in rows
+            for block in row.blocks[row.context_len // self._block_size : self._num_blocks(row)]
+        }
+        if len(rows) < 2:
+            return
+        for row in rows:
+            for block in written.keys() & set(row.blocks[: self._num_blocks(row)]):
+                self._check_shared(block, row, written[block])
 
     def restore(self, row: Row) -> int:
         """Load what is stored of a sequence that is to be computed from ``row.context_len`` on.
@@ -73,10 +112,10 @@ class PagedSequences:
         keys, size = self._keys(row), self._config.chunk_size
         if not self._witness.begin(_parents(keys), row.token_ids[: row.context_len], row.blocks):
             return row.context_len
-        last = row.wanted_from // size
-        if self._bypasses(row) or last * size <= row.context_len:
+        if self._bypasses(row) or not self.may_restore(row):
             return row.context_len
-        plan = self.tiers.plan(keys.keys[:last], row.context_len, len(row.token_ids))
+        wanted = keys.keys[: row.wanted_from // size]
+        plan = self.tiers.plan(wanted, row.context_len, len(row.token_ids))
         if plan is None:
             return row.context_len
         skipped = row.context_len % size // self._block_size
@@ -97,10 +136,35 @@ class PagedSequences:
         if not self._witness.begin(parents, row.token_ids[: row.context_len], row.blocks):
             return
         self._witness.learn(parents, row.token_ids, row.blocks, row.context_len)
-        first, end = row.context_len // size, len(row.token_ids) // size
-        if first < end and not self._bypasses(row):
+        if self.completes_chunks(row) and not self._bypasses(row):
+            first, end = row.context_len // size, len(row.token_ids) // size
             blocks = row.blocks[first * self._per_chunk : end * self._per_chunk]
             self.tiers.store(keys.keys[first:end], first, self._part, blocks)
+
+    def _num_blocks(self, row: Row) -> int:
+        return -(-len(row.token_ids) // self._block_size)
+
+    def _check_blocks(self, row: Row) -> None:
+        number, there = self._num_blocks(row), self._part.groups[0].num_blocks
+        used = row.blocks[:number]
+        if len(used) < number:
+            raise ValueError(
+                f"{len(row.token_ids)} tokens need {number} blocks of {self._block_size}, and "
+                f"their block table has {len(used)}"
+            )
+        if used and not 0 <= min(used) <= max(used) < there:
+            raise ValueError(f"a block table names block {min(used)} or {max(used)} of {there}")
+        if len(set(used)) < number:
+            raise ValueError("a block table names a block twice, for different tokens")
+
+    def _check_shared(self, block: int, one: Row, other: Row) -> None:
+        """A block that ``other`` writes may only be one of its own where the tokens are the same:
+        sequences with a common prefix."""
+        index = one.blocks.index(block)
+        num_tokens = min((index + 1) * self._block_size, len(one.token_ids), len(other.token_ids))
+        is_same_place = other.blocks.index(block) == index
+        if not is_same_place or one.token_ids[:num_tokens] != other.token_ids[:num_tokens]:
+            raise ValueError(f"two sequences of one step have different tokens in block {block}")
 
     def _bypasses(self, row: Row) -> bool:
         return self._config.require_cache_salt and not row.cache_salt
@@ -114,7 +178,10 @@ class PagedSequences:
             or row.token_ids[: len(known.tokens)] != known.tokens
         ):
             known = _Known((), row.cache_salt, self._identity.keys(row.cache_salt))
-        known.keys.extend(row.token_ids)
+        try:
+            known.keys.extend(row.token_ids)
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"token ids are whole numbers from 0 to 2**32 - 1: {error}") from error
         known.tokens = row.token_ids[: known.keys.num_hashed_tokens]
         if row.blocks:
             self._sequences[row.blocks[0]] = known
@@ -122,8 +189,20 @@ class PagedSequences:
 
 
 def as_layers(kv_caches: KVCaches) -> list[torch.Tensor]:
-    """K and V of each layer in turn, ``[blocks, heads, block_size, head_dim]``."""
+    """K and V of each layer in turn, ``[blocks, heads, block_size, head_dim]``. Raises
+    ``UnsupportedError`` for what has another form."""
+    for layer in kv_caches:
+        halves = list(layer) if isinstance(layer, torch.Tensor | Sequence) else []
+        if len(halves) != 2 or any(_dimensions(half) != 4 for half in halves):
+            raise UnsupportedError(
+                "kv_caches has one entry per layer, K and V: a tensor [2, blocks, block_size, "
+                "heads, head_dim], or a pair of tensors [blocks, block_size, heads, head_dim]."
+            )
     return [half.transpose(1, 2) for layer in kv_caches for half in layer]
+
+
+def _dimensions(half: object) -> int:
+    return half.dim() if isinstance(half, torch.Tensor) else 0
 
 
 def _parents(keys: RequestKeys) -> list[bytes]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.errors import ConfigError
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
 
 logger = logging.getLogger(__name__)
@@ -16,6 +17,8 @@ def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
     """Of ``kv_connector_extra_config``. With an LMCache that nobody has tested, the self-test runs
     and nothing is shared with tested ones. Raises ``ConfigError`` with all that is wrong, or
     ``UnsupportedError``."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"settings are a dict of kv_connector_extra_config, not {config!r:.60}")
     settings, standing = parse_config(config), check_lmcache()
     if not standing.unverified:
         return settings

@@ -31,6 +31,7 @@ from lmcache_connector.plans import (
     StoreJob,
     TransferTime,
 )
+from lmcache_connector.stepwise.unwritten_gate import UnwrittenGate
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.forward_timer import ForwardTimer
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
@@ -40,7 +41,6 @@ from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.reconciler import Pace
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
 from lmcache_connector.worker.self_test import SelfTestError, run_self_test
-from lmcache_connector.worker.step_gate import StepGate
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
@@ -52,6 +52,8 @@ _FIRST_PROBE_SECONDS = 2.0
 # As long as vLLM's workers leave the cores to what follows a forward pass.
 _STORE_DELAY_SECONDS = 0.03
 _MIN_TIMED_TOKENS = 32
+_MAX_HOLD_SECONDS = 10.0
+"""Nobody says that a forward pass has failed."""
 
 
 class StuckCopyError(RuntimeError):
@@ -139,6 +141,7 @@ class Tiers:
             _STORE_DELAY_SECONDS if on_cpu else 0.0,
         )
         self._parts_of_jobs: dict[int, PagedPart] = {}
+        self._gates: dict[int, UnwrittenGate] = {}
         self._last_job = 0
 
     def __str__(self) -> str:
@@ -207,7 +210,7 @@ class Tiers:
     def forward_begins(self, num_tokens: int, context_tokens: int) -> None:
         """Right before the forward pass, which computes so many tokens after so many."""
         is_worth_it = num_tokens >= _MIN_TIMED_TOKENS
-        self._hold_writes(float("inf"))
+        self._hold_writes(self._clock() + _MAX_HOLD_SECONDS)
         self._timer.start(PrefillWork(num_tokens, context_tokens, 0) if is_worth_it else None)
 
     # -- after it ------------------------------------------------------------------------------
@@ -233,6 +236,7 @@ class Tiers:
             redis_keys=frozenset() if self._config.redis_admission == "reused" else None,
         )
         self._index.plan(keys, job.job_id)
+        self._gates[job.job_id] = UnwrittenGate(part.groups[0].owners)
         self._submit(job, part)
 
     def finish_stores(self) -> None:
@@ -264,7 +268,7 @@ class Tiers:
         started, job = self._clock(), queued.job
         parts = [self._parts_of_jobs[job.job_id]]
         if isinstance(job, StoreJob):
-            gate = StepGate()  # blocks stay as they are until the store has ended
+            gate = self._gates[job.job_id]
             moved = self._engine.store(job, queued.fence, queued.cancelled, gate, parts)
         else:
             assert isinstance(job, LoadJob)  # no request waits in a queue here
@@ -299,6 +303,7 @@ class Tiers:
         self._index.apply(0, self._engine.take_events())
         for each in ended:
             self._parts_of_jobs.pop(each.job.job_id, None)
+            self._gates.pop(each.job.job_id, None)
             if isinstance(each.job, StoreJob):
                 self._index.settle(each.job.keys, each.job.job_id)
                 self._count(stored_chunks=each.result.num_chunks if each.result else 0)

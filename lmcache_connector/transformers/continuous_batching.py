@@ -33,7 +33,8 @@ from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.paged import PagedSequences
 from lmcache_connector.stepwise.settings import read_settings
 from lmcache_connector.stepwise.tiers import Counts
-from lmcache_connector.transformers.support import check_configuration
+from lmcache_connector.transformers.alterations import Alterations
+from lmcache_connector.transformers.support import attention_functions, check_configuration
 
 logger = logging.getLogger(__name__)
 
@@ -76,16 +77,25 @@ class TieredBatching:
                 "TieredBatching needs layers of full attention alone, and allow_block_sharing."
             )
         manager.batch_processor = processor  # which start() takes over
-        self._model = model
+        self._config = read_settings(config)
+        self._manager = manager
         self._cache = cache
         self._allocator = cache.cache_allocators[FULL_ATTENTION]
+        self._device = model.device
         self._stream = processor.inputs_and_outputs.compute_stream
         name = f"{_ENGINE} {version(_ENGINE)} paged"
         self._paged = PagedSequences(
-            read_settings(config), name, None, model, _layers(self._allocator)
+            self._config,
+            name,
+            None,
+            model,
+            _layers(self._allocator),
+            lambda: attention_functions(model),
         )
+        self._alterations = Alterations(model)
         self._whole: dict[str, int] = {}
-        """Tokens of each request that lie in whole blocks, and are known to the tiers."""
+        """Tokens of each request that lie in whole blocks, and are known to the tiers. A request
+        that is not in it passes them by."""
         self._cache.search_prefix_match = self._restore
         self._cache.mark_complete_blocks = self._keep
         self._hooks: tuple[Any, ...] = (
@@ -111,9 +121,13 @@ class TieredBatching:
         return self._paged.tiers.counts
 
     def close(self) -> None:
-        """Once the manager has stopped. Writes what is queued for Redis, within
-        ``shutdown_seconds``, and lets go of the manager and all memory and threads. Idempotent."""
+        """Stop the manager, unless it has: its requests fail then. Write what is queued for Redis,
+        within ``shutdown_seconds``, and let go of the manager and all memory and threads.
+        Idempotent."""
         if self._hooks:
+            if self._manager.is_running():
+                seconds = self._config.shutdown_seconds
+                self._manager.stop(block=True, timeout=seconds, hard_stop=True)
             for hook in self._hooks:
                 hook.remove()
             self._hooks = ()
@@ -128,13 +142,15 @@ class TieredBatching:
         shared: int = PagedAttentionCache.search_prefix_match(self._cache, request_id, prompt_ids)
         table = self._allocator.block_table
         self._whole = {each: n for each, n in self._whole.items() if each in table}
+        self._is_own_model()
+        if self._is_altered(looks_anew=True):
+            return shared
         self._whole[request_id] = shared
         rest = len(prompt_ids) - shared
         if not self._cache.can_store_request_tokens(_Place(request_id, shared), rest):
             return shared
         if self._stream is not None:
             self._stream.synchronize()  # a pass may have read these blocks for somebody else
-        self._paged.begin_step()
         row = _row(prompt_ids, shared, table[request_id])
         restored = self._paged.restore(row)
         self._paged.restored(row, restored)
@@ -148,21 +164,41 @@ class TieredBatching:
         """After a forward pass: store the chunks that are whole. Only then transformers may put
         blocks of others with the same hash into the place of the request's own."""
         blocks: Sequence[int] = self._allocator.block_table.get(state.request_id, ())
-        before = self._whole.get(state.request_id, 0)
-        end = before + complete_blocks.get(FULL_ATTENTION, 0) * self._allocator.tokens_per_page
-        if before < end <= len(blocks) * self._allocator.tokens_per_page:
-            self._whole[state.request_id] = end
-            tokens = (state.initial_tokens + state.generated_tokens)[:end]
-            self._paged.begin_step()
-            self._paged.keep(_row(tokens, before, blocks))
-            self._paged.tiers.finish_stores()  # transformers may hand the blocks out again
+        number = complete_blocks.get(FULL_ATTENTION, 0) * self._allocator.tokens_per_page
+        if state.request_id not in self._whole:
+            self._paged.forget(blocks)  # transformers may share them
+        elif number:
+            before = self._whole[state.request_id]
+            end = before + number
+            row = _row((state.initial_tokens + state.generated_tokens)[:end], before, blocks)
+            is_there = end <= len(blocks) * self._allocator.tokens_per_page
+            if is_there and (not self._paged.completes_chunks(row) or self._is_own_model()):
+                self._whole[state.request_id] = end
+                self._paged.keep(row)
+                self._paged.tiers.finish_stores()  # transformers may hand the blocks out again
         PagedAttentionCache.mark_complete_blocks(self._cache, state, complete_blocks)
+
+    def _is_own_model(self) -> bool:
+        """Whether the model is as it was. If not, what is under way is of two models."""
+        is_own = self._paged.is_same_model()
+        if not is_own:
+            self._whole.clear()
+        return is_own
+
+    def _is_altered(self, *, looks_anew: bool) -> bool:
+        """Whether the model computes other KV than its own. What is under way passes by then."""
+        is_altered = self._alterations.are_there(self._device, looks_anew=looks_anew)
+        if is_altered:
+            self._whole.clear()
+            self._paged.forget_all()
+        return is_altered
 
     # -- around a forward pass -----------------------------------------------------------------
 
     def _begins(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("cache") is self._cache:
             number = kwargs["input_ids"].shape[1]
+            self._is_altered(looks_anew=False)
             reached = int(kwargs["position_ids"].sum())
             self._paged.tiers.forward_begins(number, max(0, reached // number - number // 2))
 

@@ -30,10 +30,12 @@ _UNDERSTOOD = frozenset(
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
     """``token_ids`` are to be computed after those that the cache holds. ``num_read``: of how many
-    of the last ones the caller reads logits."""
+    of the last ones the caller reads logits. ``is_checked``: whether the model was looked at right
+    before the pass."""
 
     token_ids: tuple[int, ...]
     num_read: int
+    is_checked: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], num_cached: int) -> ForwardCall | None:
@@ -44,6 +46,8 @@ class ForwardCall:
         }
         input_ids = arguments.get("input_ids")
         if not isinstance(input_ids, torch.Tensor) or not asked <= _UNDERSTOOD:
+            return None
+        if arguments.get("use_cache") is False:
             return None
         if input_ids.dim() != 2 or input_ids.shape[0] != 1:
             raise several_sequences()

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any
@@ -27,23 +30,23 @@ from lmcache_connector.stepwise.form import as_blocks
 from lmcache_connector.stepwise.identity import ModelIdentity
 from lmcache_connector.stepwise.settings import read_settings
 from lmcache_connector.stepwise.tiers import Counts, LoadPlan, StuckCopyError, Tiers
+from lmcache_connector.transformers.alterations import Alterations
 from lmcache_connector.transformers.cache import TieredCache
 from lmcache_connector.transformers.forward_call import ForwardCall, by_name, without_first
-from lmcache_connector.transformers.support import find_form
+from lmcache_connector.transformers.support import attention_functions, find_form
 
 logger = logging.getLogger(__name__)
 
 _ENGINE = "transformers"
-# Whose forward hooks change nothing: they look at outputs, or are these and those of other tiers.
-_HARMLESS = ("transformers.", "lmcache_connector.")
 
 
 class KVTiers:
     """The tiers of one model, until :meth:`close`.
 
     ``config``: the keys of ``kv_connector_extra_config``, see the README. Reads all weights, and
-    computes one token. Not thread-safe: one ``generate`` at a time. Raises ``UnsupportedError``,
-    ``ConfigError`` or ``SelfTestError`` for what cannot be served.
+    computes a few tokens. Several threads may generate at once; in a process that was forked off,
+    sequences pass the tiers by. Raises ``UnsupportedError``, ``ConfigError`` or ``SelfTestError``
+    for what cannot be served.
     """
 
     def __init__(self, model: PreTrainedModel, config: Mapping[str, Any]) -> None:
@@ -51,14 +54,18 @@ class KVTiers:
         self._model = model
         self._form = find_form(model)
         self._device = model.device
+        self._process = os.getpid()
+        self._lock = threading.RLock()
         engine = f"{_ENGINE} {version(_ENGINE)}"
-        self._identity = ModelIdentity(model, engine, self._form, self._config)
+        self._identity = ModelIdentity(
+            model, engine, self._form, self._config, functions=lambda: attention_functions(model)
+        )
         self._identity.refresh()
+        self._alterations = Alterations(model)
         chunk = self._form.empty(self._config.chunk_size, self._device)
         part = self._form.part(chunk, self._config.chunk_size)
         self._tiers = Tiers(self._config, part, self._identity.root)
         self._names = list(inspect.signature(model.forward).parameters)
-        self._running: ForwardCall | None = None
         self._hooks: tuple[Any, ...] = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True),
@@ -88,91 +95,115 @@ class KVTiers:
         return self._config.chunk_size
 
     def new_cache(self, cache_salt: str | None = None) -> TieredCache:
-        """An empty cache for one sequence. Sequences share KV with those of the same salt. Reads
-        all weights again if they have changed."""
-        self._identity.refresh()
-        bypasses = self._config.require_cache_salt and not cache_salt
-        keys = None if bypasses else self._identity.keys(cache_salt)
-        return TieredCache(self._model.config, keys, self, self._identity.version)
+        """An empty cache for one sequence. Sequences share KV with those of the same salt."""
+        cache = TieredCache(self._model.config, self, cache_salt)
+        if self._config.require_cache_salt and not cache_salt:
+            cache.pass_by()
+        return cache
 
     def finish_stores(self) -> None:
         """Wait until what was computed is in the CPU tier; writes to Redis go on."""
-        self._tiers.finish_stores()
+        if self._is_alive:
+            with self._lock:
+                self._tiers.finish_stores()
 
     def close(self) -> None:
         """Write what is queued for Redis, within ``shutdown_seconds``, and let go of the model and
         all memory and threads. Idempotent. Caches made here are plain ones afterwards."""
-        if self._hooks:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = ()
-            self._tiers.close()
+        for hook in self._hooks:
+            hook.remove()
+        if self._is_alive:
+            with self._lock:
+                self._hooks = ()
+                self._tiers.close()
+
+    @property
+    def _is_alive(self) -> bool:
+        """Threads and connections are those of the process that made them."""
+        return bool(self._hooks) and os.getpid() == self._process
 
     # -- hooks ---------------------------------------------------------------------------------
 
     def _before(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._running = None
         arguments = by_name(self._names, args, kwargs)
         cache = arguments.get("past_key_values")
-        if not isinstance(cache, TieredCache) or cache.owner is not self or cache.keys is None:
+        if not isinstance(cache, TieredCache) or cache.owner is not self:
             return None
-        num_cached = len(cache.token_ids)
-        cache.keys.shorten(num_cached)  # a pass that failed has left more
-        call = ForwardCall.of(arguments, num_cached)
-        if call is None or num_cached != cache.get_seq_length() or self._is_altered(cache, call):
+        cache.running = None  # a pass that failed has left it
+        if cache.passes_by:
+            return None
+        if not self._is_alive:
             self._pass_by(cache)
             return None
-        num_restored = self._restore(cache, call)
-        self._running = ForwardCall(call.token_ids[num_restored:], call.num_read)
-        left = len(self._running.token_ids)
-        self._tiers.forward_begins(left, len(cache.token_ids))
+        with self._lock:
+            call = self._understood(cache, arguments)
+            if call is None:
+                self._pass_by(cache)
+                return None
+            num_restored = self._restore(cache, call)
+            cache.running = replace(call, token_ids=call.token_ids[num_restored:])
+            self._tiers.forward_begins(len(cache.running.token_ids), len(cache.token_ids))
         return ((), without_first(arguments, num_restored)) if num_restored else None
 
     def _after(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        call, self._running = self._running, None
+        cache = by_name(self._names, args, kwargs).get("past_key_values")
+        if not isinstance(cache, TieredCache) or cache.owner is not self or cache.running is None:
+            return
+        call, cache.running = cache.running, None
+        with self._lock:
+            if not self._is_alive:
+                return
+            self._tiers.forward_ended()
+            cache.computed(call.token_ids)
+            if cache.get_seq_length() == len(cache.token_ids):
+                self._keep(cache, is_checked=call.is_checked)
+            else:
+                self._pass_by(cache)
+
+    def _understood(self, cache: TieredCache, arguments: Mapping[str, Any]) -> ForwardCall | None:
+        """What the pass is to compute. ``None``: its KV, or that in the cache, may be other than
+        keys say."""
+        num_cached = len(cache.token_ids)
+        if not cache.is_as_left or cache.get_seq_length() != num_cached:
+            return None
+        call = ForwardCall.of(arguments, num_cached)
         if call is None:
-            return
-        self._tiers.forward_ended()
-        cache: TieredCache = by_name(self._names, args, kwargs)["past_key_values"]
-        cache.computed(call.token_ids)
-        if cache.get_seq_length() != len(cache.token_ids):  # use_cache=False, say
-            self._pass_by(cache)
-            return
-        self._keep(cache)
+            return None
+        is_checked = num_cached == 0 or self._num_wanted(call, num_cached) > num_cached
+        if self._alterations.are_there(self._device, looks_anew=is_checked):
+            return None
+        if is_checked and not self._is_same_model(cache):
+            return None
+        assert cache.keys is not None
+        cache.keys.shorten(num_cached)  # a pass that failed has left more
+        return replace(call, is_checked=is_checked)
 
-    def _is_altered(self, cache: TieredCache, call: ForwardCall) -> bool:
-        """Whether KV may be other than the model's own. Looked at where several tokens are
-        computed: what follows one by one is on top of those."""
-        if len(call.token_ids) == 1:
-            return False
-        return (
-            self._model.training
-            or self._has_new_weights(cache)
-            or torch.is_autocast_enabled(self._device.type)
-            or any(
-                not hook.__module__.startswith(_HARMLESS)
-                for module in self._model.modules()
-                for hooks in (module._forward_hooks, module._forward_pre_hooks)
-                for hook in hooks.values()
-            )
-        )
+    def _num_wanted(self, call: ForwardCall, num_cached: int) -> int:
+        """Tokens of the chunks that need not be computed, if they are stored."""
+        size = self._config.chunk_size
+        return (num_cached + len(call.token_ids) - call.num_read) // size * size
 
-    def _has_new_weights(self, cache: TieredCache) -> bool:
+    def _is_same_model(self, cache: TieredCache) -> bool:
+        """Whether all that the cache holds, and what is computed now, is of one model. Asked before
+        something is restored or stored."""
         self._identity.refresh()
-        return cache.version != self._identity.version
+        if not cache.token_ids:
+            cache.begin(self._identity.keys(cache.cache_salt), self._identity.version)
+        return cache.version == self._identity.version and self._model.device == self._device
 
     def _pass_by(self, cache: TieredCache) -> None:
         cache.pass_by()
         if not self._is_told:
             self._is_told = True
             logger.warning(
-                "A sequence passes the KV tiers by: it has more inputs than token ids, or the "
-                "model is in training mode, under autocast, has forward hooks of others, or its "
-                "weights have changed since new_cache()"
+                "A sequence passes the KV tiers by: it has more inputs than token ids, or its KV "
+                "was written to; or the model is in training mode, under autocast, has forward "
+                "hooks of others, was changed, cast or moved since the sequence began, or runs in "
+                "a forked process"
             )
 
     # -- chunks --------------------------------------------------------------------------------
@@ -181,12 +212,13 @@ class KVTiers:
         """Put the longest stored prefix into the cache. How many of the call's tokens it has."""
         assert cache.keys is not None
         size, num_cached = self._config.chunk_size, len(cache.token_ids)
-        num_tokens = num_cached + len(call.token_ids)
-        last = (num_tokens - call.num_read) // size
-        if last * size <= num_cached:
+        num_wanted = self._num_wanted(call, num_cached)
+        if num_wanted <= num_cached:
             return 0
-        cache.keys.extend([*cache.token_ids, *call.token_ids])
-        plan = self._tiers.plan(cache.keys.keys[:last], num_cached, num_tokens)
+        tokens = [*cache.token_ids, *call.token_ids]
+        cache.keys.extend(tokens)
+        wanted = cache.keys.keys[: num_wanted // size]
+        plan = self._tiers.plan(wanted, num_cached, len(tokens))
         if plan is None:
             return 0
         restored = self._form.empty(plan.stop * size, self._device)
@@ -211,7 +243,7 @@ class KVTiers:
             logger.exception("KV is computed instead")
             return 0  # nobody else has that memory
 
-    def _keep(self, cache: TieredCache) -> None:
+    def _keep(self, cache: TieredCache, *, is_checked: bool) -> None:
         """Store the chunks that are whole and not stored."""
         assert cache.keys is not None
         size = self._config.chunk_size
@@ -220,7 +252,8 @@ class KVTiers:
         first = cache.num_kept
         if end <= first:
             return
-        if self._has_new_weights(cache):
+        is_of_form = self._form.is_of(cache.tensors(), known, self._device)
+        if not is_of_form or not (is_checked or self._is_same_model(cache)):
             self._pass_by(cache)
             return
         cache.keys.extend(cache.token_ids)

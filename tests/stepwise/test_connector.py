@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -220,6 +222,110 @@ def test_ranks_that_hold_parts_restore_what_all_of_them_have() -> None:
         engine.step(sequence(tokens, range(7)))
         _, left = engine.step(sequence(tokens, range(10, 17)))
         assert left.query_lens == (100 - CHUNK,)
+
+
+def test_tensors_are_taken_for_numbers(engine: SteppedEngine) -> None:
+    tokens = tokens_of(20, 70)
+    for start in (0, 10):
+        given = ModelInput(
+            torch.tensor(tokens),
+            torch.tensor([70]),
+            torch.tensor([70]),
+            torch.arange(start, start + 5)[None],
+        )
+        _, left = engine.step(given)
+    assert left.query_lens == (6,)
+
+
+def test_sequences_with_a_common_beginning_may_share_blocks(engine: SteppedEngine) -> None:
+    one, other = (tokens_of(21, 64) + tokens_of(seed, 40) for seed in (22, 23))
+    engine.step(sequence(one, range(7)))
+    tables = ((20, 21, 22, 23, 24, 25, 26), (20, 21, 22, 23, 34, 35, 36))
+    _, left = engine.step(ModelInput((*one, *other), (104, 104), (104, 104), tables))
+    assert left.query_lens == (8, 40)
+    expected = engine.kv_of(tables[1], 96)
+    _, left = engine.step(sequence(other, range(40, 47)))
+    assert left.query_lens == (8,)
+    assert torch.equal(engine.kv_of(range(40, 47), 96), expected)
+
+
+ONE, OTHER = tokens_of(24, 70), tokens_of(25, 70)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (ModelInput((*ONE, *OTHER), (70, 70), (70, 70), (range(5), range(5))), "block 0"),
+        (ModelInput((*ONE, *OTHER), (70, 70), (6, 70), (range(5), (9, 0, 10, 11, 12))), "block 0"),
+        (sequence(ONE, (0, 0, 1, 2, 3)), "twice"),
+        (sequence(ONE, (0, 1, 2, 3)), "need 5 blocks"),
+        (sequence(ONE, (0, 1, 2, 3, 64)), "of 64"),
+        (sequence(ONE, (-1, 1, 2, 3, 4)), "of 64"),
+        (sequence([-1, *ONE], range(5)), "token ids"),
+    ],
+)
+def test_tables_and_tokens_that_cannot_be_right_are_refused(
+    engine: SteppedEngine, wrong: ModelInput, reason: str
+) -> None:
+    """Their KV would be stored as that of other tokens."""
+    with pytest.raises(ValueError, match=reason):
+        engine.step(wrong)
+    with pytest.raises(ValueError, match=reason):
+        engine.connector.send_kv_caches_and_hidden_states(
+            engine.model, wrong, engine.kv_caches, None
+        )
+
+
+def test_nothing_is_stored_of_weights_that_change_between_the_calls() -> None:
+    tokens = tokens_of(26, 70)
+    with SteppedEngine({}) as engine:
+        first = sequence(tokens, range(5))
+        engine.connector.recv_kv_caches_and_hidden_states(engine.model, first, engine.kv_caches)
+        weights = {name: each.clone() for name, each in engine.model.state_dict().items()}
+        with torch.no_grad():
+            engine.model.get_parameter("qkv.0.weight").mul_(1.5)
+        engine.model(first, engine.kv_caches)
+        engine.connector.send_kv_caches_and_hidden_states(
+            engine.model, first, engine.kv_caches, None
+        )
+        engine.model.load_state_dict(weights)
+        _, left = engine.step(sequence(tokens, range(10, 15)))
+        assert left.query_lens == (70,)
+
+
+def test_a_connector_that_is_closed_or_another_process_s_is_refused() -> None:
+    with SteppedEngine({}) as engine:
+        engine.step(sequence(ONE, range(5)))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                engine.step(sequence(ONE, range(5)))
+            except ValueError as error:
+                code = 0 if "fork" in str(error) else 2
+            finally:
+                engine.connector.close()
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        engine.connector.close()
+        with pytest.raises(ValueError, match="closed"):
+            engine.step(sequence(ONE, range(5)))
+
+
+@pytest.mark.parametrize(
+    "caches",
+    [
+        [torch.zeros(2, 64, 16, 32)],
+        [(torch.zeros(64, 16, 2, 16),) * 3],
+        {"layer": torch.zeros(2, 64, 16, 2, 16)},
+        [[[1], [1]]],
+    ],
+)
+def test_caches_of_another_form_are_refused(caches: Any) -> None:
+    with SteppedEngine({}) as engine, pytest.raises(UnsupportedError, match="one entry per layer"):
+        engine.connector.recv_kv_caches_and_hidden_states(
+            engine.model, sequence(ONE, range(5)), caches
+        )
 
 
 def test_what_cannot_be_served_is_refused() -> None:

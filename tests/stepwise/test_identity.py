@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.errors import UnsupportedError
@@ -53,7 +59,28 @@ def _cast(model: LlamaForCausalLM) -> None:
     model.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("change", [_scale, _swap, _cast])
+def _cast_and_back(model: Any) -> None:
+    """The frequencies of rotary embeddings are rounded on the way; no file holds them."""
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    model.to(torch.bfloat16)
+    model.to(torch.float32)
+    model.load_state_dict(weights)
+
+
+def _temper(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def _replaced(self: Any, hidden_states: Any, *args: Any, **more: Any) -> Any:
+    return LlamaAttention.forward(self, hidden_states * 2, *args, **more)
+
+
+def _replace(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.forward = types.MethodType(_replaced, attention)
+
+
+@pytest.mark.parametrize("change", [_scale, _swap, _cast, _cast_and_back, _temper, _replace])
 def test_whatever_changes_a_model_changes_its_keys(
     change: Callable[[LlamaForCausalLM], None],
 ) -> None:
@@ -61,6 +88,66 @@ def test_whatever_changes_a_model_changes_its_keys(
     before = key(model)
     change(model)
     assert key(model) != before
+
+
+def _made(scale: float) -> Callable[..., Any]:
+    own = LlamaAttention.forward
+    return lambda self, hidden, *args, **more: own(self, hidden * scale, *args, **more)
+
+
+def test_code_that_is_exchanged_changes_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whichever way research code does it; two exchanges from one file differ as well."""
+    found = [key(tiny())]
+    for scale in (2.0, 3.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaAttention, "forward", _made(scale))
+            found += [key(tiny())]
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k))
+        found += [key(tiny())]
+    assert len(set(found)) == len(found)
+    assert key(tiny()) == found[0]
+
+
+def test_products_of_rounded_factors_are_other_products() -> None:
+    before = key(tiny())
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert key(tiny()) != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_classes_of_one_name_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are called Layer, and only one of them has changed."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "import torch\nclass Layer(torch.nn.Linear):\n    number = {}\n"
+    found = set()
+    for number, (one, other) in enumerate([(1, 2), (1, 3), (3, 2)]):
+        layers = []
+        for name, value in ((f"one_{number}", one), (f"other_{number}", other)):
+            (tmp_path / f"{name}.py").write_text(code.format(value))
+            layers.append(importlib.import_module(name).Layer(2, 2))
+            torch.nn.init.zeros_(layers[-1].weight)
+            torch.nn.init.zeros_(layers[-1].bias)
+        found.add(key(torch.nn.Sequential(*layers)))
+    assert len(found) == 3
+
+
+def test_weights_made_of_other_tensors_are_watched() -> None:
+    """Some quantized weights are; their bytes cannot be read as one tensor's."""
+    model = tiny()
+    weight = model.lm_head.weight.detach()
+    model.lm_head.weight = torch.nn.Parameter(TwoTensor(weight, weight.clone()))
+    with pytest.raises(UnsupportedError, match="model_digest"):
+        key(model)
+    identity = ModelIdentity(model, "e", FORM, parse_config({"model_digest": "mine"}))
+    assert not identity.refresh()
+    assert not identity.refresh()
+    model.lm_head.weight.a.data[0, 0] += 1
+    assert identity.refresh()
 
 
 def test_engines_forms_and_namespaces_never_mix() -> None:

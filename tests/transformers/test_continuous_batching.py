@@ -117,6 +117,45 @@ def test_what_was_restored_is_what_was_stored_byte_for_byte(
     assert torch.equal(seen[0], stored[0])
 
 
+@pytest.mark.parametrize("change", ["hook", "weights"])
+def test_what_a_changed_model_computes_is_its_own(model: Path, change: str) -> None:
+    """It is changed in the middle of an answer; the blocks of before are still there."""
+    tokens = prompt(6, 300)
+    with batching(model, {}) as (manager, tiers):
+        llama, handle, number = manager.model, None, 0
+
+        def alter(*_: Any) -> None:
+            nonlocal number
+            number += 1
+            if number == 10:
+                with torch.no_grad():
+                    llama.model.layers[0].self_attn.v_proj.weight.mul_(2)
+
+        if change == "weights":
+            handle = llama.model.layers[0].register_forward_hook(alter)
+            alter.__module__ = "transformers.test"  # so that it is no alteration itself
+        answers(manager, {"cold": tokens})
+        if change == "hook":
+            handle = llama.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out * 2)
+        stored = tiers.counts.stored_chunks
+        assert stored == 2
+        answers(manager, {"again": prompt(7, 300)})
+        assert tiers.counts.stored_chunks == stored + (0 if change == "hook" else 2)
+        before = tiers.counts.hit_chunks
+        answers(manager, {"once more": tokens + prompt(8, 60)})
+        assert tiers.counts.hit_chunks == before
+        assert handle is not None
+        handle.remove()
+
+
+def test_closing_stops_a_manager_that_still_runs(model: Path) -> None:
+    manager = new_manager(model)
+    with TieredBatching(manager, SMALL):
+        manager.start()
+        answers(manager, {"a": prompt(9, 40)})
+    assert not manager.is_running()
+
+
 def test_managers_that_cannot_be_served_are_refused(model: Path) -> None:
     manager = new_manager(model, allow_block_sharing=False)
     with pytest.raises(UnsupportedError, match="allow_block_sharing"):

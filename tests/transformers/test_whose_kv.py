@@ -1,0 +1,362 @@
+"""A model that is not what it was computes KV of its own: nothing older is a hit, and nothing that
+it computes is one for others."""
+
+from __future__ import annotations
+
+import copy
+import os
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import AttentionInterface
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
+
+from lmcache_connector.errors import ConfigError, UnsupportedError
+from lmcache_connector.transformers import KVTiers
+from tests.support.engines.tiny_generations import (
+    CHUNK,
+    GREEDY,
+    SMALL,
+    distance_from_plain,
+    generate_right,
+    prompt_of,
+    tiny_model,
+)
+
+PROMPT = prompt_of(1, 200)
+CHUNKS = 200 // CHUNK
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models: threads would wait for each other."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+@contextmanager
+def stored(**sizes: Any) -> Iterator[tuple[Any, KVTiers]]:
+    """A model whose KV of :data:`PROMPT` is stored, and found."""
+    model = tiny_model(**sizes)
+    with KVTiers(model, SMALL) as tiers:
+        assert generate_right(model, tiers, PROMPT) == 0
+        assert generate_right(model, tiers, PROMPT) == CHUNKS
+        yield model, tiers
+
+
+# -- what changes in place -------------------------------------------------------------------------
+
+
+def _rotate(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def _train(model: Any, kind: type[torch.optim.Optimizer]) -> None:
+    optimizer = kind(model.parameters(), lr=0.05, fused=True)
+    model(PROMPT, labels=PROMPT).loss.backward()
+    optimizer.step()
+
+
+def _merge(model: Any) -> None:
+    """As peft merges an adapter."""
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data += 0.05
+
+
+def _load(model: Any) -> None:
+    state = {name: each * 1.1 for name, each in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def _scale(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 8
+
+
+def _attend_twice(module: Any, query: Any, *rest: Any, **more: Any) -> Any:
+    return eager_attention_forward(module, query * 4, *rest, **more)
+
+
+def _attend(model: Any) -> None:
+    AttentionInterface.register("twice", _attend_twice)
+    model.set_attn_implementation("twice")
+
+
+def _forward_twice(self: Any, hidden_states: Any, *args: Any, **more: Any) -> Any:
+    return LlamaAttention.forward(self, hidden_states * 2, *args, **more)
+
+
+def _patch_one(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.forward = types.MethodType(_forward_twice, attention)
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    _rotate,
+    lambda model: _train(model, torch.optim.AdamW),
+    lambda model: _train(model, torch.optim.SGD),
+    _merge,
+    _load,
+    _scale,
+    _attend,
+    _patch_one,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changes_in_place_is_another_one(change: Callable[[Any], None]) -> None:
+    with stored() as (model, tiers):
+        change(model)
+        assert generate_right(model, tiers, PROMPT) == 0
+        assert generate_right(model, tiers, PROMPT) == CHUNKS
+
+
+def test_weights_made_in_inference_mode_are_read_too() -> None:
+    """They have no version that counts writes."""
+    with torch.inference_mode():
+        model = tiny_model()
+    with KVTiers(model, SMALL) as tiers:
+        generate_right(model, tiers, PROMPT)
+        with torch.inference_mode():
+            model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
+        assert generate_right(model, tiers, PROMPT) == 0
+
+
+def test_a_class_whose_code_is_exchanged_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stored() as (model, tiers):
+        own = LlamaAttention.forward
+
+        def doubled(self: Any, hidden_states: Any, *args: Any, **more: Any) -> Any:
+            return own(self, hidden_states * 2, *args, **more)
+
+        monkeypatch.setattr(LlamaAttention, "forward", doubled)
+        assert generate_right(model, tiers, PROMPT) == 0
+        monkeypatch.undo()
+        assert generate_right(model, tiers, PROMPT) == CHUNKS
+
+
+def test_a_cache_that_was_begun_with_other_weights_passes_by() -> None:
+    model = tiny_model()
+    with KVTiers(model, SMALL) as tiers:
+        old = tiers.new_cache()
+        model.generate(PROMPT[:, :100], past_key_values=old, **GREEDY)
+        _merge(model)
+        model.generate(PROMPT, past_key_values=old, **GREEDY)
+        assert generate_right(model, tiers, PROMPT) == 0
+
+
+def test_a_model_that_was_cast_passes_by_without_an_error() -> None:
+    """Its KV has another form than the tiers were made for."""
+    with stored() as (model, tiers):
+        model.to(torch.bfloat16)
+        before = tiers.counts
+        model.generate(PROMPT, past_key_values=tiers.new_cache(), **GREEDY)
+        tiers.finish_stores()
+        after = tiers.counts
+        assert (after.hit_chunks, after.stored_chunks) == (before.hit_chunks, before.stored_chunks)
+
+
+def test_tiers_made_under_autocast_serve_the_model_as_it_is() -> None:
+    model = tiny_model()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tiers = KVTiers(model, SMALL)
+    with tiers:
+        generate_right(model, tiers, PROMPT)
+        assert generate_right(model, tiers, PROMPT) == CHUNKS
+
+
+def test_a_window_that_is_set_later_is_seen() -> None:
+    model = tiny_model("mistral", sliding_window=None)
+    with KVTiers(model, SMALL) as tiers:
+        generate_right(model, tiers, PROMPT)
+        model.config.sliding_window = 16
+        before = tiers.counts
+        model.generate(PROMPT, past_key_values=tiers.new_cache(), **GREEDY)
+        tiers.finish_stores()
+        after = tiers.counts
+        assert (after.hit_chunks, after.stored_chunks) == (before.hit_chunks, before.stored_chunks)
+
+
+# -- what alters single passes ---------------------------------------------------------------------
+
+
+@contextmanager
+def altered(model: Any, how: str) -> Iterator[None]:
+    handle = None
+    if how == "training":
+        model.train()
+    if how == "a part in training":
+        model.model.layers[0].self_attn.train()
+    if how == "hook":
+        handle = model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: output * 2)
+    if how == "hook without a module":
+        handle = model.model.layers[0].mlp.register_forward_pre_hook({}.__setitem__)
+    if how == "hook of all modules":
+        is_mlp = modeling_llama.LlamaMLP
+        handle = register_module_forward_hook(
+            lambda module, _, output: output * 2 if isinstance(module, is_mlp) else None
+        )
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        yield
+    model.eval()
+    if handle is not None:
+        handle.remove()
+
+
+ALTERATIONS = [
+    "training",
+    "a part in training",
+    "hook",
+    "hook without a module",
+    "hook of all modules",
+    "autocast",
+]
+
+
+@pytest.mark.parametrize("how", ALTERATIONS)
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_nothing_is_stored_of_passes_that_were_altered(how: str, one_by_one: bool) -> None:
+    """The first chunk is the model's own. What comes after it was altered, in one pass or many."""
+    model = tiny_model(attention_dropout=0.5)
+    with KVTiers(model, SMALL) as tiers, torch.no_grad():
+        cache = tiers.new_cache()
+        model(PROMPT[:, :40], past_key_values=cache)
+        with altered(model, how):
+            step = 1 if one_by_one else 160
+            for start in range(40, 200, step):
+                model(PROMPT[:, start : start + step], past_key_values=cache)
+        tiers.finish_stores()
+        assert generate_right(model, tiers, PROMPT) == 1
+
+
+def test_whoever_asks_the_configuration_for_hidden_states_gets_all() -> None:
+    with stored() as (model, tiers), torch.no_grad():
+        model.config.output_hidden_states = True
+        output = model(PROMPT, past_key_values=tiers.new_cache(), logits_to_keep=1)
+        assert output.hidden_states[0].shape[1] == 200
+
+
+# -- what is done to a cache -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_kv_that_its_user_edits_is_not_built_upon(in_place: bool) -> None:
+    model = tiny_model()
+    with KVTiers(model, SMALL) as tiers:
+        cache = tiers.new_cache()
+        model.generate(PROMPT[:, :100], past_key_values=cache, **GREEDY)
+        tiers.finish_stores()
+        for layer in cache.layers:
+            if in_place:
+                layer.values.mul_(3)
+            else:
+                layer.values = layer.values * 3
+        model.generate(PROMPT, past_key_values=cache, **GREEDY)
+        tiers.finish_stores()
+        assert generate_right(model, tiers, PROMPT) == 3
+
+
+def test_kv_that_is_edited_while_it_is_stored_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lmcache_connector.stepwise.tiers._STORE_DELAY_SECONDS", 60.0)
+    model = tiny_model()
+    with KVTiers(model, SMALL) as tiers, torch.no_grad():
+        cache = tiers.new_cache()
+        model(PROMPT, past_key_values=cache, logits_to_keep=1)
+        for layer in cache.layers:
+            layer.keys.mul_(3)
+        tiers.finish_stores()
+        assert tiers.counts.stored_chunks == 0
+        assert generate_right(model, tiers, PROMPT) == 0
+
+
+def test_a_copy_goes_on_as_a_sequence_of_its_own() -> None:
+    """As transformers' documentation reuses the KV of a prompt."""
+    model = tiny_model()
+    one, other = (torch.cat([PROMPT, prompt_of(seed, 60)], 1) for seed in (2, 3))
+    with KVTiers(model, SMALL) as tiers, torch.no_grad():
+        cache = tiers.new_cache()
+        model(PROMPT, past_key_values=cache, logits_to_keep=1)
+        for ids in (one, other):
+            mine = copy.deepcopy(cache)
+            model.generate(ids, past_key_values=mine, **GREEDY)
+            assert distance_from_plain(model, mine, ids) < 1e-4
+        tiers.finish_stores()
+        assert generate_right(model, tiers, one) == generate_right(model, tiers, other) == 8
+
+
+def test_a_copy_of_edited_kv_passes_by() -> None:
+    model = tiny_model()
+    with KVTiers(model, SMALL) as tiers:
+        cache = tiers.new_cache()
+        model.generate(PROMPT[:, :100], past_key_values=cache, **GREEDY)
+        tiers.finish_stores()
+        cache.layers[0].values.mul_(3)
+        model.generate(PROMPT, past_key_values=copy.deepcopy(cache), **GREEDY)
+        tiers.finish_stores()
+        assert generate_right(model, tiers, PROMPT) == 3
+
+
+@pytest.mark.parametrize("how", ["assistant", "early exit", "no cache"])
+def test_other_ways_to_generate(how: str) -> None:
+    model = tiny_model()
+    more: dict[str, Any] = {
+        "assistant": {"assistant_model": tiny_model(num_hidden_layers=1)},
+        "early exit": {"assistant_early_exit": 1},
+        "no cache": {"use_cache": False},
+    }[how]
+    with KVTiers(model, SMALL) as tiers:
+        model.generate(
+            PROMPT[:, :100], past_key_values=tiers.new_cache(), max_new_tokens=60, **more
+        )
+        tiers.finish_stores()
+        generate_right(model, tiers, PROMPT)
+        assert generate_right(model, tiers, PROMPT) == CHUNKS
+
+
+# -- who generates ---------------------------------------------------------------------------------
+
+
+def test_threads_generate_at_once() -> None:
+    model = tiny_model()
+    prompts = [prompt_of(seed % 6, 150 + seed % 6) for seed in range(24)]
+    with KVTiers(model, SMALL) as tiers:
+
+        def generate(ids: torch.Tensor) -> None:
+            model.generate(ids, past_key_values=tiers.new_cache(), **GREEDY)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(generate, prompts))
+        tiers.finish_stores()
+        assert all(generate_right(model, tiers, ids) == 4 for ids in prompts[:6])
+
+
+def test_a_forked_process_passes_by_and_disturbs_nobody() -> None:
+    with stored() as (model, tiers):
+        before, child = tiers.counts, os.fork()
+        if child == 0:
+            try:
+                model.generate(PROMPT, past_key_values=tiers.new_cache(), **GREEDY)
+                tiers.finish_stores()
+                tiers.close()
+            finally:
+                os._exit(0 if tiers.counts == before and not model._forward_hooks else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert generate_right(model, tiers, PROMPT) == CHUNKS
+
+
+def test_mistakes_are_answered_with_one_sentence() -> None:
+    with pytest.raises(UnsupportedError, match="a model in memory"):
+        KVTiers("a name", SMALL)
+    with pytest.raises(ConfigError, match="a dict"):
+        KVTiers(tiny_model(), None)  # type: ignore[arg-type]
