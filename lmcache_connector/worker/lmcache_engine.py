@@ -256,10 +256,12 @@ class LMCacheEngineAdapter:
         return transfer
 
     def use(self, uses: Sequence[PrefixUse]) -> None:
-        """Requests have these chunks in their prompts, wherever they take them from."""
-        with self._cpu.cpu_lock:
-            for use in uses:
-                self._ledger.use(use.keys, use.claim)
+        """Requests have these chunks in their prompts, wherever they take them from. The engine's
+        step calls it: what it comes to is worked out when it counts."""
+        for use in uses:
+            while not self._ledger.notes.use(use):
+                with self._cpu.cpu_lock:
+                    self._ledger.settle(limit=1)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
         """Bring what the CPU tier lacks of the job's chunks from Redis, if there is one.
@@ -282,8 +284,7 @@ class LMCacheEngineAdapter:
 
     def let_go_first(self, keys: Sequence[bytes]) -> None:
         """Nobody waits any more for what was fetched of these. What a job has used stays."""
-        with self._cpu.cpu_lock:
-            self._ledger.give_up(keys)
+        self._ledger.notes.give_up(keys)
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
@@ -318,9 +319,8 @@ class LMCacheEngineAdapter:
         return self._writes.take_written() if self._writes is not None else ()
 
     def holdings(self) -> Holdings:
-        """Who holds what in the CPU tier."""
-        with self._cpu.cpu_lock:
-            return self._ledger.holdings()
+        """Who holds what in the CPU tier, as of the last job."""
+        return self._ledger.holdings()
 
     @property
     def num_chunks(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from lmcache_connector.plans import Claim
+from lmcache_connector.plans import Claim, PrefixUse
 from lmcache_connector.retention.ledger import PIN_SECONDS, Ledger, Limits
 
 SIZE = 10
@@ -125,6 +125,15 @@ def test_an_eviction_frees_what_was_asked_or_changes_nothing() -> None:
     assert len(tier.ledger) == 3  # the caller drops them
 
 
+def test_what_was_noted_counts_before_what_the_ledger_is_asked_next() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 3))
+    tier.store(prompt("y", 1))
+    tier.ledger.notes.use(PrefixUse(Claim(), (b"x2",)))
+    tier.store(prompt("z", 1))
+    assert list(tier.going()) == ["y0", "x2", "x1", "x0", "z0"]
+
+
 # -- times -----------------------------------------------------------------------------------------
 
 
@@ -172,6 +181,16 @@ def test_a_longer_time_counts() -> None:
     assert dict(tier.ledger.holdings().evicted) == {}
     assert next(tier.going()) == "x0"
     assert dict(tier.ledger.holdings().evicted) == {"oldest": 1}
+
+
+def test_a_time_runs_from_the_request_and_not_from_when_the_ledger_hears_of_it() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 1), Claim(ttl_seconds=1))
+    tier.store(prompt("old", 1))
+    tier.ledger.notes.use(PrefixUse(Claim(ttl_seconds=60), (b"x0",)))
+    tier.clock.now += 61
+    assert list(tier.going()) == ["x0", "old0"]
+    assert dict(tier.ledger.holdings().evicted) == {"expired": 1, "oldest": 1}
 
 
 # -- priority --------------------------------------------------------------------------------------
@@ -313,6 +332,29 @@ def test_a_pin_of_one_who_has_gone_does_not_end_the_others_share() -> None:
     for i in range(20):
         tier.store(prompt(f"b{i}-", 5), Claim(B))
     assert tier.has(prompt("a", 10)) == 10
+
+
+def test_uses_by_the_million_that_nothing_follows_take_little_room() -> None:
+    """vLLM's own cache serves them all: nothing is stored, loaded or evicted."""
+    tier = Tier()
+    tier.store(prompt("x", 3))
+    notes, num_told = tier.ledger.notes, 0
+    for i in range(10_000):
+        assert notes.use(PrefixUse(Claim(pin=True), (b"x2",)))  # one that is asked again and again
+        while not notes.use(PrefixUse(Claim(ttl_seconds=1.0 + i), (b"x2",))):
+            tier.ledger.settle(limit=1)
+            num_told += 1
+    assert num_told == 10_000 - 1023
+    uses, _ = notes.take()
+    assert len(uses) == 1024
+    assert uses[-1][0].claim.ttl_seconds == 10_000
+
+
+def test_times_that_grow_with_each_use_are_looked_at_once() -> None:
+    tier = Tier()
+    for i in range(5000):
+        tier.store(prompt("x", 3), Claim(ttl_seconds=100.0 + i, pin=i % 3 == 0))
+    assert len(tier.ledger._changes) <= 3
 
 
 def test_a_million_salts_leave_nothing_behind() -> None:

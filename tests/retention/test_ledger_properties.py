@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lmcache_connector.plans import Claim
+from lmcache_connector.plans import Claim, PrefixUse
 from lmcache_connector.retention.ledger import Ledger, Limits
 
 TENANTS = (b"", b"a", b"b", b"c")
@@ -56,6 +56,14 @@ class LedgerMachine(RuleBasedStateMachine):
             for key in self.held.intersection(keys)
             if self.parents[key] and self.parents[key] not in self.held
         }
+
+    @rule(tenant=st.integers(0, 3), path=PATHS, claim=CLAIMS)
+    def use_by_the_step(self, tenant: int, path: list[int], claim: Claim) -> None:
+        """A request whose prompt is in the tier as far as that, by its last chunk."""
+        own = Claim(TENANTS[tenant], claim.pin, claim.ttl_seconds, claim.priority)
+        key = bytes([tenant, *path])
+        if key in self.held:
+            self.ledger.notes.use(PrefixUse(own, (key,)))
 
     @rule(count=st.integers(1, 4))
     def evict(self, count: int) -> None:
@@ -118,6 +126,12 @@ class LedgerMachine(RuleBasedStateMachine):
         waiting = list(self.ledger._queues.oldest_first(self.now))
         assert len(waiting) == len(set(waiting))
         assert len(waiting) + len(pinned) + len(self.ledger._expired) == len(self.held)
+        for queue in self.ledger._queues._queues.values():
+            assert sorted(queue.values()) == list(queue.values()), "the oldest is not the first"
+        watched = [c.watched_at for c in self.ledger._chunks.values()]
+        for chunk in self.ledger._chunks.values():
+            assert chunk.is_expired or chunk.next_change >= chunk.watched_at
+        assert sum(at < float("inf") for at in watched) <= len(self.ledger._changes)
 
 
 TestLedger = LedgerMachine.TestCase

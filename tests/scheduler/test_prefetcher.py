@@ -37,8 +37,10 @@ class Answers(HitFinder):
     def __init__(self) -> None:
         super().__init__(PARTS, SIZE, ChunkIndex(1), Tally())
         self.held: dict[str, int | None] = {}
+        self.num_looked_at = 0  # chunks of prompts
 
     def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
+        self.num_looked_at += len(asked.keys.keys)
         end = self.held[asked.request.request_id]
         if end is None:
             return PENDING
@@ -159,6 +161,37 @@ def test_a_thousand_queued_requests_cost_a_step_little() -> None:
     unwanted = scene.prefetcher.take_unwanted()
     assert len(unwanted) == 20, "what was fetched for nobody goes first"
     scene.prefetcher.check_integrity()
+
+
+def test_a_step_with_a_long_queue_looks_at_few_prompts() -> None:
+    """Each long one takes as long as a decode step of a fast model."""
+    scene = Scene(mib=10_000)
+    for i in range(40):
+        scene.queue(f"long{i}", 100, [i] * (100 * SIZE))
+    planned = 0
+    for _ in range(40):
+        before = scene.hits.num_looked_at
+        planned += len({name for name, _ in scene.plan()})
+        assert 0 < scene.hits.num_looked_at - before <= 300 or planned == 40
+    assert planned == 40, "all are served in the end"
+
+
+def test_where_there_is_no_room_a_step_looks_at_nothing() -> None:
+    scene = Scene(mib=4)
+    first, second = scene.queue("a", 4), scene.queue("b", 4)
+    assert scene.plan() == [("a", 4)]
+    for _ in range(3):
+        before = scene.hits.num_looked_at
+        assert scene.plan() == []
+    assert scene.hits.num_looked_at == before
+    scene.end(first, *(job for job, _ in list(first.ahead.jobs.values())))
+    assert scene.plan() == [], "what has come is still wanted"
+    scene.prefetcher.release(first)
+    assert scene.plan() == [("b", 4)]
+    third = scene.queue("c", 4)
+    assert scene.plan() == []
+    scene.prefetcher.release(third)
+    scene.prefetcher.release(second)
 
 
 def test_zero_switches_it_off() -> None:
