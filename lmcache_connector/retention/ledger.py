@@ -134,7 +134,7 @@ class Ledger:
     # -- the tier's verbs ----------------------------------------------------------------------
 
     def admit(self, key: bytes, num_bytes: int) -> None:
-        """A chunk has come. Until it is used for somebody it is nobody's."""
+        """A chunk has come. Until it is used or fetched for somebody it is nobody's."""
         self.drop(key)
         now = self.settle()
         chunk = self._chunks[key] = _Chunk(num_bytes, self._nobody)
@@ -156,6 +156,16 @@ class Ledger:
         What is not in the tier is left out. O(chunks, and those before them).
         """
         self._use(keys, claim, parents, self.settle())
+
+    def fetched(self, keys: Iterable[bytes], name: bytes) -> None:
+        """These have come ahead of the request of a tenant that will use them."""
+        now = self.settle()
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is not None and not chunk.is_claimed:
+                self._leave(key, chunk)
+                self._give(chunk, name)
+                self._enter(key, chunk, now)
 
     def give_up(self, keys: Iterable[bytes]) -> None:
         """Of these, what came for a request that did not use it is needed no more."""

@@ -190,4 +190,5 @@ class Prefetcher:
                 for run in runs
             ),
             deadline_seconds=self._settings.load_deadline_seconds,
+            tenant=state.claim.tenant,
         )

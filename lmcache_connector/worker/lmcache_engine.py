@@ -176,7 +176,7 @@ class LMCacheEngineAdapter:
             if missing and not cancelled.is_set():
                 with (
                     self._writing(job, run.chunks[missing[0]]),
-                    self._expecting(job, [transfer]),
+                    self._expecting(job.claim.tenant, self._bytes_missing([transfer])),
                     suppress(TransferCancelled),
                 ):
                     self._engine.store(tokens=self._tokens(transfer), transfer=transfer)
@@ -217,7 +217,7 @@ class LMCacheEngineAdapter:
             for piece in self._pieces(run, parts[run.part])
         ]
         self._use(job)  # what comes from Redis shall push out other chunks
-        with self._expecting(job, transfers):
+        with self._expecting(job.claim.tenant, self._bytes_missing(transfers)):
             for transfer in transfers:
                 self._retrieve(transfer, deadline if job.needs_redis else None)
                 if transfer.num_chunks < len(transfer.keys):
@@ -270,7 +270,12 @@ class LMCacheEngineAdapter:
         if self._plugin is None or not missing:
             return JobTransfer.of(())
         engine_keys = list(map(self._database.engine_key, missing))
-        found, took = self._plugin.fetch(engine_keys, deadline, cancelled.is_set)
+        geometries = self._sizes.geometries
+        num_bytes = sum(geometries.of(key).chunk_bytes for key in missing)
+        with self._expecting(job.tenant, num_bytes):
+            found, took = self._plugin.fetch(engine_keys, deadline, cancelled.is_set)
+            with self._cpu.cpu_lock:
+                self._ledger.fetched(missing, job.tenant)
         if cancelled.is_set():  # the request may have gone before they came
             self.let_go_first(missing)
         return JobTransfer(
@@ -380,15 +385,16 @@ class LMCacheEngineAdapter:
         """Whether the CPU tier has it now."""
         return bool(self._cpu.contains(self._database.engine_key(key)))
 
+    def _bytes_missing(self, transfers: Sequence[RunTransfer]) -> int:
+        """What the CPU tier lacks of their chunks."""
+        return sum(
+            transfer.paged.geometry.chunk_bytes * sum(not self.holds(key) for key in transfer.keys)
+            for transfer in transfers
+        )
+
     @contextmanager
-    def _expecting(
-        self, job: StoreJob | LoadJob, transfers: Sequence[RunTransfer]
-    ) -> Iterator[None]:
-        """Chunks of the job that the CPU tier lacks come to it in here."""
-        num_bytes, tenant = 0, job.claim.tenant
-        for transfer in transfers:
-            num_missing = sum(not self.holds(key) for key in transfer.keys)
-            num_bytes += num_missing * transfer.paged.geometry.chunk_bytes
+    def _expecting(self, tenant: bytes, num_bytes: int) -> Iterator[None]:
+        """So much of a tenant's comes to the CPU tier in here."""
         with self._cpu.cpu_lock:
             self._ledger.expect(tenant, num_bytes)
         try:
