@@ -217,12 +217,14 @@ class LMCacheEngineAdapter:
             for piece in self._pieces(run, parts[run.part])
         ]
         self._use(job)  # what comes from Redis shall push out other chunks
-        with self._expecting(job.claim.tenant, self._bytes_missing(transfers)):
+        num_bytes = self._bytes_missing(transfers) if job.needs_redis else 0
+        with self._expecting(job.claim.tenant, num_bytes):
             for transfer in transfers:
                 self._retrieve(transfer, deadline if job.needs_redis else None)
                 if transfer.num_chunks < len(transfer.keys):
                     break
-        self._use(job)
+        if job.needs_redis:
+            self._use(job)
         return JobTransfer.of(transfers)
 
     def compare(
