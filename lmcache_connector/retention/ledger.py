@@ -59,8 +59,8 @@ class Limits:
 class Holdings:
     """What is in the tier, and what became of it since the start.
 
-    ``tenant_bytes``: by label, of which there are 257 at most. ``refused_pins``: chunks that were
-    not pinned for want of room.
+    ``tenant_bytes``: by label, of which there are 257 at most. ``refused_pins``: how often a
+    prompt was not pinned as a whole, for want of room.
     """
 
     tenant_bytes: tuple[tuple[str, int], ...] = ()

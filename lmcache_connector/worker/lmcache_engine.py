@@ -11,7 +11,7 @@ canonical form of :mod:`lmcache_connector.storage.geometry`, as plain bytes. Eve
 chunks of one part, is a store or a retrieve of its own.
 
 Threads: ``store`` and ``load`` may run on several lanes at once; events come from whichever thread
-admits or evicts.
+admits or evicts. What the engine's step calls waits for no lane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,6 +43,7 @@ from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     ChangedKeys,
     Comparison,
+    JobTransfer,
     LedgerPolicy,
     PlannedTokenDatabase,
     PlannedTokens,
@@ -68,30 +68,6 @@ _JOBS_BETWEEN_DRAINS = 256
 # Of the CPU tier, what a load takes at once: loads run on three lanes, and what waits to be written
 # to Redis takes up to a quarter.
 _PIECE_SHARE = 1 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class JobTransfer:
-    """What came of a job: see :class:`RunTransfer`, over all runs. ``num_keys`` were to be moved;
-    of a load's, the first ``num_chunks`` have been."""
-
-    num_keys: int
-    num_chunks: int
-    num_bytes: int
-    redis_bytes: int
-    redis_seconds: float
-    redis_failed: bool
-
-    @classmethod
-    def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
-        return cls(
-            num_keys=sum(len(run.keys) for run in runs),
-            num_chunks=sum(run.num_chunks for run in runs),
-            num_bytes=sum(run.num_bytes for run in runs),
-            redis_bytes=sum(run.redis_bytes for run in runs),
-            redis_seconds=sum(run.redis_seconds for run in runs),
-            redis_failed=any(run.redis_failed for run in runs),
-        )
 
 
 class LMCacheEngineAdapter:
