@@ -151,8 +151,9 @@ def test_the_engine_sleeps_right_after_generate(instance: VllmInstance) -> None:
 
 @pytest.mark.soak  # two ranks
 def test_two_ranks_pause_and_sleep_while_they_store(
-    tiny_model: Path, valkey: Server, tmp_path: Path
+    tiny_model: Path, valkey: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # it looks for a NUMA node each
     transfer = kv_transfer(redis_url=valkey.url)
     ranks = ("--tensor-parallel-size", "2")
     with running_api(tiny_model, transfer, tmp_path / "log", *ranks) as api:

@@ -23,10 +23,6 @@ NUM_HEADS = 4
 LONG = 600  # tokens of the answer that the others wait for
 
 
-# On a busy machine what is fetched ahead may come too late, and then it is not hit from memory.
-pytestmark = pytest.mark.soak
-
-
 @dataclass(frozen=True)
 class Stored:
     prompt: list[int]
@@ -100,10 +96,10 @@ def queue_behind(probe: EngineProbe, prompt: list[int]) -> tuple[str, str, list[
     while not probe.scheduler.running:
         probe.engine.step()
     waits, keys = probe.add(prompt), chunk_keys(probe, prompt)
-    held = [0]
-    while min(held) < len(keys) and probe.scheduler.running:
+    known = probe.connector._scheduler.index
+    while probe.scheduler.running and not all(known.has_each(keys)):  # a step after they came
         probe.engine.step()
-        held = probe.on_ranks(_held_on_rank, keys)
+    held = probe.on_ranks(_held_on_rank, keys)
     assert [one.request_id.startswith(runs) for one in probe.scheduler.running] == [True]
     return runs, waits, held
 

@@ -187,6 +187,7 @@ def test_what_is_stored_is_what_its_key_names(model: Path, name: str, seed: int)
 
 
 @pytest.mark.soak  # 10,000 lives take 15 to 25 minutes
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SHAPES)
 def test_nor_in_ten_thousand_lives(model: Path, name: str) -> None:
     num_stored = num_loaded = num_dropped = 0.0

@@ -58,12 +58,10 @@ def preemptions(probe: EngineProbe) -> Iterator[list[str]]:
 
 
 def chunk_keys(probe: EngineProbe, prompt: list[int]) -> list[bytes]:
-    """Keys of a prompt's full chunks."""
-    from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
+    """Keys that a prompt's full chunks are stored under now."""
+    from lmcache_connector.keys.request_keys import RequestIdentity
 
-    book = tiered_of(probe.connector)._scheduler.book
-    identity = RequestIdentity(weight_epoch=book.epochs.shared_epoch)
-    keys = RequestKeys(book.start.known_hasher, identity)
+    keys = tiered_of(probe.connector)._scheduler.book._current_keys(RequestIdentity())
     keys.extend(prompt)
     return list(keys.keys)
 
