@@ -38,7 +38,15 @@ _FIXED = {"max_tokens": 1, "stream": False, "n": 1}
 _OF_THE_ANSWER = frozenset(
     ("best_of", "echo", "logprobs", "max_completion_tokens", "min_tokens", "prompt_logprobs")
 ) | {"stream_options", "top_logprobs", "use_beam_search"}
-_BROKEN = (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError)
+_BROKEN = (
+    OSError,
+    HTTPException,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 """No answer, or none that an engine would give."""
 
 
@@ -160,7 +168,7 @@ def _message(error: urllib.error.HTTPError) -> str:
     try:
         found = json.loads(error.read(_MAX_ANSWER_BYTES))
         return str(found.get("error", found).get("message", ""))[:500]
-    except (*_BROKEN, AttributeError):
+    except _BROKEN:
         return str(error.reason)
 
 
