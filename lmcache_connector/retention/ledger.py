@@ -157,14 +157,16 @@ class Ledger:
         """
         self._use(keys, claim, parents, self.settle())
 
-    def fetched(self, keys: Iterable[bytes], name: bytes) -> None:
-        """These have come ahead of the request of a tenant that will use them."""
+    def fetched(self, keys: Sequence[bytes], name: bytes, parents: Sequence[bytes] = ()) -> None:
+        """These have come ahead of the request of a tenant that will use them, and ``parents``, as
+        in `use`: nothing of its prompt is older now."""
         now = self.settle()
-        for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is not None and not chunk.is_claimed:
+        self._link(keys, parents)
+        for key, chunk in self._prefix(keys).items():
+            if not chunk.is_expired:
                 self._leave(key, chunk)
-                self._give(chunk, name)
+                if not chunk.is_claimed:
+                    self._give(chunk, name)
                 self._enter(key, chunk, now)
 
     def give_up(self, keys: Iterable[bytes]) -> None:
@@ -219,9 +221,7 @@ class Ledger:
         self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes], now: float
     ) -> None:
         self._lapse(now)
-        for key, parent in zip(keys, parents, strict=False):
-            if (chunk := self._chunks.get(key)) is not None:
-                chunk.parent = parent
+        self._link(keys, parents)
         tail_first = self._prefix(keys)
         pins = claim.pin
         for key, chunk in reversed(tail_first.items()):
@@ -264,6 +264,11 @@ class Ledger:
         """Whether a tenant that has gone owns the chunk unused longest."""
         oldest = next(self._queues.oldest_first(now), None)
         return oldest is not None and (now - self._chunks[oldest].tenant.used_at > _IDLE_SECONDS)
+
+    def _link(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> None:
+        for key, parent in zip(keys, parents, strict=False):
+            if (chunk := self._chunks.get(key)) is not None:
+                chunk.parent = parent
 
     def _prefix(self, keys: Iterable[bytes]) -> dict[bytes, _Chunk]:
         """The chunks under these keys and those before them, as far as they are here, the last

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.kv_parts.part import Rule, parents_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.tally import Tally
@@ -180,15 +181,20 @@ class Prefetcher:
         return PrefetchJob(
             job_id=self._new_job_id(),
             request_id=state.request.request_id,
-            runs=tuple(
-                PartRun(
-                    part=run[0][0],
-                    keys=tuple(key for _, _, key in run),
-                    chunks=tuple(chunk for _, chunk, _ in run),
-                    block_ids=(),
-                )
-                for run in runs
-            ),
+            runs=tuple(self._run(state, run) for run in runs),
             deadline_seconds=self._settings.load_deadline_seconds,
             tenant=state.claim.tenant,
+        )
+
+    def _run(self, state: RequestState, chunks: list[_Chunk]) -> PartRun:
+        """``chunks`` of one part."""
+        part, parts = chunks[0][0], self._settings.parts
+        numbers = tuple(chunk for _, chunk, _ in chunks)
+        builds_on = numbers if parts[part].rule is Rule.PREFIX else ()
+        return PartRun(
+            part=part,
+            keys=tuple(key for _, _, key in chunks),
+            chunks=numbers,
+            block_ids=(),
+            parents=parents_of_part(state.keys.keys, builds_on, part, len(parts)),
         )

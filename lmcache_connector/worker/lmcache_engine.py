@@ -253,7 +253,8 @@ class LMCacheEngineAdapter:
         with self._expecting(job.tenant, num_bytes):
             found, took = self._plugin.fetch(engine_keys, deadline, cancelled.is_set)
             with self._cpu.cpu_lock:
-                self._ledger.fetched(missing, job.tenant)
+                for run in job.runs:
+                    self._ledger.fetched(run.keys, job.tenant, run.parents)
         if cancelled.is_set():  # the request may have gone before they came
             self.let_go_first(missing)
         return JobTransfer(

@@ -51,7 +51,7 @@ class Tier:
         self.ledger.expect(claim.tenant, -num_bytes)
         self.ledger.use(keys, claim, [before, *keys[:-1]])
 
-    def fetch(self, keys: Sequence[bytes], tenant: bytes) -> None:
+    def fetch(self, keys: Sequence[bytes], tenant: bytes, before: bytes = b"") -> None:
         self.clock.now += 1
         self.ledger.expect(tenant, SIZE * len(keys))
         for key in keys:
@@ -59,7 +59,7 @@ class Tier:
                 pass
             self.held.add(key)
             self.ledger.admit(key, SIZE)
-        self.ledger.fetched(keys, tenant)
+        self.ledger.fetched(keys, tenant, [before, *keys[:-1]])
         self.ledger.expect(tenant, -SIZE * len(keys))
 
     def evict(self) -> list[bytes]:
@@ -322,6 +322,24 @@ def test_what_is_fetched_ahead_pushes_out_nobody_within_their_share() -> None:
     assert sum(n for _, n in tier.ledger.holdings().tenant_bytes) == 20 * SIZE
     list(tier.going())
     assert not tier.ledger._tenants
+
+
+def test_what_memory_had_of_a_prompt_is_no_older_than_what_is_fetched_of_it() -> None:
+    """Its request waits; the beginning would go before the end comes into use."""
+    tier = Tier(capacity=20)
+    tier.store(prompt("x", 3), Claim(A))
+    tier.store(prompt("y", 2), Claim(A))
+    tier.fetch(prompt("x", 2, first=3), A, before=b"x2")
+    assert list(tier.going()) == ["y1", "y0", "x4", "x3", "x2", "x1", "x0"]
+
+
+def test_what_is_over_does_not_begin_anew_with_what_is_fetched() -> None:
+    tier = Tier(capacity=20)
+    tier.store(prompt("x", 2), Claim(A, ttl_seconds=5))
+    tier.clock.now += 10
+    tier.store(prompt("y", 1), Claim(A))
+    tier.fetch([b"x2"], A, before=b"x1")
+    assert list(tier.going()) == ["x1", "x0", "y0", "x2"]
 
 
 def test_the_one_furthest_above_its_share_goes_first() -> None:

@@ -51,11 +51,38 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.admit(key, SIZE)
         own = Claim(TENANTS[tenant], claim.pin, claim.ttl_seconds, claim.priority)
         self.ledger.use(keys[stored_from:], own, parents[stored_from:])
+        self.note_orphans(keys)
+
+    def note_orphans(self, keys: list[bytes]) -> None:
         self.orphans |= {
             key
             for key in self.held.intersection(keys)
             if self.parents[key] and self.parents[key] not in self.held
         }
+
+    @rule(
+        tenant=st.integers(0, 3),
+        path=PATHS,
+        fetched_from=st.integers(0, 5),
+        is_given_up=st.booleans(),
+    )
+    def fetch(self, tenant: int, path: list[int], fetched_from: int, is_given_up: bool) -> None:
+        """Ahead of a request that may go without using it."""
+        keys = [bytes([tenant, *path[: i + 1]]) for i in range(len(path))]
+        parents = [b"", *keys[:-1]]
+        self.parents.update(zip(keys, parents, strict=True))
+        self.ledger.expect(TENANTS[tenant], SIZE * len(keys))
+        for key in keys[fetched_from:]:
+            if key not in self.held:
+                while len(self.held) >= CAPACITY:
+                    self.make_room()
+                self.held.add(key)
+                self.ledger.admit(key, SIZE)
+        self.ledger.fetched(keys[fetched_from:], TENANTS[tenant], parents[fetched_from:])
+        self.ledger.expect(TENANTS[tenant], -SIZE * len(keys))
+        self.note_orphans(keys)
+        if is_given_up:
+            self.ledger.notes.give_up(keys[fetched_from:])
 
     @rule(tenant=st.integers(0, 3), path=PATHS, claim=CLAIMS)
     def use_by_the_step(self, tenant: int, path: list[int], claim: Claim) -> None:
