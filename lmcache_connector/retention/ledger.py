@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -169,8 +169,8 @@ class Ledger:
                     self._give(chunk, name)
                 self._enter(key, chunk, now)
 
-    def give_up(self, keys: Iterable[bytes]) -> None:
-        """Of these, what came for a request that did not use it is needed no more."""
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """What came of these, in order, for a request that did not use it is needed no more."""
         self._give_up(keys, self.settle())
 
     def settle(self, limit: int | None = None) -> float:
@@ -232,8 +232,8 @@ class Ledger:
             self._enter(key, chunk, now)
             self._watch(key, chunk)
 
-    def _give_up(self, keys: Iterable[bytes], now: float) -> None:
-        for key in keys:
+    def _give_up(self, keys: Sequence[bytes], now: float) -> None:
+        for key in reversed(keys):
             chunk = self._chunks.get(key)
             if chunk is not None and not chunk.is_claimed:
                 self._leave(key, chunk)
@@ -270,11 +270,11 @@ class Ledger:
             if (chunk := self._chunks.get(key)) is not None:
                 chunk.parent = parent
 
-    def _prefix(self, keys: Iterable[bytes]) -> dict[bytes, _Chunk]:
+    def _prefix(self, keys: Sequence[bytes]) -> dict[bytes, _Chunk]:
         """The chunks under these keys and those before them, as far as they are here, the last
         ones first."""
         found: dict[bytes, _Chunk] = {}
-        for start in reversed(list(keys)):
+        for start in reversed(keys):
             key = start
             while key not in found and (chunk := self._chunks.get(key)) is not None:
                 found[key] = chunk

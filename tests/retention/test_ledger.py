@@ -333,6 +333,14 @@ def test_what_memory_had_of_a_prompt_is_no_older_than_what_is_fetched_of_it() ->
     assert list(tier.going()) == ["y1", "y0", "x4", "x3", "x2", "x1", "x0"]
 
 
+def test_of_what_was_fetched_for_nobody_the_end_goes_first() -> None:
+    tier = Tier(capacity=20)
+    tier.store(prompt("y", 1), Claim(A))
+    tier.fetch(prompt("x", 3), A)
+    tier.ledger.notes.give_up(prompt("x", 3))
+    assert list(tier.going()) == ["x2", "x1", "x0", "y0"]
+
+
 def test_what_is_over_does_not_begin_anew_with_what_is_fetched() -> None:
     tier = Tier(capacity=20)
     tier.store(prompt("x", 2), Claim(A, ttl_seconds=5))
