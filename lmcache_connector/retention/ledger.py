@@ -161,13 +161,13 @@ class Ledger:
         """These have come ahead of the request of a tenant that will use them, and ``parents``, as
         in `use`: nothing of its prompt is older now."""
         now = self.settle()
+        self._lapse(now)
         self._link(keys, parents)
         for key, chunk in self._prefix(keys).items():
-            if not chunk.is_expired:
-                self._leave(key, chunk)
-                if not chunk.is_claimed:
-                    self._give(chunk, name)
-                self._enter(key, chunk, now)
+            self._leave(key, chunk)  # what was over or given up is waited for again
+            if not chunk.is_claimed:
+                self._give(chunk, name)
+            self._enter(key, chunk, now)
 
     def give_up(self, keys: Sequence[bytes]) -> None:
         """What came of these, in order, for a request that did not use it is needed no more."""

@@ -341,13 +341,15 @@ def test_of_what_was_fetched_for_nobody_the_end_goes_first() -> None:
     assert list(tier.going()) == ["x2", "x1", "x0", "y0"]
 
 
-def test_what_is_over_does_not_begin_anew_with_what_is_fetched() -> None:
+def test_what_was_over_or_given_up_is_kept_where_a_request_waits_for_what_builds_on_it() -> None:
     tier = Tier(capacity=20)
     tier.store(prompt("x", 2), Claim(A, ttl_seconds=5))
+    tier.fetch([b"x2"], A, before=b"x1")
+    tier.ledger.notes.give_up([b"x2"])
     tier.clock.now += 10
     tier.store(prompt("y", 1), Claim(A))
-    tier.fetch([b"x2"], A, before=b"x1")
-    assert list(tier.going()) == ["x1", "x0", "y0", "x2"]
+    tier.fetch([b"x3"], A, before=b"x2")
+    assert list(tier.going()) == ["y0", "x3", "x2", "x1", "x0"]
 
 
 def test_the_one_furthest_above_its_share_goes_first() -> None:
