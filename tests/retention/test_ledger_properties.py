@@ -104,6 +104,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for number, victim in enumerate(victims):
             assert victim in self.held
             left = self.held.difference(victims[: number + 1]) - self.orphans
+            # What was fetched has no priority before it is used.
+            left = {key for key in left if self.ledger._chunks[key].is_claimed}
             assert not {key for key in left if self.parents[key] == victim}, "a hole"
             over = self.over_share()
             if (
