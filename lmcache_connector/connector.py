@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@STANDING.without_lost
 class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     """Keeps KV in CPU memory and in Redis, below the GPU. The README lists its settings."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from lmcache_connector.metrics.prometheus import ConnectorStats, TablePromMetrics
@@ -149,6 +150,13 @@ class _Step:
     forward_ended: bool = False
 
 
+@cache
+def _warn_once(text: str) -> None:
+    """However many connectors this engine has, under ``MultiConnector``."""
+    logger.warning("%s", text)
+
+
+@STANDING.without_lost
 class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
     """Passes vLLM's calls on to the side that this process has.
 
@@ -171,7 +179,7 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             for text in warnings(STANDING):
-                logger.warning("%s", text)
+                _warn_once(text)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
         self._step: _Step | None = None

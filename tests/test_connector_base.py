@@ -17,10 +17,13 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import (
     KVConnectorModelRunnerMixin as FirstRunner,
 )
 
+from lmcache_connector import connector_base
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
+from lmcache_connector.connector_base import ConnectorBase, PlanMetadata, ReportMetadata
 from lmcache_connector.p2p.connector import LMCacheP2PConnector
 from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepOutput
+from lmcache_connector.vllm_compat.api.names import KVConnectorRole
+from lmcache_connector.vllm_compat.api.versions import Standing
 from tests.support.vllm_configs import vllm_config
 
 
@@ -268,6 +271,23 @@ def test_a_rank_that_is_put_to_sleep_stops_its_copies(
     assert recorder.calls == [("let_go", None)] * 2
     connector._worker = None
     connector.unregister_kv_caches()
+
+
+class Bare(ConnectorBase[Any, Any]):
+    def update_state_after_alloc(self, *_: Any) -> None: ...
+    def request_finished_all_groups(self, *_: Any) -> Any: ...
+
+
+def test_two_connectors_of_an_engine_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[object, ...]] = []
+    connector_base._warn_once.cache_clear()
+    monkeypatch.setattr(connector_base, "STANDING", Standing(unverified=("0.99",)))
+    monkeypatch.setattr(connector_base.logger, "warning", lambda *words: said.append(words))
+    config: Any = SimpleNamespace(kv_transfer_config=object())
+    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+        Bare(config, role, object())
+    (words,) = said
+    assert "was not tested" in str(words)
 
 
 @pytest.mark.parametrize("kind", [LMCacheTieredConnector, LMCacheP2PConnector])

@@ -6,6 +6,7 @@ A room is a folder, or a file at the root of one. Imports run downwards only.
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ ALLOWED = {
     "triton": (f"{OWN}/copy_kv_blocks/cuda_gather.py",),
     f"{OWN}.copy_kv_blocks.cuda_gather": (f"{OWN}/copy_kv_blocks/cuda.py",),
 }
+# What the command line starts in a process of its own.
+PROGRAMS = {"vllm.entrypoints.openai.api_server"}
 # Imported before vLLM's CPU worker is initialised, the first two break its start. Triton is not on
 # every machine, so the modules that need it come late too.
 LATE = ("numba", "llvmlite", f"{OWN}.copy_kv_blocks.cuda")
@@ -233,13 +236,42 @@ def test_every_import_is_allowed(file: str) -> None:
 @pytest.mark.parametrize("file", source_files())
 def test_vllm_is_named_in_one_room(file: str) -> None:
     """In imports for type checkers too: what those names have is in a table."""
-    named = [
-        node
-        for node in ast.walk(ast.parse((ROOT / file).read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
-    ]
     allowed = ALLOWED["vllm"]
-    assert not named or any(fnmatch(file, pattern) for pattern in allowed)
+    is_allowed = any(fnmatch(file, pattern) for pattern in allowed)
+    assert is_allowed or not vllm_names((ROOT / file).read_text())
+
+
+def vllm_names(source: str) -> list[str]:
+    """Modules of vLLM's that are named, in whatever kind of import or in a text."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            found.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+", str(node.value)):
+            found.append(str(node.value))
+    return [name for name in found if name.split(".")[0] == "vllm" and name not in PROGRAMS]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from vllm.config import VllmConfig",
+        "if TYPE_CHECKING:\n    import vllm.config",
+        "if TYPE_CHECKING:\n    from vllm import config",
+        "def f():\n    import vllm as v",
+        "importlib.import_module('vllm.v1.request')",
+        "sys.modules['vllm.v1.request']",
+    ],
+)
+def test_vllm_is_found_however_it_is_named(source: str) -> None:
+    assert len(vllm_names(source)) == 1
+
+
+@pytest.mark.parametrize("source", ["log_through('vllm')", "version('vllm')", "x = 'a vllm.x'"])
+def test_the_package_alone_is_no_name_of_its_own(source: str) -> None:
+    assert vllm_names(source) == []
 
 
 @pytest.mark.parametrize("file", source_files())

@@ -24,7 +24,7 @@ from examples.demo.random_prompts import serve_random_prompts
 from tests.support import ROOT
 from tests.support.engines.instance import InstanceError
 
-DOCUMENT = ROOT / "docs/operations.md"
+DOCUMENT = ROOT / "docs/security.md"
 TRAINED_MODEL = ROOT / ".cache/models/smollm2-135m-instruct"
 
 
@@ -57,9 +57,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--document", type=Path, default=ROOT / "docs/operations.md", help="text to ask about"
-    )
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="text to ask about")
     parser.add_argument("--model", type=Path, default=TRAINED_MODEL, help="folder of a model")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model: quick")
     parser.add_argument("--prompt-tokens", type=int, default=6200, help="of each random prompt")

@@ -21,9 +21,10 @@ from tests.support.engines.instance import VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 
 QUESTIONS = (
-    "In one sentence: what is this document about?",
-    "In one sentence: what happens while Redis is down?",
+    "What is this document about?",
+    "What should an operator do to keep Redis safe?",
 )
+_ASK = "Read this document.\n\n{}\n\nIn one or two sentences: {}"
 _MAX_ANSWER_TOKENS = 60
 _CPU_GIB = 1
 
@@ -36,7 +37,7 @@ class Reader:
     document: str
 
     def prompt(self, question: str) -> list[int]:
-        message = {"role": "user", "content": f"{self.document}\n\n{question}"}
+        message = {"role": "user", "content": _ASK.format(self.document, question)}
         text = self.tokenizer.apply_chat_template(
             [message], tokenize=False, add_generation_prompt=True
         )

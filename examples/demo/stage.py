@@ -33,7 +33,8 @@ class Stage:
 
     @contextmanager
     def instance(self, name: str) -> Iterator[VllmInstance]:
-        """A new vLLM process, which has served one short prompt of its own."""
+        """A new vLLM process, which has served one short prompt of its own, twice: the first hit is
+        audited, and a chunk of it computed anew for that."""
         log = self.folder / f"{name}.log"
         with ExitStack() as stack:
             with self.console.status(f"Starting vLLM instance {name} (about 20 s)"):
@@ -41,7 +42,9 @@ class Stage:
                     self.model, self.transfer, log, max_model_len=self.max_model_len
                 )
                 stack.enter_context(instance)
-                instance.serve(random_prompt(_WARM_UP_SEED, _WARM_UP_TOKENS))
+                for _ in range(2):
+                    instance.serve(random_prompt(_WARM_UP_SEED, _WARM_UP_TOKENS))
+                    instance.reset_prefix_cache()
             yield instance
             stack.enter_context(
                 self.console.status(f"Stopping instance {name}; its last writes go to Valkey")

@@ -81,6 +81,17 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
         is_served = request.status in _SERVED
         return self._scheduler_side.request_finished(request, block_ids[0], is_served=is_served)
 
+    def reset_cache(self) -> bool:
+        """vLLM asks for it after its own reset, which it refuses while a block is in use. That one
+        is none: it is asked for again, once hand-overs have let go of their blocks."""
+        pool = self._kv_cache_manager.block_pool
+        if pool.get_num_free_blocks() == len(pool.blocks) - 1:  # all but the one that is no block
+            return super().reset_cache()
+        self._scheduler_side.end_handovers()
+        for worker in self._workers_here():
+            worker.let_go()
+        return False
+
     # -- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -23,5 +23,9 @@ class RefusedError(PeerError):
         super().__init__(text, reason)
 
 
+class ReadError(PeerError):
+    """NIXL did not read; the peer itself may be well."""
+
+
 class AddressError(PeerError):
     """An address of a peer or a name of a hand-over that cannot be used."""

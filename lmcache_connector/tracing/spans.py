@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-    from lmcache_connector.vllm_compat.api.names import Request
+    from lmcache_connector.vllm_compat.api.names import Request, VllmConfig
 
 _PREFIX = "lmcache."
 Attributes = Mapping[str, str | int | float]
@@ -81,7 +81,7 @@ class RequestSpans(Spans):
         return started
 
 
-def make_spans(vllm_config: Any) -> Spans:
+def make_spans(vllm_config: VllmConfig) -> Spans:
     """By whether vLLM exports traces. It has made the exporter itself, or refused to start."""
     if vllm_config.observability_config.otlp_traces_endpoint is None:
         return Spans()

@@ -24,6 +24,8 @@ from lmcache_connector.requests.adapter_files import (
     adapter_stamp,
 )
 from lmcache_connector.requests.background_read import BackgroundReads, Reading
+from lmcache_connector.vllm_compat.api.contract import Feature
+from lmcache_connector.vllm_compat.api.versions import missing_late
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig
@@ -178,11 +180,12 @@ def _watch(
 
     Returns what ends that; ``None`` if this vLLM has no such place.
     """
+    if absent := missing_late(Feature.ADAPTERS):
+        logger.warning("%s (this vLLM lacks %s).", Feature.ADAPTERS, ", ".join(absent))
+        return None
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    original = vars(WorkerLoRAManager).get(_LOAD)
-    if original is None:
-        return None
+    original = vars(WorkerLoRAManager)[_LOAD]
     is_over = False
 
     @wraps(original)

@@ -18,6 +18,7 @@ from lmcache_connector.vllm_compat.api.versions import (
     release_of,
 )
 from tests.contract import kept
+from tests.contract.attribute_uses import AND, attribute_uses, bases
 from tests.contract.source_tree import SourceTree
 from tests.support import ROOT
 
@@ -99,6 +100,98 @@ def test_every_name_that_is_imported_is_in_the_table(package: Package) -> None:
     assert imported <= declared
 
 
+# What class some fields are of. Of two more the sources use what classes of ours add to them.
+FIELDS = {
+    ("KVCacheManager", "block_pool"): "BlockPool",
+    ("ModelConfig", "multimodal_config"): "MultiModalConfig",
+    ("MultiModalFeatureSpec", "mm_position"): "PlaceholderRange",
+    ("Request", "lora_request"): "LoRARequest",
+    ("SchedulerOutput", "kv_connector_block_state"): "KVConnectorBlockState",
+    ("SchedulerOutput", "scheduled_cached_reqs"): "CachedRequestData",
+    ("SpeculativeConfig", "draft_load_config"): "LoadConfig",
+    ("SpeculativeConfig", "draft_model_config"): "ModelConfig",
+    ("VllmConfig", "cache_config"): "CacheConfig",
+    ("VllmConfig", "compilation_config"): "CompilationConfig",
+    ("VllmConfig", "kv_events_config"): "KVEventsConfig",
+    ("VllmConfig", "kv_transfer_config"): "KVTransferConfig",
+    ("VllmConfig", "load_config"): "LoadConfig",
+    ("VllmConfig", "lora_config"): "LoRAConfig",
+    ("VllmConfig", "model_config"): "ModelConfig",
+    ("VllmConfig", "observability_config"): "ObservabilityConfig",
+    ("VllmConfig", "parallel_config"): "ParallelConfig",
+    ("VllmConfig", "scheduler_config"): "SchedulerConfig",
+    ("VllmConfig", "speculative_config"): "SpeculativeConfig",
+}
+EXTENDED = {"KVConnectorMetadata", "KVConnectorWorkerMetadata"}
+
+
+@pytest.mark.parametrize(
+    ("package", "files", "least"),
+    [(VLLM_PACKAGE, "**/*.py", 100), (LMCACHE_PACKAGE, "worker/lmcache_*.py", 8)],
+    ids=lambda each: getattr(each, "name", ""),
+)
+def test_every_attribute_that_is_read_is_in_the_table(
+    package: Package, files: str, least: int
+) -> None:
+    declared: dict[str, set[str]] = {}
+    for use in package.table:
+        owner, _, method = use.name.partition(".")
+        declared.setdefault(owner, set()).update((*use.members, method))
+    classes = ({*declared, *FIELDS.values()} if package is VLLM_PACKAGE else {*declared}) - EXTENDED
+    sources = [file.read_text() for file in (ROOT / "lmcache_connector").glob(files)]
+    read = {use for source in sources for use in attribute_uses(source, classes, FIELDS)}
+    assert len(read) > least
+    assert {
+        (kind, name)
+        for kind, name in read
+        if not any(name in declared.get(each, ()) for each in kind.split(AND))
+    } == set()
+
+
+@pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
+def test_of_what_we_derive_from_every_abstract_method_is_known(package: Package) -> None:
+    known = {use.name for use in package.table if use.abstract is not None}
+    classes = {use.name.partition(".")[0] for use in package.table}
+    found = {
+        base
+        for file in (ROOT / "lmcache_connector").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and file.parent.name != "neighbours"
+        for base in bases(node, classes)
+    }
+    assert len(found) > 3
+    assert found <= known
+
+
+def test_attributes_are_followed_from_what_is_annotated() -> None:
+    source = """
+    class Ours:
+        kept: Request
+        def __init__(self, config: VllmConfig | None) -> None:
+            self._config = config
+            self.own = self._config
+        def f(self, others: list[Request], *, given: Request) -> None:
+            model, text = self._config.model_config, self.kept.one
+            model.two
+            given.three.four
+            others.append(text.five)
+    class Derived(Base[int]):
+        declared: int
+        def f(self) -> None:
+            self.f()
+            self.set = self.declared + self.set + self.inherited
+    """
+    kinds = {("VllmConfig", "model_config"): "ModelConfig"}
+    found = attribute_uses(textwrap.dedent(source), {"Base", "Request", "VllmConfig"}, kinds)
+    assert found == {
+        ("VllmConfig", "model_config"),
+        ("ModelConfig", "two"),
+        ("Request", "one"),
+        ("Request", "three"),
+        ("Base", "inherited"),
+    }
+
+
 # -- the rules ------------------------------------------------------------------------------------
 
 FOUND = Found((("a", True), ("b", False)))
@@ -127,6 +220,18 @@ def test_a_call_of_ours_with_more_is_found() -> None:
     assert faults(Use("m", "C.f", takes=("a", "b")), FOUND) == []
     assert faults(Use("m", "C.f", takes=("a",)), FOUND) == [
         "m.C.f is called with a parameter b that is not known here"
+    ]
+
+
+def test_a_call_of_ours_with_less_is_found() -> None:
+    assert faults(Use("m", "C.f", takes=("a", "b", "c")), FOUND) == [
+        "m.C.f is no longer called with a parameter c"
+    ]
+
+
+def test_a_call_of_ours_in_another_order_is_found() -> None:
+    assert faults(Use("m", "C.f", takes=("b", "a")), FOUND) == [
+        "m.C.f is called with its parameters in another order"
     ]
 
 

@@ -38,9 +38,9 @@ class Manager(LRUCacheWorkerLoRAManager):
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoraLoads]:
-    def load(manager: Manager, request: LoRARequest) -> Any:
-        manager.while_loading()
-        return request.lora_int_id
+    def load(self: Manager, lora_request: LoRARequest) -> Any:
+        self.while_loading()
+        return lora_request.lora_int_id
 
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
     loads = LoraLoads(CONFIG)
@@ -178,6 +178,21 @@ def test_an_adapter_that_vllm_cannot_load_is_not_loaded(loads: LoraLoads, tmp_pa
 def test_a_loader_of_another_name_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(WorkerLoRAManager, "_load_adapter")
     loads = LoraLoads(CONFIG)
+    loads.ask(1)
+    assert loads.take() == LoadedAdapterList(1, is_watched=False, number=1)
+    loads.close()
+
+
+def test_a_loader_that_is_called_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours in its place would end the engine at the first adapter."""
+
+    def load(manager: object, lora_request: object, device: object) -> str:
+        return "loaded"
+
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+    loads = LoraLoads(CONFIG)
+    manager: Any = object.__new__(WorkerLoRAManager)
+    assert manager._load_adapter("request", "device") == "loaded"
     loads.ask(1)
     assert loads.take() == LoadedAdapterList(1, is_watched=False, number=1)
     loads.close()

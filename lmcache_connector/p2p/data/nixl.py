@@ -18,6 +18,7 @@ received before the sender's ``b"C"``, so what it gave up and used anew is never
 from __future__ import annotations
 
 import hmac
+import logging
 import struct
 from collections.abc import Callable, Sequence
 
@@ -28,8 +29,10 @@ from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError
 from lmcache_connector.p2p.data.nixl_agent import MAX_METADATA_BYTES, Nixl, Runs, runs_of
 from lmcache_connector.p2p.data.tcp import TcpTransport, WirePath, no_deadline
-from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.errors import PeerError, ReadError
 from lmcache_connector.p2p.reasons import Reason
+
+logger = logging.getLogger(__name__)
 
 _SIZE = struct.Struct("<I")
 _TAG_BYTES = 32
@@ -76,7 +79,7 @@ class NixlTransport(TcpTransport):
 
 
 class _NixlPath:
-    """``metadata``: the sender's. Belongs to one thread."""
+    """``metadata``: the sender's; none once its memory could not be read. Belongs to one thread."""
 
     def __init__(
         self, wire: Wire, nixl: Nixl, stall_seconds: float, clock: Callable[[], float]
@@ -124,14 +127,13 @@ class _NixlPath:
         remote, local = self._places(), runs_of(views)
         if remote is None:
             self._inline.receive(views, deadline)
-        elif not self._nixl.covers(local):
-            self._wire.send([_SEND_IT], self.soon())
-            self._inline.receive(views, deadline)
-        else:
-            self._nixl.read(self.metadata, local, remote, lambda: self._go_on(deadline))
+        elif self._can_read(local, remote, deadline):
             self._wire.send([_READ], self.soon())
             if self.take(1) != _CONFIRMED:
                 raise PeerError("a frame that was not confirmed", Reason.PROTOCOL)
+        else:
+            self._wire.send([_SEND_IT], self.soon())
+            self._inline.receive(views, deadline)
 
     def discard(self, num_bytes: int, deadline: Deadline) -> None:
         if self._places() is None:
@@ -142,6 +144,19 @@ class _NixlPath:
     def close(self) -> None:
         if self.metadata:
             self._nixl.forget(self.metadata)
+        self.metadata = b""
+
+    def _can_read(self, local: Runs, remote: Runs, deadline: Deadline) -> bool:
+        """Whether it is there now."""
+        if not self.metadata or not self._nixl.covers(local):
+            return False
+        try:
+            self._nixl.read(self.metadata, local, remote, lambda: self._go_on(deadline))
+        except ReadError as error:
+            logger.warning("Frames bring their payload from now on: %s", error)
+            self.close()
+            return False
+        return True
 
     def _places(self) -> Runs | None:
         (count,) = _SIZE.unpack(self.take(_SIZE.size))

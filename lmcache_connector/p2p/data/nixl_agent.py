@@ -16,6 +16,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.errors import PeerError, ReadError
 from lmcache_connector.p2p.reasons import Reason
 from lmcache_connector.threads import start_thread
 
@@ -45,10 +46,12 @@ _IDLE_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Generation:
-    """An agent with what it was told. ``peers``: their names, by metadata."""
+    """An agent with what it was told. ``peers``: their names, by metadata. ``reads``: under way, by
+    metadata."""
 
     agent: Any
     peers: dict[bytes, str] = field(default_factory=dict)
+    reads: Counter[bytes] = field(default_factory=Counter)
     handles: set[Any] = field(default_factory=set)
 
 
@@ -141,7 +144,7 @@ class Nixl:
         """Fill ``local`` with what is at ``remote``; the same sizes, run by run.
 
         Blocks. ``go_on`` is called every moment and raises ``PeerError`` to end it. Raises
-        ``PeerError``; then too nothing lands any more once this has returned.
+        ``ReadError`` where NIXL fails; then too nothing lands any more once this has returned.
         """
         while True:
             try:
@@ -150,13 +153,15 @@ class Nixl:
                 go_on()
 
     def forget(self, metadata: bytes) -> None:
-        """Nothing more is read there."""
+        """Nothing more is read there by who says so: who still does says it later."""
         with self._lock:
             generation = self._reading
-            name = generation.peers.pop(metadata, None) if generation is not None else None
+            if generation is None or generation.reads[metadata]:
+                return
+            name = generation.peers.pop(metadata, None)
             if name is not None:
                 with _logged("a NIXL peer was not forgotten"):
-                    generation.agent.remove_remote_agent(name)  # type: ignore[union-attr]
+                    generation.agent.remove_remote_agent(name)
 
     def close(self, seconds: float) -> None:
         """End both agents. Bounded by ``seconds``."""
@@ -175,10 +180,12 @@ class Nixl:
         generation = self._generation()
         handles: list[Any] = []
         try:
-            name = self._peer(generation, metadata)
-            for mine, theirs in _batches(local, remote):
-                self._post(generation, name, mine, theirs, handles)
-            self._await(generation, handles, go_on)
+            go_on = self._now_and_then(go_on)
+            with self._peer(generation, metadata) as name:
+                for mine, theirs in _batches(local, remote):
+                    self._post(generation, name, mine, theirs, handles)
+                    go_on()
+                self._await(generation, handles, go_on)
         except _AgentLostError:
             raise
         except BaseException as error:
@@ -188,7 +195,7 @@ class Nixl:
             if isinstance(error, PeerError) or not isinstance(error, Exception):
                 raise
             text = f"a NIXL read failed: {type(error).__name__} {str(error)[:100]}"
-            raise PeerError(text, Reason.LOST) from error
+            raise ReadError(text, Reason.LOST) from error
 
     def _generation(self) -> _Generation:
         with self._lock:
@@ -198,7 +205,9 @@ class Nixl:
                 self._reading = self._begin(with_memory=True)
             return self._reading
 
-    def _peer(self, generation: _Generation, metadata: bytes) -> str:
+    @contextlib.contextmanager
+    def _peer(self, generation: _Generation, metadata: bytes) -> Iterator[str]:
+        """Its name. It is not forgotten inside."""
         with self._using(generation) as agent:
             name = generation.peers.get(metadata)
             if name is None:
@@ -207,7 +216,12 @@ class Nixl:
                 said: str | bytes = agent.add_remote_agent(metadata)
                 name = said.decode() if isinstance(said, bytes) else said
                 generation.peers[metadata] = name
-            return name
+            generation.reads[metadata] += 1
+        try:
+            yield name
+        finally:
+            with self._lock:
+                generation.reads -= Counter([metadata])
 
     def _post(
         self, generation: _Generation, name: str, mine: Runs, theirs: Runs, handles: list[Any]
@@ -220,24 +234,32 @@ class Nixl:
                 agent.get_xfer_descs(_described(theirs), "DRAM"),
                 name,
             )
-            state = agent.transfer(handle)
             generation.handles.add(handle)
-            handles.append(handle)
-            if state == "ERR":
-                raise PeerError("a NIXL read failed", Reason.LOST)
+            handles.append(handle)  # what fails may be under way in part
+            if agent.transfer(handle) == "ERR":
+                raise ReadError("a NIXL read failed", Reason.LOST)
 
     def _await(
         self, generation: _Generation, handles: Sequence[Any], go_on: Callable[[], None]
     ) -> None:
-        asked_at = self._clock()
         for handle in handles:
             while (state := self._state(generation, handle)) != "DONE":
                 if state == "ERR":
-                    raise PeerError("a NIXL read failed", Reason.LOST)
-                if self._clock() - asked_at >= _CHECK_SECONDS:
-                    go_on()
-                    asked_at = self._clock()
+                    raise ReadError("a NIXL read failed", Reason.LOST)
+                go_on()
                 time.sleep(_POLL_SECONDS)
+
+    def _now_and_then(self, go_on: Callable[[], None]) -> Callable[[], None]:
+        """May be called as often as one likes."""
+        asked_at = self._clock()
+
+        def ask() -> None:
+            nonlocal asked_at
+            if self._clock() - asked_at >= _CHECK_SECONDS:
+                go_on()
+                asked_at = self._clock()
+
+        return ask
 
     def _state(self, generation: _Generation, handle: Any) -> str:
         with self._using(generation) as agent:

@@ -65,6 +65,11 @@ class FreeList:
     def num_free(self) -> int:
         return sum(length for _, length in self._free)
 
+    @property
+    def largest(self) -> int:
+        """Of the parts that are free."""
+        return max((length for _, length in self._free), default=0)
+
 
 class HostBuffer:
     """Thread-safe. ``pinned``: for copies to and from a GPU."""
@@ -109,9 +114,9 @@ class HostBuffer:
         return Region(num_bytes, self._memory[offset : offset + num_bytes], offset)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether :meth:`take` is likely to find some."""
+        """Whether :meth:`take` finds some now."""
         with self._lock:
-            return _aligned(num_bytes) <= max(self._free.num_free, self._overflow_left)
+            return _aligned(num_bytes) <= self._free.largest or num_bytes <= self._overflow_left
 
     def give(self, region: Region) -> None:
         with self._lock:

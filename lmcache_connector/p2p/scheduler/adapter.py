@@ -121,6 +121,10 @@ class P2PSchedulerAdapter:
         """End all hand-overs in flight. Instances hand over only if they were reset equally often:
         what was computed before is not to be mixed with what comes."""
         self._num_resets += 1
+        self.end_handovers()
+
+    def end_handovers(self) -> None:
+        """Those in flight."""
         self._producing.reset()
         self._consuming.reset()
 

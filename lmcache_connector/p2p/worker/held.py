@@ -40,8 +40,9 @@ _Asked = tuple[Overlap, int]
 
 @dataclass(eq=False)
 class _Held:
-    """``digests``: by what is read; ``None`` while they are made. ``done``: who has read it.
-    ``touched_at``: when a consumer last asked for it, or it was computed."""
+    """``digests``: by what is read; ``None`` while they are made. ``told``: sessions that know
+    where it lies. ``done``: who has read it. ``touched_at``: when a consumer last asked for it, or
+    it was computed."""
 
     hold: HandoverHold
     prompt: HeldPrompt
@@ -49,6 +50,7 @@ class _Held:
     touched_at: float
     digests: dict[_Asked, tuple[bytes, ...] | None] = field(default_factory=dict)
     num_digesting: int = 0
+    told: set[bytes] = field(default_factory=set)
     done: set[_Reader] = field(default_factory=set)
     over: bool = False
 
@@ -140,6 +142,7 @@ class HeldPrompts:
             if asked is not None:
                 self._digest(held, asked)
             self._renew(held)
+            held.told.add(peer.session)
             return messages.Held(held.prompt.block_ids[want.first_block :])
 
     def proof(self, peer: Peer, read: messages.HaveRead) -> Message:
@@ -147,27 +150,30 @@ class HeldPrompts:
         with self._changed:
             held = self._held.get(read.transfer_id)
             asked = self._asked(peer, read.first_block)
-            if held is None or asked is None:
+            # Another prompt may be held under its name by now, in other blocks.
+            if held is None or asked is None or peer.session not in held.told:
                 return messages.Unknown()
+            self._renew(held)
             digests = held.digests.get(asked)
             if digests is None:
                 self._digest(held, asked)
                 return messages.Coming()
             held.done.add((peer.card.engine_id, peer.card.rank))
-            self._renew(held)
             if self._audience(peer) <= held.done:
                 self._end(held, None)
             return messages.Proof(digests)
 
-    def holds(self, transfer_id: str) -> bool:
+    def find(self, transfer_id: str) -> HandoverHold | None:
+        """What is held under this name."""
         with self._changed:
-            return transfer_id in self._held
+            held = self._held.get(transfer_id)
+            return held.hold if held is not None else None
 
-    def keep(self, transfer_ids: Iterable[str]) -> None:
-        """Their requests wait, or read."""
+    def keep(self, peer: Peer, transfer_ids: Iterable[str]) -> None:
+        """Their requests wait in line, or read."""
         with self._changed:
             for held in filter(None, map(self._held.get, transfer_ids)):
-                self._renew(held)
+                self._renew(held, is_read=peer.session in held.told)
 
     def end(self, transfer_id: str, cause: Cause) -> HandoverHold | None:
         """Let the blocks go; who had them."""
@@ -183,11 +189,10 @@ class HeldPrompts:
             before = self._clock() - seconds
             return [held.hold for held in self._held.values() if held.touched_at <= before]
 
-    def take(self, transfer_id: str) -> HandoverHold | None:
+    def take(self, hold: HandoverHold) -> None:
         """No longer to be read here: the caller keeps the blocks from now on."""
         with self._changed:
-            held = self._held.pop(transfer_id, None)
-            return held.hold if held is not None else None
+            del self._held[hold.transfer_id]
 
     # -- details, under the lock ---------------------------------------------------------------
 
@@ -200,10 +205,12 @@ class HeldPrompts:
         ranks = ranks_of(peer.card)
         return {(peer.card.engine_id, r.rank) for r in ranks if overlap(self._settings.own, r)}
 
-    def _renew(self, held: _Held) -> None:
-        self._nixl.wake()
-        held.touched_at = self._clock()
-        held.expires_at = held.touched_at + self._settings.config.lease_seconds
+    def _renew(self, held: _Held, *, is_read: bool = True) -> None:
+        now = self._clock()
+        held.expires_at = now + self._settings.config.lease_seconds
+        if is_read:
+            self._nixl.wake()
+            held.touched_at = now
 
     def _digest(self, held: _Held, asked: _Asked) -> None:
         """Have the digests made, once."""

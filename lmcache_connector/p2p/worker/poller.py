@@ -18,7 +18,7 @@ from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.control.peers import overlap, ranks_of
-from lmcache_connector.p2p.errors import PeerError
+from lmcache_connector.p2p.errors import PeerError, ReadError
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.incoming import Waiting
 from lmcache_connector.p2p.worker.reader import Place, Reader
@@ -175,26 +175,34 @@ class Poller:
         idle_seconds = _IDLE_SECONDS
         try:
             while (todo := self._next(producer, idle_seconds)) is not None:
-                idle_seconds = _IDLE_SECONDS
+                is_old, idle_seconds = bool(sessions), _IDLE_SECONDS
                 try:
                     if not sessions:
                         sessions = self._open(producer.source)
                         places = self._reader.places(sessions) if self._reader else None
                         producer.ask_seconds = _ASK_SECONDS if places is None else _LOOK_SECONDS
-                    for each in todo.waiting:
-                        self._want(producer.source, sessions, places, each)
                     for message in todo.tell:
                         for session in sessions:
                             session.ask(message)
+                    for each in todo.waiting:
+                        self._want(producer.source, sessions, places, each)
+                    continue
+                except ReadError as error:
+                    logger.warning("%s is asked for frames: %s", producer.source, error)
+                    self._read_no_more(producer, places)
+                    places = None
                     continue
                 except PeerError as error:
                     cause = error.cause
                 except Exception:  # it costs what was asked for
                     logger.exception("Asking %s failed", producer.source)
                     cause = Cause(Reason.OTHER, f"asking {producer.source} failed")
-                self._lose(todo.waiting, cause)
                 self._leave(sessions, places)
                 sessions, places, idle_seconds = [], None, 0.0  # who names it next dials anew
+                if is_old and cause.reason is Reason.LOST:
+                    producer.asked = []  # another instance may be there by now
+                else:
+                    self._lose(todo.waiting, cause)
         finally:
             self._leave(sessions, places)
 
@@ -277,6 +285,11 @@ class Poller:
         if isinstance(answer, messages.Sent):
             return Cause(Reason.NOT_ARRIVED, f"{source} has sent it, but it did not arrive")
         return None
+
+    def _read_no_more(self, producer: _PolledProducer, places: Sequence[Place] | None) -> None:
+        """Ask at once for what was to be read."""
+        self._leave([], places)
+        producer.asked, producer.ask_seconds = [], _ASK_SECONDS
 
     def _leave(self, sessions: list[PeerSession], places: Sequence[Place] | None) -> None:
         _close(sessions)

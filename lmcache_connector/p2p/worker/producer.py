@@ -158,10 +158,7 @@ class Producer(Role):
     def _spare_blocks(self) -> None:
         """Nobody is in a hurry for some prompts: keep them in host memory, if it has room."""
         for hold in self._held.untouched(_HOLD_SECONDS) if self._held is not None else ():
-            assert hold.held is not None
-            ring = self._settings.ring(len(hold.held.block_ids))
-            num_bytes = self._settings.geometry(ring.segment_blocks).chunk_bytes * ring.num_slots
-            if ring.is_whole and self._host_buffer.has_room(num_bytes):
+            if hold.held is not None and self._settings.ring(len(hold.held.block_ids)).is_whole:
                 self._stage(hold.transfer_id)
 
     def wait(self, seconds: float, *, for_room: bool) -> bool:
@@ -202,7 +199,7 @@ class Producer(Role):
         if isinstance(message, messages.Keep):
             self._buffer.keep(message.transfer_ids)
             if self._held is not None:
-                self._held.keep(message.transfer_ids)
+                self._held.keep(peer, message.transfer_ids)
             return messages.Done()
         if isinstance(message, messages.Forget) and self._knows(message.transfer_id):
             self._end(message.transfer_id, message.cause)
@@ -216,7 +213,7 @@ class Producer(Role):
         return None
 
     def _knows(self, transfer_id: str) -> bool:
-        is_held = self._held is not None and self._held.holds(transfer_id)
+        is_held = self._held is not None and self._held.find(transfer_id) is not None
         return is_held or self._buffer.get(transfer_id) is not None
 
     def _end(self, transfer_id: str, cause: Cause) -> None:
@@ -226,6 +223,7 @@ class Producer(Role):
     def _wanted(self, peer: Peer, want: messages.Want) -> Message:
         if self._held is not None:
             if not want.reads:
+                self._held.keep(peer, (want.transfer_id,))
                 self._stage(want.transfer_id)
             elif (held := self._held.wanted(peer, want)) is not None:
                 return held
@@ -241,16 +239,23 @@ class Producer(Role):
         return messages.Coming()
 
     def _stage(self, transfer_id: str) -> None:
-        """Copy a prompt out of the blocks that hold it, to be sent in frames."""
+        """Copy a prompt out of the blocks that hold it, to be sent in frames. While there is no
+        room, it stays in them."""
         assert self._held is not None
-        hold = self._held.take(transfer_id)
-        if hold is None or hold.held is None:
-            return
-        prompt = hold.held
-        self._open(Start(hold.transfer_id, prompt.digest, prompt.num_tokens, None))
-        outgoing = self._buffer.get(hold.transfer_id)
-        if outgoing is not None:
-            for layer in range(len(self._layer_index)):
-                self._buffer.plan(LayerSave(outgoing, layer, 0, prompt.block_ids, None))
-            self._buffer.seal(outgoing)
-        self._staged.append(hold)  # its blocks are free once they are copied
+        with self._buffer.changed:  # nobody else shall take the room, or the prompt
+            hold = self._held.find(transfer_id)
+            if hold is None or hold.held is None:
+                return
+            prompt = hold.held
+            ring = self._settings.ring(len(prompt.block_ids))
+            num_bytes = self._settings.geometry(ring.segment_blocks).chunk_bytes * ring.num_slots
+            if not self._host_buffer.has_room(num_bytes):
+                return
+            self._held.take(hold)
+            self._open(Start(hold.transfer_id, prompt.digest, prompt.num_tokens, None))
+            outgoing = self._buffer.get(hold.transfer_id)
+            if outgoing is not None:
+                for layer in range(len(self._layer_index)):
+                    self._buffer.plan(LayerSave(outgoing, layer, 0, prompt.block_ids, None))
+                self._buffer.seal(outgoing)
+            self._staged.append(hold)  # its blocks are free once they are copied

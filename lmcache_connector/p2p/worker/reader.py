@@ -13,7 +13,7 @@ from lmcache_connector.p2p.control.messages import CacheForm
 from lmcache_connector.p2p.control.peers import Overlap, overlap, ranks_of
 from lmcache_connector.p2p.data.frame import BLAKE3_BYTES, digest_of
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
-from lmcache_connector.p2p.errors import PeerError, RefusedError
+from lmcache_connector.p2p.errors import PeerError, ReadError, RefusedError
 from lmcache_connector.p2p.memory.cache_form import bytes_at, fits, in_order, runs
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.incoming import Waiting
@@ -86,12 +86,12 @@ class Reader:
         waiting: Waiting,
     ) -> None:
         """Fill the blocks of a request. Raises ``PeerError`` for a producer that was lost; the
-        request has ended then too."""
+        request has ended then too. Raises ``ReadError`` if it has to come otherwise."""
         if not self._buffer.take_to_read(waiting):
             return
         num_bytes, started = 0, self._clock()
         cause: Cause | None = Cause(Reason.OTHER, "reading failed")
-        seconds = 0.0
+        seconds, is_read = 0.0, True
         try:
             work = [
                 self._layers(place, each, waiting) for place, each in zip(places, held, strict=True)
@@ -106,12 +106,18 @@ class Reader:
             cause = next(filter(None, causes), None)
         except _UnwantedError as error:
             cause = error.cause
+        except ReadError:
+            is_read = False
+            raise
         except PeerError as error:
             cause = error.cause
             raise
         finally:
             with self._buffer.changed:
-                waiting.has_read(num_bytes, seconds, cause)
+                if is_read:
+                    waiting.has_read(num_bytes, seconds, cause)
+                else:
+                    waiting.taken = False
                 self._buffer.changed.notify_all()
 
     def forget(self, places: Sequence[Place]) -> None:

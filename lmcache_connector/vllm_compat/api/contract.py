@@ -27,10 +27,10 @@ class Use:
     """A class, function or object, and what of it is used.
 
     ``name`` is that in ``module``; ``Class.method`` for a method. ``passes``: parameters that we
-    call it with. ``takes``: parameters that it calls ours with, where we override it. ``members``:
-    fields and methods. ``abstract``: methods that whoever derives from it must have, and we do.
-    ``feature``: lost without it; ``None``: nothing works without it. ``since``: the first version
-    that has it, where the oldest supported one does not.
+    call it with. ``takes``: parameters that it calls ours with, in order, where we override it.
+    ``members``: fields and methods. ``abstract``: methods that whoever derives from it must have,
+    and we do. ``feature``: lost without it; ``None``: nothing works without it. ``since``: the
+    first version that has it, where the oldest supported one does not.
     """
 
     module: str
@@ -92,7 +92,7 @@ def _missing(use: Use, surface: Surface) -> Iterator[str]:
             yield f"{use} asks for a method {method} that is not known here"
     if found.parameters is None:
         return
-    names = {name for name, _ in found.parameters}
+    names = tuple(name for name, _ in found.parameters)
     if use.passes is not None:
         for name in use.passes:
             if name not in names and not found.takes_any:
@@ -101,6 +101,15 @@ def _missing(use: Use, surface: Surface) -> Iterator[str]:
             if is_needed and name not in use.passes:
                 yield f"{use} asks for a parameter {name} that is not known here"
     if use.takes is not None:
-        for name, _ in found.parameters:
-            if name not in use.takes:
-                yield f"{use} is called with a parameter {name} that is not known here"
+        yield from _called_otherwise(use, names, use.takes)
+
+
+def _called_otherwise(use: Use, names: tuple[str, ...], takes: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        if name not in takes:
+            yield f"{use} is called with a parameter {name} that is not known here"
+    for name in takes:
+        if name not in names:
+            yield f"{use} is no longer called with a parameter {name}"
+    if names != takes and sorted(names) == sorted(takes):
+        yield f"{use} is called with its parameters in another order"

@@ -20,12 +20,11 @@ _ABSENT = object()
 
 def installed(module: str, name: str) -> Found | None:
     """Imports the module. ``None`` if it or the name is not there."""
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError:
-        return None
+    found = _module(module)
     for part in name.split("."):
-        found = getattr(found, part, _ABSENT)
+        # A module is there before its package names it.
+        inner = getattr(found, part, _ABSENT)
+        found = inner if inner is not _ABSENT else _module(f"{module}.{name}")
         if found is _ABSENT:
             return None
     if isinstance(found, type):
@@ -35,6 +34,13 @@ def installed(module: str, name: str) -> Found | None:
         parameters, takes_any = _parameters(found, is_method="." in name)
         return Found(parameters, takes_any)
     return Found()
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return _ABSENT
 
 
 def _parameters(function: Any, is_method: bool) -> tuple[tuple[tuple[str, bool], ...] | None, bool]:

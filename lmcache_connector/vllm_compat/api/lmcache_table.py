@@ -8,6 +8,7 @@ _ENGINE = "lmcache.v1.cache_engine"
 _GPU = "lmcache.v1.gpu_connector.gpu_connectors"
 _POLICY = "lmcache.v1.storage_backend.cache_policy.base_policy"
 _CPU = "lmcache.v1.storage_backend.local_cpu_backend"
+_ALLOCATORS = "lmcache.v1.memory_allocators"
 _PLUGIN = "lmcache.v1.storage_backend.abstract_backend"
 
 LMCACHE: tuple[Use, ...] = (
@@ -88,7 +89,16 @@ LMCACHE: tuple[Use, ...] = (
             "cache_policy",
             "cpu_lock",
             "hot_cache",
+            "memory_allocator",
         ),
+    ),
+    Use(
+        f"{_ALLOCATORS}.mixed_memory_allocator", "MixedMemoryAllocator", members=("pin_allocator",)
+    ),
+    Use(
+        f"{_ALLOCATORS}.tensor_memory_allocator",
+        "TensorMemoryAllocator",
+        members=("total_allocated_size",),
     ),
     Use(_CPU, "LocalCPUBackend.allocate", passes=("shapes", "dtypes", "busy_loop")),
     Use(_CPU, "LocalCPUBackend.contains", passes=("key",)),
@@ -122,6 +132,7 @@ LMCACHE: tuple[Use, ...] = (
     Use(
         _PLUGIN,
         "StoragePluginInterface",
+        members=("local_cpu_backend",),
         abstract=(
             "batched_submit_put_task",
             "close",

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat.api.contract import Feature, Missing, Use, missing
@@ -21,6 +22,7 @@ from lmcache_connector.vllm_compat.api.vllm_table import VLLM
 logger = logging.getLogger(__name__)
 
 Release = tuple[int, ...]
+_Kind = TypeVar("_Kind", bound=type)
 
 TESTED = "tested"
 API_CHECKED = "API checked"
@@ -82,6 +84,16 @@ class Standing:
         """The user's namespace, or one of its own inside of it."""
         return ".".join([wanted, *(f"unverified-{name}" for name in self.unverified)])
 
+    def without_lost(self, kind: _Kind) -> _Kind:
+        """Take out of a connector's class what vLLM would call for features that are lost: it may
+        call it in another way, or for another answer. vLLM's own methods stand in instead."""
+        for use in VLLM:
+            method = use.name.rpartition(".")[2]
+            overrides = use.feature in self.lost and use.takes is not None and method in vars(kind)
+            if overrides and any(method in vars(base) for base in kind.__mro__[1:]):
+                delattr(kind, method)
+        return kind
+
 
 def check_versions() -> Standing:
     """Raises :class:`UnsupportedError` for versions that are refused. Imports nothing."""
@@ -103,6 +115,12 @@ def check_lmcache() -> Standing:
     return replace(standing, lost=_lost(LMCACHE_PACKAGE, LMCACHE))
 
 
+def missing_late(feature: Feature) -> list[str]:
+    """What is missing of a feature's names that could not be looked at before."""
+    uses = (use for use in VLLM if use.late and use.feature is feature)
+    return [fault.what for fault in missing(uses, installed)]
+
+
 def warnings(standing: Standing) -> list[str]:
     """What to tell the user: nothing of versions that are tested."""
     if not standing.unverified:
@@ -113,8 +131,8 @@ def warnings(standing: Standing) -> list[str]:
     lost = sorted(standing.lost)
     return [
         f"{found} was not tested with this release ({VLLM_PACKAGE.name} {VLLM_PACKAGE.range_text}, "
-        f"{LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text} were): the self-test runs, and "
-        "nothing is shared with instances of tested versions"
+        f"{LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text} were): nothing is shared with "
+        "instances of tested versions, and the tiers' self-test runs"
         + "".join(f"; {feature}" for feature in lost)
     ]
 
@@ -127,10 +145,12 @@ def _standing(package: Package) -> Standing:
             f"lmcache-connector supports {package.name} {package.range_text}, and {found} is "
             f"installed: install one of these, or a connector release for {found}."
         )
-    if release in package.releases:
+    # Of a build from source the number tells the last release before it, not what is in it.
+    between = ".dev" in found
+    if release in package.releases and not between:
         return Standing(token_form=package.token_forms.get(release, TOKEN_FORM))
     prefix = "" if package is VLLM_PACKAGE else f"{package.name.lower()}-"
-    return Standing((prefix + text_of(release),))
+    return Standing((prefix + text_of(release) + ("-dev" if between else ""),))
 
 
 def _lost(package: Package, table: tuple[Use, ...]) -> frozenset[Feature]:
@@ -154,11 +174,14 @@ def installed_version(package: Package) -> str:
     """Raises :class:`UnsupportedError` if none is."""
     for name in package.distributions:
         try:
-            return version(name)
+            found = version(name)
         except PackageNotFoundError:
             continue
+        if found:  # the remains of a package have none
+            return found
     raise UnsupportedError(
-        f"{package.name} is not installed: pip install {package.distributions[0]}."
+        f"{package.name} is not installed, or without the metadata that tells its version: "
+        f"pip install {package.distributions[0]}."
     )
 
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from tests.support.engines.handover import Answer, Ask, add, ask, ask_all, at_rest, metrics
 from tests.support.engines.handover import prefill as prefill_only
+from tests.support.engines.instance import InstanceError, VllmInstance
 from tests.support.engines.p2p_engines import Engines, kv_transfer, running
 from tests.support.engines.p2p_instances import free_ports
 from tests.support.engines.probe import EngineProbe
@@ -101,6 +103,65 @@ def test_what_nobody_reads_is_free_after_its_lease(engines: Engines) -> None:
     assert prefill.call(free_blocks) == before
 
 
+def strike_in_the_next_read(probe: EngineProbe, number: int) -> None:
+    """A stop strikes when it is known where the prompt lies, a kill when it has been read."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    nixl = get_kv_transfer_group()._worker._nixl
+    read = nixl.read
+
+    def struck(*args: Any) -> None:
+        nixl.read = read
+        if number == signal.SIGSTOP:
+            os.kill(os.getpid(), number)
+        read(*args)
+        if number == signal.SIGKILL:
+            os.kill(os.getpid(), number)
+
+    nixl.read = struck
+
+
+def scribble(probe: EngineProbe) -> None:
+    """What others would write into blocks that are free."""
+    assert probe.engine.reset_prefix_cache()
+    probe.on_ranks(scribble_on_rank)
+
+
+def scribble_on_rank(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.fill_(1.0)
+
+
+def reserved_memory(probe: EngineProbe) -> int:
+    """Bytes of host memory that hand-overs have here, after a step."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    probe.serve([1] * 10)
+    return int(get_kv_transfer_group()._worker.used_bytes)
+
+
+def until_no_memory_is_reserved(probe: EngineProbe) -> None:
+    end = time.monotonic() + 4 * _SETTINGS["lease_seconds"]
+    while reserved_memory(probe):
+        assert time.monotonic() < end, "it is kept longer than its lease"
+        time.sleep(0.2)
+
+
+def num_open_files(instance: VllmInstance) -> int:
+    return len(list(Path(f"/proc/{instance.pid}/fd").iterdir()))
+
+
+def num_threads(instance: VllmInstance) -> int:
+    return len(list(Path(f"/proc/{instance.pid}/task").iterdir()))
+
+
+def until_stopped(instance: VllmInstance) -> None:
+    end = time.monotonic() + 60
+    while Path(f"/proc/{instance.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < end, "it does not read"
+        time.sleep(0.01)
+
+
 def abort_while_reading(probe: EngineProbe, request: Ask) -> int:
     """Returns how many blocks are free afterwards less those before."""
     before = free_blocks(probe)
@@ -118,6 +179,95 @@ def test_aborts_leave_nothing(engines: Engines) -> None:
     prompt = random_prompt(5, 3000)
     cold = prefill.call(prefill_only, Ask("aborted-p", prompt, 1, params))
     assert decode.call(abort_while_reading, Ask("aborted-d", prompt, 2, cold.params)) == 0
+    rest(engines)
+
+
+def reset_until_done(probe: EngineProbe) -> list[bool]:
+    """As one does who is told to try again. Returns the answers."""
+    answers = []
+    for _ in range(10_000):
+        answers.append(bool(probe.engine.reset_prefix_cache(reset_connector=True)))
+        if answers[-1]:
+            break
+        probe.engine.step()
+    return answers
+
+
+def test_resets_that_are_tried_again_separate_nobody(engines: Engines) -> None:
+    """vLLM makes none while a prompt is held. Then it does, on either side."""
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    rest(engines)
+    prefill.call(prefill_only, Ask(engines.name(), random_prompt(40, 700), 1))
+    answers = prefill.call(reset_until_done)
+    assert (answers[0], answers[-1]) == (False, True)
+    assert decode.call(reset_until_done) == [True]
+    check(*engines.hand_over(random_prompt(41, 700)), 700)
+    rest(engines)
+
+
+def test_a_decode_engine_that_stops_in_a_read_reads_nothing_wrong(engines: Engines) -> None:
+    """Meanwhile the blocks come free, and others write into them."""
+    (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
+    rest(engines)
+    before = prefill.call(free_blocks)
+    name, prompt = engines.name(), random_prompt(30, 3000)
+    prefill.call(prefill_only, Ask(name, prompt, 1))
+    decode.call(strike_in_the_next_read, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(decode.call, ask, Ask(name, prompt))
+        try:
+            until_stopped(decode)
+            prefill.call(at_rest)
+            assert prefill.call(free_blocks) == before
+            prefill.call(scribble)
+            assert prefill.serve(random_prompt(31, 700)).cached_tokens == 0
+        finally:
+            os.kill(decode.pid, signal.SIGCONT)
+        late = answer.result()
+    decode.reset_prefix_cache()
+    computed = decode.call(ask, Ask("computed here", prompt))
+    assert (computed.finish_reason, computed.served.external_hit_tokens) == ("length", 0)
+    assert late.finish_reason == "length"
+    assert () != late.served.block_digests == computed.served.block_digests
+    prefill.call(until_no_memory_is_reserved)
+    check(*engines.hand_over(random_prompt(32, 500)), 500)
+    rest(engines)
+
+
+def test_a_killed_decode_engine_keeps_nothing(engines: Engines) -> None:
+    """It has read the prompt, and said nothing yet. Nor does it ever say anything again."""
+    prefill, decode = engines.prefill[0][0], engines.decode[0][0]
+    rest(engines)
+    before = prefill.call(free_blocks), num_open_files(prefill), num_threads(prefill)
+    names, prompt = [engines.name() for _ in range(2)], random_prompt(33, 3000)
+    for name in names:
+        prefill.call(prefill_only, Ask(name, prompt, 1))
+    decode.call(strike_in_the_next_read, signal.SIGKILL)
+    with pytest.raises(InstanceError):
+        decode.call(ask, Ask(names[0], prompt))
+    assert prefill.serve(random_prompt(34, 700)).cached_tokens == 0  # it serves on
+    prefill.call(at_rest)
+    assert prefill.call(free_blocks) == before[0]
+    prefill.call(until_no_memory_is_reserved)
+    assert num_open_files(prefill) <= before[1]
+    assert num_threads(prefill) <= before[2]
+
+
+@pytest.fixture(scope="module")
+def successor(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, engines: Engines
+) -> Iterator[None]:
+    """Has the place of the decode engine that was killed, and its port."""
+    port = engines.decode[0][1]
+    folder = tmp_path_factory.mktemp("successor")
+    with running(tiny_model, folder, [kv_transfer("kv_consumer", port, **_SETTINGS)]) as (decode,):
+        engines.decode[0] = decode, port
+        yield
+
+
+@pytest.mark.usefixtures("successor")
+def test_its_successor_reads(engines: Engines) -> None:
+    check(*engines.hand_over(random_prompt(35, 2000)), 2000)
     rest(engines)
 
 

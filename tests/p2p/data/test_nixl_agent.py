@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -31,8 +32,19 @@ def whole(memory: np.ndarray) -> Runs:  # type: ignore[type-arg]
     return np.array([(memory.ctypes.data, len(memory))], np.uint64)
 
 
-def nixl_with(memory: np.ndarray) -> Nixl:  # type: ignore[type-arg]
-    nixl = Nixl("test")
+@contextmanager
+def closing(nixl: Nixl) -> Iterator[Nixl]:
+    try:
+        yield nixl
+    finally:
+        nixl.close(5)
+
+
+def nixl_with(
+    memory: np.ndarray,  # type: ignore[type-arg]
+    clock: Callable[[], float] = time.monotonic,
+) -> Nixl:
+    nixl = Nixl("test", clock)
     nixl.register(memory.ctypes.data, len(memory))
     return nixl
 
@@ -140,6 +152,71 @@ def test_sources_that_die_cost_an_error_and_no_descriptor() -> None:
     nixl.close(5)
 
 
+@contextmanager
+def pair(clock: Callable[[], float] = time.monotonic) -> Iterator[tuple[Nixl, Nixl, Runs, Runs]]:
+    """Who reads and who is read, with zeros here and ones there, in this process."""
+    zeros, ones = np.zeros(SIZE, np.uint8), np.ones(SIZE, np.uint8)
+    with closing(nixl_with(zeros, clock)) as reader, closing(nixl_with(ones)) as read:
+        yield reader, read, whole(zeros), whole(ones)
+
+
+def test_a_long_read_asks_again_and_again_whether_to_go_on() -> None:
+    """Also where the system copies at once: a prompt of some gigabytes takes seconds."""
+    seconds = count()
+    asked: list[None] = []
+    with pair(lambda: float(next(seconds))) as (reader, read, mine, theirs):
+        reader.read(read.metadata(), mine, theirs, lambda: asked.append(None))
+    assert len(asked) >= SIZE // (16 << 20)
+
+
+def test_a_peer_is_not_forgotten_while_it_is_read() -> None:
+    """Another connection to it may end meanwhile."""
+    seconds = count()
+    with pair(lambda: float(next(seconds))) as (reader, read, mine, theirs):
+        metadata = read.metadata()
+        reader.read(metadata, mine, theirs, lambda: reader.forget(metadata))
+        assert reader._reading is not None
+        assert set(reader._reading.peers) == {metadata}
+        reader.forget(metadata)
+        assert not reader._reading.peers
+
+
+def test_a_read_that_fails_when_it_begins_takes_the_agent_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part of it may be under way."""
+    with pair() as (reader, read, mine, theirs):
+        reader.start(reads=True, is_read=False)
+        first = reader._reading
+        assert first is not None
+        transfer = first.agent.transfer
+
+        def half(handle: object) -> None:
+            transfer(handle)
+            raise RuntimeError("NIXL_ERR_BACKEND")
+
+        monkeypatch.setattr(first.agent, "transfer", half)
+        with pytest.raises(PeerError):
+            reader.read(read.metadata(), mine, theirs, Patience(PATIENCE_SECONDS))
+        assert reader._reading is None
+        reader.read(read.metadata(), mine, theirs, Patience(PATIENCE_SECONDS))
+
+
+@pytest.mark.parametrize("who", ["readers", "sources"])
+def test_fifty_peers_that_came_and_went_leave_nothing(who: str) -> None:
+    zeros, ones = np.zeros(SIZE, np.uint8), np.ones(SIZE, np.uint8)
+    counts = []
+    with closing(nixl_with(zeros if who == "sources" else ones)) as stays:
+        for _ in range(50):
+            with closing(nixl_with(ones if who == "sources" else zeros)) as comes:
+                reader, read = (stays, comes) if who == "sources" else (comes, stays)
+                metadata = read.metadata()
+                reader.read(metadata, whole(zeros), whole(ones), Patience(PATIENCE_SECONDS))
+                counts.append((len(open_files()), num_threads()))
+                reader.forget(metadata)
+    assert max(counts[10:]) <= max(counts[:10])
+
+
 def test_metadata_of_nobody_costs_an_error() -> None:
     memory = np.zeros(SIZE, np.uint8)
     nixl = nixl_with(memory)
@@ -147,6 +224,10 @@ def test_metadata_of_nobody_costs_an_error() -> None:
         with pytest.raises(PeerError):
             nixl.read(garbage, whole(memory), whole(memory), Patience(PATIENCE_SECONDS))
     nixl.close(5)
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def open_files() -> list[Path]:

@@ -21,7 +21,9 @@ class HostBufferMachine(RuleBasedStateMachine):
 
     @rule(size=st.integers(1, 8 * PAGE))
     def take(self, size: int) -> None:
+        has_room = self.host_buffer.has_room(size)
         region = self.host_buffer.take(size)
+        assert has_room == (region is not None)
         if region is None:
             assert self.host_buffer.used_bytes + size > 6 * PAGE  # at least the overflow would fit
             return

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
-from lmcache_connector.p2p.plans import Drop, HandoverPlan, Release
+from lmcache_connector.p2p.plans import Arrival, Drop, HandoverPlan, Release
 from lmcache_connector.p2p.reasons import Cause, Reason
-from lmcache_connector.p2p.worker import adapter
+from lmcache_connector.p2p.worker import adapter, producer
 from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,
     NUM_HEADS,
@@ -21,6 +23,7 @@ from tests.support.engines.p2p_instances import (
     WIDTH,
     FakeInstance,
     check_all_arrived,
+    free_ports,
     running_instance,
 )
 from tests.support.nixl import needs_nixl
@@ -146,6 +149,39 @@ def test_blocks_do_not_wait_long_for_who_is_in_no_hurry() -> None:
         decode.load("slow", OTHERS, prefill.address)
         check_all_arrived(prefill, decode, "slow")
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
+
+
+def test_who_waits_in_line_keeps_no_blocks_however_short_the_lease() -> None:
+    """Leases are renewed more often than blocks are looked at."""
+    brief: dict[str, Any] = {"transport": "nixl", "lease_seconds": 2.0}
+    with (
+        running_instance(produces=True, **brief) as prefill,
+        running_instance(consumes=True, **brief) as decode,
+    ):
+        prefill.hold("in line", SHUFFLED)
+        decode.step(HandoverPlan(arrivals=(Arrival("in line", prefill.address),)))
+        prefill.until(lambda: "request of in line" in prefill.sent, 10.0)
+        assert prefill.used_bytes > 0
+        decode.load("in line", OTHERS, prefill.address)
+        check_all_arrived(prefill, decode, "in line")
+
+
+def test_a_prompt_stays_in_its_blocks_while_there_is_no_room_for_frames() -> None:
+    num_bytes = len(SHUFFLED) * NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * WIDTH
+    full = {"transport": "auto", "kv_buffer_size": num_bytes, "overflow_bytes": 0}
+    with (
+        running_instance(produces=True, **full) as prefill,  # type: ignore[arg-type]
+        running_instance(consumes=True, transport="tcp") as decode,
+    ):
+        prefill.prefill("first", SHUFFLED)
+        assert prefill.used_bytes == num_bytes
+        prefill.hold("second", OTHERS, seed=2)
+        decode.load("second", SHUFFLED, prefill.address)
+        end = time.monotonic() + 1.0  # in which it asks some times
+        prefill.until(lambda: time.monotonic() > end)
+        prefill.step(HandoverPlan(drops=(Drop("first", Cause(Reason.RESET, "a reset")),)))
+        check_all_arrived(prefill, decode, "second", OTHERS, SHUFFLED)
+        prefill.until(lambda: "request of second" in prefill.sent)
 
 
 def test_a_reset_lets_all_blocks_go(prefill: FakeInstance) -> None:
@@ -274,3 +310,86 @@ def test_the_same_name_once_more_lets_the_first_blocks_go(
     decode.load("twice", SHUFFLED, prefill.address)
     check_all_arrived(prefill, decode, "twice", OTHERS, SHUFFLED)
     prefill.until(lambda: prefill.sent.count("request of twice") == 2)
+
+
+def test_blocks_of_the_same_name_once_more_are_others(
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router asks once more while the first answer is read; the first blocks get others' KV.
+    Without digests too."""
+    prefill.hold("again", SHUFFLED, seed=13)
+
+    def again(_: Runs) -> None:
+        prefill.hold("again", OTHERS, seed=14)
+
+    meddle(decode, monkeypatch, again)
+    decode.load("again", OTHERS, prefill.address)
+    (result,) = decode.finish("request of again")
+    assert (result.num_blocks, result.cause and result.cause.reason) == (0, Reason.LOST)
+    prefill.until(lambda: prefill.sent.count("request of again") == 2)
+
+
+def test_digests_that_take_long_are_waited_for(
+    prefill: FakeInstance,
+    decode: FakeInstance,
+    settings: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waits for the proof still reads: the blocks are not taken from it."""
+    if settings.get("checksum") is False:
+        return  # there are none
+    (role,) = prefill.ranks[0].worker._roles
+    assert isinstance(role, producer.Producer)
+    held = role._held
+    assert held is not None
+    digests, go_on = held._digests, threading.Event()
+
+    def late(*args: Any) -> tuple[bytes, ...]:
+        assert go_on.wait(30)
+        return digests(*args)
+
+    monkeypatch.setattr(held, "_digests", late)
+    monkeypatch.setattr(producer, "_HOLD_SECONDS", 0.3)
+    prefill.hold("proof", SHUFFLED, seed=15)
+    read = threading.Event()
+    meddle(decode, monkeypatch, lambda _: read.set())
+    decode.load("proof", OTHERS, prefill.address)
+    assert read.wait(30)
+    end = time.monotonic() + 1.0
+    prefill.until(lambda: time.monotonic() > end)
+    assert prefill.used_bytes == 0
+    go_on.set()
+    check_all_arrived(prefill, decode, "proof")
+    prefill.until(lambda: "request of proof" in prefill.sent)
+
+
+def test_a_producer_in_the_place_of_another_is_read_at_once(
+    decode: FakeInstance, settings: dict[str, object]
+) -> None:
+    """Nothing is lost to a connection that ended with the one before."""
+    port = free_ports(1)
+    for name in ("before", "after"):
+        with running_instance(produces=True, port=port, **settings) as prefill:  # type: ignore[arg-type]
+            prefill.hold(name, SHUFFLED)
+            decode.load(name, OTHERS, prefill.address)
+            check_all_arrived(prefill, decode, name)
+            prefill.until(lambda: f"request of {name}" in prefill.sent)  # noqa: B023
+
+
+def test_reads_that_nixl_does_not_do_cost_no_hand_over(
+    prefill: FakeInstance, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt comes in frames, and their payload on the connection itself."""
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("NIXL_ERR_NOT_ALLOWED")
+
+    with running_instance(consumes=True, **settings) as decode:  # type: ignore[arg-type]
+        nixl = decode.ranks[0].worker._nixl
+        assert nixl is not None
+        monkeypatch.setattr(nixl, "_post", fail)
+        for name in ("unread", "unread too"):
+            prefill.hold(name, SHUFFLED, seed=16)
+            decode.load(name, OTHERS, prefill.address)
+            check_all_arrived(prefill, decode, name)
+        prefill.until(lambda: prefill.used_bytes == 0)

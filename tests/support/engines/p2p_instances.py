@@ -250,12 +250,14 @@ def running_instance(
     model: str = "a model",
     block_size: int = BLOCK_SIZE,
     make_transport: Callable[[P2PConfig], Transport] | None = None,
+    port: int = 0,
     **config: object,
 ) -> Iterator[FakeInstance]:
-    """All ranks of one instance on free ports. ``config``: settings other than the tests' own."""
+    """All ranks of one instance, on free ports unless ``port`` is the first. ``config``: settings
+    other than the tests' own."""
     defaults = {"stall_seconds": 1.0, "kv_buffer_size": 1 << 24, "transport": "tcp"}
     settings = P2PConfig(**{**defaults, **config})  # type: ignore[arg-type]
-    address = PeerAddress("127.0.0.1", free_ports(tp_size))
+    address = PeerAddress("127.0.0.1", port or free_ports(tp_size))
     instance = FakeInstance(address, [])
     try:
         for topology in all_ranks(

