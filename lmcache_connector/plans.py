@@ -165,13 +165,14 @@ class PrefetchJob(_Runs):
     """Bring chunks from Redis to the CPU tier for a request that waits in vLLM's queue.
 
     No blocks are touched: ``block_ids`` of the runs are empty. It gives way to all loads, and may
-    take ``deadline_seconds`` with that.
+    take ``deadline_seconds`` with that. What comes is ``tenant``'s, see :class:`Claim`.
     """
 
     job_id: int
     request_id: str
     runs: tuple[PartRun, ...]
     deadline_seconds: float
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

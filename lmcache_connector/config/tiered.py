@@ -120,8 +120,10 @@ class ConnectorConfig(StrictSettings):
 
     @property
     def prefetch_bytes(self) -> int:
-        """Fetched ahead and not yet used: never more than a quarter of the CPU tier."""
-        return min(self.prefetch_mib * MIB, int(self.cpu_gib * 256 * MIB))
+        """Fetched ahead and not yet used: never more than a quarter of the CPU tier, nor half of a
+        tenant's share, or what comes for one request would push out what came for another."""
+        share = min(0.25, self.tenant_share / 2)
+        return min(self.prefetch_mib * MIB, int(self.cpu_gib * share * 1024 * MIB))
 
     def problems(self) -> Iterator[str]:
         try:

@@ -15,7 +15,6 @@ from lmcache_connector.kv_events.log import KvEventSink
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_prefix_only
 from lmcache_connector.kv_parts.part import Part, keys_of_part
 from lmcache_connector.lookup.background_lookup import (
-    MISS,
     PENDING,
     BackgroundLookup,
     Found,
@@ -183,14 +182,20 @@ class RedisHitFinder(HitFinder):
 
     def ask(self, asked: RequestLookup, first: int) -> None:
         """Ask for what is not in the index: once, and again for a request that has queued for
-        long."""
-        if asked.asked_keys and not self._is_stale(asked):
+        long, if there may be more to know. Until that is answered, what is known counts."""
+        if asked.asked_keys and not self._is_old(asked):
             return
-        missing = self._missing(asked, first)
+        missing, known = self._missing(asked, first), asked.pending
+        asked.asked_at = self._clock()
+        if asked.asked_keys:
+            is_whole = known is None or known.answer == Found(frozenset(asked.asked_keys))
+            if is_whole and frozenset(asked.asked_keys).issuperset(missing):
+                return
         if missing:
+            if known is not None and known.answer is not PENDING:
+                asked.redis_keys = known.answer.keys
             asked.asked_keys = missing
             asked.pending = self._lookup.submit(missing)
-            asked.asked_at = self._clock()
             self._tally.count("lookups", Tier.REDIS.value)
 
     def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
@@ -241,11 +246,12 @@ class RedisHitFinder(HitFinder):
             if not in_cpu[i]
         )
 
-    def _is_stale(self, asked: RequestLookup) -> bool:
-        """Whether a new answer may say more: the old one is old, and not all was there."""
-        if asked.pending is None or self._clock() - asked.asked_at < _STALE_SECONDS:
+    def _is_old(self, asked: RequestLookup) -> bool:
+        """Whether a new answer may say more: there is one, it is old, and nobody has waited for
+        it."""
+        if asked.wait_until is not None or self._clock() - asked.asked_at < _STALE_SECONDS:
             return False
-        return asked.pending.answer not in (PENDING, Found(frozenset(asked.asked_keys)))
+        return asked.pending is None or asked.pending.answer is not PENDING
 
     def _redis_keys(
         self, asked: RequestLookup, num_computed_tokens: int, is_idle: bool
@@ -261,11 +267,11 @@ class RedisHitFinder(HitFinder):
                 return PENDING
             # Not cancelled: how long it takes tells whether the next one is worth waiting for.
             self._tally.count("lookups_given_up")
-            answer = MISS
+            answer = Found(asked.redis_keys)
         elif len(answer.keys) < len(asked.asked_keys):
             self._kv_events.missing(next(k for k in asked.asked_keys if k not in answer.keys))
         asked.redis_keys = answer.keys
-        asked.pending = None
+        asked.pending = asked.wait_until = None
         return asked.redis_keys
 
     def _wait_now(self, is_idle: bool) -> float:

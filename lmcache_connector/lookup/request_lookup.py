@@ -40,3 +40,4 @@ class RequestLookup:
         """Answers about the keys from before are worth nothing."""
         self.cancel()
         self.keys, self.asked_keys, self.redis_keys = keys, (), frozenset()
+        self.wait_until = None

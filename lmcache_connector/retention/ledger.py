@@ -18,12 +18,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from lmcache_connector.plans import Claim
 from lmcache_connector.retention.age_queues import AgeQueues
+from lmcache_connector.retention.notes import Notes
 
 PIN_SECONDS = 3600.0
 """How long a pin lasts at most, from the last request that asked for it."""
@@ -58,8 +59,8 @@ class Limits:
 class Holdings:
     """What is in the tier, and what became of it since the start.
 
-    ``tenant_bytes``: by label, of which there are 257 at most. ``refused_pins``: chunks that were
-    not pinned for want of room.
+    ``tenant_bytes``: by label, of which there are 257 at most. ``refused_pins``: how often a
+    prompt was not pinned as a whole, for want of room.
     """
 
     tenant_bytes: tuple[tuple[str, int], ...] = ()
@@ -98,6 +99,7 @@ class _Chunk:
     priority: int = 0
     expires_at: float = math.inf
     pinned_until: float | None = None
+    watched_at: float = math.inf
 
     @property
     def next_change(self) -> float:
@@ -105,11 +107,14 @@ class _Chunk:
 
 
 class Ledger:
-    """``clock`` is monotonic, in seconds. Not thread-safe: the tier's lock guards it."""
+    """``clock`` is monotonic, in seconds. The tier's lock guards it, apart from ``notes``, which
+    take effect with the next verb that is called, and from `holdings`."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self.notes = Notes(clock)
         self._limits = limits
         self._clock = clock
+        self._latest = -math.inf  # the last time that a chunk may have been used
         self._chunks: dict[bytes, _Chunk] = {}
         self._tenants: dict[bytes, _Tenant] = {}
         self._nobody = _Tenant(b"")
@@ -129,11 +134,12 @@ class Ledger:
     # -- the tier's verbs ----------------------------------------------------------------------
 
     def admit(self, key: bytes, num_bytes: int) -> None:
-        """A chunk has come. Until it is used for somebody it is nobody's."""
+        """A chunk has come. Until it is used or fetched for somebody it is nobody's."""
         self.drop(key)
+        now = self.settle()
         chunk = self._chunks[key] = _Chunk(num_bytes, self._nobody)
         self._account(chunk, num_bytes, 1)
-        self._enter(key, chunk, self._clock())
+        self._enter(key, chunk, now)
 
     def expect(self, name: bytes, num_bytes: int) -> None:
         """So much more of a tenant's is on its way, or no longer, if negative: what makes room for
@@ -149,30 +155,34 @@ class Ledger:
 
         What is not in the tier is left out. O(chunks, and those before them).
         """
-        now = self._clock()
-        self._lapse(now)
-        for key, parent in zip(keys, parents, strict=False):
-            if (chunk := self._chunks.get(key)) is not None:
-                chunk.parent = parent
-        tail_first = self._prefix(keys)
-        pins = claim.pin
-        for key, chunk in reversed(tail_first.items()):
-            self._leave(key, chunk)
-            pins = self._claim(chunk, claim, now, pins=pins)
-            chunk.tenant.used_at = now
-        for key, chunk in tail_first.items():
-            self._enter(key, chunk, now)
-            self._watch(key, chunk)
+        self._use(keys, claim, parents, self.settle())
 
-    def give_up(self, keys: Iterable[bytes]) -> None:
-        """Of these, what came for a request that did not use it is needed no more."""
-        now = self._clock()
-        for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is not None and not chunk.is_claimed:
-                self._leave(key, chunk)
-                chunk.is_expired = True
-                self._enter(key, chunk, now)
+    def fetched(self, keys: Sequence[bytes], name: bytes, parents: Sequence[bytes] = ()) -> None:
+        """These have come ahead of the request of a tenant that will use them, and ``parents``, as
+        in `use`: nothing of its prompt is older now."""
+        now = self.settle()
+        self._lapse(now)
+        self._link(keys, parents)
+        for key, chunk in self._prefix(keys).items():
+            self._leave(key, chunk)  # what was over or given up is waited for again
+            if not chunk.is_claimed:
+                self._give(chunk, name)
+            self._enter(key, chunk, now)
+
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """What came of these, in order, for a request that did not use it is needed no more."""
+        self._give_up(keys, self.settle())
+
+    def settle(self, limit: int | None = None) -> float:
+        """Do what was noted, all of it or the first ``limit`` uses. Returns the time."""
+        uses, given_up = self.notes.take(limit)
+        for use, at in uses:
+            self._latest = max(self._latest, at)  # a verb may have begun before the note came
+            self._use(use.keys, use.claim, (), self._latest)
+        now = self._latest = max(self._latest, self._clock())
+        if given_up:
+            self._give_up(given_up, now)
+        return now
 
     def drop(self, key: bytes) -> None:
         """The chunk has gone; it may have been gone before."""
@@ -185,7 +195,7 @@ class Ledger:
     def evict(self, count: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
         """The ``count`` chunks that are worth least of those that ``may_go``; none at all if there
         are fewer. They are still there: the caller drops them."""
-        now = self._clock()
+        now = self.settle()
         self._lapse(now)
         victims: dict[bytes, Reason] = {}
         for reason, key in self._order(now):
@@ -197,13 +207,38 @@ class Ledger:
         return []
 
     def holdings(self) -> Holdings:
-        """O(labels)."""
+        """O(labels), from any thread."""
         return Holdings(
             tuple(self._label_bytes.items()),
             self._pinned_bytes,
             self._refused_pins,
-            tuple((reason.value, count) for reason, count in self._evicted.items()),
+            tuple((reason.value, count) for reason, count in tuple(self._evicted.items())),
         )
+
+    # -- uses ----------------------------------------------------------------------------------
+
+    def _use(
+        self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes], now: float
+    ) -> None:
+        self._lapse(now)
+        self._link(keys, parents)
+        tail_first = self._prefix(keys)
+        pins = claim.pin
+        for key, chunk in reversed(tail_first.items()):
+            self._leave(key, chunk)
+            pins = self._claim(chunk, claim, now, pins=pins)
+            chunk.tenant.used_at = now
+        for key, chunk in tail_first.items():
+            self._enter(key, chunk, now)
+            self._watch(key, chunk)
+
+    def _give_up(self, keys: Sequence[bytes], now: float) -> None:
+        for key in reversed(keys):
+            chunk = self._chunks.get(key)
+            if chunk is not None and not chunk.is_claimed:
+                self._leave(key, chunk)
+                chunk.is_expired = True
+                self._enter(key, chunk, now)
 
     # -- order ---------------------------------------------------------------------------------
 
@@ -230,11 +265,16 @@ class Ledger:
         oldest = next(self._queues.oldest_first(now), None)
         return oldest is not None and (now - self._chunks[oldest].tenant.used_at > _IDLE_SECONDS)
 
-    def _prefix(self, keys: Iterable[bytes]) -> dict[bytes, _Chunk]:
+    def _link(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> None:
+        for key, parent in zip(keys, parents, strict=False):
+            if (chunk := self._chunks.get(key)) is not None:
+                chunk.parent = parent
+
+    def _prefix(self, keys: Sequence[bytes]) -> dict[bytes, _Chunk]:
         """The chunks under these keys and those before them, as far as they are here, the last
         ones first."""
         found: dict[bytes, _Chunk] = {}
-        for start in reversed(list(keys)):
+        for start in reversed(keys):
             key = start
             while key not in found and (chunk := self._chunks.get(key)) is not None:
                 found[key] = chunk
@@ -280,30 +320,32 @@ class Ledger:
             chunk.tenant.pinned_bytes -= chunk.num_bytes
 
     def _watch(self, key: bytes, chunk: _Chunk) -> None:
-        """Look at it again when something ends. Later changes of the time are seen then."""
-        if chunk.next_change == math.inf:
+        """Look at it again when something ends. If that is later by then, it is seen then."""
+        if chunk.next_change >= chunk.watched_at:
             return
+        chunk.watched_at = chunk.next_change
         self._num_changes += 1
-        heapq.heappush(self._changes, (chunk.next_change, self._num_changes, key))
+        heapq.heappush(self._changes, (chunk.watched_at, self._num_changes, key))
         if len(self._changes) > 4 * len(self._chunks):  # most are of chunks that went
-            self._tidy_changes()
+            self._changes = [change for change in self._changes if self._is_watched(change)]
+            heapq.heapify(self._changes)
 
-    def _tidy_changes(self) -> None:
-        """One for each chunk, in the order of the last ones."""
-        last = {key: number for _, number, key in sorted(self._changes, key=lambda c: c[1])}
-        self._changes = [
-            (chunk.next_change, number, key)
-            for key, number in last.items()
-            if (chunk := self._chunks.get(key)) is not None and chunk.next_change < math.inf
-        ]
-        heapq.heapify(self._changes)
+    def _is_watched(self, change: tuple[float, int, bytes]) -> bool:
+        at, _, key = change
+        chunk = self._chunks.get(key)
+        return chunk is not None and chunk.watched_at == at
 
     def _lapse(self, now: float) -> None:
         """End the pins and times that are over. A chunk whose pin ends counts as just used."""
         while self._changes and self._changes[0][0] <= now:
-            _, _, key = heapq.heappop(self._changes)
-            chunk = self._chunks.get(key)
-            if chunk is None or chunk.is_expired or chunk.next_change > now:
+            change = heapq.heappop(self._changes)
+            if not self._is_watched(change):
+                continue
+            key = change[2]
+            chunk = self._chunks[key]
+            chunk.watched_at = math.inf
+            if chunk.next_change > now:
+                self._watch(key, chunk)
                 continue
             self._leave(key, chunk)
             self._unpin(chunk)

@@ -240,6 +240,7 @@ class Auditor:
             runs=(PartRun(0, (audit.key,), (audit.chunk,), blocks),),
             redis_keys=frozenset(),
             adapter=adapter_of(state),
+            claim=state.claim,
             needs_redis=audit.needs_redis,
             deadline_seconds=_DEADLINE_SECONDS,
         )

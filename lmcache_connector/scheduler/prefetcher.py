@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.kv_parts.part import Rule, parents_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.tally import Tally
@@ -24,8 +25,10 @@ from lmcache_connector.scheduler.request_state import AheadState, RequestState, 
 _JOB_SECONDS = 0.05
 """A job is about so long on its way: a load of the same chunks may have to wait for it."""
 _MAX_JOB_BYTES = 16 << 20
-_MAX_REQUESTS_PER_STEP = 32
-"""Looked at: a step shall not take longer with a long queue."""
+_CHUNKS_PER_STEP = 256
+"""Looked at, and those of one prompt at least: a step shall not take longer with a long queue."""
+_CHUNKS_PER_REQUEST = 8
+"""What a request costs beside its chunks."""
 
 _Chunk = tuple[int, int, bytes]
 """Part, chunk, and the key it is stored under."""
@@ -50,6 +53,7 @@ class Prefetcher:
         self._tally = tally
         self._new_job_id = new_job_id
         self._room = settings.prefetch_bytes
+        self._is_full = False  # for the request that is next
         self.waiting: OrderedDict[str, RequestState] = OrderedDict()
         # By how many requests it is wanted what is in memory, or on its way, for one that waits.
         self._wanted_by: Counter[bytes] = Counter()
@@ -63,15 +67,18 @@ class Prefetcher:
     def plan(self, hits: HitFinder) -> Iterator[tuple[RequestState, PrefetchJob]]:
         """For requests that vLLM leaves in its queue in the step being planned: as many as there is
         room for, in the order they came."""
-        for _ in range(min(len(self.waiting), _MAX_REQUESTS_PER_STEP)):
-            if self._policy.is_redis_stalled:
+        num_looked_at = 0
+        while self.waiting and num_looked_at < _CHUNKS_PER_STEP:
+            if self._is_full or self._policy.is_redis_stalled:
                 return
             request_id, state = next(iter(self.waiting.items()))
+            num_looked_at += _CHUNKS_PER_REQUEST + len(state.keys.keys)
             ahead = hits.find_ahead(state.lookup, self._num_computed(state))
             if ahead is PENDING:  # those behind it were asked for later
                 return
             chunks = self._take(state, ahead)
             if chunks is None:
+                self._is_full = True
                 return
             del self.waiting[request_id]
             for job, num_bytes in self._jobs(state, chunks):
@@ -84,6 +91,7 @@ class Prefetcher:
         """The request waits no more: it computes, it loads the chunks ``loaded``, or it is gone.
         Returns jobs that are to be cancelled."""
         self.waiting.pop(state.request.request_id, None)
+        self._is_full = False
         ahead = state.ahead
         if not ahead.keys:
             return []
@@ -102,6 +110,7 @@ class Prefetcher:
     ) -> list[PrefetchJob]:
         """All ranks have reported. Returns jobs that are to be cancelled."""
         _, num_bytes = state.ahead.jobs.pop(job.job_id)
+        self._is_full = False
         if state.ahead.keys:
             state.ahead.held_bytes += num_bytes
         else:
@@ -172,14 +181,20 @@ class Prefetcher:
         return PrefetchJob(
             job_id=self._new_job_id(),
             request_id=state.request.request_id,
-            runs=tuple(
-                PartRun(
-                    part=run[0][0],
-                    keys=tuple(key for _, _, key in run),
-                    chunks=tuple(chunk for _, chunk, _ in run),
-                    block_ids=(),
-                )
-                for run in runs
-            ),
+            runs=tuple(self._run(state, run) for run in runs),
             deadline_seconds=self._settings.load_deadline_seconds,
+            tenant=state.claim.tenant,
+        )
+
+    def _run(self, state: RequestState, chunks: list[_Chunk]) -> PartRun:
+        """``chunks`` of one part."""
+        part, parts = chunks[0][0], self._settings.parts
+        numbers = tuple(chunk for _, chunk, _ in chunks)
+        builds_on = numbers if parts[part].rule is Rule.PREFIX else ()
+        return PartRun(
+            part=part,
+            keys=tuple(key for _, _, key in chunks),
+            chunks=numbers,
+            block_ids=(),
+            parents=parents_of_part(state.keys.keys, builds_on, part, len(parts)),
         )

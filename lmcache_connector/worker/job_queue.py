@@ -159,6 +159,9 @@ class JobQueue:
             for job_id in job_ids:
                 if job_id in self._open:
                     self._open[job_id].cancelled.set()
+            for waiting in (self._cpu_loads, self._redis_loads, self._prefetches):
+                for queued in [q for q in waiting if q.cancelled.is_set()]:
+                    self._end_waiting(waiting, queued, Outcome.CANCELLED)
             self._load_may_run.notify_all()
 
     def wait_for_result(self, seconds: float) -> None:
@@ -287,17 +290,20 @@ class JobQueue:
         return not job.needs_redis or self._keys_on_redis_lanes.isdisjoint(job.keys)
 
     def _end_overdue(self) -> None:
-        """End loads and prefetches that still wait although they were cancelled or their deadline
-        has passed."""
+        """End loads and prefetches that still wait although their deadline has passed."""
         now = self._clock()
-        for waiting in (self._cpu_loads, self._redis_loads, self._prefetches):
-            for queued in [q for q in waiting if q.cancelled.is_set() or now >= q.deadline]:
-                waiting.remove(queued)
-                cancelled = queued.cancelled.is_set()
-                outcome = Outcome.CANCELLED if cancelled else Outcome.DEADLINE
-                waited = now - queued.submitted_at
-                result = JobResult(queued.job.job_id, outcome, 0, 0, 0, 0.0, waited_seconds=waited)
-                self._end(queued, result)
+        for waiting in (self._cpu_loads, self._redis_loads):
+            for queued in [q for q in waiting if now >= q.deadline]:
+                self._end_waiting(waiting, queued, Outcome.DEADLINE)
+        # All have equally long, and there may be hundreds.
+        while self._prefetches and now >= self._prefetches[0].deadline:
+            self._end_waiting(self._prefetches, self._prefetches[0], Outcome.DEADLINE)
+
+    def _end_waiting(self, waiting: list[QueuedJob], queued: QueuedJob, outcome: Outcome) -> None:
+        waiting.remove(queued)
+        waited = self._clock() - queued.submitted_at
+        result = JobResult(queued.job.job_id, outcome, 0, 0, 0, 0.0, waited_seconds=waited)
+        self._end(queued, result)
 
     def _seconds_to_wait(self, waiting: list[QueuedJob]) -> float:
         seconds = self._seconds_to_a_deadline()
@@ -308,8 +314,8 @@ class JobQueue:
         return seconds
 
     def _seconds_to_a_deadline(self) -> float:
-        """Until the next deadline of a load that waits: no lane would notice."""
-        waiting = (*self._cpu_loads, *self._redis_loads, *self._prefetches)
+        """Until the next deadline of a load or prefetch that waits: no lane would notice."""
+        waiting = (*self._cpu_loads, *self._redis_loads, *self._prefetches[:1])
         deadlines = [queued.deadline for queued in waiting]
         seconds = min(deadlines, default=float("inf")) - self._clock()
         return min(max(0.0, seconds), threading.TIMEOUT_MAX)

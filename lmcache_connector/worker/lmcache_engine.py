@@ -11,7 +11,7 @@ canonical form of :mod:`lmcache_connector.storage.geometry`, as plain bytes. Eve
 chunks of one part, is a store or a retrieve of its own.
 
 Threads: ``store`` and ``load`` may run on several lanes at once; events come from whichever thread
-admits or evicts.
+admits or evicts. What the engine's step calls waits for no lane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,6 +43,7 @@ from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     ChangedKeys,
     Comparison,
+    JobTransfer,
     LedgerPolicy,
     PlannedTokenDatabase,
     PlannedTokens,
@@ -68,30 +68,6 @@ _JOBS_BETWEEN_DRAINS = 256
 # Of the CPU tier, what a load takes at once: loads run on three lanes, and what waits to be written
 # to Redis takes up to a quarter.
 _PIECE_SHARE = 1 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class JobTransfer:
-    """What came of a job: see :class:`RunTransfer`, over all runs. ``num_keys`` were to be moved;
-    of a load's, the first ``num_chunks`` have been."""
-
-    num_keys: int
-    num_chunks: int
-    num_bytes: int
-    redis_bytes: int
-    redis_seconds: float
-    redis_failed: bool
-
-    @classmethod
-    def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
-        return cls(
-            num_keys=sum(len(run.keys) for run in runs),
-            num_chunks=sum(run.num_chunks for run in runs),
-            num_bytes=sum(run.num_bytes for run in runs),
-            redis_bytes=sum(run.redis_bytes for run in runs),
-            redis_seconds=sum(run.redis_seconds for run in runs),
-            redis_failed=any(run.redis_failed for run in runs),
-        )
 
 
 class LMCacheEngineAdapter:
@@ -176,7 +152,7 @@ class LMCacheEngineAdapter:
             if missing and not cancelled.is_set():
                 with (
                     self._writing(job, run.chunks[missing[0]]),
-                    self._expecting(job, [transfer]),
+                    self._expecting(job.claim.tenant, self._bytes_missing([transfer])),
                     suppress(TransferCancelled),
                 ):
                     self._engine.store(tokens=self._tokens(transfer), transfer=transfer)
@@ -217,12 +193,14 @@ class LMCacheEngineAdapter:
             for piece in self._pieces(run, parts[run.part])
         ]
         self._use(job)  # what comes from Redis shall push out other chunks
-        with self._expecting(job, transfers):
+        num_bytes = self._bytes_missing(transfers) if job.needs_redis else 0
+        with self._expecting(job.claim.tenant, num_bytes):
             for transfer in transfers:
                 self._retrieve(transfer, deadline if job.needs_redis else None)
                 if transfer.num_chunks < len(transfer.keys):
                     break
-        self._use(job)
+        if job.needs_redis:
+            self._use(job)
         return JobTransfer.of(transfers)
 
     def compare(
@@ -256,10 +234,12 @@ class LMCacheEngineAdapter:
         return transfer
 
     def use(self, uses: Sequence[PrefixUse]) -> None:
-        """Requests have these chunks in their prompts, wherever they take them from."""
-        with self._cpu.cpu_lock:
-            for use in uses:
-                self._ledger.use(use.keys, use.claim)
+        """Requests have these chunks in their prompts, wherever they take them from. The engine's
+        step calls it: what it comes to is worked out when it counts."""
+        for use in uses:
+            while not self._ledger.notes.use(use):
+                with self._cpu.cpu_lock:
+                    self._ledger.settle(limit=1)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
         """Bring what the CPU tier lacks of the job's chunks from Redis, if there is one.
@@ -268,7 +248,13 @@ class LMCacheEngineAdapter:
         if self._plugin is None or not missing:
             return JobTransfer.of(())
         engine_keys = list(map(self._database.engine_key, missing))
-        found, took = self._plugin.fetch(engine_keys, deadline, cancelled.is_set)
+        geometries = self._sizes.geometries
+        num_bytes = sum(geometries.of(key).chunk_bytes for key in missing)
+        with self._expecting(job.tenant, num_bytes):
+            found, took = self._plugin.fetch(engine_keys, deadline, cancelled.is_set)
+            with self._cpu.cpu_lock:
+                for run in job.runs:
+                    self._ledger.fetched(run.keys, job.tenant, run.parents)
         if cancelled.is_set():  # the request may have gone before they came
             self.let_go_first(missing)
         return JobTransfer(
@@ -282,8 +268,7 @@ class LMCacheEngineAdapter:
 
     def let_go_first(self, keys: Sequence[bytes]) -> None:
         """Nobody waits any more for what was fetched of these. What a job has used stays."""
-        with self._cpu.cpu_lock:
-            self._ledger.give_up(keys)
+        self._ledger.notes.give_up(keys)
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
@@ -318,9 +303,8 @@ class LMCacheEngineAdapter:
         return self._writes.take_written() if self._writes is not None else ()
 
     def holdings(self) -> Holdings:
-        """Who holds what in the CPU tier."""
-        with self._cpu.cpu_lock:
-            return self._ledger.holdings()
+        """Who holds what in the CPU tier, as of the last job."""
+        return self._ledger.holdings()
 
     @property
     def num_chunks(self) -> int:
@@ -380,15 +364,16 @@ class LMCacheEngineAdapter:
         """Whether the CPU tier has it now."""
         return bool(self._cpu.contains(self._database.engine_key(key)))
 
+    def _bytes_missing(self, transfers: Sequence[RunTransfer]) -> int:
+        """What the CPU tier lacks of their chunks."""
+        return sum(
+            transfer.paged.geometry.chunk_bytes * sum(not self.holds(key) for key in transfer.keys)
+            for transfer in transfers
+        )
+
     @contextmanager
-    def _expecting(
-        self, job: StoreJob | LoadJob, transfers: Sequence[RunTransfer]
-    ) -> Iterator[None]:
-        """Chunks of the job that the CPU tier lacks come to it in here."""
-        num_bytes, tenant = 0, job.claim.tenant
-        for transfer in transfers:
-            num_missing = sum(not self.holds(key) for key in transfer.keys)
-            num_bytes += num_missing * transfer.paged.geometry.chunk_bytes
+    def _expecting(self, tenant: bytes, num_bytes: int) -> Iterator[None]:
+        """So much of a tenant's comes to the CPU tier in here."""
         with self._cpu.cpu_lock:
             self._ledger.expect(tenant, num_bytes)
         try:

@@ -84,6 +84,30 @@ class RunTransfer:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class JobTransfer:
+    """What came of a job: see :class:`RunTransfer`, over all runs. ``num_keys`` were to be moved;
+    of a load's, the first ``num_chunks`` have been."""
+
+    num_keys: int
+    num_chunks: int
+    num_bytes: int
+    redis_bytes: int
+    redis_seconds: float
+    redis_failed: bool
+
+    @classmethod
+    def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
+        return cls(
+            num_keys=sum(len(run.keys) for run in runs),
+            num_chunks=sum(run.num_chunks for run in runs),
+            num_bytes=sum(run.num_bytes for run in runs),
+            redis_bytes=sum(run.redis_bytes for run in runs),
+            redis_seconds=sum(run.redis_seconds for run in runs),
+            redis_failed=any(run.redis_failed for run in runs),
+        )
+
+
 @dataclass(slots=True)
 class Comparison(RunTransfer):
     """A load that fills no blocks: ``compare(stored)`` is handed what a tier holds of one chunk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,14 @@ import pytest
 from tests.support.command_line import Cli
 
 KEY = "a key of the API"
+STRANGE = {
+    "nothing": "",
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "infinite": '{"usage": {"prompt_tokens": Infinity}}',
+    "words": '{"usage": {"prompt_tokens": "7"}}',
+}
+"""What is answered to a prompt."""
 
 
 class Api:
@@ -42,7 +51,11 @@ class Api:
                 threading.Event().wait(0.01)
                 with api._lock:
                     api._now -= 1
-                if body.get("prompt") == "too long":
+                if body.get("prompt") == "garbage":
+                    self.wfile.write(b"-ERR this is no HTTP\r\n")
+                elif str(body.get("prompt")) in STRANGE:
+                    self._answer(200, STRANGE[body["prompt"]])
+                elif body.get("prompt") == "too long":
                     self._answer(400, json.dumps({"error": {"message": "it is too long"}}))
                 else:
                     self._answer(200, json.dumps({"usage": {"prompt_tokens": 10}}))
@@ -144,6 +157,52 @@ def test_a_prompt_that_fails_is_named_and_the_others_go_on(
     assert found.document["errors"] == [{"line": 2, "error": "400 it is too long"}]
     assert len(api.asked) == 3
     assert "line 2: 400 it is too long" in warm(cli, api, file).err
+
+
+def test_an_answer_that_makes_no_sense_is_one_prompt_that_fails(
+    cli: Cli, api: Api, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("\n".join([*STRANGE, "garbage", "fine"]), encoding="utf-8")
+    found = warm(cli, api, file, "--json")
+    assert found.code == 1
+    assert (found.document["prompts"], found.document["failed"]) == (7, 6)
+    assert {each["line"] for each in found.document["errors"]} == set(range(1, 7))
+    assert all(each["error"] for each in found.document["errors"])
+
+
+def test_of_a_logged_request_only_the_prompt_counts(cli: Cli, api: Api, tmp_path: Path) -> None:
+    """What it says of the answer would make that long, or the request fail."""
+    file = tmp_path / "logged.jsonl"
+    logged = {"max_completion_tokens": 4096, "stream": True, "stream_options": {"x": 1}, "n": 8}
+    logged |= {"min_tokens": 50, "prompt_logprobs": 1, "logprobs": True, "top_logprobs": 5}
+    chat = {"messages": [{"role": "user", "content": "hello"}], "tools": [], **logged}
+    text = {"prompt": "a", "echo": True, "best_of": 8, "use_beam_search": True, **logged}
+    file.write_text("\n".join(map(json.dumps, (chat, text))), encoding="utf-8")
+    assert warm(cli, api, file, "--concurrency", "1").code == 0
+    fixed = {"model": "first", "temperature": 0, "max_tokens": 1, "stream": False, "n": 1}
+    assert [body for _, body in api.asked] == [
+        {"messages": chat["messages"], "tools": [], **fixed},
+        {"prompt": "a", **fixed},
+    ]
+
+
+def test_an_address_that_speaks_no_http_is_said(cli: Cli, tmp_path: Path) -> None:
+    """Such as that of a Redis server."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            peer = server.accept()[0]
+            with peer:
+                peer.recv(4096)
+                peer.sendall(b"-ERR unknown command\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        found = cli("warm", str(tmp_path), "--url", f"127.0.0.1:{server.getsockname()[1]}")
+        thread.join(10.0)
+    assert found.code == 3
+    assert "is this its API port?" in found.err
 
 
 def test_a_wrong_key_is_not_shown(cli: Cli, api: Api, tmp_path: Path) -> None:

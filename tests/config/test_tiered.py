@@ -140,3 +140,6 @@ def test_what_is_fetched_ahead_leaves_room_in_memory() -> None:
     assert parse_config({"cpu_gib": 8.0}).prefetch_bytes == 512 << 20
     assert parse_config({"cpu_gib": 1.0}).prefetch_bytes == 256 << 20
     assert parse_config({"prefetch_mib": 0}).prefetch_bytes == 0
+    assert parse_config({"cpu_gib": 1.0, "tenant_share": 1}).prefetch_bytes == 256 << 20
+    small = parse_config({"cpu_gib": 4.0, "tenant_share": 0.125})
+    assert small.prefetch_bytes == 256 << 20, "half of a tenant's share"

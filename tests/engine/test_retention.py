@@ -53,7 +53,10 @@ def capacity_chunks(probe: EngineProbe) -> int:
 
 
 def holdings(probe: EngineProbe) -> Any:
-    return worker_of(probe)._engine.holdings()
+    engine = worker_of(probe)._engine
+    with engine._cpu.cpu_lock:
+        engine._ledger.settle()
+    return engine.holdings()
 
 
 def test_a_pinned_prompt_survives_a_flood_of_others(instance: VllmInstance) -> None:

@@ -183,6 +183,53 @@ def test_a_whole_hit_is_not_asked_for_again(scene: Scene) -> None:
     assert pending(asked) is first
 
 
+def test_what_memory_lost_while_a_request_queued_is_asked_of_redis(scene: Scene) -> None:
+    """Redis had all that memory lacked when it came; it has the beginning as well."""
+    scene.tier.seconds = [0.0, 0.0]
+    asked = scene.new_request(1)
+    scene.index.apply(0, [CacheEvent(key, True) for key in asked.keys.keys[:2]])
+    scene.finder.ask(asked, 0)
+    assert num_found(pending(asked)) == 2
+    scene.index.apply(0, [CacheEvent(asked.keys.keys[1], False)])
+    scene.clock.now += 1.0
+    assert scene.find(asked) == 4
+
+
+def test_what_memory_lost_of_a_hit_that_waits_for_blocks_is_asked_of_redis(scene: Scene) -> None:
+    """vLLM has been offered the hit, and asks again until it has room."""
+    scene.tier.seconds = [0.0, 0.0]
+    asked = scene.new_request(1)
+    scene.index.apply(0, [CacheEvent(key, True) for key in asked.keys.keys[:2]])
+    assert scene.find(asked) == 4
+    scene.index.apply(0, [CacheEvent(asked.keys.keys[0], False)])
+    assert scene.find(asked) == 0, "asked a moment ago"
+    scene.clock.now += 1.0
+    scene.finder.next_step()
+    assert scene.find(asked) == 4
+    assert scene.tally.totals.by_label("lookups")["redis"] == 2
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_steps_that_take_long_cost_no_hit_that_is_known(is_answered: bool) -> None:
+    """Each of them would find the last answer old, ask again, and have no time left to wait."""
+    scene = Scene(lookup_wait_seconds=0.0)
+    scene.tier.seconds, scene.tier.num_held = [0.0] * 9, 3
+    asked = scene.request(1)
+    assert num_found(pending(asked)) == 3
+    scene.clock.now += 1.0
+    scene.tier.gate.clear()
+    assert scene.find(asked) is PENDING, "there may be more by now"
+    again = pending(asked)
+    if is_answered:
+        scene.tier.num_held = 4
+        scene.tier.gate.set()
+        assert num_found(again) == 4
+    scene.clock.now += 1.0
+    assert scene.find(asked) == (4 if is_answered else 3)
+    scene.tier.gate.set()
+    scene.remote.close()
+
+
 class Unanswered:
     """A question without an answer yet, that notes for how long it was waited for."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from lmcache_connector.plans import Claim
+from lmcache_connector.plans import Claim, PrefixUse
 from lmcache_connector.retention.ledger import PIN_SECONDS, Ledger, Limits
 
 SIZE = 10
@@ -50,6 +50,17 @@ class Tier:
                 self.ledger.admit(key, SIZE)
         self.ledger.expect(claim.tenant, -num_bytes)
         self.ledger.use(keys, claim, [before, *keys[:-1]])
+
+    def fetch(self, keys: Sequence[bytes], tenant: bytes, before: bytes = b"") -> None:
+        self.clock.now += 1
+        self.ledger.expect(tenant, SIZE * len(keys))
+        for key in keys:
+            while len(self.held) >= self.capacity and self.evict():
+                pass
+            self.held.add(key)
+            self.ledger.admit(key, SIZE)
+        self.ledger.fetched(keys, tenant, [before, *keys[:-1]])
+        self.ledger.expect(tenant, -SIZE * len(keys))
 
     def evict(self) -> list[bytes]:
         victims = self.ledger.evict(1, lambda key: key not in self.busy)
@@ -125,6 +136,15 @@ def test_an_eviction_frees_what_was_asked_or_changes_nothing() -> None:
     assert len(tier.ledger) == 3  # the caller drops them
 
 
+def test_what_was_noted_counts_before_what_the_ledger_is_asked_next() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 3))
+    tier.store(prompt("y", 1))
+    tier.ledger.notes.use(PrefixUse(Claim(), (b"x2",)))
+    tier.store(prompt("z", 1))
+    assert list(tier.going()) == ["y0", "x2", "x1", "x0", "z0"]
+
+
 # -- times -----------------------------------------------------------------------------------------
 
 
@@ -172,6 +192,16 @@ def test_a_longer_time_counts() -> None:
     assert dict(tier.ledger.holdings().evicted) == {}
     assert next(tier.going()) == "x0"
     assert dict(tier.ledger.holdings().evicted) == {"oldest": 1}
+
+
+def test_a_time_runs_from_the_request_and_not_from_when_the_ledger_hears_of_it() -> None:
+    tier = Tier()
+    tier.store(prompt("x", 1), Claim(ttl_seconds=1))
+    tier.store(prompt("old", 1))
+    tier.ledger.notes.use(PrefixUse(Claim(ttl_seconds=60), (b"x0",)))
+    tier.clock.now += 61
+    assert list(tier.going()) == ["x0", "old0"]
+    assert dict(tier.ledger.holdings().evicted) == {"expired": 1, "oldest": 1}
 
 
 # -- priority --------------------------------------------------------------------------------------
@@ -278,6 +308,50 @@ def test_a_flood_does_not_push_out_those_within_their_share() -> None:
     assert dict(tier.ledger.holdings().evicted).keys() == {"over_share"}
 
 
+def test_what_is_fetched_ahead_pushes_out_nobody_within_their_share() -> None:
+    """As long as no request has used it, too."""
+    tier = Tier(capacity=20, tenant_share=0.5)
+    tier.store(prompt("a", 10), Claim(A))
+    tier.store(prompt("b", 10), Claim(B))
+    tier.fetch(prompt("ahead", 5), B)
+    assert tier.has(prompt("a", 10)) == 10
+    assert tier.has(prompt("b", 10)) == 5
+    assert tier.has(prompt("ahead", 5)) == 5
+    tier.fetch(prompt("more", 5), B)
+    assert tier.has(prompt("a", 10)) == 10
+    assert sum(n for _, n in tier.ledger.holdings().tenant_bytes) == 20 * SIZE
+    list(tier.going())
+    assert not tier.ledger._tenants
+
+
+def test_what_memory_had_of_a_prompt_is_no_older_than_what_is_fetched_of_it() -> None:
+    """Its request waits; the beginning would go before the end comes into use."""
+    tier = Tier(capacity=20)
+    tier.store(prompt("x", 3), Claim(A))
+    tier.store(prompt("y", 2), Claim(A))
+    tier.fetch(prompt("x", 2, first=3), A, before=b"x2")
+    assert list(tier.going()) == ["y1", "y0", "x4", "x3", "x2", "x1", "x0"]
+
+
+def test_of_what_was_fetched_for_nobody_the_end_goes_first() -> None:
+    tier = Tier(capacity=20)
+    tier.store(prompt("y", 1), Claim(A))
+    tier.fetch(prompt("x", 3), A)
+    tier.ledger.notes.give_up(prompt("x", 3))
+    assert list(tier.going()) == ["x2", "x1", "x0", "y0"]
+
+
+def test_what_was_over_or_given_up_is_kept_where_a_request_waits_for_what_builds_on_it() -> None:
+    tier = Tier(capacity=20)
+    tier.store(prompt("x", 2), Claim(A, ttl_seconds=5))
+    tier.fetch([b"x2"], A, before=b"x1")
+    tier.ledger.notes.give_up([b"x2"])
+    tier.clock.now += 10
+    tier.store(prompt("y", 1), Claim(A))
+    tier.fetch([b"x3"], A, before=b"x2")
+    assert list(tier.going()) == ["y0", "x3", "x2", "x1", "x0"]
+
+
 def test_the_one_furthest_above_its_share_goes_first() -> None:
     tier = Tier(capacity=20, tenant_share=0.1)
     tier.store(prompt("a", 6), Claim(A))
@@ -313,6 +387,29 @@ def test_a_pin_of_one_who_has_gone_does_not_end_the_others_share() -> None:
     for i in range(20):
         tier.store(prompt(f"b{i}-", 5), Claim(B))
     assert tier.has(prompt("a", 10)) == 10
+
+
+def test_uses_by_the_million_that_nothing_follows_take_little_room() -> None:
+    """vLLM's own cache serves them all: nothing is stored, loaded or evicted."""
+    tier = Tier()
+    tier.store(prompt("x", 3))
+    notes, num_told = tier.ledger.notes, 0
+    for i in range(10_000):
+        assert notes.use(PrefixUse(Claim(pin=True), (b"x2",)))  # one that is asked again and again
+        while not notes.use(PrefixUse(Claim(ttl_seconds=1.0 + i), (b"x2",))):
+            tier.ledger.settle(limit=1)
+            num_told += 1
+    assert num_told == 10_000 - 1023
+    uses, _ = notes.take()
+    assert len(uses) == 1024
+    assert uses[-1][0].claim.ttl_seconds == 10_000
+
+
+def test_times_that_grow_with_each_use_are_looked_at_once() -> None:
+    tier = Tier()
+    for i in range(5000):
+        tier.store(prompt("x", 3), Claim(ttl_seconds=100.0 + i, pin=i % 3 == 0))
+    assert len(tier.ledger._changes) <= 3
 
 
 def test_a_million_salts_leave_nothing_behind() -> None:

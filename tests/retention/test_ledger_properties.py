@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lmcache_connector.plans import Claim
+from lmcache_connector.plans import Claim, PrefixUse
 from lmcache_connector.retention.ledger import Ledger, Limits
 
 TENANTS = (b"", b"a", b"b", b"c")
@@ -51,11 +51,51 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.admit(key, SIZE)
         own = Claim(TENANTS[tenant], claim.pin, claim.ttl_seconds, claim.priority)
         self.ledger.use(keys[stored_from:], own, parents[stored_from:])
+        self.note_orphans(keys)
+
+    def note_orphans(self, keys: list[bytes]) -> None:
         self.orphans |= {
             key
             for key in self.held.intersection(keys)
             if self.parents[key] and self.parents[key] not in self.held
         }
+
+    @rule(
+        tenant=st.integers(0, 3),
+        path=PATHS,
+        fetched_from=st.integers(0, 5),
+        is_given_up=st.booleans(),
+    )
+    def fetch(self, tenant: int, path: list[int], fetched_from: int, is_given_up: bool) -> None:
+        """Ahead of a request that may go without using it. Of times, it says its own; here none
+        shall end before it comes."""
+        keys = [bytes([tenant, *path[: i + 1]]) for i in range(len(path))]
+        self.ledger.settle()
+        chunks = self.ledger._chunks
+        if any(chunks[key].expires_at < float("inf") for key in self.held.intersection(keys)):
+            return
+        parents = [b"", *keys[:-1]]
+        self.parents.update(zip(keys, parents, strict=True))
+        self.ledger.expect(TENANTS[tenant], SIZE * len(keys))
+        for key in keys[fetched_from:]:
+            if key not in self.held:
+                while len(self.held) >= CAPACITY:
+                    self.make_room()
+                self.held.add(key)
+                self.ledger.admit(key, SIZE)
+        self.ledger.fetched(keys[fetched_from:], TENANTS[tenant], parents[fetched_from:])
+        self.ledger.expect(TENANTS[tenant], -SIZE * len(keys))
+        self.note_orphans(keys)
+        if is_given_up:
+            self.ledger.notes.give_up(keys[fetched_from:])
+
+    @rule(tenant=st.integers(0, 3), path=PATHS, claim=CLAIMS)
+    def use_by_the_step(self, tenant: int, path: list[int], claim: Claim) -> None:
+        """A request whose prompt is in the tier as far as that, by its last chunk."""
+        own = Claim(TENANTS[tenant], claim.pin, claim.ttl_seconds, claim.priority)
+        key = bytes([tenant, *path])
+        if key in self.held:
+            self.ledger.notes.use(PrefixUse(own, (key,)))
 
     @rule(count=st.integers(1, 4))
     def evict(self, count: int) -> None:
@@ -64,6 +104,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for number, victim in enumerate(victims):
             assert victim in self.held
             left = self.held.difference(victims[: number + 1]) - self.orphans
+            # What was fetched has no priority before it is used.
+            left = {key for key in left if self.ledger._chunks[key].is_claimed}
             assert not {key for key in left if self.parents[key] == victim}, "a hole"
             over = self.over_share()
             if (
@@ -118,6 +160,12 @@ class LedgerMachine(RuleBasedStateMachine):
         waiting = list(self.ledger._queues.oldest_first(self.now))
         assert len(waiting) == len(set(waiting))
         assert len(waiting) + len(pinned) + len(self.ledger._expired) == len(self.held)
+        for queue in self.ledger._queues._queues.values():
+            assert sorted(queue.values()) == list(queue.values()), "the oldest is not the first"
+        watched = [c.watched_at for c in self.ledger._chunks.values()]
+        for chunk in self.ledger._chunks.values():
+            assert chunk.is_expired or chunk.next_change >= chunk.watched_at
+        assert sum(at < float("inf") for at in watched) <= len(self.ledger._changes)
 
 
 TestLedger = LedgerMachine.TestCase

@@ -13,7 +13,8 @@ import pytest
 
 from lmcache_connector.audit.limits import Verdict
 from lmcache_connector.audit.root_epochs import RootState
-from lmcache_connector.plans import AuditJob
+from lmcache_connector.plans import AuditJob, Claim
+from lmcache_connector.retention.hints import tenant_of
 from tests.scheduler.test_adapter import Life, filled_engine, prompt
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
@@ -95,6 +96,16 @@ def test_salts_share_one_first_audit(model: Path) -> None:
         serve(engine, tokens, salt)
         serve(engine, tokens, salt)
     assert audits(engine) == {"match": 1}
+
+
+def test_an_audit_is_a_use_by_the_request_that_it_is_made_for(model: Path) -> None:
+    """Anybody's would lift the time that was set for the whole prompt, and take a chunk that comes
+    from Redis from its tenant."""
+    engine, tokens = engine_of(model, FIRST), prompt(1, 2 * CHUNK + 5)
+    for _ in range(2):
+        serve(engine, tokens, "mine")
+    (job,) = audit_jobs(engine)
+    assert job.claim == Claim(tenant_of("mine"))
 
 
 def test_a_chunk_that_somebody_else_brings_meanwhile_is_not_audited(model: Path) -> None:

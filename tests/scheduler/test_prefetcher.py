@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -37,8 +38,10 @@ class Answers(HitFinder):
     def __init__(self) -> None:
         super().__init__(PARTS, SIZE, ChunkIndex(1), Tally())
         self.held: dict[str, int | None] = {}
+        self.num_looked_at = 0  # chunks of prompts
 
     def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
+        self.num_looked_at += len(asked.keys.keys)
         end = self.held[asked.request.request_id]
         if end is None:
             return PENDING
@@ -161,6 +164,37 @@ def test_a_thousand_queued_requests_cost_a_step_little() -> None:
     scene.prefetcher.check_integrity()
 
 
+def test_a_step_with_a_long_queue_looks_at_few_prompts() -> None:
+    """Each long one takes as long as a decode step of a fast model."""
+    scene = Scene(mib=10_000)
+    for i in range(40):
+        scene.queue(f"long{i}", 100, [i] * (100 * SIZE))
+    planned = 0
+    for _ in range(40):
+        before = scene.hits.num_looked_at
+        planned += len({name for name, _ in scene.plan()})
+        assert 0 < scene.hits.num_looked_at - before <= 300 or planned == 40
+    assert planned == 40, "all are served in the end"
+
+
+def test_where_there_is_no_room_a_step_looks_at_nothing() -> None:
+    scene = Scene(mib=4)
+    first, second = scene.queue("a", 4), scene.queue("b", 4)
+    assert scene.plan() == [("a", 4)]
+    for _ in range(3):
+        before = scene.hits.num_looked_at
+        assert scene.plan() == []
+    assert scene.hits.num_looked_at == before
+    scene.end(first, *(job for job, _ in list(first.ahead.jobs.values())))
+    assert scene.plan() == [], "what has come is still wanted"
+    scene.prefetcher.release(first)
+    assert scene.plan() == [("b", 4)]
+    third = scene.queue("c", 4)
+    assert scene.plan() == []
+    scene.prefetcher.release(third)
+    scene.prefetcher.release(second)
+
+
 def test_zero_switches_it_off() -> None:
     scene = Scene(mib=0)
     scene.queue("a", 5)
@@ -246,3 +280,43 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(model: Path) -> Non
     engine.run_until_idle()
     engine.check_whole()
     engine.check_answer(waiting)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "groups",
+    [("full",), ("full", "w40"), ("full", "w24", "w100"), ("w40",), ("full", "c64"), ("full", "s")],
+)
+def test_storms_fetch_ahead_for_all_families_and_ranks(
+    model: Path, groups: tuple[str, ...], world_size: int
+) -> None:
+    """Requests come, queue, are aborted; the cache is reset, memory loses what it likes."""
+    num_planned = 0
+    for seed in range(3):
+        chance = random.Random(seed)
+        shape = Shape(
+            redis=True,
+            world_size=world_size,
+            depth=1 + seed % 2,
+            groups=groups,
+            num_blocks=24 if len(groups) == 1 else 40,
+            tier_chunks=chance.choice([4, 16, 40]),
+        )
+        engine = ShadowEngine(model, shape, seed, Faults(slow=chance.choice([0.0, 0.3])))
+        engine.adapter.policy.pays_from_memory = lambda *_: True  # type: ignore[method-assign]
+        prompts = [prompt(i, 6 * CHUNK) for i in range(4)]
+        for _ in range(150):
+            if chance.random() < 0.5 and len(engine.live) < 10:
+                begun = chance.choice(prompts)[: chance.randrange(1, 6 * CHUNK)]
+                engine.add([*begun, chance.randrange(50)], chance.randrange(1, 30))
+            if chance.random() < 0.1 and engine.live:
+                engine.abort(chance.choice(engine.live))
+            if chance.random() < 0.03:
+                engine.reset(preempt=chance.random() < 0.5, new_weights=chance.random() < 0.5)
+            for rank in engine.ranks if chance.random() < 0.1 else ():
+                rank.evict(chance.randrange(5))
+            engine.step()
+        engine.run_until_idle()
+        engine.check_whole()
+        num_planned += sum(len(plan.prefetches) for plan in engine.plans)
+    assert num_planned > 0

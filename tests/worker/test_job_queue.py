@@ -514,3 +514,31 @@ def test_a_prefetch_that_has_not_begun_ends_at_once(jobs: JobQueue, runner: Runn
     gate.set()
     wait_all(jobs)
     assert runner.order == [1]
+
+
+def test_hundreds_of_prefetches_that_wait_cost_a_step_little(
+    jobs: JobQueue, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step that has news asks what is overdue."""
+    gate = runner.gate(1)
+    jobs.submit(load(1, needs_redis=True), None)
+    assert runner.started(1).wait(LONG)
+    for job_id in range(2, 502):
+        jobs.submit(prefetch(job_id, (b"%d" % job_id,)), None)
+    looked_at: list[QueuedJob] = []
+    deadline = vars(QueuedJob)["deadline"].fget
+
+    def look(queued: QueuedJob) -> float:
+        if threading.current_thread() is threading.main_thread():
+            looked_at.append(queued)
+        return float(deadline(queued))
+
+    monkeypatch.setattr(QueuedJob, "deadline", property(look))
+    assert not taken(jobs)
+    assert len(looked_at) <= 1
+    monkeypatch.undo()
+    jobs.cancel(range(2, 502))
+    assert {result.outcome for result in taken(jobs).values()} == {Outcome.CANCELLED}
+    gate.set()
+    wait_all(jobs)
+    assert runner.order == [1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -139,6 +141,21 @@ def test_what_nobody_used_is_the_first_to_go(reader: Instance, written: list[tor
     reader.run(StepPlan(unwanted=KEYS[:10]))
     first = reader.worker._engine._ledger.evict(6, lambda _: True)
     assert set(first) == set(KEYS[4:10])
+    assert num_unused(reader.worker._engine) == 0
+
+
+def test_what_is_fetched_for_a_tenant_counts_as_its_own(reader: Instance) -> None:
+    connected(reader)
+    before = dict(reader.worker._engine.holdings().tenant_bytes)
+    job = replace(prefetch(1, range(6)), tenant=b"\xab")
+    reader.run(StepPlan(prefetches=(job,)))
+    assert reader.wait_for(1).outcome is Outcome.DONE
+    after = dict(reader.worker._engine.holdings().tenant_bytes)
+    assert after.pop("ab") == 6 * GEOMETRY.chunk_bytes
+    assert after == before
+    assert_nothing_is_held(reader)
+    reader.run(load_from_memory(2, range(6)))
+    assert reader.wait_for(2).outcome is Outcome.DONE
     assert num_unused(reader.worker._engine) == 0
 
 

@@ -110,6 +110,24 @@ def test_what_was_stored_before_is_pinned_by_a_prompt_that_loads_nothing(rank: R
     assert rank.load(1, CROWD) == 4
 
 
+def test_the_engines_step_waits_for_no_lane(rank: Rank) -> None:
+    """A lane may walk through a long prompt meanwhile, or look for something to evict."""
+    rank.store(1, CROWD)
+
+    def step() -> None:
+        rank.engine.use([PrefixUse(Claim(b"crowd", pin=True), (key(1, 3),))])
+        rank.engine.let_go_first([key(1, 2)])
+        rank.engine.holdings()
+
+    with rank.engine._cpu.cpu_lock:
+        thread = threading.Thread(target=step, daemon=True)
+        thread.start()
+        thread.join(10.0)
+        assert not thread.is_alive()
+    rank.flood(2)
+    assert rank.load(1, CROWD) == 4
+
+
 def test_a_tenant_keeps_its_half(rank: Rank) -> None:
     """Also while a store of the other is under way, which has nothing in the tier yet."""
     rank.store(1, MINE)

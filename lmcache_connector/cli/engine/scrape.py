@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -95,7 +95,7 @@ def fetch(text: str) -> Snapshot:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
             body = response.read(_MAX_BYTES).decode(errors="replace")
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise CliError(
             f"{text}: {reason}", "is the engine up, and is this its API port?", UNREACHABLE

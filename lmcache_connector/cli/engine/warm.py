@@ -15,6 +15,8 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
+from operator import index
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +33,21 @@ _MAX_ERRORS_SHOWN = 10
 _COUNTED_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 _FIXED = {"max_tokens": 1, "stream": False, "n": 1}
+# What is said of the answer is left out: it would be long, or refused. For log-probabilities of a
+# prompt vLLM would compute all of it.
+_OF_THE_ANSWER = frozenset(
+    ("best_of", "echo", "logprobs", "max_completion_tokens", "min_tokens", "prompt_logprobs")
+) | {"stream_options", "top_logprobs", "use_beam_search"}
+_BROKEN = (
+    OSError,
+    HTTPException,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+"""No answer, or none that an engine would give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +143,14 @@ def _ask_all(
 
 
 def _ask(base: str, model: str, options: Options, prompt: PromptLine) -> _Answer:
-    body = {"model": model, "temperature": 0, **prompt.body, **_FIXED}
+    asked = {name: value for name, value in prompt.body.items() if name not in _OF_THE_ANSWER}
+    body = {"model": model, "temperature": 0, **asked, **_FIXED}
     try:
         answer = _call(f"{base}{prompt.endpoint}", options, json.dumps(body).encode())
-        return _Answer(prompt.number, int(answer["usage"]["prompt_tokens"]))
+        return _Answer(prompt.number, index(answer["usage"]["prompt_tokens"]))
     except urllib.error.HTTPError as error:
         return _Answer(prompt.number, error=f"{error.code} {_message(error)}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _BROKEN as error:
         return _Answer(prompt.number, error=str(getattr(error, "reason", error)) or repr(error))
 
 
@@ -150,7 +168,7 @@ def _message(error: urllib.error.HTTPError) -> str:
     try:
         found = json.loads(error.read(_MAX_ANSWER_BYTES))
         return str(found.get("error", found).get("message", ""))[:500]
-    except (OSError, ValueError, AttributeError):
+    except _BROKEN:
         return str(error.reason)
 
 
@@ -160,7 +178,7 @@ def _first_model(base: str, options: Options) -> str:
     except urllib.error.HTTPError as error:
         hint = "give --api-key" if error.code == 401 else "give --model"
         raise CliError(f"{base}/v1/models: {error.code}", hint, UNREACHABLE) from None
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+    except _BROKEN:
         raise CliError(f"{base} does not say which models it serves", "give --model") from None
 
 
