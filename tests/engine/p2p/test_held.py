@@ -261,6 +261,7 @@ def successor(
     port = engines.decode[0][1]
     folder = tmp_path_factory.mktemp("successor")
     with running(tiny_model, folder, [kv_transfer("kv_consumer", port, **_SETTINGS)]) as (decode,):
+        decode.call(reset_until_done)  # as the other one was
         engines.decode[0] = decode, port
         yield
 
