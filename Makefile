@@ -26,10 +26,10 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format pytest bench gpu soak matrix newer contract docs clean
+.PHONY: help venv demo test lint format pytest bench gpu soak matrix newer contract docs pictures clean
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## Create .venv with everything the other targets need
 
@@ -127,6 +127,9 @@ contract: $(STAMP) ## Check the API of a version by its wheel: VLLM=0.34.0 or LM
 
 docs: $(STAMP) ## Build the documentation into build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+pictures: $(STAMP) $(TRAINED) ## Draw the documentation's pictures of the demo, top and stats anew
+	@$(BIN)/python -m examples.pictures
 
 clean: ## Remove the environment and everything that was built
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
