@@ -52,7 +52,7 @@ def engine(
         redis_url=valkey.url,
         lookup_deadline_seconds=10.0,
     )
-    with start(transfer, folder, max_num_batched_tokens=512, **args) as instance:
+    with start(transfer, folder, **{"max_num_batched_tokens": 512} | args) as instance:
         yield instance
         instance.call(check_integrity)
 
