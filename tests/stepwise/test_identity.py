@@ -18,6 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
+from lmcache_connector.scheduler.build import _make_hasher
 from lmcache_connector.stepwise.form import KVForm
 from lmcache_connector.stepwise.identity import ModelIdentity, weights_in_memory
 
@@ -43,6 +45,21 @@ def test_a_model_made_again_has_the_same_keys() -> None:
     again = tiny()
     again.config._name_or_path = "elsewhere"
     assert key(tiny()) == key(again)
+
+
+def test_vllm_never_has_such_a_key() -> None:
+    """Whatever stands in its root: the root of a model in memory has one name more."""
+    config = parse_config({"chunk_size": 32})
+    identity = ModelIdentity(tiny(), "vllm", FORM, config)
+    identity.refresh()
+    own = identity.keys()
+    own.extend(IDS)
+    hasher = _make_hasher(config, weights_in_memory(tiny()), 0, {"engine": "vllm"})
+    theirs = RequestKeys(hasher, RequestIdentity())
+    theirs.extend(IDS)
+    assert "engine" in identity.root
+    assert len(own.keys) == len(theirs.keys) == 1
+    assert own.keys != theirs.keys
 
 
 def _scale(model: LlamaForCausalLM) -> None:

@@ -113,7 +113,8 @@ def strike_in_the_next_read(probe: EngineProbe, number: int) -> None:
     def struck(*args: Any) -> None:
         nixl.read = read
         if number == signal.SIGSTOP:
-            os.kill(os.getpid(), number)
+            # To this thread: one sent to the process may find another first, which runs later.
+            signal.pthread_kill(threading.get_ident(), number)
         read(*args)
         if number == signal.SIGKILL:
             os.kill(os.getpid(), number)
