@@ -28,6 +28,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.kv_parts.run_cuts import in_pieces, only
 from lmcache_connector.plans import (
     AuditJob,
     CacheEvent,
@@ -137,21 +138,21 @@ class LMCacheEngineAdapter:
         transfers = []
         for run in job.runs:
             held = {key for key in run.keys if self.holds(key)}
-            missing = [i for i, key in enumerate(run.keys) if key not in held]
+            missing = only(run, [i for i, key in enumerate(run.keys) if key not in held])
             transfer = RunTransfer(
                 part=run.part,
                 paged=parts[run.part],
-                keys=tuple(run.keys[i] for i in missing),
-                block_ids=tuple(_of_chunks(ids, len(run.keys), missing) for ids in run.block_ids),
+                keys=missing.keys,
+                block_ids=missing.block_ids,
                 skip_blocks=0,
                 fence=fence,
                 cancelled=cancelled,
                 gate=gate,
             )
             transfers.append(transfer)
-            if missing and not cancelled.is_set():
+            if missing.keys and not cancelled.is_set():
                 with (
-                    self._writing(job, run.chunks[missing[0]]),
+                    self._writing(job, missing.chunks[0]),
                     self._expecting(job.claim.tenant, self._bytes_missing([transfer])),
                     suppress(TransferCancelled),
                 ):
@@ -341,18 +342,7 @@ class LMCacheEngineAdapter:
     def _pieces(self, run: PartRun, part: PagedPart) -> Iterator[PartRun]:
         """The chunks of a load's run, as many at once as memory should hold for it."""
         size = max(1, self._piece_bytes // part.geometry.chunk_bytes)
-        for start in range(0, len(run.keys), size):
-            end = min(start + size, len(run.keys))
-            first, last = (
-                max(0, i * part.blocks_per_chunk - run.skip_blocks) for i in (start, end)
-            )
-            yield PartRun(
-                run.part,
-                run.keys[start:end],
-                run.chunks[start:end],
-                tuple(ids[first:last] for ids in run.block_ids),
-                run.skip_blocks if start == 0 else 0,
-            )
+        return in_pieces(run, size, part.blocks_per_chunk)
 
     def _tokens(self, transfer: RunTransfer) -> PlannedTokens:
         return PlannedTokens(transfer.keys, self._sizes.num_units(transfer.paged.geometry))
@@ -396,9 +386,3 @@ class LMCacheEngineAdapter:
         if self._jobs_until_drain <= 0:
             self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
             self._engine.stats_monitor.get_stats_and_clear()
-
-
-def _of_chunks(block_ids: Sequence[int], num_chunks: int, chunks: Sequence[int]) -> tuple[int, ...]:
-    """The blocks of some of ``num_chunks`` chunks, which have equally many each."""
-    per_chunk = len(block_ids) // num_chunks
-    return tuple(b for i in chunks for b in block_ids[i * per_chunk : (i + 1) * per_chunk])
