@@ -41,12 +41,14 @@ back by its probe, and only so if it has stalled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from math import ceil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import ceil, inf
 from typing import Literal
 
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer, Reason
+from lmcache_connector.cost_model.load_prefixes import LoadPrefixes, Prefix
 from lmcache_connector.cost_model.prefill_speed import PrefillSpeed
 from lmcache_connector.cost_model.step_time import StepTime
 from lmcache_connector.cost_model.tier_speed import TierSpeed
@@ -61,33 +63,11 @@ UNMEASURED_LOAD_SECONDS = 0.250
 for a tier nothing is known about."""
 _MIN_GAIN_SHARE = 0.05
 """Closer than this predictions cannot tell, and compute is the safe side."""
-_MAX_BORDERS = 8
-"""Scattered hits are compared at their first borders and their end only: it bounds the time."""
-_MAX_ENDS = 16
-"""Of those a hit may have, so many are looked at before one is given up."""
-_CAUTION = 2.0
-"""A load counts as slower than predicted by this many times the usual error: a lost bet costs the
-user more than a bet not made."""
 _MIN_PREFILL_SHARE = 0.25
 """Of a decode step: prefills that add less to a step are lost in its noise."""
 _MULTIPLE = 3.0
 """Deadline over prediction. Giving up on a load that would have come is the dearer mistake: it
 costs the wait and the recompute, so a deadline must lie outside the noise."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """A prefix of the hit that could be loaded, and what is known of loading it."""
-
-    num_chunks: int = 0
-    load_seconds: float = 0.0
-    ahead_seconds: float = 0.0
-    """Of it, before the load begins."""
-    risky_seconds: float = 0.0
-    """The load as it is judged for a bet: slower than predicted by what has gone wrong before."""
-    rest_seconds: float = 0.0
-    failure_rate: float = 0.0
-    all_known: bool = True
 
 
 class CostModel:
@@ -185,7 +165,7 @@ class CostModel:
         """Nothing came from it lately."""
         return self._tiers[tier].stalled
 
-    def pays(
+    def gain_seconds(
         self,
         tier: Tier,
         start: int,
@@ -194,30 +174,31 @@ class CostModel:
         running_requests: int,
         step_seconds: float | None = None,
         waiting_requests: int = 0,
-    ) -> bool:
-        """Whether loading ``num_bytes`` from the tier, with nothing ahead of them, beats computing
-        tokens ``[start, end)``; the others as in :class:`LoadOffer`. True where nothing is known,
-        or every hit is loaded."""
+    ) -> float:
+        """What a load of ``num_bytes`` from the tier, with nothing ahead of them, gains over the
+        compute of tokens ``[start, end)``, as far as predictions can tell; the others as in
+        :class:`LoadOffer`. Negative if compute is quicker; infinite where nothing is known, or
+        every hit is loaded."""
         now, speed = self._clock(), self._tiers[tier]
         if speed.is_outdated(now):
             speed = speed.calibrated_only(now)
         compute_seconds = self.compute_seconds(start, end, running_requests)
         if self.mode == "always" or compute_seconds is None or not speed.known:
-            return True
+            return inf
         load_seconds = speed.seconds(num_bytes)
         lost_seconds = self.steps.wait_seconds(load_seconds, step_seconds) - load_seconds
         price_seconds = load_seconds + lost_seconds / (1 + waiting_requests)
-        return price_seconds <= compute_seconds * (1 - _MIN_GAIN_SHARE)
+        return compute_seconds * (1 - _MIN_GAIN_SHARE) - price_seconds
 
     def decide(self, offer: LoadOffer) -> LoadDecision:
         """Decide one request. May put a tier on trial, so each request is decided once."""
         compute_seconds = self._rest_seconds(offer, 0)
         if not offer.tiers:
-            return self._answer(offer, _Prefix(), compute_seconds, Reason.NO_HIT)
+            return self._answer(offer, Prefix(), compute_seconds, Reason.NO_HIT)
         if self.mode == "always":
             return self._everything(offer, compute_seconds)
         if not self._prefill.known:
-            *_, longest = (_Prefix(), *self._prefixes(offer))
+            *_, longest = (Prefix(), *self._prefixes(offer).to_compare())
             return self._answer(offer, longest, compute_seconds, Reason.UNMEASURED)
         best = self._best_with_trial(offer, compute_seconds)
         if best.num_chunks:
@@ -230,7 +211,7 @@ class CostModel:
 
     # -- the choice ----------------------------------------------------------------------------
 
-    def _best_with_trial(self, offer: LoadOffer, compute_seconds: float) -> _Prefix:
+    def _best_with_trial(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
         """The best prefix. If it leaves out a tier nothing was heard of for a minute, and that
         tier's calibration says that a load pays, one chunk of the tier is added on trial."""
         best = self._best(offer, compute_seconds)
@@ -241,7 +222,7 @@ class CostModel:
         if not learned.is_outdated(now) or left_out in offer.tiers[: best.num_chunks]:
             return best
         self._tiers[left_out] = calibrated = learned.calibrated_only(now)
-        trial = self._prefix(offer, offer.end_after(best.num_chunks))
+        trial = self._prefixes(offer).of(offer.end_after(best.num_chunks))
         # One chunk alone may not pay where the whole hit does.
         pays = self._best(offer, compute_seconds).num_chunks > best.num_chunks
         trial_seconds = self.steps.wait_seconds(trial.load_seconds, offer.step_seconds)
@@ -251,10 +232,10 @@ class CostModel:
         self._tiers[left_out] = learned
         return best
 
-    def _best(self, offer: LoadOffer, compute_seconds: float) -> _Prefix:
+    def _best(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
         """The cheapest prefix, or none where recompute is as good."""
-        best, best_seconds = _Prefix(rest_seconds=compute_seconds), compute_seconds
-        for prefix in self._prefixes(offer):
+        best, best_seconds = Prefix(rest_seconds=compute_seconds), compute_seconds
+        for prefix in self._prefixes(offer).to_compare():
             deadline = self._deadline_seconds(offer, prefix, compute_seconds)
             stall_seconds = prefix.failure_rate * deadline
             price_seconds = self._price_seconds(offer, prefix, stall_seconds)
@@ -265,96 +246,21 @@ class CostModel:
                 best, best_seconds = prefix, price_seconds + prefix.rest_seconds
         return best
 
-    def _price_seconds(self, offer: LoadOffer, prefix: _Prefix, stall_seconds: float) -> float:
+    def _prefixes(self, offer: LoadOffer) -> LoadPrefixes:
+        longest_seconds = self._max_deadline_seconds / _MULTIPLE
+        if not self._prefill.known:
+            longest_seconds = min(longest_seconds, UNMEASURED_LOAD_SECONDS)
+        rest_seconds = partial(self._rest_seconds, offer)
+        return LoadPrefixes(offer, self._tiers, rest_seconds, longest_seconds)
+
+    def _price_seconds(self, offer: LoadOffer, prefix: Prefix, stall_seconds: float) -> float:
         """What a load costs, as it is judged."""
         load_seconds = prefix.risky_seconds + stall_seconds
         own_seconds = load_seconds - prefix.ahead_seconds
         wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
         return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
 
-    def _prefixes(self, offer: LoadOffer) -> Iterator[_Prefix]:
-        """The prefixes worth comparing, shorter first, up to a tier that stalls or is on trial.
-
-        The last one is cut where its load would take longer than the deadline cap lets through.
-        """
-        longest_seconds = self._max_deadline_seconds / _MULTIPLE
-        if not self._prefill.known:
-            longest_seconds = min(longest_seconds, UNMEASURED_LOAD_SECONDS)
-        start = last_end = 0
-        for border in _borders(offer.tiers, self._loads):
-            speed = self._tiers[offer.tiers[start]]
-            if speed.on_trial:
-                return
-            start = border
-            for end in self._ends_up_to(offer, border):
-                if end <= last_end:
-                    continue
-                prefix = self._prefix(offer, end)
-                excess_seconds = prefix.load_seconds - longest_seconds
-                if excess_seconds > 0:
-                    chunk_seconds = offer.chunk_bytes * speed.seconds_per_byte
-                    cut = ceil(excess_seconds / chunk_seconds) if chunk_seconds else end
-                    yield from self._longest(offer, last_end, end - cut)
-                    return
-                yield prefix
-                last_end = end
-
-    def _loads(self, tier: Tier) -> bool:
-        return not self._tiers[tier].stalled
-
-    def _longest(self, offer: LoadOffer, after: int, num_chunks: int) -> Iterator[_Prefix]:
-        """The prefix that ends last, after one and before the other, if there is one."""
-        end = self._ends_up_to(offer, num_chunks)[-1]
-        if end > after:
-            yield self._prefix(offer, end)
-
-    def _ends_up_to(self, offer: LoadOffer, num_chunks: int) -> list[int]:
-        """The largest end up to there; where more is needed than the chunks before, the largest for
-        which memory has it, and the largest for which any tier has it that loads. 0 for none."""
-        if offer.other_bytes is None:
-            return [offer.end_up_to(num_chunks)]
-        usable = {t for t in Tier if self._loads(t) and not self._tiers[t].on_trial}
-        found = {0}
-        for tiers in (usable - {Tier.REDIS}, usable):
-            end = offer.end_up_to(num_chunks)
-            for _ in range(_MAX_ENDS):
-                if end == 0:
-                    break
-                needed = {tier for tier, count in offer.other_bytes(end).items() if count}
-                if needed <= tiers:
-                    break
-                end = offer.end_up_to(end - 1)
-            else:
-                end = 0
-            found.add(end)
-        return sorted(found)
-
-    def _prefix(self, offer: LoadOffer, num_chunks: int) -> _Prefix:
-        """Tiers are taken to load one after the other."""
-        load_seconds = risky_seconds = ahead_seconds = offer.wait_seconds
-        failure_rate, all_known = 0.0, True
-        for tier, speed in self._tiers.items():
-            num_bytes = offer.num_bytes(tier, num_chunks)
-            if num_bytes == 0:
-                continue
-            queue_seconds = offer.queued_bytes.get(tier, 0) * speed.seconds_per_byte
-            ahead_seconds += queue_seconds
-            load_seconds += queue_seconds + speed.seconds(num_bytes)
-            worst_seconds = queue_seconds + speed.seconds_at_worst(num_bytes)
-            risky_seconds += worst_seconds * (1 + _CAUTION * speed.spread)
-            failure_rate = max(failure_rate, speed.failure_rate)
-            all_known = all_known and speed.known
-        return _Prefix(
-            num_chunks,
-            load_seconds,
-            ahead_seconds,
-            risky_seconds,
-            self._rest_seconds(offer, num_chunks),
-            failure_rate,
-            all_known,
-        )
-
-    def _deadline_seconds(self, offer: LoadOffer, prefix: _Prefix, compute_seconds: float) -> float:
+    def _deadline_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
         """See the module's docstring."""
         trusted = _MULTIPLE * prefix.load_seconds
         if not self._prefill.known:
@@ -373,14 +279,14 @@ class CostModel:
 
     def _everything(self, offer: LoadOffer, compute_seconds: float) -> LoadDecision:
         """The whole hit, for as long as a load may take at all."""
-        *_, longest = (_Prefix(), *self._prefixes(offer))
+        *_, longest = (Prefix(), *self._prefixes(offer).to_compare())
         answer = self._answer(offer, longest, compute_seconds, Reason.ALWAYS)
         return replace(
             answer, num_chunks=len(offer.tiers), deadline_seconds=self._max_deadline_seconds
         )
 
     def _answer(
-        self, offer: LoadOffer, prefix: _Prefix, compute_seconds: float, reason: Reason
+        self, offer: LoadOffer, prefix: Prefix, compute_seconds: float, reason: Reason
     ) -> LoadDecision:
         deadline = 0.0
         if prefix.num_chunks:
@@ -393,18 +299,3 @@ class CostModel:
             predicted_compute_seconds=compute_seconds,
             reason=reason,
         )
-
-
-def _borders(tiers: tuple[Tier, ...], loads: Callable[[Tier], bool]) -> Iterator[int]:
-    """Ends of runs of one tier, up to the first tier that does not load."""
-    start = 0
-    for count in range(len(tiers)):
-        if start == len(tiers) or not loads(tiers[start]):
-            return
-        if count == _MAX_BORDERS:
-            yield next((i for i, tier in enumerate(tiers) if not loads(tier)), len(tiers))
-            return
-        tier = tiers[start]
-        while start < len(tiers) and tiers[start] is tier:
-            start += 1
-        yield start

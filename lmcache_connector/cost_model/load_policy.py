@@ -13,7 +13,9 @@ Where they come from:
   values of its own now and then. No request is ever slowed down to find out whether Redis is back.
 
 Waiting for Redis to say what it holds costs time too, hit or miss. It is waited for only as long as
-a small share of the prompt's own compute, and not at all where its last answer took longer.
+a small share of the prompt's own compute, and not at all where its last answer took longer. A
+request that is to be asked again loses a step, however soon the answer comes: longer steps are lost
+only where the hit that may be expected gains more.
 
 Runs on the scheduler thread only. Pure: time comes from ``clock``, in seconds.
 """
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer
+from lmcache_connector.cost_model.probe_pace import ProbePace
 from lmcache_connector.cost_model.store_backlog import StoreBacklog
 from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.plans import (
@@ -44,14 +47,12 @@ LOOKUP_SHARE = 0.04
 """Of a prompt's compute: the longest wait for Redis to say what it holds."""
 _MIN_LOOKUP_SECONDS = 0.002
 """Two thread switches and a round trip on one host; prompts this cheap lose nothing that shows."""
-_FRESH_SECONDS = 60.0
-"""After that long without news from Redis, requests that could use it have it probed."""
 _FENCE_WEIGHT = 0.1
 """Of the last load, in the share of those that must wait for a forward pass."""
 _LATE_WEIGHT = 0.3
 """Of the last load from memory, in how much longer than predicted they wait for their turn."""
-_MIN_PROBE_SECONDS, _MAX_PROBE_SECONDS = 2.0, 60.0
-"""Between two probes; doubles while they change nothing."""
+_FORGET_LATE_SECONDS = 60.0
+"""After that long without a load from memory, none is taken to wait longer than predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,7 @@ class LoadPolicy:
         self._prompt_tokens = 0  # left of the requests that run, and of those that begin
         self._fenced_share = 0.0
         self._late_seconds, self._late_at = 0.0, float("-inf")
-        self._redis_news_at = float("-inf")
-        self._next_probe_at = float("-inf")
-        self._probe_pause = _MIN_PROBE_SECONDS
-        self._probe_wanted = False
+        self._probes = ProbePace(clock)
 
     def learn_sizes(self, value_bytes: Sequence[int]) -> None:
         """What values of each part take, once that is known better. Before any decision."""
@@ -146,13 +144,13 @@ class LoadPolicy:
                 running_requests=self._num_requests,
                 wait_seconds=self._wait_seconds(after_job, step_seconds),
                 step_seconds=step_seconds,
-                waiting_requests=max(0, len(self._waiting) - 1),
+                waiting_requests=self._num_others,
                 ends=ends,
                 other_bytes=other_bytes,
             )
         )
         if Tier.REDIS in tiers[decision.num_chunks :]:
-            self._want_probe()
+            self._probes.want()
         return decision
 
     def lookup_seconds(
@@ -164,10 +162,10 @@ class LoadPolicy:
         """
         if self.model.mode == "always":
             return float("inf")
-        if self._clock() - self._redis_news_at > _FRESH_SECONDS:
-            self._want_probe()
+        if self._probes.is_outdated:
+            self._probes.want()
         if self.model.is_stalled(Tier.REDIS):
-            self._want_probe()
+            self._probes.want()
             return 0.0
         compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
         if compute is None:
@@ -175,21 +173,34 @@ class LoadPolicy:
         longest = max(LOOKUP_SHARE * compute, _MIN_LOOKUP_SECONDS)
         return longest if last_lookup_seconds <= longest else 0.0
 
+    def is_worth_a_step(
+        self,
+        context_tokens: int,
+        prompt_tokens: int,
+        num_bytes: int,
+        found_share: float,
+        left_seconds: float,
+    ) -> bool:
+        """Whether a request that Redis has not answered yet does better to be asked again with the
+        next step than to begin with this one.
+
+        ``context_tokens``: computed, or known to be in a tier. ``num_bytes``: of what Redis was
+        asked for; it has held ``found_share`` of such things lately. ``left_seconds``: what
+        :meth:`lookup_seconds` allows it to wait yet.
+        """
+        lost_seconds = (self._step_seconds() or 0.0) / (1 + self._num_others)
+        if lost_seconds <= left_seconds:
+            return True
+        gain_seconds = self._gain_seconds(Tier.REDIS, context_tokens, prompt_tokens, num_bytes)
+        return found_share * gain_seconds > lost_seconds
+
     def probe_now(self) -> None:
         """Have Redis measured with the next step, however short ago it was."""
-        self._probe_wanted, self._next_probe_at = True, float("-inf")
+        self._probes.want_now()
 
     def take_probe(self) -> bool:
         """Whether the workers shall measure Redis, asked once per step."""
-        if not self._probe_wanted:
-            return False
-        self._probe_wanted = False
-        now = self._clock()
-        if now < self._next_probe_at:
-            return False
-        self._next_probe_at = now + self._probe_pause
-        self._probe_pause = min(2 * self._probe_pause, _MAX_PROBE_SECONDS)
-        return True
+        return self._probes.take()
 
     @property
     def is_redis_stalled(self) -> bool:
@@ -203,15 +214,12 @@ class LoadPolicy:
     def pays_from_memory(self, start: int, end: int, num_bytes: int) -> bool:
         """Whether tokens ``[start, end)`` are quicker loaded from memory than computed, beside the
         steps that run now."""
-        others = max(0, len(self._waiting) - 1)
-        return self.model.pays(
-            Tier.CPU, start, end, num_bytes, self._num_requests, self._step_seconds(), others
-        )
+        return self._gain_seconds(Tier.CPU, start, end, num_bytes) >= 0
 
     def pays_from_redis(self, end: int, num_bytes: int) -> bool:
         """Whether a prompt's first ``end`` tokens are quicker loaded from Redis than computed, at
         the best of times: nothing else is to be loaded, and no step to be waited for."""
-        return self.model.pays(Tier.REDIS, 0, end, num_bytes, self._num_requests)
+        return self.model.gain_seconds(Tier.REDIS, 0, end, num_bytes, self._num_requests) >= 0
 
     def bytes_of(self, key: bytes) -> int:
         """Of what is stored under a key, on the rank with the largest share."""
@@ -290,7 +298,7 @@ class LoadPolicy:
         Redis failed does."""
         for result in results:
             if result.redis_failed:
-                self._redis_news_at = self._clock()
+                self._probes.heard()
                 self.model.observe_load_failed(Tier.REDIS, result.redis_seconds, result.redis_bytes)
 
     def observe_reports(self, reports: Iterable[RankReport]) -> None:
@@ -324,6 +332,11 @@ class LoadPolicy:
 
     # -- details -------------------------------------------------------------------------------
 
+    @property
+    def _num_others(self) -> int:
+        """Requests that wait beside the one in question."""
+        return max(0, len(self._waiting) - 1)
+
     def _step_seconds(self) -> float | None:
         """Of the steps that follow the one being planned; ``None`` if nothing runs in them. What
         is left of prompts then comes to an end in this one, or goes on."""
@@ -332,10 +345,15 @@ class LoadPolicy:
         limit = self.model.max_step_tokens
         return self.model.step_seconds(min(limit, max(0, self._prompt_tokens - limit)))
 
+    def _gain_seconds(self, tier: Tier, start: int, end: int, num_bytes: int) -> float:
+        """Beside the steps that run now."""
+        now = (self._num_requests, self._step_seconds(), self._num_others)
+        return self.model.gain_seconds(tier, start, end, num_bytes, *now)
+
     def _wait_seconds(self, after_job: int, step_seconds: float | None) -> float:
         """Before a load can begin, apart from the loads ahead of it."""
         fence = self._fenced_share * (step_seconds or 0.0)
-        late = self._late_seconds if self._clock() - self._late_at < _FRESH_SECONDS else 0.0
+        late = self._late_seconds if self._clock() - self._late_at < _FORGET_LATE_SECONDS else 0.0
         return fence + late + self._stores.wait_seconds(after_job)
 
     def _observe_load(self, result: JobResult) -> None:
@@ -345,10 +363,10 @@ class LoadPolicy:
         share = min(1.0, result.redis_bytes / max(1, result.num_bytes))
         redis_seconds = result.redis_seconds + share * copy_seconds
         if result.redis_failed:
-            self._redis_news_at = self._clock()
+            self._probes.heard()
             self.model.observe_load_failed(Tier.REDIS, redis_seconds, result.redis_bytes)
         elif result.redis_bytes > 0:
-            self._redis_news_at = self._clock()
+            self._probes.heard()
             self.model.observe_load(Tier.REDIS, result.redis_bytes, redis_seconds)
         elif result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
@@ -356,7 +374,7 @@ class LoadPolicy:
     def _observe_redis(self, probes: Sequence[TransferTime]) -> None:
         """The slowest rank counts. A load is a fetch and then a copy: the copy's time is added to
         what was measured."""
-        self._redis_news_at = self._clock()
+        self._probes.heard()
         measured = min(probes, key=lambda probe: (probe.has_answered, _speed(probe)))
         if not measured.has_answered:
             self.model.observe_load_failed(Tier.REDIS, measured.seconds)
@@ -369,10 +387,7 @@ class LoadPolicy:
         speed = 1.0 / (1.0 / _speed(measured) + 1.0 / copy_speed)
         self.model.calibrate(Tier.REDIS, speed, measured.latency_seconds)
         if was_stalled:
-            self._probe_pause = _MIN_PROBE_SECONDS
-
-    def _want_probe(self) -> None:
-        self._probe_wanted = True
+            self._probes.restart()
 
 
 def _speed(measured: TransferTime) -> float:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _MAX_TIMES = 1024
 _IDLE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0
+_FIRST_FOUND_SHARE = 0.5  # nothing is known
+_FOUND_WEIGHT = 0.2  # of the last answer
 
 
 class Pending(Enum):
@@ -104,6 +106,8 @@ class BackgroundLookup:
         self._pending: queue.SimpleQueue[PendingLookup | None] = queue.SimpleQueue()
         self.last_seconds = 0.0
         """How long the last question was on its way, answered or not."""
+        self.found_share = _FIRST_FOUND_SHARE
+        """Of the keys asked for lately: those that are held."""
         self._times: deque[float] = deque(maxlen=_MAX_TIMES)
         self._thread = start_thread("lmc-lookup", self._run)
 
@@ -141,9 +145,14 @@ class BackgroundLookup:
         try:
             exist = self._lookup.exist(pending.keys, pending.deadline)
             found = Found(frozenset(compress(pending.keys, exist)))
+            self._learn(len(found.keys), len(pending.keys))
         except Exception:  # the next question may fare better
             logger.exception("A look-up failed; its chunks count as misses")
             found = MISS
         self.last_seconds = self._clock() - asked
         self._times.append(self.last_seconds)
         return found
+
+    def _learn(self, num_found: int, num_asked: int) -> None:
+        if num_asked:
+            self.found_share += _FOUND_WEIGHT * (num_found / num_asked - self.found_share)

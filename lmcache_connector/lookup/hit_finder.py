@@ -86,9 +86,7 @@ class HitFinder:
         redis_keys = self._redis_keys(asked, num_computed_tokens, is_idle)
         if redis_keys is PENDING:
             return PENDING
-        keys = self._keys_by_part(asked, first)
-        are_in_cpu = [self._index.has_each(each) for each in keys]
-        hit = self._hit(asked, num_computed_tokens, keys, are_in_cpu, redis_keys)
+        _, are_in_cpu, hit = self._hit(asked, num_computed_tokens, redis_keys)
         if not asked.is_counted:
             self._count(
                 asked, num_computed_tokens, self._of_hit(are_in_cpu, hit, num_computed_tokens)
@@ -96,22 +94,20 @@ class HitFinder:
         return hit
 
     def _hit(
-        self,
-        asked: RequestLookup,
-        num_computed_tokens: int,
-        keys: list[Sequence[bytes]],
-        are_in_cpu: list[list[bool]],
-        redis_keys: frozenset[bytes],
-    ) -> Hit:
-        """``keys`` of each part from the chunk being computed on."""
-        held = are_in_cpu
+        self, asked: RequestLookup, num_computed_tokens: int, redis_keys: frozenset[bytes]
+    ) -> tuple[list[Sequence[bytes]], list[list[bool]], Hit]:
+        """The keys of each part from the chunk being computed on, which of them are in memory, and
+        the hit with these and what Redis holds."""
+        keys = self._keys_by_part(asked, num_computed_tokens // self._chunk_size)
+        held = are_in_cpu = [self._index.has_each(each) for each in keys]
         if redis_keys:
             held = [
                 [in_cpu or key in redis_keys for key, in_cpu in zip(*pair, strict=True)]
                 for pair in zip(keys, are_in_cpu, strict=True)
             ]
         num_tokens = asked.request.num_tokens
-        return find_hit(self._parts, self._chunk_size, num_computed_tokens, num_tokens, held)
+        hit = find_hit(self._parts, self._chunk_size, num_computed_tokens, num_tokens, held)
+        return keys, are_in_cpu, hit
 
     def _of_hit(
         self, are_in_cpu: list[list[bool]], hit: Hit, num_computed_tokens: int
@@ -207,9 +203,7 @@ class RedisHitFinder(HitFinder):
         if not redis_keys:
             return NOTHING_AHEAD
         first, size = num_computed_tokens // self._chunk_size, self._chunk_size
-        keys = self._keys_by_part(asked, first)
-        are_in_cpu = [self._index.has_each(each) for each in keys]
-        hit = self._hit(asked, num_computed_tokens, keys, are_in_cpu, redis_keys)
+        keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, redis_keys)
         if not hit:
             return NOTHING_AHEAD
         missing: list[tuple[int, int, bytes]] = []
@@ -264,7 +258,8 @@ class RedisHitFinder(HitFinder):
         if answer is PENDING:
             if remaining > 0:
                 self._step_wait_seconds = 0.0
-                return PENDING
+                if self._is_worth_a_step(asked, num_computed_tokens, remaining):
+                    return PENDING
             # Not cancelled: how long it takes tells whether the next one is worth waiting for.
             self._tally.count("lookups_given_up")
             answer = Found(asked.redis_keys)
@@ -273,6 +268,21 @@ class RedisHitFinder(HitFinder):
         asked.redis_keys = answer.keys
         asked.pending = asked.wait_until = None
         return asked.redis_keys
+
+    def _is_worth_a_step(
+        self, asked: RequestLookup, num_computed_tokens: int, remaining_seconds: float
+    ) -> bool:
+        """To find more than is known to be there, in memory or by an older answer."""
+        _, _, known = self._hit(asked, num_computed_tokens, asked.redis_keys)
+        num_tokens = asked.request.num_tokens
+        num_known = max(num_computed_tokens, known.stop * self._chunk_size)
+        return self._policy.is_worth_a_step(
+            min(num_known, num_tokens - 1),
+            num_tokens,
+            sum(map(self._policy.bytes_of, asked.asked_keys)),
+            self._lookup.found_share,
+            remaining_seconds,
+        )
 
     def _wait_now(self, is_idle: bool) -> float:
         wait_seconds = self._step_wait_seconds

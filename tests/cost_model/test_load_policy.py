@@ -152,6 +152,43 @@ def test_a_lookup_is_waited_for_as_long_as_the_prompt_is_worth(policy: LoadPolic
     assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds=0.0) == 0.0
 
 
+@pytest.mark.parametrize("share_held", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("step_seconds", [0.01, 0.05, 0.25, 2.0])
+def test_a_step_is_lost_for_an_answer_only_where_an_oracle_would(
+    policy: LoadPolicy, clock: Clock, step_seconds: float, share_held: float
+) -> None:
+    """Requests come beside others that decode, right before a step: Redis has not answered when
+    they are scheduled. The oracle knows how many of them it holds, and either has all of them wait
+    for the next step or none."""
+    for _ in range(8):
+        policy.step_planned(4, 0, has_prefill=False)
+        clock.now += step_seconds
+    asks_again = policy.is_worth_a_step(
+        0, PROMPT, len(KEYS) * CHUNK_BYTES, share_held, LOOKUP_SHARE * RECOMPUTE
+    )
+    recompute = policy.model.compute_seconds(0, PROMPT, 4)
+    assert recompute is not None
+    load = policy.model.steps.wait_seconds(len(KEYS) * CHUNK_BYTES / (1 << 23) * 0.08, step_seconds)
+    hit = min(recompute, load)
+    waited = step_seconds + share_held * hit + (1 - share_held) * recompute
+    ours = waited if asks_again else recompute
+    assert ours <= 1.1 * min(recompute, waited)
+    assert ours <= (1 + LOOKUP_SHARE) * recompute  # never slower than without it
+
+
+def test_a_crowd_waits_for_an_answer_sooner_than_one(policy: LoadPolicy, clock: Clock) -> None:
+    """Meanwhile others are computed, who would have been waited for."""
+    for _ in range(8):
+        policy.step_planned(4, 0, has_prefill=False)
+        clock.now += 0.25
+    question = (0, PROMPT, len(KEYS) * CHUNK_BYTES, 0.2, 0.0)
+    policy.request_arrived("r0")
+    assert not policy.is_worth_a_step(*question)
+    for number in range(1, 8):
+        policy.request_arrived(f"r{number}")
+    assert policy.is_worth_a_step(*question)
+
+
 def test_redis_is_probed_only_while_somebody_wants_it(policy: LoadPolicy, clock: Clock) -> None:
     assert not policy.take_probe()
     policy.observe_reports([probed(0, 1.0)])

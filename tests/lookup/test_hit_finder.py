@@ -27,7 +27,7 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import RedisHitFinder
 from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.metrics.tally import Tally
-from lmcache_connector.plans import CacheEvent
+from lmcache_connector.plans import CacheEvent, Tier
 
 CHUNK = 256
 PROMPT_TOKENS = 4 * CHUNK
@@ -80,13 +80,14 @@ class Scene:
         model = CostModel(clock=self.clock, max_deadline_seconds=10.0)
         for _ in range(8):
             model.observe_prefill(PROMPT_TOKENS, 0, 1.0)
+        self.policy = LoadPolicy(model, CHUNK, (1 << 20,), self.clock)
         self.finder = RedisHitFinder(
             parts,
             CHUNK,
             self.index,
             self.tally,
             self.remote,
-            LoadPolicy(model, CHUNK, (1 << 20,), self.clock),
+            self.policy,
             KvEventSink(),
             self.clock,
             wait_seconds=lookup_wait_seconds,
@@ -226,6 +227,37 @@ def test_steps_that_take_long_cost_no_hit_that_is_known(is_answered: bool) -> No
         assert num_found(again) == 4
     scene.clock.now += 1.0
     assert scene.find(asked) == (4 if is_answered else 3)
+    scene.tier.gate.set()
+    scene.remote.close()
+
+
+def test_a_long_step_is_lost_only_for_a_hit_that_may_be_expected() -> None:
+    """To be asked again costs a request a quarter of its prompt's compute, hit or miss."""
+    scene = Scene(lookup_wait_seconds=0.0)
+    scene.tier.seconds = [0.0] * 20
+    scene.policy.model.calibrate(Tier.REDIS, 1e9, 0.0)
+    for _ in range(8):
+        scene.policy.step_planned(4, 0, has_prefill=False)
+        scene.clock.now += 0.25
+    scene.tier.gate.clear()
+    hopeful = scene.request(1)
+    assert scene.find(hopeful) is PENDING
+    scene.tier.gate.set()
+    assert num_found(pending(hopeful)) == 4
+    assert scene.find(hopeful) == 4
+
+    scene.tier.gate.clear()
+    first = scene.new_request(1).keys.keys[:3]
+    scene.index.apply(0, [CacheEvent(key, True) for key in first])
+    assert scene.find(scene.request(1)) == 3, "the last chunk alone is quickly computed"
+    scene.tier.gate.set()
+
+    scene.tier.num_held = 0
+    for seed in range(2, 12):
+        assert num_found(pending(scene.request(seed))) == 0
+    scene.tier.gate.clear()
+    assert scene.find(scene.request(12)) == 0
+    assert scene.tally.total("lookups_given_up") == 2
     scene.tier.gate.set()
     scene.remote.close()
 
