@@ -92,9 +92,11 @@ class LoraLoads:
     @property
     def has_news(self) -> bool:
         """Whether there is something to tell that can be told."""
+        if not self._has_changed:  # as in nearly every step
+            return False
         names = [each.name for each in self._loaded.values()]
         names += [each.name for each in self._replaced]
-        return self._has_changed and all(name.is_done for name in names)
+        return all(name.is_done for name in names)
 
     def ask(self, question: int) -> None:
         """Tell what is loaded, as the answer to that question."""
