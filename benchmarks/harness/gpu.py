@@ -1,9 +1,11 @@
 """``gpu``: all that a machine with a CUDA GPU is wanted for, in one call and without a network.
 
-It needs torch, Triton, NumPy, pytest and what ``requirements-gpu.txt`` lists; neither vLLM nor
-LMCache. Tests of copies and streams come first, then the same under compute-sanitizer where that is
-installed, then copies in every layout with every threshold. Everything goes to one folder: a log of
-each stage, results as ``--json`` writes them, and ``summary.json`` with hardware and versions.
+It needs torch, Triton, NumPy, pytest and what ``requirements-gpu.txt`` lists. Tests of copies and
+streams come first, then copies in every layout with every threshold, then the storms of
+``simulated-gpu`` on the GPU, where vLLM and LMCache are installed (of vLLM its scheduler runs, and
+none of its kernels), then the tests under compute-sanitizer where that is installed. Everything
+goes to one folder: a log of each stage, results as ``--json`` writes them, and ``summary.json``
+with hardware and versions.
 
 ``--rehearse`` goes the same way on a machine without a GPU: the CUDA copier's own lines run, with
 host memory in the part of the device's and Triton's interpreter in that of the compiler. It says
@@ -13,6 +15,7 @@ nothing of speed.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import signal
@@ -84,6 +87,7 @@ def all_stages(folder: Path, *, is_rehearsal: bool) -> Iterator[Stage]:
     environment = {"TRITON_INTERPRET": "1"} if is_rehearsal else {}
     yield Stage("tests", _TESTS, 900.0, environment=environment)
     yield from _copies(folder, environment, is_rehearsal=is_rehearsal)
+    yield _storms(folder, environment, is_rehearsal=is_rehearsal)
     sanitizer = _find_sanitizer()
     before = (sanitizer, "--tool", "memcheck", "--error-exitcode", "9") if sanitizer else ()
     yield Stage(
@@ -112,6 +116,23 @@ def _copies(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) ->
                 command += ["--direct-min-bytes", str(threshold)] if threshold is not None else []
                 command += ["--json", str(folder / "results" / f"{label}.json")]
                 yield Stage(label, tuple(command), 120.0, environment=environment)
+
+
+def _storms(folder: Path, environment: dict[str, str], *, is_rehearsal: bool) -> Stage:
+    """They should take eight minutes on a GPU; rehearsed, a few requests come."""
+    size = "--rounds 2 --step-ms 10 100 --hits 512 2048 8192"
+    if is_rehearsal:
+        size = "--rounds 1 --step-ms 10 --hits 128 512 --no-storms"
+    absent = [name for name in ("vllm", "lmcache") if importlib.util.find_spec(name) is None]
+    command = ("-m", "benchmarks", "simulated-gpu", *size.split())
+    device = "rehearsed" if is_rehearsal else "cuda"
+    return Stage(
+        "storms-cuda",
+        (*command, "--device", device, "--json", str(folder / "results" / "storms-cuda.json")),
+        900.0,
+        environment=environment,
+        missing=f"{' and '.join(absent)} not installed" if absent else None,
+    )
 
 
 def _find_sanitizer() -> str | None:

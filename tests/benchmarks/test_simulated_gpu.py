@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.harness.gpu import all_stages
 from benchmarks.simulated_gpu import compare, headline, simulate
 
 
@@ -49,3 +51,33 @@ def test_decisions_on_a_gpu_are_those_of_an_oracle() -> None:
     found = headline(rows)
     assert found["worst_ttft_vs_recompute"] <= 1.02
     assert found["ttft_vs_oracle_p50"] <= 1.1
+
+
+@pytest.mark.timeout(300)
+def test_the_storms_on_a_gpu_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In real time, with the copies of a GPU and LMCache's engine. Each pass compares the KV before
+    its tokens: a prompt that was loaded is right, or this fails."""
+    pytest.importorskip("triton", reason="runs where Triton is installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    samples = simulate(
+        {
+            "--device": ["rehearsed"],
+            "--rounds": [1],
+            "--step-ms": [10],
+            "--neighbours": [2],
+            "--hits": [256],
+        }
+    )
+    loaded = {sample["rule"]: sample["loaded"] for sample in samples}
+    assert loaded.keys() == {"auto", "never", "always"}
+    assert loaded["always"]
+    assert not loaded["never"]
+
+
+@pytest.mark.parametrize("is_rehearsal", [True, False])
+def test_the_storms_are_a_stage_of_make_gpu(tmp_path: Path, is_rehearsal: bool) -> None:
+    (storms,) = [
+        stage for stage in all_stages(tmp_path, is_rehearsal=is_rehearsal) if "storms" in stage.name
+    ]
+    assert storms.missing is None
+    assert ("rehearsed" if is_rehearsal else "cuda") in storms.command

@@ -10,38 +10,23 @@ blocks that a pass under way still uses is a broken promise, and so is a pass ov
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
-from tests.simulation import stdlib
+from lmcache_connector.worker import adapter as worker_adapter
+from lmcache_connector.worker.self_test import SelfTestResult
+from tests.simulation import lmcache_model, stdlib
 from tests.simulation.kernel import Kernel, SimulationFailure
+from tests.simulation.passes import DeviceSpeed, GpuShape, Work
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceSpeed:
-    """``step_seconds`` is a forward pass that computes next to nothing; each token of a prompt adds
-    ``token_seconds``, and ``pair_seconds`` for each token before it. ``late_seconds``: the host
-    learns that much later, at most, that something has ended."""
-
-    step_seconds: float = 0.010
-    token_seconds: float = 30e-6
-    pair_seconds: float = 1e-9
-    bus_bytes_per_second: float = 25e9
-    copy_seconds: float = 100e-6
-    late_seconds: float = 200e-6
-
-    def pass_seconds(self, spans: Sequence[tuple[int, int]]) -> float:
-        """Of a pass that computes tokens ``[start, end)`` of each of these requests."""
-        seconds = self.step_seconds
-        for start, end in spans:
-            if end - start > 1:
-                pairs = (end - start) * (start + end) / 2
-                seconds += (end - start) * self.token_seconds + pairs * self.pair_seconds
-        return seconds
+_MAP_NORESERVE = 0x4000  # of Linux; Python has it since 3.13
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +44,44 @@ class DeviceFence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    """A forward pass on the compute stream, until ``ends_at``."""
+class SimulatedPass:
+    """On the compute stream, until ``ends_at``."""
 
+    device: Device
     ends_at: float
     blocks: frozenset[int]
+
+    def wait(self) -> None:
+        kernel = self.device.kernel
+        if kernel.now < self.ends_at:
+            kernel.sleep(self.ends_at - kernel.now + self.device.late())
 
 
 @dataclass
 class Device:
-    """The compute stream and the blocks of one GPU."""
+    """The compute stream and the blocks of one GPU. Its ``kv_caches`` are address space that is
+    never touched."""
 
     kernel: Kernel
     speed: DeviceSpeed
+    kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
     blocks: dict[int, int] = field(default_factory=dict)
     _free_at: float = 0.0
-    _passes: deque[_Pass] = field(default_factory=deque)
+    _passes: deque[SimulatedPass] = field(default_factory=deque)
 
-    def launch(self, seconds: float, blocks: frozenset[int]) -> float:
-        """Queue a pass that uses ``blocks``; when it will have ended."""
-        self._free_at = max(self._free_at, self.kernel.now) + seconds
-        self._passes.append(_Pass(self._free_at, blocks))
-        return self._free_at
+    def launch(
+        self, seconds: float, blocks: Collection[int], works: Sequence[Work]
+    ) -> SimulatedPass:
+        self._free_at = ends_at = max(self._free_at, self.kernel.now) + seconds
+        launched = SimulatedPass(self, ends_at, frozenset(blocks))
+        self._passes.append(launched)
+        for work in works:
+            self.kernel.at(ends_at - seconds / 2, partial(self._check, work))
+            self.kernel.at(ends_at, partial(self._write, work))
+        return launched
+
+    def busy_seconds(self) -> float:
+        return max(0.0, self._free_at - self.kernel.now)
 
     def fence(self) -> DeviceFence:
         return DeviceFence(self.kernel, max(self._free_at, self.kernel.now))
@@ -96,6 +97,39 @@ class Device:
         for one in self._passes:
             if not one.blocks.isdisjoint(blocks):
                 raise SimulationFailure("WRONG BYTES: a load overwrites what a pass still uses")
+
+    def _check(self, work: Work) -> None:
+        blocks, digests = work.before()
+        if [self.blocks.get(block) for block in blocks] != list(digests):
+            self.kernel.fail(f"WRONG BYTES: {work.request_id} computes on wrong KV")
+
+    def _write(self, work: Work) -> None:
+        self.blocks.update(zip(*work.written(), strict=True))
+
+
+def install(device: Device, shape: GpuShape) -> None:
+    """Of what runs in `setup`: memory has no bytes here, and copies take the bus' time."""
+    device.kv_caches = _address_space(shape)
+    vars(lmcache_model)["Pool"] = AddressPool
+    worker, speed = vars(worker_adapter), device.speed
+    copier = DeviceCopier(device)
+    worker["make_copier"] = lambda _: copier
+
+    def self_test(engine: Any, parts: Sequence[Any], clock: Any) -> SelfTestResult:
+        num_bytes = parts[0].geometry.chunk_bytes
+        seconds = speed.copy_seconds + num_bytes / speed.bus_bytes_per_second
+        return SelfTestResult(num_bytes, seconds, seconds)
+
+    worker["run_self_test"] = self_test
+
+
+def _address_space(shape: GpuShape) -> dict[str, torch.Tensor]:
+    size, flags = shape.cache_size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    caches = {}
+    for name in shape.layer_names:
+        memory = np.frombuffer(mmap.mmap(-1, 2 * int(np.prod(size)), flags=flags), np.int16)
+        caches[name] = torch.from_numpy(memory).view(torch.bfloat16).view(size)
+    return caches
 
 
 class DeviceCopier:

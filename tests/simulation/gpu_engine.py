@@ -1,21 +1,24 @@
-"""One vLLM engine on a simulated GPU: vLLM's real scheduler, our real connector on both sides.
+"""One vLLM engine on a GPU, without its model: vLLM's real scheduler, our real connector on both
+sides, and forward passes as in `passes`.
 
 The loop is that of vLLM's engine core. With asynchronous scheduling a step is planned, and queued
 on the device, while the one before it runs: what the connector reports with a step is what had
 ended when that step was queued, and the scheduler hears of it when the step has run.
+
+Threads and time are those of the standard library, or of the simulation, where it loads this (see
+`loading`).
 """
 
 from __future__ import annotations
 
-import mmap
+import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import (
     CacheConfig,
@@ -35,56 +38,33 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.worker import adapter as worker_adapter
-from lmcache_connector.worker.self_test import SelfTestResult
-from tests.simulation import lmcache_model, stdlib
-from tests.simulation.device import AddressPool, Device, DeviceCopier, DeviceSpeed
-from tests.simulation.kernel import Kernel, SimulationFailure
-from tests.support.engines.tiny_model import ModelShape
-
-BLOCK_SIZE = 16
-MAX_MODEL_LEN = 32768
-# 128 KiB of KV per token, as an 8B model has; four wide layers take less Python than 32.
-MODEL = ModelShape(
-    num_layers=4,
-    hidden_size=64,
-    intermediate_size=64,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=1024,
-    vocab_size=64,
-    max_position=MAX_MODEL_LEN,
+from tests.simulation.passes import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    Device,
+    GpuShape,
+    Pass,
+    Work,
+    digests_of,
 )
-_MAP_NORESERVE = 0x4000  # of Linux; Python has it since 3.13
+
 _SCHEDULE_SECONDS = 300e-6
 _SUBMIT_SECONDS = 1500e-6
 _IDLE_SECONDS = 1e-3  # the engine core's nap after a step without a forward pass
-
-
-@dataclass(frozen=True, slots=True)
-class GpuShape:
-    """``depth``: batches under way at once, 2 with asynchronous scheduling. ``settings``:
-    ``kv_connector_extra_config``."""
-
-    speed: DeviceSpeed = field(default_factory=DeviceSpeed)
-    depth: int = 2
-    num_blocks: int = 6000
-    max_batched_tokens: int = 8192
-    role: str = "kv_both"
-    settings: dict[str, Any] = field(default_factory=dict, hash=False)
+_STOP_SECONDS = 30.0
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request as its client sees it; ``first_token_at`` is set before ``answered``."""
+    """A request as its client sees it; ``first_token_at`` is set before ``ended``. ``is_computed``:
+    the pass that completes its prompt was launched."""
 
     request: Request
     asked_at: float
-    answered: stdlib.Event = field(default_factory=stdlib.Event)
-    ended: stdlib.Event = field(default_factory=stdlib.Event)
+    digests: Sequence[int]
+    ended: threading.Event = field(default_factory=threading.Event)
     first_token_at: float = 0.0
-    digests: list[int] = field(default_factory=list)
-    checked: bool = False
+    is_computed: bool = False
 
     @property
     def ttft(self) -> float:
@@ -94,29 +74,29 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A step on the device; its output is there at ``ends_at``."""
+    """A step on the device; its output is there when its pass, if it has one, has ended."""
 
     scheduled: SchedulerOutput
     output: ModelRunnerOutput
-    ends_at: float
+    launched: Pass | None
 
 
 class GpuEngine:
-    """Runs as a task of its own. ``model``: a folder, see :data:`MODEL`."""
+    """Runs on a thread of its own. ``model``: the folder of ``shape.model``."""
 
-    def __init__(self, kernel: Kernel, model: Path, shape: GpuShape) -> None:
-        self.kernel = kernel
+    def __init__(self, model: Path, shape: GpuShape, device: Device) -> None:
         self.shape = shape
-        self.device = Device(kernel, shape.speed)
-        self.is_up = False
+        self.device = device
+        self.is_up = threading.Event()
         self.loads: list[Any] = []  # results of load jobs
-        self._process = kernel.new_process("gpu")
         self._model = model
         self._inbox: deque[Asked] = deque()
         self._asked: dict[str, Asked] = {}
-        self._changed = stdlib.Event()
+        self._changed = threading.Event()
         self._queue: deque[_Queued] = deque()
-        kernel.spawn(self._process, self._run, "engine")
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     def ask(self, request_id: str, prompt: Sequence[int], max_tokens: int = 1) -> Asked:
         request = Request(
@@ -125,40 +105,56 @@ class GpuEngine:
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
         )
-        asked = Asked(request, self.kernel.now, digests=_digests(prompt))
+        asked = Asked(request, time.monotonic(), digests_of(prompt))
         self._inbox.append(asked)
         self._changed.set()
         return asked
+
+    def stop(self) -> None:
+        """Leave requests where they are, and let go of all memory and threads."""
+        self._is_stopping = True
+        self._changed.set()
+        self._thread.join(_STOP_SECONDS)
+        if self._thread.is_alive():
+            raise RuntimeError("the engine does not stop")
 
     # -- the engine core's loop --------------------------------------------------------------------
 
     def _run(self) -> None:
         self._start()
-        self.is_up = True
-        while True:
+        self.is_up.set()
+        while not self._is_stopping:
             self._changed.clear()
             while self._inbox:
                 asked = self._inbox.popleft()
                 self._asked[asked.request.request_id] = asked
                 self._scheduler.add_request(asked.request)
-            if not (self._scheduler.has_requests() or self._queue):
+            if self._scheduler.has_requests() or self._queue:
+                if not self._step() and self._scheduler.has_requests():
+                    time.sleep(_IDLE_SECONDS)
+            elif not self._is_stopping:
                 self._changed.wait()
-            elif not self._step() and self._scheduler.has_requests():
-                self.kernel.sleep(_IDLE_SECONDS)
+        for queued in self._queue:
+            if queued.launched is not None:
+                queued.launched.wait()
+        self._worker.shutdown()
+        self._scheduler.shutdown()
+        for asked in (*self._asked.values(), *self._inbox):
+            asked.ended.set()
 
     def _step(self) -> bool:
         """`step_with_batch_queue`, and with a depth of one `step`. Whether a pass was queued."""
         executed: bool = False
         if self._scheduler.has_requests():
-            self.kernel.sleep(_SCHEDULE_SECONDS)
+            time.sleep(_SCHEDULE_SECONDS)
             scheduled = self._scheduler.schedule()
             executed = bool(scheduled.total_num_scheduled_tokens)
             self._queue.append(self._submit(scheduled))
             if len(self._queue) < self.shape.depth and (executed or self._scheduler.has_requests()):
                 return executed
         oldest = self._queue.popleft()
-        if self.kernel.now < oldest.ends_at:
-            self.kernel.sleep(oldest.ends_at - self.kernel.now + self.device.late())
+        if oldest.launched is not None:
+            oldest.launched.wait()
         self._scheduler.update_from_output(oldest.scheduled, oldest.output)
         self._answer(oldest.output)
         return executed
@@ -169,11 +165,10 @@ class GpuEngine:
             if asked is None:
                 continue
             if tokens and not asked.first_token_at:
-                asked.first_token_at = self.kernel.now
-                asked.answered.set()
+                asked.first_token_at = time.monotonic()
             if asked.request.is_finished():
                 if asked.request.status is not RequestStatus.FINISHED_LENGTH_CAPPED:
-                    raise SimulationFailure(f"{request_id} ended as {asked.request.status.name}")
+                    raise RuntimeError(f"{request_id} ended as {asked.request.status.name}")
                 self._asked.pop(request_id).ended.set()
 
     # -- the worker --------------------------------------------------------------------------------
@@ -181,15 +176,15 @@ class GpuEngine:
     def _submit(self, scheduled: SchedulerOutput) -> _Queued:
         """What the model runner does: it queues the forward pass, and calls the connector around
         that."""
-        kernel, connector, metadata = self.kernel, self._worker, scheduled.kv_connector_metadata
+        connector, metadata = self._worker, scheduled.kv_connector_metadata
         connector.handle_preemptions(metadata)
-        ends_at = kernel.now
+        launched = None
         if scheduled.total_num_scheduled_tokens:
-            kernel.sleep(_SUBMIT_SECONDS / 2)
+            time.sleep(_SUBMIT_SECONDS / 2)
         connector.bind_connector_metadata(metadata)
         if scheduled.total_num_scheduled_tokens:
-            ends_at = self._launch(scheduled)
-            kernel.sleep(_SUBMIT_SECONDS / 2)
+            launched = self._launch(scheduled)
+            time.sleep(_SUBMIT_SECONDS / 2)
         connector.start_load_kv(None)
         connector.wait_for_save()
         results = connector.get_transfer_results(set())
@@ -202,35 +197,23 @@ class GpuEngine:
         )
         self._remember(output.kv_connector_output)
         connector.clear_connector_metadata()
-        return _Queued(scheduled, output, ends_at)
+        return _Queued(scheduled, output, launched)
 
-    def _launch(self, scheduled: SchedulerOutput) -> float:
+    def _launch(self, scheduled: SchedulerOutput) -> Pass:
         manager, blocks, spans = self._scheduler.kv_cache_manager, set[int](), []
         works = []
         for request_id, count in scheduled.num_scheduled_tokens.items():
-            end = self._scheduler.requests[request_id].num_computed_tokens
+            asked, end = (
+                self._asked[request_id],
+                self._scheduler.requests[request_id].num_computed_tokens,
+            )
             table = list(manager.get_block_ids(request_id)[0])
             blocks.update(table)
             spans.append((end - count, end))
-            if not self._asked[request_id].checked:
-                works.append((self._asked[request_id], table, end - count, end))
-        seconds = self.shape.speed.pass_seconds(spans)
-        ends_at = self.device.launch(seconds, frozenset(blocks))
-        for work in works:
-            self.kernel.at(ends_at - seconds / 2, partial(self._check, *work))
-            self.kernel.at(ends_at, partial(self._write, *work))
-        return ends_at
-
-    def _check(self, asked: Asked, table: list[int], start: int, end: int) -> None:
-        """A request's first pass after a load finds right KV before its own tokens."""
-        held = [self.device.blocks.get(block) for block in table[: start // BLOCK_SIZE]]
-        if held != asked.digests[: start // BLOCK_SIZE]:
-            self.kernel.fail(f"WRONG BYTES: {asked.request.request_id} computes on wrong KV")
-
-    def _write(self, asked: Asked, table: list[int], start: int, end: int) -> None:
-        for i in range(start // BLOCK_SIZE, min(end // BLOCK_SIZE, len(asked.digests))):
-            self.device.blocks[table[i]] = asked.digests[i]
-        asked.checked = end >= asked.request.num_prompt_tokens
+            if not asked.is_computed:
+                works.append(Work(request_id, table, asked.digests, end - count, end))
+                asked.is_computed = end >= asked.request.num_prompt_tokens
+        return self.device.launch(self.shape.speed.pass_seconds(spans), blocks, works)
 
     def _sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         ids = list(scheduled.num_scheduled_tokens)
@@ -262,47 +245,11 @@ class GpuEngine:
         self._scheduler = kind(
             config, kv_cache, StructuredOutputManager(config), block_size=BLOCK_SIZE
         )
-        _replace_parts(DeviceCopier(self.device), self.shape.speed)
         self._worker = LMCacheTieredConnector(config, KVConnectorRole.WORKER, kv_cache)
-        self._worker.register_kv_caches(_kv_caches(self.shape))
+        self._worker.register_kv_caches(self.device.kv_caches)
         found = self._worker.get_handshake_metadata()
         if found is not None:
             self._scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): found})
-
-
-def _replace_parts(copier: DeviceCopier, speed: DeviceSpeed) -> None:
-    """Of what runs in `setup`: memory has no bytes here, and copies take the bus' time."""
-    vars(lmcache_model)["Pool"] = AddressPool
-    worker = vars(worker_adapter)
-    worker["make_copier"] = lambda device: copier
-
-    def self_test(engine: Any, parts: Sequence[Any], clock: Any) -> SelfTestResult:
-        num_bytes = parts[0].geometry.chunk_bytes
-        seconds = speed.copy_seconds + num_bytes / speed.bus_bytes_per_second
-        return SelfTestResult(num_bytes, seconds, seconds)
-
-    worker["run_self_test"] = self_test
-
-
-def _digests(prompt: Sequence[int]) -> list[int]:
-    """What each full block of a prompt holds."""
-    digests, last = [], 0
-    for end in range(BLOCK_SIZE, len(prompt) + 1, BLOCK_SIZE):
-        last = hash((last, *prompt[end - BLOCK_SIZE : end]))
-        digests.append(last)
-    return digests
-
-
-def _kv_caches(shape: GpuShape) -> dict[str, torch.Tensor]:
-    """Address space that is never touched."""
-    size = (shape.num_blocks, MODEL.num_kv_heads, BLOCK_SIZE, 2 * MODEL.head_dim)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    caches = {}
-    for layer in range(MODEL.num_layers):
-        memory = np.frombuffer(mmap.mmap(-1, 2 * int(np.prod(size)), flags=flags), np.int16)
-        tensor = torch.from_numpy(memory).view(torch.bfloat16).view(size)
-        caches[f"model.layers.{layer}.self_attn.attn"] = tensor
-    return caches
 
 
 def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
@@ -326,7 +273,7 @@ def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
             kv_connector_module_path="lmcache_connector",
             kv_role=shape.role,
             kv_connector_extra_config={
-                "cpu_gib": 16,
+                "cpu_gib": shape.cpu_gib,
                 "model_digest": "simulated",
                 "shutdown_seconds": 1.0,
                 "store_generated": False,
@@ -343,13 +290,12 @@ def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
 def _kv_cache_config(shape: GpuShape) -> KVCacheConfig:
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE,
-        num_kv_heads=MODEL.num_kv_heads,
-        head_size=MODEL.head_dim,
+        num_kv_heads=shape.model.num_kv_heads,
+        head_size=shape.model.head_dim,
         dtype=torch.bfloat16,
     )
-    layers = [f"model.layers.{i}.self_attn.attn" for i in range(MODEL.num_layers)]
     return KVCacheConfig(
         num_blocks=shape.num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+        kv_cache_groups=[KVCacheGroupSpec(shape.layer_names, spec)],
     )

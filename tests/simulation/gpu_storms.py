@@ -1,12 +1,16 @@
-"""Hits on a simulated GPU, against recompute and against whoever knows everything.
+"""Hits on a GPU, against recompute and against whoever knows everything.
 
 The same requests come, in the same phase of a step, to three engines: one that decides for itself,
 one that loads nothing and one that loads everything. The better of the latter two for each request
 is what an oracle would have chosen.
 
     python -m tests.simulation.gpu_storms --step-ms 50 --bus-gb-per-s 25
+    python -m tests.simulation.gpu_storms --step-ms 50 --device cuda
 
-prints one JSON object per measured request.
+prints one JSON object per measured request. The device is simulated, and time with it (see
+`device`), or it is a GPU, with LMCache's own engine and the copies of a GPU in real time (see
+`cuda_device`). ``rehearsed`` goes the GPU's way without one, with a smaller model:
+TRITON_INTERPRET=1 must be set.
 """
 
 from __future__ import annotations
@@ -16,21 +20,21 @@ import gc
 import json
 import logging
 import os
-import random
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.simulation.gpu_engine import Asked, GpuEngine
-    from tests.simulation.kernel import Kernel
+    from tests.simulation.passes import GpuShape
+    from tests.simulation.storm import Sample, Setting
 
 HITS = (128, 512, 1024, 2048, 4096, 8192, 16384)
-_TAIL_TOKENS = 50
-_PRIMED_TOKENS = 8  # some steps that only decode
-_WARM_UP_ROUNDS = 1
+DEVICES = ("simulated", "cuda", "rehearsed")
 _MAX_SECONDS = 3600.0  # simulated
 _RULES: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -39,130 +43,115 @@ _RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """``neighbours``: requests that decode all the time, in steps of ``step_ms``; none: the engine
-    is idle until a measured request comes. ``crowd``: as many requests come at once."""
+def _shape(setting: Setting, rule: str, **more: Any) -> GpuShape:
+    from tests.simulation.passes import DeviceSpeed, GpuShape
 
-    step_ms: float
-    bus_gb_per_s: float
-    neighbours: int
-    crowd: int = 1
-    depth: int = 2
+    speed = DeviceSpeed(step_seconds=setting.step_ms / 1000)
+    if setting.bus_gb_per_s:
+        speed = replace(speed, bus_bytes_per_second=setting.bus_gb_per_s * 1e9)
+    return GpuShape(speed=speed, depth=setting.depth, **more, **_RULES[rule])
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One measured request. ``loaded``: a load of it was planned."""
+class SimulatedWorlds:
+    """From here on, the product runs in simulated time. ``trace`` gets all that happens."""
 
-    rule: str
-    hit_tokens: int
-    round: int
-    ttft: float
-    loaded: bool
+    def __init__(self, folder: Path, *, trace: bool) -> None:
+        from tests.simulation import loading
 
+        loading.install()
+        from tests.simulation import setup
+        from tests.simulation.passes import MODEL
 
-class Storm:
-    """One world."""
+        self._model = setup.prepare(folder, MODEL)
+        self._trace = (lambda line: print(line, file=sys.stderr)) if trace else None
+        gc.freeze()
 
-    def __init__(self, kernel: Kernel, engine: GpuEngine, setting: Setting, rule: str) -> None:
-        self.kernel = kernel
-        self.engine = engine
-        self.setting = setting
-        self.rule = rule
-        self.samples: list[Sample] = []
-        self._count = 0
-        self._over = False
+    def run(
+        self, setting: Setting, rule: str, hits: tuple[int, ...], rounds: int
+    ) -> Sequence[Sample]:
+        """In a world of its own. Raises ``RuntimeError`` if a promise was broken in it."""
+        from tests.simulation.device import Device, install
+        from tests.simulation.gpu_engine import GpuEngine
+        from tests.simulation.kernel import Kernel
+        from tests.simulation.network import Network
+        from tests.simulation.stdlib import RUNTIME
+        from tests.simulation.storm import Storm
 
-    def run(self, hits: tuple[int, ...], rounds: int) -> None:
-        self._sleep_until(lambda: self.engine.is_up)
-        prompts = {size: _prompt(size + _TAIL_TOKENS, size) for size in hits}
-        for prompt in prompts.values():
-            self._ask(prompt, _PRIMED_TOKENS).ended.wait()
-            self.kernel.sleep(0.5)
-        self._start_neighbours()
-        for turn in range(rounds + _WARM_UP_ROUNDS):
-            order = random.Random(turn).sample(hits, len(hits))
-            for size in order:
-                self._measure(turn, size, prompts[size])
-        self._over = True
+        kernel = Kernel(1, trace=self._trace)
+        kernel.preempt_chance = 0.0
+        RUNTIME.kernel, RUNTIME.network = kernel, Network(kernel)
+        shape = _shape(setting, rule)
+        device = Device(kernel, shape.speed)
+        install(device, shape)
+        samples: list[Sample] = []
 
-    def _measure(self, turn: int, size: int, prompt: list[int]) -> None:
-        chance = random.Random(f"{turn} {size}")
-        self.kernel.sleep(0.2 + 5e-3 * self.setting.step_ms)
-        self._to_phase(chance.random())
-        before = self._num_loads()
-        crowd = [self._ask(prompt) for _ in range(self.setting.crowd)]
-        for asked in crowd:
-            asked.ended.wait()
-        if turn >= _WARM_UP_ROUNDS:
-            ttft = sum(asked.ttft for asked in crowd) / len(crowd)
-            loaded = self._num_loads() > before
-            self.samples.append(Sample(self.rule, size, turn, ttft, loaded))
+        def direct() -> None:
+            samples.extend(
+                Storm(GpuEngine(self._model, shape, device), setting, rule).run(hits, rounds)
+            )
 
-    def _to_phase(self, share: float) -> None:
-        """Wait for that share of a step, from its beginning: what happened before differs."""
-        if self.setting.neighbours:
-            now, free_at = self.kernel.now, self.engine.device.fence().at
-            step = self.setting.step_ms / 1000
-            self.kernel.sleep((free_at - now) % step + share * step)
-
-    def _start_neighbours(self) -> None:
-        from tests.simulation import stdlib
-
-        for number in range(self.setting.neighbours):
-            stdlib.Thread(target=self._be_neighbour, args=(number,)).start()
-
-    def _be_neighbour(self, number: int) -> None:
-        chance = random.Random(number)
-        while not self._over:
-            prompt = _prompt(64, chance.randrange(1 << 30))
-            self._ask(prompt, chance.randrange(100, 300)).ended.wait()
-
-    def _ask(self, prompt: list[int], max_tokens: int = 1) -> Asked:
-        self._count += 1
-        return self.engine.ask(f"r{self._count}", prompt, max_tokens)
-
-    def _num_loads(self) -> int:
-        return len(self.engine.loads)
-
-    def _sleep_until(self, condition: Any) -> None:
-        while not condition():
-            self.kernel.sleep(0.001)
+        director = kernel.spawn(kernel.new_process("gpu"), direct, "director")
+        is_over = kernel.run(lambda: director.is_done, _MAX_SECONDS)
+        kernel.close()
+        if kernel.failures or not is_over:
+            raise RuntimeError(f"{setting}: {kernel.failures or kernel.describe_tasks()}")
+        return samples
 
 
-def run_storm(
-    setting: Setting, rule: str, hits: tuple[int, ...], rounds: int, model: Path, trace: Any = None
-) -> Storm:
-    """A world of its own. Raises ``RuntimeError`` if a promise was broken in it."""
-    from tests.simulation.device import DeviceSpeed
-    from tests.simulation.gpu_engine import GpuEngine, GpuShape
-    from tests.simulation.kernel import Kernel
-    from tests.simulation.network import Network
-    from tests.simulation.stdlib import RUNTIME
+class RealWorlds:
+    """On a GPU, or rehearsed without one. One device serves all of them."""
 
-    kernel = Kernel(1, trace=trace)
-    kernel.preempt_chance = 0.0
-    RUNTIME.kernel, RUNTIME.network = kernel, Network(kernel)
-    speed = DeviceSpeed(
-        step_seconds=setting.step_ms / 1000, bus_bytes_per_second=setting.bus_gb_per_s * 1e9
-    )
-    shape = replace(GpuShape(speed=speed, depth=setting.depth), **_RULES[rule])
-    engine = GpuEngine(kernel, model, shape)
-    storm = Storm(kernel, engine, setting, rule)
-    director = kernel.spawn(
-        kernel.new_process("client"), lambda: storm.run(hits, rounds), "director"
-    )
-    is_over = kernel.run(lambda: director.is_done, _MAX_SECONDS)
-    kernel.close()
-    if kernel.failures or not is_over:
-        raise RuntimeError(f"{setting}: {kernel.failures or kernel.describe_tasks()}")
-    return storm
+    def __init__(self, folder: Path, *, is_rehearsal: bool) -> None:
+        import torch
+
+        from lmcache_connector.vllm_compat import parts
+        from lmcache_connector.vllm_compat.cpu_attention import Packing
+        from tests.simulation.cuda_device import CudaDevice, HostDevice
+        from tests.simulation.passes import MODEL, GpuShape
+        from tests.support.engines.tiny_model import build_tiny_model
+
+        model, cpu_gib = MODEL, 7.5
+        if is_rehearsal:
+            model = replace(MODEL, num_layers=2, num_kv_heads=2, num_heads=2, head_dim=64)
+            cpu_gib = 0.25
+            _rehearse_copies()
+        # Nobody's attention reads this KV, least of all that of a CPU.
+        vars(parts)["find_packing"] = lambda *_: Packing("simulated", ())
+        self._sizes: dict[str, Any] = {"model": model, "cpu_gib": cpu_gib}
+        self._model = build_tiny_model(folder, model)
+        shape = GpuShape(**self._sizes)
+        self._device = (
+            HostDevice(shape) if is_rehearsal else CudaDevice(shape, torch.device("cuda", 0))
+        )
+        threading.excepthook = _end_at_once
+
+    def run(
+        self, setting: Setting, rule: str, hits: tuple[int, ...], rounds: int
+    ) -> Sequence[Sample]:
+        """With an engine of its own. Raises ``RuntimeError`` if a pass found wrong KV."""
+        from tests.simulation.gpu_engine import GpuEngine
+        from tests.simulation.storm import Storm
+
+        self._device.reset()
+        engine = GpuEngine(self._model, _shape(setting, rule, **self._sizes), self._device)
+        samples = Storm(engine, setting, rule).run(hits, rounds)
+        engine.stop()
+        self._device.check()
+        return samples
 
 
-def _prompt(num_tokens: int, seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(2, 60) for _ in range(num_tokens)]
+def _rehearse_copies() -> None:
+    from lmcache_connector.worker import adapter
+    from tests.support.doubles.rehearsed_cuda import rehearsed_copier
+
+    vars(adapter)["make_copier"] = lambda device: rehearsed_copier()
+
+
+def _end_at_once(died: threading.ExceptHookArgs) -> None:
+    """Nothing comes of a storm without one of its threads."""
+    traceback.print_exception(died.exc_type, died.exc_value, died.exc_traceback)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def main() -> None:
@@ -175,7 +164,8 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--crowd", type=int, default=1)
     parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--device", default="simulated", choices=DEVICES)
+    parser.add_argument("--trace", action="store_true", help="what happens in simulated worlds")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.environ["PYTHONHASHSEED"] = "0"
@@ -188,30 +178,28 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from tests.simulation import loading
-
-    loading.install()
-    from tests.simulation import setup
-    from tests.simulation.gpu_engine import MODEL
-
     with tempfile.TemporaryDirectory() as folder:
-        model = setup.prepare(Path(folder), MODEL)
+        worlds = _worlds(arguments, Path(folder))
         logging.getLogger("lmcache_connector").setLevel(logging.ERROR)
-        gc.freeze()
-        trace = (lambda line: print(line, file=sys.stderr)) if arguments.trace else None
         for setting in _settings(arguments):
             for rule in arguments.rules:
-                storm = run_storm(
-                    setting, rule, tuple(arguments.hits), arguments.rounds, model, trace
-                )
-                for sample in storm.samples:
+                for sample in worlds.run(setting, rule, tuple(arguments.hits), arguments.rounds):
                     print(json.dumps(asdict(setting) | asdict(sample)), flush=True)
 
 
+def _worlds(arguments: argparse.Namespace, folder: Path) -> SimulatedWorlds | RealWorlds:
+    if arguments.device == "simulated":
+        return SimulatedWorlds(folder, trace=arguments.trace)
+    return RealWorlds(folder, is_rehearsal=arguments.device == "rehearsed")
+
+
 def _settings(arguments: argparse.Namespace) -> list[Setting]:
-    """Steps of other lengths look alike to an idle engine: it is measured once."""
+    """Steps of other lengths look alike to an idle engine: it is measured once. The bus of a device
+    is what it is."""
+    from tests.simulation.storm import Setting
+
     found = []
-    for bus in arguments.bus_gb_per_s:
+    for bus in arguments.bus_gb_per_s if arguments.device == "simulated" else [0.0]:
         for neighbours in arguments.neighbours:
             steps = arguments.step_ms if neighbours else arguments.step_ms[:1]
             found += [

@@ -1,4 +1,4 @@
-"""Loads the product, and redis-py, with a simulated standard library.
+"""Loads the product, redis-py and the engine of storms with a simulated standard library.
 
 Each of their modules gets an ``import`` of its own, which finds the stand-ins of `stdlib` and
 `network`. Everything else in the process keeps the real ones: vLLM, torch, the simulation itself.
@@ -29,6 +29,7 @@ STANDS: dict[str, ModuleType] = {
     "fcntl": network.fcntl,
 }
 _PACKAGES = ("lmcache_connector", "redis")
+_MODULES = ("tests.simulation.gpu_engine", "tests.simulation.storm")
 
 
 def _import(
@@ -54,7 +55,7 @@ class _Loader(SourceFileLoader):
 
 class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name.split(".")[0] not in _PACKAGES:
+        if not _is_ours(name):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
@@ -62,9 +63,13 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+def _is_ours(name: str) -> bool:
+    return name in _MODULES or name.split(".")[0] in _PACKAGES
+
+
 def install() -> None:
     """From here on, the product is loaded with simulated threads, clocks and sockets."""
-    early = [name for name in sys.modules if name.split(".")[0] in _PACKAGES]
+    early = [name for name in sys.modules if _is_ours(name)]
     if early:
         raise RuntimeError(f"loaded too early: {early[0]}")
     sys.meta_path.insert(0, _Finder())

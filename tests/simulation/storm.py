@@ -1,0 +1,109 @@
+"""Requests whose prompts were stored before, alone or beside others, and their time to first token.
+
+Threads and time are those of the standard library, or of the simulation, where it loads this (see
+`loading`).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+from tests.simulation.gpu_engine import Asked, GpuEngine
+
+_TAIL_TOKENS = 50
+_PRIMED_TOKENS = 8  # some steps that only decode
+_WARM_UP_ROUNDS = 1
+_MAX_SECONDS = 600.0  # of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """``neighbours``: requests that decode all the time, in steps of ``step_ms``; none: the engine
+    is idle until a measured request comes. ``crowd``: as many requests come at once.
+    ``bus_gb_per_s``: 0 for the one that is there."""
+
+    step_ms: float
+    bus_gb_per_s: float
+    neighbours: int
+    crowd: int = 1
+    depth: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured request. ``loaded``: a load of it was planned."""
+
+    rule: str
+    hit_tokens: int
+    round: int
+    ttft: float
+    loaded: bool
+
+
+class Storm:
+    """One setting, on an engine that decides by ``rule``."""
+
+    def __init__(self, engine: GpuEngine, setting: Setting, rule: str) -> None:
+        self._engine = engine
+        self._setting = setting
+        self._rule = rule
+        self._samples: list[Sample] = []
+        self._count = 0
+        self._is_over = False
+
+    def run(self, hits: tuple[int, ...], rounds: int) -> list[Sample]:
+        """Raises ``RuntimeError`` if a request is not answered."""
+        _wait(self._engine.is_up)
+        prompts = {size: _prompt(size + _TAIL_TOKENS, size) for size in hits}
+        for prompt in prompts.values():
+            _wait(self._ask(prompt, _PRIMED_TOKENS).ended)
+            time.sleep(0.5)
+        for number in range(self._setting.neighbours):
+            threading.Thread(target=self._be_neighbour, args=(number,), daemon=True).start()
+        for turn in range(rounds + _WARM_UP_ROUNDS):
+            for size in random.Random(turn).sample(hits, len(hits)):
+                self._measure(turn, size, prompts[size])
+        self._is_over = True
+        return self._samples
+
+    def _measure(self, turn: int, size: int, prompt: list[int]) -> None:
+        chance = random.Random(f"{turn} {size}")
+        time.sleep(0.2 + 5e-3 * self._setting.step_ms)
+        self._to_phase(chance.random())
+        before = len(self._engine.loads)
+        crowd = [self._ask(prompt) for _ in range(self._setting.crowd)]
+        for asked in crowd:
+            _wait(asked.ended)
+        if turn >= _WARM_UP_ROUNDS:
+            ttft = sum(asked.ttft for asked in crowd) / len(crowd)
+            loaded = len(self._engine.loads) > before
+            self._samples.append(Sample(self._rule, size, turn, ttft, loaded))
+
+    def _to_phase(self, share: float) -> None:
+        """Wait for that share of a step, from its beginning: what happened before differs."""
+        if self._setting.neighbours:
+            step = self._setting.step_ms / 1000
+            time.sleep(self._engine.device.busy_seconds() % step + share * step)
+
+    def _be_neighbour(self, number: int) -> None:
+        chance = random.Random(number)
+        while not self._is_over:
+            prompt = _prompt(64, chance.randrange(1 << 30))
+            _wait(self._ask(prompt, chance.randrange(100, 300)).ended)
+
+    def _ask(self, prompt: list[int], max_tokens: int = 1) -> Asked:
+        self._count += 1
+        return self._engine.ask(f"r{self._count}", prompt, max_tokens)
+
+
+def _wait(event: threading.Event) -> None:
+    if not event.wait(_MAX_SECONDS):
+        raise RuntimeError(f"nothing came of it within {_MAX_SECONDS:.0f} s")
+
+
+def _prompt(num_tokens: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(2, 60) for _ in range(num_tokens)]
