@@ -200,7 +200,7 @@ class LoadPolicy:
 
     def take_probe(self) -> bool:
         """Whether the workers shall measure Redis, asked once per step."""
-        return self._probes.take()
+        return self._probes.is_wanted and self._probes.take()
 
     @property
     def is_redis_stalled(self) -> bool:

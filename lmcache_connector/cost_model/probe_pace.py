@@ -11,13 +11,13 @@ _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 2.0, 60.0
 
 
 class ProbePace:
-    """``clock`` gives seconds, monotonic."""
+    """``clock`` gives seconds, monotonic. ``is_wanted``: for a look that costs no call."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._heard_at = self._next_at = float("-inf")
         self._pause = _MIN_PAUSE_SECONDS
-        self._is_wanted = False
+        self.is_wanted = False
 
     def heard(self) -> None:
         """Something was learned of Redis, by a probe or not."""
@@ -30,11 +30,11 @@ class ProbePace:
 
     def want(self) -> None:
         """Whoever asks would use Redis, if it were quick."""
-        self._is_wanted = True
+        self.is_wanted = True
 
     def want_now(self) -> None:
         """However short ago the last probe was."""
-        self._is_wanted, self._next_at = True, float("-inf")
+        self.is_wanted, self._next_at = True, float("-inf")
 
     def restart(self) -> None:
         """A probe has changed what is known: the next ones may come soon."""
@@ -42,9 +42,9 @@ class ProbePace:
 
     def take(self) -> bool:
         """Whether to probe now, asked once per step."""
-        if not self._is_wanted:
+        if not self.is_wanted:
             return False
-        self._is_wanted = False
+        self.is_wanted = False
         now = self._clock()
         if now < self._next_at:
             return False
