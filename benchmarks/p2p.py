@@ -27,6 +27,7 @@ from tests.support.engines.instance import VllmInstance, set_environment
 from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred
 from tests.support.engines.p2p_engines import kv_transfer
 from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.probe import EngineProbe
 from tests.support.engines.tiny_model import DEMO_SHAPE
 from tests.support.prompts import random_prompt
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             with ExitStack() as stack:
                 raw = {way: _raw(stack, way, num_bytes) for way in ways}
                 for pair in pairs:
-                    pair.round(num_tokens)  # unmeasured: memory is touched for the first time
+                    pair.round(num_tokens)  # unmeasured: peers meet, buffers are touched
                 rounds: dict[str, list[_Round]] = {way: [] for way in ways}
                 for number in range(rounds_of(num_tokens)):
                     progress.update(task, description=f"{num_tokens} tokens, round {number + 1}")
@@ -208,4 +209,16 @@ def _start(engines: Engines, way: str, *, checksum: bool) -> _Pair:
                 max_model_len=_SHAPE.max_position,
             )
         )
+    for instance in instances:
+        instance.call(_touch_cache)
     return _Pair(way, instances[0], instances[1])
+
+
+def _touch_cache(probe: EngineProbe) -> None:
+    """As on an engine that has served for a while: every block has its memory."""
+    probe.on_ranks(_touch_cache_on_rank)
+
+
+def _touch_cache_on_rank(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.fill_(0)

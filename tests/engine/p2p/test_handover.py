@@ -24,7 +24,7 @@ from tests.support.engines.handover import (
     metrics,
 )
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.p2p_engines import Engines
+from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines
 from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 
@@ -160,7 +160,7 @@ def test_aborts_on_either_side(engines: Engines) -> None:
     prefill.call(abort_while_computing, Ask(name, prompt, 1))
     started = time.monotonic()
     served = decode.call(ask, Ask(name, prompt))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < NOTICED_SECONDS
     assert served.finish_reason == "length"
     assert served.served.external_hit_tokens < 2000
     assert decode.call(abort_while_waiting, Ask(engines.name(), random_prompt(41, 1000))) == 0
@@ -196,7 +196,7 @@ def test_nobody_at_the_address_costs_a_recompute(engines: Engines) -> None:
     started = time.monotonic()
     answer = decode.call(ask, Ask("gone-1", random_prompt(60, 600), params=_elsewhere("127.0.0.1")))
     assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < NOTICED_SECONDS
     rest(engines)
 
 
@@ -277,7 +277,7 @@ def test_a_stalled_prefill_engine_costs_a_recompute(engines: Engines) -> None:
         os.kill(engines.prefill[0][0].pid, signal.SIGCONT)
     assert answer.finish_reason == "length"
     assert answer.served.external_hit_tokens < 7900
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < NOTICED_SECONDS
     computing.join()
     check(*engines.hand_over(random_prompt(71, 500)), 500)  # and it is used again
 
@@ -291,7 +291,7 @@ def test_a_killed_prefill_engine_costs_a_recompute(engines: Engines) -> None:
     answer = engines.decode[0][0].call(ask, Ask(name, prompt))
     assert answer.finish_reason == "length"
     assert answer.served.external_hit_tokens < 7900
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < NOTICED_SECONDS
     for thread in (computing, striking):
         thread.join()
     assert engines.decode[0][0].counts().total("p2p_failed_loads") > 0

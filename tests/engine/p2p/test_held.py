@@ -17,7 +17,7 @@ import pytest
 from tests.support.engines.handover import Answer, Ask, add, ask, ask_all, at_rest, metrics
 from tests.support.engines.handover import prefill as prefill_only
 from tests.support.engines.instance import InstanceError, VllmInstance
-from tests.support.engines.p2p_engines import Engines, kv_transfer, running
+from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, kv_transfer, running
 from tests.support.engines.p2p_instances import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.nixl import needs_nixl
@@ -285,7 +285,7 @@ def test_a_stopped_prefill_engine_costs_a_recompute(engines: Engines) -> None:
     finally:
         os.kill(prefill.pid, signal.SIGCONT)
     assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < NOTICED_SECONDS
     check(*engines.hand_over(random_prompt(7, 500)), 500)
     rest(engines)
 

@@ -13,6 +13,10 @@ from typing import Any
 from tests.support.engines.handover import Answer, Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
 
+NOTICED_SECONDS = 28.0
+"""Within which a request is served that waits for what will not come: less than the deadline of a
+load, which is 30 s, though most of it is computing, perhaps on a busy machine."""
+
 
 def kv_transfer(role: str, port: int, **extra: Any) -> dict[str, Any]:
     """The JSON of ``--kv-transfer-config``."""

@@ -21,6 +21,7 @@ from tests.support.engines.layer_digests import Digests, digest_layers_on_rank, 
 
 DIGEST_TOKENS = 256
 _MAX_STEPS = 200_000
+_PAUSE_SECONDS = 0.001
 _Digests = tuple[tuple[str, ...], tuple[tuple[str, ...], ...], Digests]
 """By block, by shard, and by layer."""
 _NO_TOKEN: tuple[float, _Digests] = (0.0, ((), (), {}))
@@ -86,6 +87,7 @@ class EngineProbe:
         self._llm = LLM(model=model, disable_log_stats=False, **settings)
         self.engine = self._llm.llm_engine
         self.core = self.engine.engine_core.engine_core
+        self.core.post_step = _with_pauses(self.core)
 
     @property
     def scheduler(self) -> Any:
@@ -249,6 +251,19 @@ class EngineProbe:
         filled = block_ids[: num_tokens // size]
         ranks = self.on_ranks(digest_on_rank, filled, len(filled) * size, (size, DIGEST_TOKENS))
         return block_digests(ranks, size), shard_digests(ranks, DIGEST_TOKENS), {}
+
+
+def _with_pauses(core: Any) -> Callable[..., None]:
+    """As vLLM's core does in a process of its own: a step that has nothing to compute ends with a
+    pause, in which others get the GIL. In this process it would be stepped in a tight loop."""
+    post_step = core.post_step
+
+    def pausing(model_executed: bool) -> None:
+        post_step(model_executed=model_executed)
+        if not model_executed and core.scheduler.has_requests():
+            time.sleep(_PAUSE_SECONDS)
+
+    return pausing
 
 
 def _finished(
