@@ -16,6 +16,7 @@ from benchmarks.harness.block_traces import BlockTrace, read_trace
 
 _NAME = "aiperf"
 _RESULT = "profile_export_aiperf.json"
+_TOKENIZER, _REVISION = "field/tokenizer", "0" * 40
 _NUM_CONVERSATIONS = 8  # or more, where they have fewer turns
 _ROOT_BLOCKS = 3  # prompts that share these are of one conversation
 _MARGIN_TOKENS = 64  # a prompt of text may have more tokens than the numbers it was made of
@@ -49,7 +50,7 @@ class AiPerf:
             "url": target.url,
             "endpoint-type": "completions",
             "streaming": True,
-            "tokenizer": target.tokenizer,
+            "tokenizer": _TOKENIZER,
             "input-file": scaled,
             "custom-dataset-type": "mooncake_trace",
             "isl-block-size": block_tokens,
@@ -63,7 +64,9 @@ class AiPerf:
             "no-server-metrics": True,
         }
         body = ["--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"]
-        return [program(_NAME, _NAME), "profile", *options(given), *body]
+        hub = _hub(target.tokenizer, target.folder / "hub")
+        offline = ["env", f"HF_HUB_CACHE={hub}", "HF_HUB_OFFLINE=1"]
+        return [*offline, program(_NAME, _NAME), "profile", *options(given), *body]
 
     def figures(self, folder: Path) -> dict[str, float]:
         (path,) = folder.rglob(_RESULT)
@@ -94,6 +97,17 @@ def conversations(trace: BlockTrace, num_requests: int, max_blocks: int) -> list
     if not taken:
         raise ValueError(f"{trace.name}: no conversation fits into {max_blocks} blocks")
     return [trace.requests[number][1] for number in sorted(taken)[:num_requests]]
+
+
+def _hub(tokenizer: Path, hub: Path) -> Path:
+    """A cache of downloads that holds ``tokenizer``: processes of aiperf that make prompts find no
+    folder, only what a hub would have."""
+    entry = hub / ("models--" + _TOKENIZER.replace("/", "--"))
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs" / "main").write_text(_REVISION)
+    (entry / "snapshots").mkdir()
+    (entry / "snapshots" / _REVISION).symlink_to(tokenizer.resolve())
+    return hub
 
 
 def _lines(asked: list[list[int]], block_tokens: int, output_tokens: int) -> str:

@@ -39,6 +39,7 @@ from tests.support.prompts import random_prompt
 
 CONNECTORS = (NONE, OURS, MP)
 CONNECTOR_GIB = 3.0
+_KV_CACHE_BYTES = 1 << 30  # more than the blocks of any load
 _WARM_UPS, _WARM_UP_TOKENS, _WARM_UP_SEED = 3, 700, 10**6
 SAMPLE = ROOT / "benchmarks" / "traces" / "sample.jsonl"
 
@@ -101,6 +102,8 @@ def _served(cell: Cell, scratch: Path) -> Iterator[ApiServer]:
     load = cell.model.load
     arguments = (
         *("--max-model-len", str(load.max_model_len)),
+        # Not a share of the machine's memory, which vLLM's start else finds taken by others.
+        *("--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)),
         *("--num-gpu-blocks-override", str(load.paged_tokens // BLOCK_SIZE)),
         *("--override-generation-config", json.dumps({"temperature": 0})),
     )

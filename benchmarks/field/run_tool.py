@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from benchmarks.field.tool import OFFLINE, Target, Tool
+from benchmarks.field.tool import Target, Tool
 from tests.support.processes import running_process
 
 _NO_RESULT = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _LOG = "output.txt"
+_PLAIN = {"NO_COLOR": "1"}
 
 
 class RunFailed(Exception):
@@ -27,7 +28,7 @@ def run_tool(tool: Tool, target: Target, seconds: float) -> dict[str, float]:
     target.folder.mkdir(parents=True)
     log = target.folder / _LOG
     try:
-        with running_process(tool.command(target), log, OFFLINE) as process:
+        with running_process(tool.command(target), log, _PLAIN) as process:
             status = process.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:
         raise RunFailed(f"no end after {seconds:.0f} s") from None

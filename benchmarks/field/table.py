@@ -38,8 +38,8 @@ def comparison(runs: Sequence[Run]) -> list[dict[str, Any]]:
             f"{one}_vs_{other}": _cost(measure, found.get(one), found.get(other))
             for one, other in _PAIRS
         }
-        row = {"tool": tool, "model": model, "measure": measure}
-        rows.append(row | {name: round(value, 3) for name, value in found.items()} | ratios)
+        medians = {name: round(value, 3) for name, value in found.items()}
+        rows.append({"tool": tool, "model": model, "measure": measure, **medians, **ratios})
     return rows
 
 

@@ -12,8 +12,6 @@ from tests.support import ROOT
 
 ENVIRONMENTS = ROOT / ".cache" / "field"
 """Where ``make field`` puts the environments of tools that are no dependency."""
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_COLOR": "1"}
-"""For all tools: a tokenizer lies in a folder, so that nothing has to be looked up."""
 
 
 @dataclass(frozen=True)

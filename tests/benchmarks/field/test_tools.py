@@ -22,6 +22,7 @@ from benchmarks.field.tool import Target, Tool, installed, packages_of
 from benchmarks.field.vllm_bench import VllmBench
 from benchmarks.harness.app import benchmark_parser
 from benchmarks.harness.block_traces import BlockTrace
+from tests.support import ROOT
 
 SAMPLES = Path(__file__).parent / "samples"
 LOAD = models.LOADS["trained"]
@@ -166,7 +167,7 @@ def test_an_environment_that_is_not_there_has_no_packages() -> None:
 
 def test_the_tools_that_make_field_installs_are_pinned() -> None:
     for name in (aiperf.AiPerf.name, CachePressure.name):
-        lines = (benchmark.ROOT / f"requirements-field-{name}.txt").read_text().splitlines()
+        lines = (ROOT / f"requirements-field-{name}.txt").read_text().splitlines()
         assert [line.split("==")[0] for line in lines if "==" in line] == [name]
 
 
