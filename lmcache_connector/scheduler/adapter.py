@@ -145,7 +145,9 @@ class SchedulerAdapter:
         if state is None or not is_current:
             return 0, False
         num_tokens = self._offer(state, num_computed_tokens)
-        if num_tokens is not None:
+        if num_tokens is None:
+            self._prefetcher.is_next(request.request_id)
+        else:
             self.spans.end(request, "lookup", {"hit_tokens": num_tokens})
         return num_tokens, bool(num_tokens)
 

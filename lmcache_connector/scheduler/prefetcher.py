@@ -55,6 +55,7 @@ class Prefetcher:
         self._room = settings.prefetch_bytes
         self._is_full = False  # for the request that is next
         self.waiting: OrderedDict[str, RequestState] = OrderedDict()
+        self._next: set[str] = set()  # wait for Redis' answer only, in the step being planned
         # By how many requests it is wanted what is in memory, or on its way, for one that waits.
         self._wanted_by: Counter[bytes] = Counter()
         self.unwanted: list[bytes] = []
@@ -64,14 +65,23 @@ class Prefetcher:
         if self._settings.prefetch_bytes and self._settings.loads:
             self.waiting[state.request.request_id] = state
 
+    def is_next(self, request_id: str) -> None:
+        """vLLM has asked for its hit in the step being planned, and asks again in the next one. Its
+        load would only have to wait for what is fetched ahead."""
+        if request_id in self.waiting:
+            self._next.add(request_id)
+
     def plan(self, hits: HitFinder) -> Iterator[tuple[RequestState, PrefetchJob]]:
         """For requests that vLLM leaves in its queue in the step being planned: as many as there is
         room for, in the order they came."""
         num_looked_at = 0
+        loads_next, self._next = self._next, set()
         while self.waiting and num_looked_at < _CHUNKS_PER_STEP:
             if self._is_full or self._policy.is_redis_stalled:
                 return
             request_id, state = next(iter(self.waiting.items()))
+            if request_id in loads_next:  # those behind it come after it
+                return
             num_looked_at += _CHUNKS_PER_REQUEST + len(state.keys.keys)
             ahead = hits.find_ahead(state.lookup, self._num_computed(state))
             if ahead is PENDING:  # those behind it were asked for later

@@ -105,6 +105,16 @@ def test_who_came_first_is_served_first_and_the_others_wait_for_room() -> None:
     scene.prefetcher.check_integrity()
 
 
+def test_nothing_is_fetched_ahead_of_a_load_of_the_next_step() -> None:
+    """Redis has answered too late for this step, and before it was planned."""
+    scene = Scene(mib=100)
+    scene.queue("asked", 4)
+    scene.queue("behind it", 4)
+    scene.prefetcher.is_next("asked")
+    assert scene.plan() == []
+    assert scene.plan() == [("asked", 4), ("behind it", 4)], "vLLM had no room for it after all"
+
+
 def test_jobs_are_small_where_redis_is_slow() -> None:
     scene = Scene(mib=100)
     scene.model.calibrate(Tier.REDIS, 50e6, 0.0)  # 2.5 MB in 50 ms
