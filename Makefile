@@ -26,7 +26,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format pytest bench gpu soak matrix newer contract docs pictures clean
+.PHONY: help venv demo test lint format pytest bench field gpu soak matrix newer contract docs pictures clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,18 @@ pytest: $(STAMP) ## Run the tests only; choose some with ARGS="-k name"
 
 bench: $(STAMP) ## Run all benchmarks (up to an hour on 2 cores), or one: ARGS="name --json -"
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+# Other people's benchmarks, each in an environment of its own: none is a dependency.
+FIELD := $(patsubst requirements-field-%.txt,.cache/field/%,$(wildcard requirements-field-*.txt))
+
+.cache/field/%: requirements-field-%.txt | $(STAMP)
+	@echo "Setting up $* in an environment of its own (the first time only)"
+	@rm -rf $@ && $(BIN)/uv venv --quiet --python $(BIN)/python $@
+	@$(BIN)/uv pip install --quiet --python $@/bin/python --only-binary :all: -r $< \
+		&& touch $@ || { rm -rf $@; echo "$* could not be had"; }
+
+field: $(STAMP) $(TRAINED) $(FIELD) ## Let other people's tools measure (half an hour on 2 cores); ARGS="--tools NAME"
+	@$(BIN)/python -m benchmarks field $(ARGS)
 
 # A machine with a GPU has its own torch, and may have no network to set anything up with.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)

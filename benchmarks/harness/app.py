@@ -39,6 +39,7 @@ BENCHMARKS = {
     "copy": "KV blocks between a paged cache and chunks, against one long memcpy",
     "growth": "how costs grow with prompts, cached chunks, requests and instances",
     "models": "families of models with windows and states: hits, bytes and times, tier by tier",
+    "field": "what tools of others measure: no connector, this one, LMCache's own",
     "policies": "what the CPU tier saves on block traces, against LRU, others and the optimum",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
     "p2p": "KV from a prefill to a decode engine by NIXL and TCP, against vLLM's NixlConnector",
@@ -51,7 +52,7 @@ BENCHMARKS = {
     "transformers": "generate of Hugging Face transformers: cold, from each tier, and plain",
 }
 COMMANDS = {
-    "all": "every benchmark, each in a process of its own, kept and reported",
+    "all": "every benchmark but field, each in a process of its own, kept and reported",
     "gpu": "what a machine with a CUDA GPU is wanted for: tests and copies, without a network",
     "report": "write RESULTS.md and its plots anew from the results kept",
 }

@@ -16,6 +16,7 @@ from typing import Any
 from tests.support.processes import running_process, wait_until_healthy
 from tests.support.redis.servers import free_port
 
+SERVED_MODEL = "tiny"
 _START_SECONDS = 180.0
 _SETTLE_SECONDS = 30.0
 _EXIT_SECONDS = 60.0
@@ -49,7 +50,7 @@ class ApiServer:
     def complete(self, prompt: list[int], data_parallel_rank: int | None = None) -> str:
         return self.post(
             "/v1/completions",
-            {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0},
+            {"model": SERVED_MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0},
             {} if data_parallel_rank is None else {_RANK_HEADER: str(data_parallel_rank)},
         )
 
@@ -107,7 +108,7 @@ def started_api(
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
+        *("--served-model-name", SERVED_MODEL, "--host", "127.0.0.1", "--port", str(port)),
         *("--enforce-eager", "--disable-uvicorn-access-log", *arguments),
     ]
     if transfer is not None:

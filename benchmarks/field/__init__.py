@@ -1,0 +1,5 @@
+"""What the field's own tools measure: no connector, this one, and LMCache's own."""
+
+from benchmarks.field.benchmark import add_arguments, run
+
+__all__ = ["add_arguments", "run"]

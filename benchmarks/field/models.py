@@ -1,0 +1,48 @@
+"""The two models that tools of others are pointed at, and how much each is asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.field.tool import Load
+from tests.support import ROOT
+from tests.support.engines.tiny_model import DEMO_SHAPE, build_tiny_model
+
+TRAINED_MODEL = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
+LOADS = {
+    "trained": Load(
+        paged_tokens=4096,
+        max_model_len=3072,
+        context_tokens=1024,
+        num_contexts=10,
+        trace_scale=16,
+    ),
+    "tiny": Load(
+        paged_tokens=16384,
+        max_model_len=8192,
+        context_tokens=4096,
+        num_contexts=10,
+        trace_scale=4,
+    ),
+}
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def model_folder(name: str, scratch: Path) -> Path:
+    """The trained model, or a random one of the tests' shape in ``scratch``.
+
+    Other people's tools ask in words, which the tests' tokenizer takes for one and the same token:
+    the random model has the trained one's tokenizer. Raises ``SystemExit`` without that.
+    """
+    if not TRAINED_MODEL.is_dir():
+        raise SystemExit(f"there is no trained model in {TRAINED_MODEL}: make field unpacks it")
+    if name == "trained":
+        return TRAINED_MODEL
+    vocab_size = json.loads((TRAINED_MODEL / "config.json").read_text())["vocab_size"]
+    folder = build_tiny_model(scratch / name, replace(DEMO_SHAPE, vocab_size=vocab_size))
+    for file in _TOKENIZER:
+        shutil.copy(TRAINED_MODEL / file, folder)
+    return folder

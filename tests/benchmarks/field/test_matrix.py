@@ -1,0 +1,232 @@
+"""The matrix of tools, models and connectors: who takes turns, what fails, and what is compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.field.matrix import Bounds, Cell, Matrix, Model, Run
+from benchmarks.field.table import MP, NONE, OURS, comparison, headline, run_rows
+from benchmarks.field.tool import Load, Target
+from benchmarks.harness import report, results
+from tests.support.engines.api_server import ApiServer
+from tests.support.processes import ServerError
+
+LOAD = Load(4096, 3072, 1024, 10, 16)
+TRAINED = Model("trained", Path("trained"), LOAD)
+TINY = Model("tiny", Path("tiny"), LOAD)
+
+
+class Server(ApiServer):
+    """Of which only the metrics are there. Each run that has left a folder in ``outputs`` asked
+    1,000 tokens: 250 came from the paged cache and 500 from a connector."""
+
+    def __init__(self, outputs: Path) -> None:
+        self.address = "127.0.0.1:1"
+        self._outputs = outputs
+
+    def metrics(self) -> str:
+        runs = len(list(self._outputs.iterdir()))
+        cached = "vllm:prompt_tokens_cached_by_source_total{source="
+        return (
+            f"vllm:prompt_tokens_total {1000 * runs}\n"
+            f'{cached}"device"}} {250 * runs}\n'
+            f'{cached}"host"}} {500 * runs}\n'
+        )
+
+
+@dataclass
+class Script:
+    """A tool that is a line of Python. It is told where its result belongs."""
+
+    code: str = "import json, sys; json.dump({'ttft_p50_ms': 10.0}, open(sys.argv[1], 'w'))"
+    name: str = "script"
+    known: str | None = "1.0"
+
+    def version(self) -> str | None:
+        return self.known
+
+    def command(self, target: Target) -> list[str]:
+        return [sys.executable, "-c", self.code, str(target.folder / "result.json")]
+
+    def figures(self, folder: Path) -> dict[str, float]:
+        found: dict[str, float] = json.loads((folder / "result.json").read_text())
+        return found
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def matrix(folder: Path, *tools: Script) -> Matrix:
+    @contextmanager
+    def served(cell: Cell) -> Iterator[ApiServer]:
+        yield Server(folder)
+
+    bounds = Bounds(run_seconds=60, all_seconds=3600)
+    return Matrix(tools, [TRAINED, TINY], [NONE, OURS, MP], served, folder, bounds)
+
+
+def run(one: Matrix, rounds: int = 1) -> list[Run]:
+    return one.run(rounds, Progress(console=Console(quiet=True)))
+
+
+def test_another_connector_goes_first_each_time(tmp_path: Path) -> None:
+    cells = [(cell.round, cell.model.name, cell.connector) for cell in matrix(tmp_path).cells(2)]
+    assert cells[:3] == [(0, "trained", NONE), (0, "trained", OURS), (0, "trained", MP)]
+    assert cells[3:6] == [(0, "tiny", OURS), (0, "tiny", MP), (0, "tiny", NONE)]
+    assert [connector for _, _, connector in cells[6:9]] == [OURS, MP, NONE]
+    assert len(set(cells)) == len(cells) == 12
+
+
+def test_a_run_is_the_tools_figures_and_what_the_server_found_cached(tmp_path: Path) -> None:
+    (one, *others) = run(matrix(tmp_path, Script()))
+    assert one.figures == {"ttft_p50_ms": 10.0}
+    assert (one.from_gpu, one.from_connector) == (0.25, 0.5)
+    assert one.failure is None
+    assert len(others) == 5
+    assert (tmp_path / "trained-vllm-script-0" / "result.json").exists(), "its output is kept"
+
+
+@pytest.mark.parametrize(
+    ("tool", "failure"),
+    [
+        (Script(known=None), "it is not installed: make field"),
+        (Script("print('first'); raise SystemExit('it went wrong')"), "exit status 1: it went"),
+        (Script("pass"), "no result: FileNotFoundError"),
+        (Script("import sys; open(sys.argv[1], 'w').write('[')"), "no result: JSONDecodeError"),
+    ],
+)
+def test_a_run_that_fails_is_a_row_and_the_next_one_begins(
+    tmp_path: Path, tool: Script, failure: str
+) -> None:
+    found = run(matrix(tmp_path, tool, Script(name="next")))
+    assert [one.tool for one in found] == ["script", "next"] * 6
+    assert all((one.failure or "").startswith(failure) for one in found[::2])
+    assert all(one.failure is None and one.figures for one in found[1::2])
+
+
+def test_a_tool_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    slow = replace(
+        matrix(tmp_path, Script("import time; time.sleep(600)")),
+        models=[TINY],
+        connectors=[OURS],
+        bounds=Bounds(run_seconds=0.2, all_seconds=3600),
+    )
+    (one,) = run(slow)
+    assert one.failure == "no end after 0 s"
+
+
+def test_what_an_earlier_run_wrote_is_no_result_of_a_later_one(tmp_path: Path) -> None:
+    run(matrix(tmp_path, Script()))
+    assert all(one.failure for one in run(matrix(tmp_path, Script("pass"))))
+
+
+def test_a_server_that_does_not_start_costs_its_own_runs_only(tmp_path: Path) -> None:
+    @contextmanager
+    def without_mp(cell: Cell) -> Iterator[ApiServer]:
+        if cell.connector == MP:
+            raise ServerError("no such transfer mode\nand its log")
+        yield Server(tmp_path)
+
+    found = run(replace(matrix(tmp_path, Script(), Script(name="next")), serve=without_mp))
+    failed = [one for one in found if one.failure]
+    assert len(found) == 12
+    assert {one.cell.connector for one in failed} == {MP}
+    assert {one.failure for one in failed} == {"no such transfer mode"}
+    assert len(failed) == 4
+
+
+def test_a_server_that_ends_badly_keeps_what_was_measured(tmp_path: Path) -> None:
+    @contextmanager
+    def stuck(cell: Cell) -> Iterator[ApiServer]:
+        yield Server(tmp_path)
+        raise TimeoutError("it does not stop")
+
+    assert not any(one.failure for one in run(replace(matrix(tmp_path, Script()), serve=stuck)))
+
+
+def test_nothing_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    clock = Clock()
+
+    @contextmanager
+    def slow(cell: Cell) -> Iterator[ApiServer]:
+        clock.seconds += 2000
+        yield Server(tmp_path)
+
+    found = run(replace(matrix(tmp_path, Script()), serve=slow, clock=clock))
+    assert [one.failure for one in found[2:]] == ["no time was left"] * 4
+
+
+def compared(**medians: tuple[float, ...]) -> list[Run]:
+    """Runs of one tool: figures of vLLM alone, ours and LMCache's own, in that order."""
+    return [
+        Run("tool", Cell(TINY, connector, 0), figures={name: values[place]})
+        for place, connector in enumerate((NONE, OURS, MP))
+        for name, values in medians.items()
+        if place < len(values)
+    ]
+
+
+def row(**medians: tuple[float, ...]) -> dict[str, object]:
+    (found,) = comparison(compared(**medians))
+    return found
+
+
+def test_ratios_below_one_are_better_for_every_measure() -> None:
+    times = row(ttft_p50_ms=(100.0, 20.0, 50.0))
+    assert (times["ours_vs_vllm"], times["lmcache_mp_vs_vllm"]) == (0.2, 0.5)
+    assert times["ours_vs_lmcache_mp"] == 0.4
+    assert row(requests_per_s=(2.0, 8.0, 4.0))["ours_vs_vllm"] == 0.25
+    assert row(retained=(6.0, 12.0, 3.0))["ours_vs_lmcache_mp"] == 0.25
+
+
+def test_what_is_missing_has_no_ratio() -> None:
+    assert row(ttft_p50_ms=(100.0, 20.0))["ours_vs_lmcache_mp"] is None
+    assert row(retained=(6.0, 0.0, 3.0))["ours_vs_vllm"] is None
+
+
+def test_rounds_are_medians() -> None:
+    runs = [
+        Run("tool", Cell(TINY, NONE, number), figures={"ttft_p50_ms": value})
+        for number, value in enumerate((1.0, 9.0, 2.0))
+    ]
+    (found,) = comparison(runs)
+    assert found["vllm"] == 2.0
+
+
+def test_losses_are_named() -> None:
+    rows = comparison(compared(ttft_p50_ms=(100.0, 130.0, 260.0), retained=(6.0, 12.0, 12.0)))
+    found = headline(rows)
+    assert found["ours_vs_vllm_worst"] == 1.3
+    assert found["ours_vs_vllm_best"] == 0.5
+    assert found["not_won_vs_vllm"] == ["tool, tiny: ttft_p50_ms 1.30"]
+    assert found["not_won_vs_lmcache_mp"] == []
+
+
+def test_failures_are_published(tmp_path: Path) -> None:
+    runs = [
+        *compared(ttft_p50_ms=(100.0, 20.0, 50.0)),
+        Run("tool", Cell(TINY, OURS, 1), failure="x"),
+    ]
+    rows = run_rows(runs)
+    assert [one.get("failure") for one in rows] == [None, None, None, "x"]
+    fields = {"table": comparison(runs), "runs": rows, "machine": {}, "versions": {}}
+    results.keep({"benchmark": "field", **fields}, folder=tmp_path)
+    (tmp_path / "notes.md").write_text("# Title\n")
+    report.write_report(tmp_path, tmp_path / "notes.md", tmp_path / "RESULTS.md")
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "| tool | tiny | ttft_p50_ms | 100.0 | 20.0 | 50.0 | 0.2 | 0.5 | 0.4 |" in page
+    assert "| tool | tiny | ours | 1 | 0.0 | 0.0 | 0.0 |  | x |" in page
