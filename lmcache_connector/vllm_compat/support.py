@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
 from vllm.v1.executor import Executor, UniProcExecutor
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -107,6 +108,12 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
             "it spreads the tokens of a chunk over ranks, and a chunk is stored whole; set "
             "--decode-context-parallel-size and --prefill-context-parallel-size to 1",
         )
+    if _computes_prompts_at_once(vllm_config):
+        yield (
+            "MLA where vLLM computes each prompt in one step, as on CPUs without AMX",
+            "the end of a prompt would not see the KV that was loaded for its beginning; start "
+            "without --kv-transfer-config, or use a CPU with AMX or a GPU",
+        )
     if _has_a_scheduler_per_rank(vllm_config):
         yield (
             "the external_launcher executor with several ranks per engine",
@@ -114,6 +121,16 @@ def _problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
             "decide alike; use the mp or the ray executor, or engines of one rank",
         )
     yield from drafter_problems(vllm_config)
+
+
+def _computes_prompts_at_once(vllm_config: VllmConfig) -> bool:
+    """vLLM's reference attention to latents knows no tokens but those of the step. vLLM itself has
+    switched off what would need others: chunked prefill and its prefix cache."""
+    return (
+        current_platform.is_cpu()
+        and vllm_config.model_config.use_mla
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+    )
 
 
 def _has_a_scheduler_per_rank(vllm_config: VllmConfig) -> bool:

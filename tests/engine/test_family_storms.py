@@ -24,7 +24,7 @@ def test_a_storm(start: StartInstance, valkey: Server, tmp_path: Path) -> None:
         audit_share=0.0,
         redis_url=valkey.url,
     )
-    sizes = {"num_gpu_blocks_override": 60, "max_model_len": 2048, "max_num_seqs": 6}
+    sizes = {"num_gpu_blocks_override": 72, "max_model_len": 2048, "max_num_seqs": 6}
     folder = build_family("gemma3 5:1", tmp_path)
     weather = Weather(valkey.port, aborts=0.02, damages=0.02, resets=0.01)
     with start(transfer, folder, **sizes, max_num_batched_tokens=512) as instance:

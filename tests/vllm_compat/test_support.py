@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import DeepseekV3Config
 from vllm.config import VllmConfig
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat.support import check_setup
-from tests.support.vllm_configs import kv_cache, vllm_config
+from tests.support.vllm_configs import kv_cache, latents_with_index, vllm_config
 
 
 class LaunchedFromOutside(ExecutorWithExternalLauncher):
@@ -43,3 +44,16 @@ def test_a_scheduler_per_rank_is_refused(
     assert "the external_launcher executor with several ranks per engine" in message
     alone = vllm_config(model, data_parallel_size=2, distributed_executor_backend=backend)
     check_setup(alone, kv_cache())
+
+
+def test_latents_that_vllm_computes_in_one_step_are_refused(tmp_path: Path) -> None:
+    """On CPUs without AMX, what a hit is followed by was computed as if it began the prompt."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
+    config = DeepseekV3Config(**sizes, architectures=["DeepseekV3ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    setup = vllm_config(tmp_path)
+    setup.scheduler_config.enable_chunked_prefill = False  # as vLLM does where there is no AMX
+    message = refused(setup, latents_with_index())
+    assert "as on CPUs without AMX" in message
+    setup.scheduler_config.enable_chunked_prefill = True
+    check_setup(setup, latents_with_index())

@@ -59,7 +59,7 @@ MODEL: tuple[Use, ...] = (
     ),
     Use(_CONFIG, "MultiModalConfig", members=("mm_encoder_fp8_scale_path",)),
     Use(_CONFIG, "ObservabilityConfig", members=("otlp_traces_endpoint",)),
-    Use(_CONFIG, "SchedulerConfig", members=("max_num_batched_tokens",)),
+    Use(_CONFIG, "SchedulerConfig", members=("enable_chunked_prefill", "max_num_batched_tokens")),
     Use(_CONFIG, "LoRAConfig", members=("lora_dtype",)),
     Use(
         _CONFIG,

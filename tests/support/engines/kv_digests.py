@@ -92,6 +92,8 @@ def logical(cache: Any, block_ids: Sequence[int]) -> Any:
     from vllm.platforms import current_platform
 
     blocks = cache[list(block_ids)].contiguous().cpu()
+    if blocks.ndim == 3:  # latents: of one head, token by token
+        return blocks.view(torch.uint8).reshape(1, -1, blocks.shape[2] * blocks.itemsize).numpy()
     num_blocks, heads, tokens, content = blocks.shape
     if current_platform.is_cpu():
         order = _cpu_order(blocks.dtype, tokens, content // 2)

@@ -127,27 +127,16 @@ def _eagle3(folder: Path) -> tuple[Path, dict[str, Any]]:
     return target, {}
 
 
-def _mtp(model_type: str, **sizes: Any) -> Callable[[Path], tuple[Path, dict[str, Any]]]:
+def _mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The weights are made up by vLLM: Transformers' own model has no such layer."""
+    from transformers import AutoConfig
 
-    def build(folder: Path) -> tuple[Path, dict[str, Any]]:
-        from transformers import AutoConfig
-
-        target = folder / "model"
-        config = AutoConfig.for_model(model_type, **_MTP, **sizes)
-        config.save_pretrained(target)
-        architecture = {"glm4_moe": "Glm4MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
-        _save_config(
-            target,
-            target,
-            {"architectures": [architecture[model_type]], "num_nextn_predict_layers": 1},
-        )
-        save_tokenizer(target, _SHAPE)
-        # On CPUs vLLM computes a prompt of a model with latents in one step, or never.
-        whole = {"max_num_batched_tokens": 8192} if "kv_lora_rank" in sizes else {}
-        return target, {"load_format": "dummy"} | whole
-
-    return build
+    target = folder / "model"
+    AutoConfig.for_model("glm4_moe", **_MTP).save_pretrained(target)
+    more = {"architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1}
+    _save_config(target, target, more)
+    save_tokenizer(target, _SHAPE)
+    return target, {"load_format": "dummy"}
 
 
 def _build_sharp(folder: Path) -> Path:
@@ -176,17 +165,7 @@ _KINDS: Mapping[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = MappingPro
         "draft_model": _twin,
         "eagle": _eagle,
         "eagle3": _eagle3,
-        "mtp of GLM-4.5": _mtp("glm4_moe"),
-        "mtp of DeepSeek V3": _mtp(
-            "deepseek_v3",
-            n_group=1,
-            topk_group=1,
-            q_lora_rank=64,
-            kv_lora_rank=128,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=64,
-            v_head_dim=64,
-        ),
+        "mtp of GLM-4.5": _mtp,
     }
 )
 KINDS = tuple(_KINDS)
