@@ -32,6 +32,7 @@ from lmcache_connector.vllm_compat.api.names import (
     has_kv_transfer_group,
 )
 from lmcache_connector.vllm_compat.api.versions import warnings
+from lmcache_connector.vllm_compat.machines import core_warning
 from lmcache_connector.vllm_compat.short_loads import ShortLoad, compute_the_rest
 
 if TYPE_CHECKING:
@@ -178,8 +179,9 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         log_through("vllm")
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            for text in warnings(STANDING):
-                _warn_once(text)
+            for text in (*warnings(STANDING), core_warning(vllm_config)):
+                if text is not None:
+                    _warn_once(text)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
         self._step: _Step | None = None

@@ -283,6 +283,7 @@ def test_two_connectors_of_an_engine_warn_once(monkeypatch: pytest.MonkeyPatch) 
     connector_base._warn_once.cache_clear()
     monkeypatch.setattr(connector_base, "STANDING", Standing(unverified=("0.99",)))
     monkeypatch.setattr(connector_base.logger, "warning", lambda *words: said.append(words))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
     config: Any = SimpleNamespace(kv_transfer_config=object())
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
         Bare(config, role, object())

@@ -1,13 +1,17 @@
-"""Where an engine's ranks are among those of all data-parallel engines and machines."""
+"""Where an engine's ranks are among those of all data-parallel engines and machines, and which of a
+machine's cores they compute with."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 
+from lmcache_connector.vllm_compat.api.cpu_cores import RESERVED_CORES, cores_are_chosen
+
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 
 def machine_host(parallel: ParallelConfig, engine_id: str) -> str:
@@ -32,6 +36,24 @@ def engine_header(parallel: ParallelConfig, engine_id: str) -> int:
     is this engine's alone, or takes no such header."""
     has_header = _is_one_of_many(parallel, engine_id) and not parallel.local_engines_only
     return engine_index(parallel) if has_header else -1
+
+
+def core_warning(config: VllmConfig) -> str | None:
+    """What to tell people whose engine computes with fewer cores, or beside its own scheduler, for
+    having a connector; ``None``: nothing.
+
+    vLLM's build for CPUs sets a core per rank aside for its scheduler, and with any connector
+    another one, meant for NIXL's thread that never sleeps; where too few are left it sets none
+    aside (its ``OMPProcessManager``). This connector's threads sleep unless they copy.
+    """
+    if not current_platform.is_cpu() or config.kv_transfer_config is None or cores_are_chosen():
+        return None
+    return (
+        "with a KV connector vLLM sets one more core aside per rank, or none where there are too "
+        "few. This connector needs none: set "
+        f"{RESERVED_CORES}={config.parallel_config.local_world_size} to compute with the cores "
+        "that vLLM has without it"
+    )
 
 
 def _is_one_of_many(parallel: ParallelConfig, engine_id: str) -> bool:

