@@ -1,25 +1,28 @@
 """Pairs of real engines, one hands over to the other: ours by NIXL and by TCP, vLLM's own by NIXL.
 
-For every prompt the prefill engine computes and keeps the KV; then the decode engine fetches it all
-at once, so that what is timed is the transfer alone. The limits are one plain NIXL read, or a plain
-socket, of as many bytes between two processes, from and to warm memory, with nothing around it.
+The prefill engine computes a prompt once and keeps its KV; then the decode engine fetches it, and
+forgets it again, several times in a turn. So what is timed is the transfer alone. Pairs without a
+turn are stopped. Each engine has one thread that computes: two engines on two cores fight else.
+
+The limits are one plain NIXL read, or a plain socket, of as many bytes between two processes, with
+nothing around it, measured after each turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 from rich.progress import Progress
 
 from benchmarks.harness.engines import Engines
+from benchmarks.harness.turns import go_on, stop, turn_of
 from benchmarks.peers.raw_nixl import RawNixl
 from benchmarks.peers.raw_socket import RawSocket
 from tests.support.engines.handover import Ask, ask, prefill
@@ -35,8 +38,7 @@ _TRANSPORTS = ("nixl", "tcp", "vllm-nixl")
 _SHAPE = replace(DEMO_SHAPE, max_position=32768)
 _FOR_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 _CACHE_BYTES = 768 << 20
-_LONG_TOKENS = 10_000
-"""From there on a prompt's prefill takes minutes on a core: one round must do."""
+_HAND_OVERS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens", type=int, nargs="+", default=[1000, 6000, 30000], help="lengths"
     )
     parser.add_argument(
-        "--rounds",
-        type=int,
-        default=5,
-        help="prompts of each length, for medians; of long ones, one",
+        "--rounds", type=int, default=4, help=f"turns of a pair, each of {_HAND_OVERS} hand-overs"
     )
     parser.add_argument(
         "--transport", choices=_TRANSPORTS, nargs="+", default=list(_TRANSPORTS), help="in turns"
@@ -57,32 +56,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     lengths, ways = args.prompt_tokens, args.transport
-
-    def rounds_of(num_tokens: int) -> int:
-        return 1 if num_tokens >= _LONG_TOKENS else int(args.rounds)
-
-    task = progress.add_task("Starting engines", total=len(ways) + sum(map(rounds_of, lengths)))
+    total = len(ways) * (1 + len(lengths) * (1 + args.rounds))
+    task = progress.add_task("Starting engines", total=total)
     runs = []
     with Engines(_SHAPE) as engines:
         pairs = []
         for way in ways:
-            pairs.append(_start(engines, way, checksum=not args.no_checksum))
+            pair = _start(engines, way, checksum=not args.no_checksum)
+            pairs.append(pair)
+            engines.callback(go_on, pair.pids)  # or they could not end
+            stop(pair.pids)
             progress.advance(task)
         for num_tokens in lengths:
-            num_bytes = num_tokens * _SHAPE.kv_bytes_per_token
+            prompt = random_prompt(num_tokens, num_tokens)
+            progress.update(task, description=f"{num_tokens} tokens, computed")
+            recomputed = []
+            for pair in pairs:
+                with turn_of(pair.pids):
+                    recomputed.append(pair.compute(prompt))
+                progress.advance(task)
+            rounds: dict[str, list[_Round]] = {way: [] for way in ways}
             with ExitStack() as stack:
-                raw = {way: _raw(stack, way, num_bytes) for way in ways}
-                for pair in pairs:
-                    pair.round(num_tokens)  # unmeasured: peers meet, buffers are touched
-                rounds: dict[str, list[_Round]] = {way: [] for way in ways}
-                for number in range(rounds_of(num_tokens)):
-                    progress.update(task, description=f"{num_tokens} tokens, round {number + 1}")
-                    for pair in pairs:
-                        one = pair.round(num_tokens)
-                        rounds[pair.way].append(replace(one, raw_gbps=raw[pair.way].gbps()))
+                raw = {way: _raw(stack, way, num_tokens) for way in ways}
+                for number, pair in product(range(args.rounds), pairs):
+                    progress.update(task, description=f"{num_tokens} tokens, turn {number + 1}")
+                    rounds[pair.way] += _turn(pair, prompt, raw[pair.way])
                     progress.advance(task)
-            recomputed = statistics.median(pairs[0].recompute(num_tokens) for _ in rounds[ways[0]])
-            runs += [_fields(way, num_tokens, rounds[way], recomputed) for way in ways]
+            runs += [_fields(way, num_tokens, rounds[way], min(recomputed)) for way in ways]
     _compare(runs)
     return {
         "checksum": not args.no_checksum,
@@ -92,7 +92,18 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _raw(stack: ExitStack, way: str, num_bytes: int) -> RawNixl | RawSocket:
+def _turn(pair: _Pair, prompt: Sequence[int], raw: RawNixl | RawSocket) -> list[_Round]:
+    """After one hand-over that is not measured: peers look after each other again, and buffers
+    are touched."""
+    with turn_of(pair.pids):
+        pair.hand_over(prompt)
+        rounds = [pair.hand_over(prompt) for _ in range(_HAND_OVERS)]
+    gbps = statistics.median(raw.gbps() for _ in range(_HAND_OVERS))
+    return [replace(each, raw_gbps=gbps) for each in rounds]
+
+
+def _raw(stack: ExitStack, way: str, num_tokens: int) -> RawNixl | RawSocket:
+    num_bytes = num_tokens * _SHAPE.kv_bytes_per_token
     if way == "tcp":
         return stack.enter_context(RawSocket(num_bytes))
     return stack.enter_context(RawNixl(num_bytes))
@@ -145,38 +156,40 @@ def _compare(runs: Sequence[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two engines that hand over one way, and seeds for prompts that neither has seen."""
+    """Two engines that hand over one way, and numbers for the names of requests."""
 
     way: str
     prefill: VllmInstance
     decode: VllmInstance
-    seeds: Iterator[int] = field(default_factory=count)
+    numbers: Iterator[int] = field(default_factory=count)
 
-    def round(self, num_tokens: int) -> _Round:
-        seed = next(self.seeds)
-        prompt = random_prompt(seed, num_tokens)
+    @property
+    def pids(self) -> tuple[int, int]:
+        return self.prefill.pid, self.decode.pid
+
+    def compute(self, prompt: Sequence[int]) -> float:
+        """Time to first token of a prompt that nobody has; the prefill engine has it then."""
+        seconds: float = self.prefill.serve(prompt).ttft_seconds
+        return seconds
+
+    def hand_over(self, prompt: Sequence[int]) -> _Round:
+        number = next(self.numbers)
+        cold = self.prefill.call(prefill, Ask(f"p-{number}", prompt, 1, dict(_FOR_DECODE)))
         before = self._received()
-        cold = self.prefill.call(prefill, Ask(f"p-{seed}", prompt, 1, dict(_FOR_DECODE)))
-        hit = self.decode.call(ask, Ask(f"d-{seed}", prompt, 2, cold.params))
+        hit = self.decode.call(ask, Ask(f"d-{number}", prompt, 2, cold.params))
         num_bytes, seconds, failed = (
             now - then for now, then in zip(self._received(), before, strict=True)
         )
+        self.decode.reset_prefix_cache()
         missed = hit.finish_reason != "length" or cold.params is None
         return _Round(
             equal=() != hit.served.block_digests == cold.served.block_digests,
-            hit_tokens=num_tokens if self.way == "vllm-nixl" else hit.served.external_hit_tokens,
+            hit_tokens=len(prompt) if self.way == "vllm-nixl" else hit.served.external_hit_tokens,
             errors=int(failed) + missed,
             num_bytes=int(num_bytes),
             gbps=num_bytes / seconds / 1e9 if seconds else 0.0,
             ttft=hit.served.ttft_seconds,
         )
-
-    def recompute(self, num_tokens: int) -> float:
-        """Time to first token of a prompt that the decode engine computes itself."""
-        seed = next(self.seeds)
-        cold = self.decode.call(ask, Ask(f"recompute-{seed}", random_prompt(seed, num_tokens)))
-        seconds: float = cold.served.ttft_seconds
-        return seconds
 
     def _received(self) -> tuple[float, float, float]:
         """Bytes, seconds and failures at the decode engine so far."""
@@ -189,16 +202,14 @@ class _Pair:
 
 
 def _start(engines: Engines, way: str, *, checksum: bool) -> _Pair:
-    """Each engine on a core of its own: two on two cores fight."""
-    cores = sorted(os.sched_getaffinity(0))
     instances = []
-    for place, role in enumerate(("kv_producer", "kv_consumer")):
+    for role in ("kv_producer", "kv_consumer"):
         port = free_ports(1)
         ours = {"transport": way, "checksum": checksum}
         transfer = nixl_transfer(role) if way == "vllm-nixl" else kv_transfer(role, port, **ours)
         environment = {
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-            "VLLM_CPU_OMP_THREADS_BIND": str(cores[place % len(cores)]),
+            "OMP_NUM_THREADS": "1",
         }
         instances.append(
             engines.start(

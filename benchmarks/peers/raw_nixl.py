@@ -10,22 +10,26 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.peers.places import num_places, places
+
 
 class RawNixl:
-    """Another process that lets ``num_bytes`` be read."""
+    """Another process that lets ``num_bytes`` be read, at one place after the other."""
 
     def __init__(self, num_bytes: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_offer, args=(theirs, num_bytes))
-        self._memory = np.ones(num_bytes, np.uint8)
+        self._num_bytes, self._places = num_bytes, places(num_bytes)
+        self._memory = np.ones(num_bytes * num_places(num_bytes), np.uint8)
 
     def __enter__(self) -> RawNixl:
         self._process.start()
         self._agent = _agent("raw-reader", self._memory)
         self._peer = self._agent.add_remote_agent(self._pipe.recv_bytes())
         self._address = json.loads(self._pipe.recv_bytes())
-        self.gbps()  # unmeasured
+        for _ in range(num_places(self._num_bytes)):
+            self.gbps()  # unmeasured
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -37,9 +41,9 @@ class RawNixl:
 
     def gbps(self) -> float:
         """From the order to read until all bytes are here."""
-        size = len(self._memory)
-        here = self._agent.get_xfer_descs([(self._memory.ctypes.data, size, 0)], "DRAM")
-        there = self._agent.get_xfer_descs([(self._address, size, 0)], "DRAM")
+        size, place = self._num_bytes, next(self._places)
+        here = self._agent.get_xfer_descs([(self._memory.ctypes.data + place, size, 0)], "DRAM")
+        there = self._agent.get_xfer_descs([(self._address + place, size, 0)], "DRAM")
         started = time.perf_counter()
         handle = self._agent.initialize_xfer("READ", here, there, self._peer)
         state = self._agent.transfer(handle)
@@ -61,7 +65,7 @@ def _agent(name: str, memory: np.ndarray[Any, Any]) -> Any:
 
 
 def _offer(pipe: Connection, num_bytes: int) -> None:
-    memory = np.ones(num_bytes, np.uint8)
+    memory = np.ones(num_bytes * num_places(num_bytes), np.uint8)
     agent = _agent("raw-source", memory)
     pipe.send_bytes(agent.get_agent_metadata())
     pipe.send_bytes(json.dumps(memory.ctypes.data).encode())
