@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.field.tool import Target, installed, options, packages_of, program
 from benchmarks.harness.block_traces import BlockTrace, read_trace
 
-_NAME = "aiperf"
+NAME = "aiperf"
 _RESULT = "profile_export_aiperf.json"
 _TOKENIZER, _REVISION = "field/tokenizer", "0" * 40
 _NUM_CONVERSATIONS = 8  # or more, where they have fewer turns
@@ -26,13 +26,12 @@ _CONTEXTS_PER_REQUEST = 4  # as many requests for each context of the load
 class AiPerf:
     """``trace``: one that :func:`~benchmarks.harness.block_traces.read_trace` reads."""
 
-    name = _NAME
-
     def __init__(self, trace: Path) -> None:
+        self.name = f"{NAME}-{trace.name.partition('.')[0]}"
         self._trace = trace
 
     def version(self) -> str | None:
-        return installed(_NAME, packages_of(_NAME))
+        return installed(NAME, packages_of(NAME))
 
     def command(self, target: Target) -> list[str]:
         load = target.load
@@ -66,7 +65,7 @@ class AiPerf:
         body = ["--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"]
         hub = _hub(target.tokenizer, target.folder / "hub")
         offline = ["env", f"HF_HUB_CACHE={hub}", "HF_HUB_OFFLINE=1"]
-        return [*offline, program(_NAME, _NAME), "profile", *options(given), *body]
+        return [*offline, program(NAME, NAME), "profile", *options(given), *body]
 
     def figures(self, folder: Path) -> dict[str, float]:
         (path,) = folder.rglob(_RESULT)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from benchmarks.field.aiperf import NAME as AIPERF
 from benchmarks.field.aiperf import AiPerf
 from benchmarks.field.cache_pressure import CachePressure
 from benchmarks.field.lmcache_bench import LongDocQa, MultiRoundChat
@@ -44,10 +45,10 @@ _WARM_UPS, _WARM_UP_TOKENS, _WARM_UP_SEED = 3, 700, 10**6
 SAMPLE = ROOT / "benchmarks" / "traces" / "sample.jsonl"
 
 
-def tools(trace: Path = SAMPLE) -> dict[str, Tool]:
-    """All of them, by name."""
-    found: list[Tool] = [VllmBench(), LongDocQa(), MultiRoundChat(), CachePressure(), AiPerf(trace)]
-    return {tool.name: tool for tool in found}
+def tools(traces: Sequence[Path] = (SAMPLE,)) -> dict[str, tuple[Tool, ...]]:
+    """All of them, by name; ``aiperf`` once for each trace."""
+    alone: tuple[Tool, ...] = (VllmBench(), LongDocQa(), MultiRoundChat(), CachePressure())
+    return {tool.name: (tool,) for tool in alone} | {AIPERF: tuple(map(AiPerf, traces))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", type=int, default=10, help="how much each tool asks for")
     parser.add_argument("--seconds", type=float, default=300, help="longest run of a tool")
     parser.add_argument("--minutes", type=float, default=55, help="nothing begins after that")
-    parser.add_argument("--trace", type=Path, default=SAMPLE, help="for aiperf: .jsonl, .tar.gz")
+    parser.add_argument(
+        "--trace", type=Path, nargs="+", default=[SAMPLE], help="for aiperf: .jsonl(.gz), .tar.gz"
+    )
     parser.add_argument("--outputs", type=Path, default=ENVIRONMENTS / "outputs")
 
 
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             for name in args.models
         ]
         matrix = Matrix(
-            [all_tools[name] for name in args.tools],
+            [tool for name in args.tools for tool in all_tools[name]],
             models,
             args.connectors,
             lambda cell: _served(cell, Path(scratch)),
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "failed_runs": sum(one.failure is not None for one in runs),
         "rounds": args.rounds,
         "connector_gib": CONNECTOR_GIB,
-        "trace": args.trace.name,
+        "traces": ", ".join(trace.name for trace in args.trace),
         "tools": [{"tool": tool.name, "version": tool.version()} for tool in matrix.tools],
         "loads": [{"model": model.name} | asdict(model.load) for model in models],
         "table": rows,

@@ -166,7 +166,7 @@ def test_an_environment_that_is_not_there_has_no_packages() -> None:
 
 
 def test_the_tools_that_make_field_installs_are_pinned() -> None:
-    for name in (aiperf.AiPerf.name, CachePressure.name):
+    for name in (aiperf.NAME, CachePressure.name):
         lines = (ROOT / f"requirements-field-{name}.txt").read_text().splitlines()
         assert [line.split("==")[0] for line in lines if "==" in line] == [name]
 
