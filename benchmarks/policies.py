@@ -7,6 +7,9 @@ the limit. Sizes are shares of the working set, which is all distinct blocks of 
 Saved is the share of all prefill, where a token after ``c`` others costs ``1 + c / 30,000``: on an
 8B model attention over 30,000 tokens takes about as long as everything else. ``gap_closed`` is
 ``(saved - lru) / (belady - lru)``.
+
+``stores`` compares two times to store: as blocks are computed, and late, when the paged cache is
+about to lose them. The paged cache has a quarter of the tier's size.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ from benchmarks.peers.cache_policies import (
     Requests,
     libcachesim_peers,
 )
+from benchmarks.peers.two_tiers import replay
 
 SAMPLE = Path(__file__).parent / "traces" / "sample.jsonl"
 DIVISORS = (16, 8, 4)
 _EQUAL_TOKENS = 30_000
+_PAGED_DIVISOR = 4
 
 MakePolicy = Callable[[int, Requests], Policy]
 
@@ -54,8 +59,9 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for trace in progress.track(traces, description="traces")
         for divisor in DIVISORS
     ]
+    stores = [_stores(trace, divisor) for trace in traces for divisor in DIVISORS]
     peers = "libcachesim" if "lfu" in contestants else "none"
-    return {**headline(rows), "peers": peers, "sizes": rows}
+    return {**headline(rows), "peers": peers, "sizes": rows, "stores": stores}
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -77,13 +83,18 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def saved_share(trace: BlockTrace, policy: Policy) -> float:
     """Of the prefill of all prompts."""
+    return _saved(trace, [policy.serve(at, blocks) for at, blocks in trace.requests])
+
+
+def _saved(trace: BlockTrace, found: Sequence[int]) -> float:
+    """``found``: how many leading blocks of each prompt were there."""
     saved = total = 0.0
     longest = max(len(blocks) for _, blocks in trace.requests)
     cost_of_first = [0.0]
     for block in range(longest):
         cost_of_first.append(cost_of_first[-1] + 1 + block * trace.block_tokens / _EQUAL_TOKENS)
-    for at, blocks in trace.requests:
-        saved += cost_of_first[policy.serve(at, blocks)]
+    for num_found, (_, blocks) in zip(found, trace.requests, strict=True):
+        saved += cost_of_first[num_found]
         total += cost_of_first[len(blocks)]
     return saved / total
 
@@ -114,6 +125,21 @@ def _row(trace: BlockTrace, divisor: int, contestants: Mapping[str, MakePolicy])
         "blocks": capacity,
         "saved": {name: round(share, 4) for name, share in saved.items()},
     }
+
+
+def _stores(trace: BlockTrace, divisor: int) -> dict[str, Any]:
+    """Block counts are per block that is computed."""
+    capacity = max(4, trace.num_blocks // divisor)
+    ways = {
+        name: replay(trace.requests, capacity // _PAGED_DIVISOR, capacity, late=late)
+        for name, late in (("at_once", False), ("late", True))
+    }
+    fields: dict[str, Any] = {"trace": trace.name, "size": f"1/{divisor}"}
+    for name, way in ways.items():
+        fields[f"saved_{name}"] = round(_saved(trace, way.found), 4)
+        fields[f"stored_{name}"] = round(way.stored / max(1, way.computed), 4)
+    step = ways["late"].most_at_once / (capacity // _PAGED_DIVISOR)
+    return fields | {"paged_cache_in_one_step_late": round(step, 3)}
 
 
 def _mean_gap(rows: Sequence[Mapping[str, Any]], name: str) -> float:

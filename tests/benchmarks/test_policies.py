@@ -14,6 +14,7 @@ import pytest
 from benchmarks import policies
 from benchmarks.harness.block_traces import BlockTrace, read_trace
 from benchmarks.peers.cache_policies import Belady, ByTurns, Lru, Ours
+from benchmarks.peers.two_tiers import Stored, replay
 
 
 def mooncake(path: Path, requests: list[tuple[int, list[int]]]) -> Path:
@@ -95,6 +96,20 @@ def test_the_headline_is_the_mean_gap_at_a_sixteenth_and_the_worst_of_all() -> N
     assert fields["worst_saved_vs_lru"] == 0.9
     assert fields["lfu_gap_closed_1_16"] == -0.25
     assert fields["lfu_worst_saved_vs_lru"] == 0.5
+
+
+def test_what_is_stored_late_is_stored_when_the_paged_cache_loses_it() -> None:
+    requests = [(0.0, [0, 1]), (1.0, [2, 3]), (2.0, [0, 1])]
+    late = replay(requests, paged_blocks=3, tier_blocks=10, late=True)
+    assert late == Stored(found=(0, 0, 2), computed=4, stored=2, most_at_once=1)
+    at_once = replay(requests, paged_blocks=3, tier_blocks=10, late=False)
+    assert at_once == Stored(found=(0, 0, 2), computed=4, stored=4, most_at_once=2)
+
+
+def test_without_a_tier_only_the_paged_cache_is_there() -> None:
+    requests = [(0.0, [0, 1]), (1.0, [0, 1]), (2.0, [2, 3]), (3.0, [0, 1])]
+    for late in (True, False):
+        assert replay(requests, 2, 0, late=late).found == (0, 2, 0, 0)
 
 
 def test_the_sample_is_a_trace() -> None:
