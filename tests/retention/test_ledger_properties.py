@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache_connector.plans import Claim, PrefixUse
-from lmcache_connector.retention.ledger import Ledger, Limits
+from lmcache_connector.retention.bounds import Limits
+from lmcache_connector.retention.ledger import Ledger
 
 TENANTS = (b"", b"a", b"b", b"c")
 SIZE = 10
