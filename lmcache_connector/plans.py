@@ -164,8 +164,9 @@ class LoadJob(_Runs):
 class PrefetchJob(_Runs):
     """Bring chunks from Redis to the CPU tier for a request that waits in vLLM's queue.
 
-    No blocks are touched: ``block_ids`` of the runs are empty. It gives way to all loads, and may
-    take ``deadline_seconds`` with that. What comes is ``tenant``'s, see :class:`Claim`.
+    No blocks are touched: ``block_ids`` of the runs are empty. It gives way to all loads for
+    ``deadline_seconds``, and may then take as long. What comes is ``tenant``'s, see
+    :class:`Claim`.
     """
 
     job_id: int

@@ -42,6 +42,7 @@ class Found:
 
 PENDING: Final = Pending.PENDING
 MISS: Final = Found()
+"""There is no answer, so nothing is known to be held."""
 LookupAnswer = Found | Pending
 
 

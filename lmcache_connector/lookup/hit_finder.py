@@ -15,6 +15,7 @@ from lmcache_connector.kv_events.log import KvEventSink
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_prefix_only
 from lmcache_connector.kv_parts.part import Part, keys_of_part
 from lmcache_connector.lookup.background_lookup import (
+    MISS,
     PENDING,
     BackgroundLookup,
     Found,
@@ -195,7 +196,12 @@ class RedisHitFinder(HitFinder):
             self._tally.count("lookups", Tier.REDIS.value)
 
     def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
-        redis_keys = asked.redis_keys
+        redis_keys, known = asked.redis_keys, asked.pending
+        if known is not None and known.answer is MISS and asked.wait_until is None:
+            # Many came at once: the question had no turn before its deadline.
+            if not self._is_old(asked):
+                return PENDING
+            self.ask(asked, num_computed_tokens // self._chunk_size)
         if asked.pending is not None:
             if asked.pending.answer is PENDING:
                 return PENDING
@@ -263,7 +269,7 @@ class RedisHitFinder(HitFinder):
             # Not cancelled: how long it takes tells whether the next one is worth waiting for.
             self._tally.count("lookups_given_up")
             answer = Found(asked.redis_keys)
-        elif len(answer.keys) < len(asked.asked_keys):
+        elif answer is not MISS and len(answer.keys) < len(asked.asked_keys):
             self._kv_events.missing(next(k for k in asked.asked_keys if k not in answer.keys))
         asked.redis_keys = answer.keys
         asked.pending = asked.wait_until = None

@@ -20,53 +20,16 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from lmcache_connector.plans import Claim
 from lmcache_connector.retention.age_queues import AgeQueues
-from lmcache_connector.retention.notes import Notes
+from lmcache_connector.retention.bounds import Holdings, Limits, Reason
+from lmcache_connector.retention.notes import Awaited, Notes
 
 PIN_SECONDS = 3600.0
 """How long a pin lasts at most, from the last request that asked for it."""
 _IDLE_SECONDS = 600.0
 """A tenant that has used nothing for so long is no longer protected from those that use much."""
-
-
-class Reason(Enum):
-    """Why a chunk went. The values are labels of a metric."""
-
-    EXPIRED = "expired"
-    OVER_SHARE = "over_share"
-    OLDEST = "oldest"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """In bytes. ``tenant_bytes``: what a tenant keeps while others want the room. ``pin_bytes``:
-    pinned chunks of all tenants; ``tenant_pin_bytes``: of each."""
-
-    tenant_bytes: float = math.inf
-    pin_bytes: float = 0.0
-    tenant_pin_bytes: float = 0.0
-
-    @classmethod
-    def of(cls, capacity_bytes: float, tenant_share: float, pin_share: float) -> Limits:
-        pin_bytes = capacity_bytes * pin_share
-        return cls(capacity_bytes * tenant_share, pin_bytes, pin_bytes * tenant_share)
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """What is in the tier, and what became of it since the start.
-
-    ``tenant_bytes``: by label, of which there are 257 at most. ``refused_pins``: how often a
-    prompt was not pinned as a whole, for want of room.
-    """
-
-    tenant_bytes: tuple[tuple[str, int], ...] = ()
-    pinned_bytes: int = 0
-    refused_pins: int = 0
-    evicted: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +75,7 @@ class Ledger:
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.notes = Notes(clock)
+        self._awaited = Awaited()
         self._limits = limits
         self._clock = clock
         self._latest = -math.inf  # the last time that a chunk may have been used
@@ -155,7 +119,11 @@ class Ledger:
 
         What is not in the tier is left out. O(chunks, and those before them).
         """
-        self._use(keys, claim, parents, self.settle())
+        now = self.settle()
+        self._use(keys, claim, parents, now)
+        if self._awaited:
+            for key, late in self._awaited.take(keys, now):
+                self._use([key], late, (), now)
 
     def fetched(self, keys: Sequence[bytes], name: bytes, parents: Sequence[bytes] = ()) -> None:
         """These have come ahead of the request of a tenant that will use them, and ``parents``, as
@@ -179,6 +147,7 @@ class Ledger:
         for use, at in uses:
             self._latest = max(self._latest, at)  # a verb may have begun before the note came
             self._use(use.keys, use.claim, (), self._latest)
+            self._awaited.add(use, [k for k in use.keys if k not in self._chunks], self._latest)
         now = self._latest = max(self._latest, self._clock())
         if given_up:
             self._give_up(given_up, now)
@@ -198,7 +167,7 @@ class Ledger:
         now = self.settle()
         self._lapse(now)
         victims: dict[bytes, Reason] = {}
-        for reason, key in self._order(now):
+        for reason, key in self._order(now, may_go):
             if key not in victims and may_go(key):
                 victims[key] = reason
                 if len(victims) == count:
@@ -242,23 +211,27 @@ class Ledger:
 
     # -- order ---------------------------------------------------------------------------------
 
-    def _order(self, now: float) -> Iterator[tuple[Reason, bytes]]:
+    def _order(self, now: float, may_go: Callable[[bytes], bool]) -> Iterator[tuple[Reason, bytes]]:
         for key in self._expired:
             yield Reason.EXPIRED, key
         if self._over and len(self._tenants) > 1 and not self._is_oldest_idle(now):
             for tenant in sorted(self._over, key=lambda each: -each.num_bytes):
-                yield from self._excess(tenant, now)
+                yield from self._excess(tenant, now, may_go)
         for key in self._queues.oldest_first(now):
             yield Reason.OLDEST, key
 
-    def _excess(self, tenant: _Tenant, now: float) -> Iterator[tuple[Reason, bytes]]:
-        """What a tenant has above its share."""
+    def _excess(
+        self, tenant: _Tenant, now: float, may_go: Callable[[bytes], bool]
+    ) -> Iterator[tuple[Reason, bytes]]:
+        """What a tenant has above its share. What may not go does not count as gone: while Redis is
+        slow, most of the oldest waits to be written to it."""
         num_bytes = tenant.num_bytes + tenant.expected_bytes - self._limits.tenant_bytes
         for key in tenant.queues.oldest_first(now):
             if num_bytes <= 0:
                 return
-            num_bytes -= self._chunks[key].num_bytes
-            yield Reason.OVER_SHARE, key
+            if may_go(key):
+                num_bytes -= self._chunks[key].num_bytes
+                yield Reason.OVER_SHARE, key
 
     def _is_oldest_idle(self, now: float) -> bool:
         """Whether a tenant that has gone owns the chunk unused longest."""

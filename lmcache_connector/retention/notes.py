@@ -1,17 +1,20 @@
 """What the engine's step has to tell the ledger, kept until somebody asks the ledger something.
 
 The step waits for no lock, and a prompt that is used a hundred times before anything has to go is
-walked through once.
+walked through once. What is told of a chunk that is still being stored is kept until it comes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-from lmcache_connector.plans import PrefixUse
+from lmcache_connector.plans import Claim, PrefixUse
 
 _MAX_USES = 1024
+_MAX_CLAIMS = 16
+_STORE_SECONDS = 60.0
+"""A chunk that has not come by then is not the one that was on its way."""
 
 
 class Notes:
@@ -46,3 +49,31 @@ class Notes:
                 del self._uses[use]
             given_up, self._given_up = list(self._given_up), {}
             return uses, given_up
+
+
+class Awaited:
+    """Claims to chunks on their way to the tier, of the newest 1,024 chunks the first
+    16 each. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._claims: dict[bytes, dict[Claim, float]] = {}  # and when they were made
+
+    def __bool__(self) -> bool:
+        return bool(self._claims)
+
+    def add(self, use: PrefixUse, missing: Iterable[bytes], now: float) -> None:
+        """``missing``: of its keys, those that are not in the tier."""
+        for key in missing:
+            claims = self._claims.pop(key, {})
+            if len(claims) < _MAX_CLAIMS:
+                claims[use.claim] = now
+            self._claims[key] = claims
+            if len(self._claims) > _MAX_USES:
+                del self._claims[next(iter(self._claims))]
+
+    def take(self, keys: Iterable[bytes], now: float) -> Iterator[tuple[bytes, Claim]]:
+        """The claims to chunks that have come."""
+        for key in keys:
+            for claim, at in self._claims.pop(key, {}).items():
+                if now - at <= _STORE_SECONDS:
+                    yield key, claim

@@ -244,7 +244,8 @@ class WorkerAdapter:
         if isinstance(job, AuditJob):
             return self._audit(queued, job)
         if isinstance(job, PrefetchJob):
-            transfer = self._engine.fetch(job, queued.cancelled, queued.deadline)
+            # What it has waited behind loads says nothing of Redis, which would look stalled.
+            transfer = self._engine.fetch(job, queued.cancelled, started + job.deadline_seconds)
         elif isinstance(job, StoreJob):
             transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
         else:

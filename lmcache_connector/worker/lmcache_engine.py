@@ -38,7 +38,8 @@ from lmcache_connector.plans import (
     PrefixUse,
     StoreJob,
 )
-from lmcache_connector.retention.ledger import Holdings, Ledger, Limits
+from lmcache_connector.retention.bounds import Holdings, Limits
+from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
@@ -194,14 +195,14 @@ class LMCacheEngineAdapter:
             for piece in self._pieces(run, parts[run.part])
         ]
         self._use(job)  # what comes from Redis shall push out other chunks
-        num_bytes = self._bytes_missing(transfers) if job.needs_redis else 0
-        with self._expecting(job.claim.tenant, num_bytes):
-            for transfer in transfers:
+        for transfer in transfers:
+            num_bytes = self._bytes_missing([transfer]) if job.needs_redis else 0
+            with self._expecting(job.claim.tenant, num_bytes):
                 self._retrieve(transfer, deadline if job.needs_redis else None)
-                if transfer.num_chunks < len(transfer.keys):
-                    break
-        if job.needs_redis:
-            self._use(job)
+            if num_bytes:  # or the next piece would push out what is another's
+                self._use(job)
+            if transfer.num_chunks < len(transfer.keys):
+                break
         return JobTransfer.of(transfers)
 
     def compare(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,6 +35,8 @@ class Api:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.most_at_once = 0
+        self.is_silent = threading.Event()
+        self.closed = threading.Event()
         self._now = 0
         self._lock = threading.Lock()
         api = self
@@ -51,7 +57,10 @@ class Api:
                 threading.Event().wait(0.01)
                 with api._lock:
                     api._now -= 1
-                if body.get("prompt") == "garbage":
+                if body.get("prompt") == "never answered":
+                    api.is_silent.set()
+                    api.closed.wait(60.0)
+                elif body.get("prompt") == "garbage":
                     self.wfile.write(b"-ERR this is no HTTP\r\n")
                 elif str(body.get("prompt")) in STRANGE:
                     self._answer(200, STRANGE[body["prompt"]])
@@ -93,6 +102,7 @@ class Api:
         return "\n".join(dict.fromkeys(lines)) + "\n"
 
     def close(self) -> None:
+        self.closed.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -171,6 +181,36 @@ def test_an_answer_that_makes_no_sense_is_one_prompt_that_fails(
     assert all(each["error"] for each in found.document["errors"])
 
 
+def test_an_interrupt_waits_for_no_answer(api: Api, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("never answered\n" * 3, encoding="utf-8")
+    # Under nohup tests ignore SIGINT, and so would their children.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from lmcache_connector.cli.app import main; main()"
+    command = [sys.executable, "-c", code, "warm", str(file), "--url", api.url]
+    command += ["--api-key", "env:API_KEY"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert api.is_silent.wait(60.0)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=20.0)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_a_line_that_is_no_prompt_is_told_without_waiting_for_answers(
+    cli: Cli, api: Api, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"never answered"\n7\n', encoding="utf-8")
+    begun = time.monotonic()
+    found = warm(cli, api, file)
+    assert (found.code, time.monotonic() - begun < 30.0) == (2, True)
+    assert "line 2" in found.err
+
+
 def test_of_a_logged_request_only_the_prompt_counts(cli: Cli, api: Api, tmp_path: Path) -> None:
     """What it says of the answer would make that long, or the request fail."""
     file = tmp_path / "logged.jsonl"
@@ -232,6 +272,9 @@ def test_a_line_that_is_no_prompt_is_named(cli: Cli, api: Api, tmp_path: Path, l
 
 def test_what_cannot_be_reached_or_read_is_said(cli: Cli, api: Api, tmp_path: Path) -> None:
     assert warm(cli, api, tmp_path / "none").code == 2
+    assert warm(cli, api, tmp_path).code == 2
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    assert "is not UTF-8" in warm(cli, api, tmp_path / "binary").err
     empty = tmp_path / "empty"
     empty.write_text("\n\n", encoding="utf-8")
     assert "holds no prompts" in warm(cli, api, empty).err

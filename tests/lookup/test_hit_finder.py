@@ -24,7 +24,7 @@ from lmcache_connector.lookup.background_lookup import (
     PendingLookup,
 )
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.lookup.hit_finder import RedisHitFinder
+from lmcache_connector.lookup.hit_finder import FetchAhead, RedisHitFinder
 from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import CacheEvent, Tier
@@ -64,6 +64,17 @@ class SlowLookup:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class Told(KvEventSink):
+    """Remembers what Redis is said to lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing_keys: list[bytes] = []
+
+    def missing(self, key: bytes) -> None:
+        self.missing_keys.append(key)
 
 
 class Scene:
@@ -172,6 +183,54 @@ def test_a_request_that_has_queued_is_asked_for_once_more(scene: Scene) -> None:
     scene.clock.now += 1.0
     scene.finder.ask(asked, 0)
     assert asked.pending is None, "it has been decided"
+
+
+def test_a_question_that_had_no_turn_is_asked_again_for_what_is_fetched_ahead(
+    scene: Scene,
+) -> None:
+    """Many requests came at once. Nobody is told that Redis lacks what it was not asked for."""
+    scene.tier.gate.clear()
+    scene.tier.seconds = [6.0, 0.0]
+    first, second = scene.request(1), scene.request(2)
+    no_turn = pending(second)
+    scene.tier.gate.set()
+    assert num_found(pending(first)) == 4
+    no_turn._settled.wait(10.0)
+    scene.clock.now -= 6.0  # it was asked a moment ago
+    assert scene.finder.find_ahead(second, 0) is PENDING
+    scene.clock.now += 1.0
+    assert scene.finder.find_ahead(second, 0) is PENDING
+    assert num_found(pending(second)) == 4
+    ahead = scene.finder.find_ahead(second, 0)
+    assert isinstance(ahead, FetchAhead)
+    assert (ahead.stop, len(ahead.missing)) == (4, 4)
+
+
+def test_of_what_memory_has_by_then_nothing_is_asked_again(scene: Scene) -> None:
+    scene.tier.gate.clear()
+    scene.tier.seconds = [6.0]
+    first, second = scene.request(1), scene.request(2)
+    no_turn = pending(second)
+    scene.tier.gate.set()
+    assert num_found(pending(first)) == 4
+    no_turn._settled.wait(10.0)
+    scene.index.apply(0, [CacheEvent(key, True) for key in second.keys.keys])
+    scene.clock.now += 1.0
+    assert scene.finder.find_ahead(second, 0) == FetchAhead()
+
+
+def test_what_redis_was_not_asked_for_is_not_told_to_be_missing(scene: Scene) -> None:
+    told = scene.finder._kv_events = Told()
+    scene.tier.gate.clear()
+    scene.tier.seconds = [6.0]
+    first, second = scene.request(1), scene.request(2)
+    no_turn = pending(second)
+    scene.tier.gate.set()
+    assert num_found(pending(first)) == 4
+    no_turn._settled.wait(10.0)
+    scene.clock.now -= 6.0
+    assert scene.find(second) == 0
+    assert told.missing_keys == []
 
 
 def test_a_whole_hit_is_not_asked_for_again(scene: Scene) -> None:

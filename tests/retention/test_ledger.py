@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lmcache_connector.plans import Claim, PrefixUse
-from lmcache_connector.retention.ledger import PIN_SECONDS, Ledger, Limits
+from lmcache_connector.retention.bounds import Limits
+from lmcache_connector.retention.ledger import PIN_SECONDS, Ledger
 
 SIZE = 10
 A, B = b"tenant a", b"tenant b"
@@ -296,6 +297,30 @@ def test_a_pinned_chunk_that_goes_makes_room_for_another() -> None:
     assert tier.ledger.holdings().pinned_bytes == SIZE
 
 
+def test_a_pin_of_what_is_still_being_stored_holds() -> None:
+    """vLLM's own cache serves the second request while the first one's store is under way."""
+    tier = Tier(capacity=20, pin_share=0.5)
+    tier.ledger.notes.use(PrefixUse(Claim(pin=True), (b"x2",)))
+    tier.store(prompt("x", 3))
+    assert tier.ledger.holdings().pinned_bytes == 3 * SIZE
+    for i in range(10):
+        tier.store(prompt(f"flood{i}-", 5), Claim(B))
+    assert tier.has(prompt("x", 3)) == 3
+
+
+def test_a_pin_of_what_never_came_is_forgotten() -> None:
+    tier = Tier(capacity=20, pin_share=0.5)
+    for i in range(5000):
+        tier.ledger.notes.use(PrefixUse(Claim(pin=True, ttl_seconds=1.0 + i), (b"x2",)))
+        tier.ledger.notes.use(PrefixUse(Claim(pin=True), (b"%d" % i,)))
+        tier.ledger.settle()
+    claims = tier.ledger._awaited._claims.values()
+    assert sum(map(len, claims)) <= 1024 + 15
+    tier.clock.now += 61
+    tier.store(prompt("x", 3))
+    assert tier.ledger.holdings().pinned_bytes == 0
+
+
 # -- tenants ---------------------------------------------------------------------------------------
 
 
@@ -306,6 +331,17 @@ def test_a_flood_does_not_push_out_those_within_their_share() -> None:
         tier.store(prompt(f"b{i}-", 5), Claim(B))
     assert tier.has(prompt("a", 10)) == 10
     assert dict(tier.ledger.holdings().evicted).keys() == {"over_share"}
+
+
+def test_what_waits_to_be_written_of_a_flood_does_not_end_the_others_share() -> None:
+    """A slow Redis keeps the oldest of it in use, more than it has above its share."""
+    tier = Tier(capacity=20, tenant_share=0.5)
+    tier.store(prompt("a", 8), Claim(A))
+    tier.store(prompt("slow", 5), Claim(B))
+    tier.busy = set(prompt("slow", 5))
+    for i in range(10):
+        tier.store(prompt(f"b{i}-", 3), Claim(B))
+    assert tier.has(prompt("a", 8)) == 8
 
 
 def test_what_is_fetched_ahead_pushes_out_nobody_within_their_share() -> None:

@@ -3,12 +3,15 @@ of a prefix never goes before what follows it."""
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache_connector.plans import Claim, PrefixUse
-from lmcache_connector.retention.ledger import Ledger, Limits
+from lmcache_connector.retention.bounds import Limits
+from lmcache_connector.retention.ledger import Ledger
 
 TENANTS = (b"", b"a", b"b", b"c")
 SIZE = 10
@@ -97,17 +100,23 @@ class LedgerMachine(RuleBasedStateMachine):
         if key in self.held:
             self.ledger.notes.use(PrefixUse(own, (key,)))
 
-    @rule(count=st.integers(1, 4))
-    def evict(self, count: int) -> None:
-        victims = self.ledger.evict(count, lambda key: True)
-        assert len(victims) in (0, count)
+    @rule(count=st.integers(1, 4), num_busy=st.sampled_from([0, 0, 3, 12]), chance=st.randoms())
+    def evict(self, count: int, num_busy: int, chance: Random) -> None:
+        """Some chunks are in use, and what builds on others may go later than these then."""
+        busy = frozenset(chance.sample(sorted(self.held), min(num_busy, len(self.held))))
+        victims = self.ledger.evict(count, lambda key: key not in busy)
+        chunks = self.ledger._chunks.items()
+        num_free = sum(key not in busy and c.pinned_until is None for key, c in chunks)
+        assert len(victims) == (count if num_free >= count else 0)
+        assert busy.isdisjoint(victims)
         for number, victim in enumerate(victims):
             assert victim in self.held
             left = self.held.difference(victims[: number + 1]) - self.orphans
             # What was fetched has no priority before it is used.
             left = {key for key in left if self.ledger._chunks[key].is_claimed}
-            assert not {key for key in left if self.parents[key] == victim}, "a hole"
-            over = self.over_share()
+            holes = {key for key in left if self.parents[key] == victim}
+            assert busy or not holes, "a hole"
+            over = self.over_share(busy)
             if (
                 over
                 and len(self.users()) > 1
@@ -117,6 +126,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert victim[0] in over
         for victim in victims:
             self.drop(victim)
+        self.note_orphans(list(self.held))
 
     def make_room(self) -> None:
         (victim,) = self.ledger.evict(1, lambda key: True)
@@ -130,14 +140,16 @@ class LedgerMachine(RuleBasedStateMachine):
     def users(self) -> set[int]:
         return {key[0] for key in self.held}
 
-    def over_share(self) -> set[int]:
+    def over_share(self, busy: frozenset[bytes]) -> set[int]:
         """Tenants above their share that have something that may go."""
         counts = {t: sum(key[0] == t for key in self.held) for t in self.users()}
         return {
             t
             for t, n in counts.items()
             if n * SIZE > self.limits.tenant_bytes
-            and any(self.ledger._chunks[k].pinned_until is None for k in self.held if k[0] == t)
+            and any(
+                self.ledger._chunks[k].pinned_until is None for k in self.held - busy if k[0] == t
+            )
         }
 
     def is_expired_or_idle(self, key: bytes) -> bool:

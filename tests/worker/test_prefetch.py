@@ -113,6 +113,21 @@ def test_a_prefetch_ends_while_redis_is_silent(
     assert same(reader.blocks(range(40)), stored(written, range(20)))
 
 
+def test_what_a_prefetch_has_waited_is_not_taken_for_a_redis_that_fails(
+    reader: Instance, link: SlowLink
+) -> None:
+    """It would be left alone from then on, with all the hits that it holds."""
+    connected(reader)
+    link.set(bytes_per_second=10 * GEOMETRY.chunk_bytes)  # a second for each
+    jobs = [
+        replace(prefetch(i + 1, range(10 * i, 10 * i + 10)), deadline_seconds=1.6) for i in (0, 1)
+    ]
+    reader.run(StepPlan(prefetches=tuple(jobs)))
+    for job in jobs:
+        assert reader.wait_for(job.job_id).outcome is Outcome.DONE
+        assert not reader.results[job.job_id].redis_failed
+
+
 def _noting(used: list[int]):  # type: ignore[no-untyped-def]
     for number in range(100, 10_000):
         used.append(number)

@@ -12,16 +12,19 @@ import torch
 from lmcache_connector.copy_kv_blocks.copier import make_copier
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.plans import Claim, LoadJob, PartRun, PrefixUse, StoreJob
-from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.step_gate import StepGate
 from tests.support.parts import one_part
+from tests.support.redis.servers import Server
 
 GEOMETRY = ChunkGeometry(64, 0, (2048,) * 2, (0, 1), 2, "uint8")  # half a MiB a chunk
 CAPACITY = 20  # chunks
-NUM_BLOCKS = 10
+NUM_BLOCKS = 16
 MINE, CROWD = Claim(b"mine"), Claim(b"crowd")
 
 
@@ -31,8 +34,9 @@ def key(prompt: int, chunk: int) -> bytes:
 
 @dataclass
 class Rank:
-    """An engine whose paged cache holds one prompt at a time."""
+    """An engine whose paged cache holds one prompt at a time, alone or over a Redis."""
 
+    redis: RedisTier | None = None
     cache: torch.Tensor = field(init=False)
     engine: LMCacheEngineAdapter = field(init=False)
     num_jobs: int = 0
@@ -44,7 +48,7 @@ class Rank:
         cpu_gib = CAPACITY * GEOMETRY.chunk_bytes / 2**30
         settings = EngineSettings(0, 1, cpu_gib, tenant_share=0.5, pin_share=0.5)
         copier = make_copier(torch.device("cpu"))
-        self.engine = LMCacheEngineAdapter(settings, [part], copier, None)
+        self.engine = LMCacheEngineAdapter(settings, [part], copier, self.redis)
 
     def store(self, prompt: int, claim: Claim, num_chunks: int = 4) -> None:
         self.num_jobs += 1
@@ -55,12 +59,14 @@ class Rank:
         gate.open()
         self.engine.store(job, None, threading.Event(), gate)
 
-    def load(self, prompt: int, claim: Claim, num_chunks: int = 4) -> int:
+    def load(
+        self, prompt: int, claim: Claim, num_chunks: int = 4, *, needs_redis: bool = False
+    ) -> int:
         """How many leading chunks came back, all of them as they were stored."""
         self.num_jobs += 1
         self.cache.zero_()
         run = run_of(prompt, num_chunks)
-        job = LoadJob(self.num_jobs, "r", (run,), 10.0, False, 0, claim=claim)
+        job = LoadJob(self.num_jobs, "r", (run,), 10.0, needs_redis, 0, claim=claim)
         count = self.engine.load(job, None, threading.Event(), float("inf")).num_chunks
         for chunk in range(count):
             assert (self.cache[:, chunk] == 10 * prompt + chunk).all()
@@ -110,6 +116,13 @@ def test_what_was_stored_before_is_pinned_by_a_prompt_that_loads_nothing(rank: R
     assert rank.load(1, CROWD) == 4
 
 
+def test_what_is_being_stored_is_pinned_by_a_prompt_that_loads_nothing(rank: Rank) -> None:
+    rank.engine.use([PrefixUse(Claim(b"crowd", pin=True), (key(1, 3),))])
+    rank.store(1, CROWD)
+    rank.flood(2)
+    assert rank.load(1, CROWD) == 4
+
+
 def test_the_engines_step_waits_for_no_lane(rank: Rank) -> None:
     """A lane may walk through a long prompt meanwhile, or look for something to evict."""
     rank.store(1, CROWD)
@@ -134,6 +147,24 @@ def test_a_tenant_keeps_its_half(rank: Rank) -> None:
     rank.store(2, MINE)
     rank.flood(3)
     assert [rank.load(prompt, MINE) for prompt in (1, 2)] == [4, 4]
+
+
+def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
+    """From Redis, in pieces: those that have come are the tenant's at once."""
+    config = RedisTierConfig(url=f"redis://127.0.0.1:{valkey.port}")
+    rank = Rank(RedisTier(config, PartGeometries((GEOMETRY,))))
+    rank.store(1, CROWD, NUM_BLOCKS)
+    assert rank.redis is not None
+    assert rank.redis.flush(30.0)
+    rank.engine.forget_all()
+    for prompt in (2, 3):
+        rank.store(prompt, MINE)
+    assert rank.redis.flush(30.0)
+    assert rank.load(1, CROWD, NUM_BLOCKS, needs_redis=True) == NUM_BLOCKS
+    assert [rank.load(prompt, MINE) for prompt in (2, 3)] == [4, 4]
+    assert rank.load(1, CROWD, CAPACITY // 2) == CAPACITY // 2  # its end has made room
+    rank.check()
+    rank.engine.close(0.0)
 
 
 def test_a_prompt_loses_its_end_first(rank: Rank) -> None:

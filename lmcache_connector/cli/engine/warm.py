@@ -13,10 +13,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from operator import index
+from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +27,7 @@ from lmcache_connector.cli.engine.scrape import Snapshot, fetch
 from lmcache_connector.cli.report import FOUND_WRONG, UNREACHABLE, CliError, Report, duration
 from lmcache_connector.config.strict import resolve_secret
 from lmcache_connector.metrics.table import PREFIX
+from lmcache_connector.threads import start_thread
 
 _MAX_ANSWER_BYTES = 16 << 20
 _MAX_ERRORS_SHOWN = 10
@@ -125,21 +126,21 @@ def run(report: Report, options: Options) -> int:
 def _ask_all(
     base: str, model: str, options: Options, prompts: Iterable[PromptLine]
 ) -> Iterator[_Answer]:
-    """As they come; no more than ``concurrency`` are asked or held at once."""
-    with ThreadPoolExecutor(options.concurrency, "warm") as pool:
-        asked: set[Future[_Answer]] = set()
-        try:
-            for prompt in prompts:
-                asked.add(pool.submit(_ask, base, model, options, prompt))
-                while len(asked) >= options.concurrency:
-                    done, asked = wait(asked, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
-            while asked:
-                done, asked = wait(asked, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        finally:
-            for future in asked:
-                future.cancel()
+    """As they come; no more than ``concurrency`` are asked or held at once. Who leaves early, by an
+    interrupt or for a line that is no prompt, waits for no answer."""
+    answers, num_open = SimpleQueue[_Answer](), 0
+
+    def ask(prompt: PromptLine) -> None:
+        answers.put(_ask(base, model, options, prompt))
+
+    for prompt in prompts:
+        start_thread("warm", ask, prompt)
+        num_open += 1
+        if num_open == options.concurrency:
+            yield answers.get()
+            num_open -= 1
+    for _ in range(num_open):
+        yield answers.get()
 
 
 def _ask(base: str, model: str, options: Options, prompt: PromptLine) -> _Answer:
@@ -150,7 +151,7 @@ def _ask(base: str, model: str, options: Options, prompt: PromptLine) -> _Answer
         return _Answer(prompt.number, index(answer["usage"]["prompt_tokens"]))
     except urllib.error.HTTPError as error:
         return _Answer(prompt.number, error=f"{error.code} {_message(error)}")
-    except _BROKEN as error:
+    except Exception as error:  # noqa: BLE001 - no answer, or none that an engine would give
         return _Answer(prompt.number, error=str(getattr(error, "reason", error)) or repr(error))
 
 
