@@ -1,7 +1,7 @@
 """Conversations about one long document, turn by turn, with a running ``vllm serve``.
 
     python examples/chat.py http://localhost:8000
-    python examples/chat.py http://localhost:8000 --users 4 --turns 5 --words 6000
+    python examples/chat.py http://localhost:8000 --users 4 --turns 5 --words 1000
 
 Every turn sends the whole conversation again, as chat programs do. What the connector kept of it
 need not be computed: the document is shared by all users, each conversation by its own next turn,
@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 _SECONDS = 600.0
@@ -73,7 +74,18 @@ class Chat:
 
 def main() -> None:
     args = parse_args()
+    try:
+        converse(args)
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{error.url}: {error}\n{error.read().decode(errors='replace')}")
+    except (OSError, HTTPException) as error:
+        sys.exit(f"{args.url}: {error}\nIs the server up, and is this its address?")
+
+
+def converse(args: argparse.Namespace) -> None:
     url = args.url.rstrip("/")
+    if "://" not in url:
+        url = f"http://{url}"
     model = json.loads(get(f"{url}/v1/models"))["data"][0]["id"]
     words = random.Random(args.seed)
     document = some_words(words, args.words)
@@ -155,7 +167,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("url", help="of a running vllm serve with the connector")
     parser.add_argument("--users", type=int, default=2, help="conversations (2)")
     parser.add_argument("--turns", type=int, default=3, help="questions of each (3)")
-    parser.add_argument("--words", type=int, default=2000, help="of the document (2000)")
+    # The demo's model reads 8192 tokens, and such a word is four of its tokens.
+    parser.add_argument("--words", type=int, default=1500, help="of the document (1500)")
     parser.add_argument("--question-words", type=int, default=40, help="of a question (40)")
     parser.add_argument("--seed", type=int, default=0, help="of the document and questions (0)")
     parser.add_argument(

@@ -31,6 +31,7 @@ MAX_BLOCKS = 1 << 20
 """Blocks remembered, so that each is told of once: some 100 MB."""
 _MAX_MESSAGE_BYTES = 64 << 20
 _POLL_MILLISECONDS = 100
+_RUBBISH = (ValueError, LookupError, TypeError, RecursionError, msgspec.DecodeError)
 Frames = list[bytes]
 """Topic, sequence number (8 bytes, big-endian), a batch of events as msgpack."""
 
@@ -105,7 +106,7 @@ def relay(sources: Sequence[str], target: str, pool: Pool, stop: threading.Event
 def _pass_on(frames: Frames, giving: zmq.Socket[bytes], pool: Pool) -> None:
     try:
         messages = list(pool.split(frames))
-    except (ValueError, KeyError, IndexError, TypeError, msgspec.DecodeError) as error:
+    except _RUBBISH as error:
         logger.warning("Dropped what is no batch of events: %s", error)
         return
     for message in messages:
@@ -134,10 +135,15 @@ def main() -> None:
     parser.add_argument("--to", required=True, help="the router's zmqEndpoint")
     parser.add_argument("--pool", default="redis", help="the pool's name")
     arguments = parser.parse_args()
+    if not arguments.pool or "@" in arguments.pool:
+        parser.error("--pool: a name without @")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    relay(arguments.sources, arguments.to, Pool(arguments.pool), stop)
+    try:
+        relay(arguments.sources, arguments.to, Pool(arguments.pool), stop)
+    except zmq.ZMQError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def read_transfer_config(text_or_path: str) -> dict[str, Any]:
     """The object of ``--kv-transfer-config``. Raises :class:`CliError`, never repeating values."""
     text = text_or_path.strip()
     if text == "-":
-        text = sys.stdin.read()
+        text = _read_stdin()
     elif not text.startswith("{"):
         text = _read_file(Path(text_or_path))
     try:
@@ -41,6 +41,8 @@ def read_transfer_config(text_or_path: str) -> dict[str, Any]:
             f"this is no JSON: {error.msg} at line {error.lineno}, column {error.colno}",
             f"quote the whole of it for the shell: '{_EXAMPLE}'",
         ) from None
+    except RecursionError:
+        raise CliError("this JSON is nested too deeply", _EXAMPLE) from None
     if not isinstance(document, dict):
         raise CliError("the configuration must be one JSON object", _EXAMPLE)
     return document
@@ -113,6 +115,13 @@ def _with_url(config: RedisTierConfig, redis_url: str | None) -> RedisTierConfig
         return replace(config, url=resolve_secret(redis_url, os.environ))
     except ValueError as error:
         raise CliError(str(error), "for example --redis-url redis://localhost:6379") from None
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise CliError("what comes on standard input is no text", _EXAMPLE) from None
 
 
 def _read_file(path: Path) -> str:

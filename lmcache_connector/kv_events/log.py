@@ -23,7 +23,7 @@ class BlockRun:
     """The consecutive blocks of one chunk, ``block_size`` tokens each.
 
     ``parent_hash`` names the block before them, if any. ``extra_keys``: what vLLM adds to the hash
-    of each block beside its tokens.
+    of each block beside its tokens. ``shared``: other instances can load it from Redis as well.
     """
 
     hashes: tuple[bytes, ...]
@@ -32,6 +32,7 @@ class BlockRun:
     block_size: int
     lora: tuple[int, str] | None = None
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    shared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,11 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
+    """``shared``: as it was stored."""
+
     tier: Tier
     hashes: tuple[bytes, ...]
+    shared: bool = True
 
 
 KvEvent = BlocksStored | BlocksRemoved
@@ -132,7 +136,7 @@ class KvEventLog(KvEventSink):
         before = chunk.holders.get(tier, 0)
         chunk.holders[tier] = before & ~(1 << rank)
         if before == self._all_ranks:
-            self.events.append(BlocksRemoved(tier, chunk.blocks.hashes))
+            self.events.append(_removed(tier, chunk))
         if chunk.is_nowhere:
             del self._chunks[key]
 
@@ -150,7 +154,7 @@ class KvEventLog(KvEventSink):
         for chunk in self._chunks.values():
             for tier, holders in chunk.holders.items():
                 if holders == self._all_ranks:
-                    self.events.append(BlocksRemoved(tier, chunk.blocks.hashes))
+                    self.events.append(_removed(tier, chunk))
         self._chunks.clear()
 
     def _hold(self, tier: Tier, rank: int, key: bytes) -> None:
@@ -161,3 +165,7 @@ class KvEventLog(KvEventSink):
         chunk.holders[tier] = after = before | 1 << rank
         if before != after == self._all_ranks:
             self.events.append(BlocksStored(tier, chunk.blocks))
+
+
+def _removed(tier: Tier, chunk: _Chunk) -> BlocksRemoved:
+    return BlocksRemoved(tier, chunk.blocks.hashes, chunk.blocks.shared)

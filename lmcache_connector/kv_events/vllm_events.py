@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheEvent, Request
 
 _MEDIUM = {Tier.CPU: "CPU", Tier.REDIS: "STORAGE"}
-_LOCALITY = {Tier.CPU: "LOCAL", Tier.REDIS: "REMOTE"}
 _GROUP = 0  # whatever groups a model has: of each chunk its first part is told of
 
 
 def describe_chunk(
-    request: Request, index: int, keys: Sequence[bytes], chunk_size: int, block_size: int
+    request: Request,
+    index: int,
+    keys: Sequence[bytes],
+    chunk_size: int,
+    block_size: int,
+    *,
+    shared: bool,
 ) -> BlockRun:
     """The blocks of chunk ``index`` of a request whose chunk keys are ``keys``. Sizes in tokens.
+    ``shared``: these keys are not this instance's alone.
 
     Where vLLM's prefix caching is off, its blocks have no names: the chunk then counts as one
     block, named by its key.
@@ -50,6 +56,7 @@ def describe_chunk(
         extra_keys=tuple(
             generate_block_hash_extra_keys(request, at, at + block_size, 0)[0] for at in borders
         ),
+        shared=shared,
     )
 
 
@@ -63,7 +70,7 @@ def to_vllm(event: KvEvent) -> KVCacheEvent:
         to_event_extra_keys,
     )
 
-    medium, locality = _MEDIUM[event.tier], _LOCALITY[event.tier]
+    medium, locality = _MEDIUM[event.tier], _locality(event)
     if not isinstance(event, BlocksStored):
         return BlockRemoved(
             block_hashes=[maybe_convert_block_hash(BlockHash(h)) for h in event.hashes],
@@ -86,3 +93,10 @@ def to_vllm(event: KvEvent) -> KVCacheEvent:
         group_idx=_GROUP,
         locality=locality,
     )
+
+
+def _locality(event: KvEvent) -> str:
+    """Routers credit whoever can load what is ``REMOTE``: what lies in Redis under keys of this
+    instance alone is no more to others than its memory is."""
+    shared = event.blocks.shared if isinstance(event, BlocksStored) else event.shared
+    return "REMOTE" if event.tier is Tier.REDIS and shared else "LOCAL"

@@ -2,7 +2,8 @@
 
 The server loads :class:`RedisL2Adapter` by its ``plugin`` type. An object is so many bytes: stored
 whole, and read back whole and verified, or it is a miss. What a key means is LMCache's word: its
-hash of the tokens, the model's name, a rank and a salt. Hashes shorter than 256 bits are refused.
+hash of the tokens, the model's name, a rank and a salt. It says nothing of how KV lies in those
+bytes, so types and shapes are part of the name. Hashes shorter than 256 bits are refused.
 
 Nothing here waits for a network: look-ups run on a thread of their own, loads and stores in
 :mod:`~lmcache_connector.neighbours.redis_blocks`. Redis evicts by itself, so nothing is ever locked
@@ -15,7 +16,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,15 +37,26 @@ from lmcache_connector.threads import start_thread
 logger = logging.getLogger(__name__)
 
 _HASH_BYTES = 32
-# A model has one size of object for each of its object groups. Each size has its own connections.
-_MAX_SIZES = 16
+# A model has one form of object for each of its object groups. Each form has its own connections.
+_MAX_FORMS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Of an object: its size, and the types and shapes of its tensors."""
+
+    num_bytes: int
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+_NO_FORM = _Form(0, ())
 
 
 @dataclass(frozen=True, slots=True)
 class _LookUp:
     task: int
     keys: list[ObjectKey]
-    sizes: list[int]
+    forms: list[_Form]
 
 
 class _Results:
@@ -84,7 +96,7 @@ class _Results:
 
 @dataclass
 class _Gathered:
-    """The results of one task, whose objects may have several sizes, by their places."""
+    """The results of one task, whose objects may have several forms, by their places."""
 
     num_parts: int
     results: list[bool]
@@ -111,7 +123,7 @@ class RedisL2Adapter(L2AdapterInterface):
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         super().__init__()
         self._settings = parse(RedisSettings, params, "adapter_params")
-        self._blocks: dict[int, RedisBlocks] = {}
+        self._blocks: dict[_Form, RedisBlocks] = {}
         self._lock = threading.Lock()
         self._last_task = 0
         self._stores, self._lookups, self._loads = _Results(), _Results(), _Results()
@@ -141,7 +153,7 @@ class RedisL2Adapter(L2AdapterInterface):
             buffers = [_bytes_of(objects[i]) for i in places]
             blocks.store([_name(keys[i]) for i in places], buffers, places, on_done)
 
-        self._by_size(keys, sizes, store, ended)
+        self._by_form(keys, [_form_of(obj) for obj in objects], store, ended)
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -151,8 +163,8 @@ class RedisL2Adapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         task = self._new_task()
-        sizes = {group: _size_of(layout) for group, layout in group_layout_descs.items()}
-        found = [sizes.get(key.object_group_id, 0) for key in keys]
+        forms = {group: _form_of_layout(layout) for group, layout in group_layout_descs.items()}
+        found = [forms.get(key.object_group_id, _NO_FORM) for key in keys]
         self._questions.put(_LookUp(task, list(keys), found))
         return task
 
@@ -175,7 +187,7 @@ class RedisL2Adapter(L2AdapterInterface):
             buffers = [_bytes_of(objects[i]) for i in places]
             blocks.load([_name(keys[i]) for i in places], buffers, on_done)
 
-        self._by_size(keys, [obj.get_size() for obj in objects], load, ended)
+        self._by_form(keys, [_form_of(obj) for obj in objects], load, ended)
         return task
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -188,7 +200,9 @@ class RedisL2Adapter(L2AdapterInterface):
         return {
             "is_healthy": True,  # a dead Redis costs hits, not requests
             "type": type(self).__name__,
-            "tiers": {size: _counts(tier) for size, tier in tiers.items()},
+            "tiers": [
+                {"object_bytes": form.num_bytes, **_counts(tier)} for form, tier in tiers.items()
+            ],
         }
 
     def close(self) -> None:
@@ -207,31 +221,35 @@ class RedisL2Adapter(L2AdapterInterface):
             self._last_task += 1
             return self._last_task
 
-    def _of_size(self, num_bytes: int) -> RedisBlocks | None:
+    def _of_form(self, form: _Form) -> RedisBlocks | None:
         """``None`` for what cannot be stored."""
         with self._lock:
-            if num_bytes <= 0 or (
-                num_bytes not in self._blocks and len(self._blocks) >= _MAX_SIZES
+            if form.num_bytes <= 0 or (
+                form not in self._blocks and len(self._blocks) >= _MAX_FORMS
             ):
                 return None
-            if num_bytes not in self._blocks:
-                identity = {"neighbour": "lmcache mp", "lmcache": lmcache.__version__}
-                self._blocks[num_bytes] = RedisBlocks(self._settings, identity, num_bytes)
-            return self._blocks[num_bytes]
+            if form not in self._blocks:
+                identity = {
+                    "neighbour": "lmcache mp",
+                    "lmcache": lmcache.__version__,
+                    "tensors": form.tensors,
+                }
+                self._blocks[form] = RedisBlocks(self._settings, identity, form.num_bytes)
+            return self._blocks[form]
 
-    def _by_size(
+    def _by_form(
         self,
         keys: list[ObjectKey],
-        sizes: list[int],
+        forms: list[_Form],
         submit: Callable[[RedisBlocks, list[int], OnDone], None],
         on_done: OnDone,
     ) -> None:
-        """Call ``submit`` for the places of each size, and ``on_done`` with the results of all."""
+        """Call ``submit`` for the places of each form, and ``on_done`` with the results of all."""
         groups = [
             (blocks, places)
-            for size in dict.fromkeys(sizes)
-            if (blocks := self._of_size(size)) is not None
-            and (places := [i for i, s in enumerate(sizes) if s == size and _is_sound(keys[i])])
+            for form in dict.fromkeys(forms)
+            if (blocks := self._of_form(form)) is not None
+            and (places := [i for i, f in enumerate(forms) if f == form and _is_sound(keys[i])])
         ]
         gathered = _Gathered(len(groups), [False] * len(keys), on_done)
         for blocks, places in groups:
@@ -256,7 +274,7 @@ class RedisL2Adapter(L2AdapterInterface):
         def ended(results: list[bool]) -> None:
             found[:] = results
 
-        self._by_size(asked.keys, asked.sizes, exist, ended)
+        self._by_form(asked.keys, asked.forms, exist, ended)
 
 
 def _counts(blocks: RedisBlocks) -> dict[str, Any]:
@@ -282,11 +300,22 @@ def _bytes_of(obj: MemoryObj) -> memoryview:
     return memoryview(obj.byte_array).cast("B")
 
 
-def _size_of(layout: MemoryLayoutDesc) -> int:
-    return sum(
+def _form_of(obj: MemoryObj) -> _Form:
+    return _Form(obj.get_size(), _tensors(obj.get_dtypes(), obj.get_shapes()))
+
+
+def _form_of_layout(layout: MemoryLayoutDesc) -> _Form:
+    num_bytes = sum(
         math.prod(shape) * dtype.itemsize
         for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
     )
+    return _Form(num_bytes, _tensors(layout.dtypes, layout.shapes))
+
+
+def _tensors(
+    dtypes: Sequence[object], shapes: Sequence[Iterable[int]]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((str(dtype), tuple(shape)) for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
 def _bitmap(results: list[bool]) -> Bitmap:

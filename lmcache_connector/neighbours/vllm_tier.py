@@ -79,6 +79,7 @@ class RedisSecondaryTier(SecondaryTierManager):
         self._memory = primary_kv_view.cast("B")
         self._ended: deque[_Ended] = deque()
         self._events: list[OffloadingEvent] | None = None
+        self._events_locality = self.locality
         if parsed.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
         identity = _identity(offloading_spec, parsed.model_digest)
@@ -119,7 +120,9 @@ class RedisSecondaryTier(SecondaryTierManager):
             if ended.job.is_promotion:
                 self._lookups.mark_miss(set(keys) - set(good))
             elif good and self._events is not None:
-                self._events.append(OffloadingEvent(good, self.medium, False, self.locality))
+                self._events.append(
+                    OffloadingEvent(good, self.medium, False, self._events_locality)
+                )
             results.append(
                 JobResult(
                     ended.job.job_id,
@@ -147,6 +150,7 @@ class RedisSecondaryTier(SecondaryTierManager):
         until now is found again by this instance."""
         self._blocks.drain(self._drain_seconds)
         self._blocks.forget()
+        self._events_locality = Locality.LOCAL  # to others it is no more than memory of this one
 
     def shutdown(self) -> None:
         self._lookups.shutdown()

@@ -265,7 +265,7 @@ class JobDispatcher:
             self._jobs.cancel_load(job)
 
     def _start(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
-        for run in job.runs:
+        for run in job.runs if self._book.has_current_keys(state) else ():
             if run.part == 0:  # the others have no events: a chunk is told of once
                 self._kv_events.describe(run.keys, partial(self._describe, state, run))
         self._auditor.learn(job)
@@ -278,7 +278,10 @@ class JobDispatcher:
 
     def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
         sizes = self._settings.chunk_size, self._witness.hash_block_size
-        return describe_chunk(state.request, run.chunks[index], state.keys.keys, *sizes)
+        shared = self._book.is_shared(state)
+        return describe_chunk(
+            state.request, run.chunks[index], state.keys.keys, *sizes, shared=shared
+        )
 
     def _learn_missing(self, rank: int, key: bytes) -> None:
         """Whatever the events said, or no request would ever store this chunk again."""
@@ -300,7 +303,11 @@ class JobDispatcher:
             if state.load.job is None:
                 self._loads.reconsider(state)
         elif isinstance(job, AuditJob):
-            rekeyed = self._book.follow(self._auditor.ended(state, job, planned.results))
+            finding = self._auditor.ended(state, job, planned.results)
+            epoch = self._book.epochs.epoch(finding.root)
+            rekeyed = self._book.follow(finding)
+            if self._book.epochs.epoch(finding.root) != epoch:
+                self._kv_events.clear()  # those of other roots too: it is rare
             if rekeyed is not None:
                 self._witness.disown()
                 self.abandon(rekeyed)

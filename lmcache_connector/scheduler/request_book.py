@@ -110,6 +110,15 @@ class RequestBook:
         is_sure = identity.lora is None or start > 0
         return True, is_sure and all(span.end <= end for span in spans)
 
+    def is_shared(self, state: RequestState) -> bool:
+        """Whether the request's keys are not this instance's alone."""
+        return state.keys.identity.weight_epoch == self.epochs.shared_epoch
+
+    def has_current_keys(self, state: RequestState) -> bool:
+        """Whether a later request would look for this one's keys."""
+        identity = state.keys.identity
+        return identity.weight_epoch == self.epochs.epoch(identity.kv_root)
+
     def finish(self, request: Request) -> RequestState | None:
         """vLLM is done with the request. Returns it, unless it bypassed us or had finished."""
         self._identifier.forget(request)

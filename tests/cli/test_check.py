@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from lmcache_connector.cli.app import app
 from tests.support.command_line import Cli, CliResult
 from tests.support.redis.servers import Server, running_server, valkey_binary
 
@@ -61,7 +63,7 @@ def test_settings_that_nobody_wants_are_warned_of(cli: Cli) -> None:
 
 def test_a_wrong_connector_or_role_is_named(cli: Cli) -> None:
     outcome = cli("check", '{"kv_connector": "LMCacheConnectorV1"}', "--json")
-    assert outcome.code == 1
+    assert outcome.code == 2
     (finding, *_) = outcome.document["findings"]
     assert "kv_connector must be" in finding["detail"]
     assert "kv_role must be" in finding["detail"]
@@ -70,7 +72,10 @@ def test_a_wrong_connector_or_role_is_named(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['{"kv_connector": ', "[]", "/no/such/file", "redis://u:hunter2@h", '"redis://u:hunter2@h"'],
+    [
+        *('{"kv_connector": ', "[]", "/no/such/file", "redis://u:hunter2@h"),
+        *('"redis://u:hunter2@h"', '{"a":' * 100_000),
+    ],
 )
 def test_what_is_no_configuration_is_said_in_words(cli: Cli, text: str) -> None:
     outcome = cli("check", text)
@@ -79,6 +84,22 @@ def test_what_is_no_configuration_is_said_in_words(cli: Cli, text: str) -> None:
     assert "Try: " in outcome.err
     assert "hunter2" not in outcome.err
     assert cli("check", text, "--json").document["ok"] is False
+
+
+def test_bytes_that_are_no_text_are_said_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "transfer.json"
+    file.write_bytes(b"\xff\xfe")
+    for source in (str(file), "-"):
+        answer = CliRunner().invoke(app, ["check", source], input=file.read_bytes())
+        assert answer.exit_code == 2, answer.exception
+        assert "Error: " in answer.stderr
+
+
+def test_an_address_that_is_none_is_not_held_against_the_configuration(cli: Cli) -> None:
+    outcome = cli("check", transfer(), "--engine", "")
+    assert outcome.code == 2
+    assert "no address of an engine" in outcome.err
+    assert "refuse" not in outcome.out
 
 
 def test_too_much_memory_is_an_error(cli: Cli) -> None:

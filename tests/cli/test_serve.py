@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_connector.cli.app import app
+from lmcache_connector.cli.engine.serve import Options, plan
 
 
 def dry_run(*arguments: str) -> dict[str, Any]:
@@ -80,6 +81,35 @@ def test_a_password_is_not_on_the_line(tmp_path: Path) -> None:
     assert named["kv_connector_extra_config"]["redis_url"] == f"file:{secret}"
 
 
+def test_no_secret_of_a_file_is_on_the_line_either(tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    tiered = {"redis_url": "redis://u:hunter2@cache", "hash_key": "hunter2" * 3, "cpu_gib": 1}
+    for connector, settings in (
+        ("LMCacheTieredConnector", tiered),
+        ("LMCacheP2PConnector", {"secret": "hunter2" * 3}),
+    ):
+        document = {"kv_connector": connector, "kv_role": "kv_both"}
+        path.write_text(json.dumps({**document, "kv_connector_extra_config": settings}))
+        server = plan(Options("some/model", None, None, str(path), ()))
+        assert "hunter2" not in str(server.command) + str(server.notes)
+        shown = transfer(list(server.command))["kv_connector_extra_config"]
+        given = {
+            key: server.secrets.get(str(v).removeprefix("env:"), v) for key, v in shown.items()
+        }
+        assert given == settings
+        # Whoever copies the line has to know.
+        assert all(any(name in note for note in server.notes) for name in server.secrets)
+
+
+def test_a_vllm_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmcache_connector.cli.engine import serve
+
+    monkeypatch.setattr(serve, "_installed_vllm", lambda: (["/no/such/vllm", "serve"], False))
+    answer = CliRunner().invoke(app, ["serve", "some/model"])
+    assert (answer.exit_code, type(answer.exception)) == (2, SystemExit)
+    assert "/no/such/vllm cannot be started" in answer.stderr
+
+
 def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
     document = {"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_producer"}
     path = tmp_path / "transfer.json"
@@ -94,6 +124,12 @@ def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
         (["--redis-url", "htp://cache"], "redis_url"),
         (["--config", "{}", "--cpu-gib", "1"], "--config"),
         (["--config", "nowhere.json"], "cannot read"),
+        (["--config", '{"kv_connector": "OffloadingConnector"}'], "kv_connector must be"),
+        (["--config", '{"kv_connector": ["LMCacheTieredConnector"]}'], "kv_connector must be"),
+        (["--kv-transfer-config", "{}"], "--kv-transfer-config"),
+        (["--kv_transfer_config={}"], "--kv-transfer-config"),
+        (["--kv-transfer-config.kv_role", "kv_both"], "--kv-transfer-config"),
+        (["--model", "other/model"], "--model"),
     ],
 )
 def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> None:
@@ -103,3 +139,11 @@ def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> Non
     assert document["ok"] is False
     assert complaint in document["error"]
     assert "Traceback" not in answer.output
+
+
+@pytest.mark.parametrize("arguments", [["--port", "8000", "m"], ["--model", "m"], [""]])
+def test_an_option_is_no_model(arguments: list[str]) -> None:
+    """Options of vLLM's are not known here, nor how many words each of them takes."""
+    answer = CliRunner().invoke(app, ["serve", *arguments, "--dry-run"])
+    assert answer.exit_code == 2
+    assert "the model comes first" in answer.stderr

@@ -7,6 +7,8 @@ llm-d/llm-d-router).
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from array import array
@@ -23,6 +25,7 @@ from examples.routers.pool_relay import Pool, relay
 from lmcache_connector.kv_events.log import BlockRun, BlocksRemoved, BlocksStored
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.plans import Tier
+from tests.support import ROOT
 from tests.support.redis.servers import free_port
 
 MODEL = "some/model"
@@ -66,6 +69,34 @@ def test_redis_is_told_of_under_the_pools_topic_and_the_rest_under_the_pods() ->
         (f"kv@pod-a@{MODEL}", [in_memory, AllBlocksCleared()]),
         (POOL, [in_redis]),
     ]
+
+
+def test_what_lies_in_redis_for_one_instance_alone_stays_its_own() -> None:
+    """Of one that was reset, no other can load it: a pool's credit would send requests astray."""
+    names, run = (block(1),), array("I", range(16))
+    own = to_vllm(BlocksStored(Tier.REDIS, BlockRun(names, None, run, 16, shared=False)))
+    gone = to_vllm(BlocksRemoved(Tier.REDIS, names, shared=False))
+    assert (own.medium, own.locality) == (gone.medium, gone.locality) == ("STORAGE", "LOCAL")
+    assert told(Pool("redis"), own, gone) == [(f"kv@pod-a@{MODEL}", [own, gone])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [(["--pool", "a@b"], "without @"), (["--to", "nowhere"], "Invalid argument")],
+)
+def test_a_slip_on_its_line_is_one_sentence(arguments: list[str], complaint: str) -> None:
+    line = [sys.executable, "-m", "examples.routers.pool_relay", "--to", "tcp://127.0.0.1:1"]
+    done = subprocess.run(
+        [*line, *arguments, f"tcp://*:{free_port()}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_what_has_nothing_of_redis_passes_as_it_is() -> None:
@@ -174,6 +205,7 @@ def test_two_instances_are_heard_through_it(router: Any) -> None:
     "message",
     [
         [b"kv@a@m", b"\0" * 8, b"\xc1"],
+        [b"kv@a@m", b"\0" * 8, b"\x91" * 100_000],  # lists in lists
         [b"kv@a", b"\0" * 8, b"\x90"],
         [b"kv@a@m", b"\0" * 8],
         [b"kv@a@m", b"\0" * 8, b"\x92\x01\x02"],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -59,17 +60,20 @@ def key(index: int, group: int = 0, salt: str = "", hash_bytes: int = 32) -> Obj
     return ObjectKey(index.to_bytes(hash_bytes, "big"), "some/model", 1 << 24, group, salt)
 
 
-def memory(group: int = 0, seed: int | None = None) -> TensorMemoryObj:
+def memory(
+    group: int = 0,
+    seed: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    shape: torch.Size | None = None,
+) -> TensorMemoryObj:
     """An object as the server allocates it: empty, or with the content ``seed``."""
-    shape = SHAPES[group]
+    shape = shape or SHAPES[group]
     num_bytes = shape.numel() * 2
     raw = torch.zeros(num_bytes, dtype=torch.uint8)
     if seed is not None:
         data = bytearray(random.Random(seed).randbytes(num_bytes))
         raw = torch.frombuffer(data, dtype=torch.uint8)
-    about = MemoryObjMetadata(
-        shape, torch.bfloat16, 0, num_bytes, 1, shapes=[shape], dtypes=[torch.bfloat16]
-    )
+    about = MemoryObjMetadata(shape, dtype, 0, num_bytes, 1, shapes=[shape], dtypes=[dtype])
     return TensorMemoryObj(raw, about, None)
 
 
@@ -98,8 +102,12 @@ def store(adapter: Any, keys: list[ObjectKey], objects: list[Any]) -> Any:
     return ended(adapter.get_store_event_fd(), query)
 
 
-def look_up(adapter: Any, keys: list[ObjectKey]) -> list[bool]:
-    task = adapter.submit_lookup_and_lock_task(keys, LAYOUTS)
+def look_up(
+    adapter: Any,
+    keys: list[ObjectKey],
+    layouts: Mapping[int, MemoryLayoutDesc] = MappingProxyType(LAYOUTS),
+) -> list[bool]:
+    task = adapter.submit_lookup_and_lock_task(keys, layouts)
     fd = adapter.get_lookup_and_lock_event_fd()
     found = ended(fd, lambda: adapter.query_lookup_and_lock_result(task))
     assert adapter.query_lookup_and_lock_result(task) is None
@@ -158,6 +166,23 @@ def test_every_field_of_a_key_counts(redis: Server, stranger: ObjectKey) -> None
         assert look_up(adapter, [stranger, key(1)]) == [False, True]
         loaded = memory(stranger.object_group_id)
         assert load(adapter, [stranger], [loaded]) == [False]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.float16, SHAPES[0]), (torch.bfloat16, torch.Size([2, 4, 32, 16]))],
+    ids=["dtype", "shape"],
+)
+def test_equal_bytes_of_another_form_are_not_found(
+    redis: Server, dtype: torch.dtype, shape: torch.Size
+) -> None:
+    """LMCache's keys name neither: float16 KV would be served as bfloat16."""
+    other = {0: MemoryLayoutDesc([shape], [dtype])}
+    with running_adapter(redis.url) as adapter:
+        assert store(adapter, [key(1)], [memory(0, 1)]).is_successful()
+        assert look_up(adapter, [key(1)], other) == [False]
+        assert load(adapter, [key(1)], [memory(dtype=dtype, shape=shape)]) == [False]
+        assert look_up(adapter, [key(1)]) == [True]
 
 
 def test_strangers_share_nothing(redis: Server) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from lmcache_connector.config.strict import parse
 from lmcache_connector.neighbours import lmcache_l2
 from lmcache_connector.neighbours.settings import RedisSettings, TierSettings
+from lmcache_connector.plans import AuditJob, LoadJob, PrefetchJob, StoreJob
 from tests.support import ROOT
 from tests.test_readme import table_after
 
@@ -58,6 +59,14 @@ def test_vllm_takes_the_events_configuration_that_is_shown() -> None:
     config = KVEventsConfig(**snippet("publisher"))
     start, pod, model = config.topic.split("@")
     assert (start, bool(pod), bool(model)) == ("kv", True, True)
+
+
+def test_every_span_is_on_the_page() -> None:
+    """One for each kind of job, one for look-ups, one of the other connector."""
+    rows = {row[0].strip("`") for row in table_after(PAGE, "## Traces")}
+    kinds = (StoreJob, AuditJob, LoadJob, PrefetchJob)
+    jobs = {kind.__name__.removesuffix("Job").lower() for kind in kinds}
+    assert rows == {f"lmcache.{name}" for name in jobs | {"lookup", "handover"}}
 
 
 def test_all_settings_are_on_the_page() -> None:

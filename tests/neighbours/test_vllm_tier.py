@@ -140,6 +140,10 @@ def test_what_is_stored_earns_credit(redis: Server, model: Path) -> None:
         events = [event for event in one.manager.take_events() if event.medium is Medium.STORAGE]
         assert {key for event in events for key in event.keys} == set(KEYS)
         assert {(event.locality, event.removed) for event in events} == {(Locality.REMOTE, False)}
+        one.manager.reset_cache()  # from here on no other instance finds what it stores
+        one.store(blocks_for(one))
+        events = [event for event in one.manager.take_events() if event.medium is Medium.STORAGE]
+        assert {event.locality for event in events if not event.removed} == {Locality.LOCAL}
 
 
 def test_a_server_that_dies_costs_hits_only(model: Path) -> None:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from lmcache_connector.cli.check import audits, p2p, tiered
 from lmcache_connector.cli.check.finding import Finding
 from lmcache_connector.cli.check.transfer import P2P, check_transfer, connector_meant
+from lmcache_connector.cli.engine.scrape import metrics_url
 from lmcache_connector.cli.report import BAD_INPUT, UNREACHABLE, CliError, Report
 from lmcache_connector.cli.target import read_transfer_config
 
 
 def run(report: Report, text_or_path: str, engines: Sequence[str] = ()) -> int:
     """``engines``: addresses of running ones, whose audits count as well."""
+    for address in engines:
+        metrics_url(address)  # a slip of the pen is not the configuration's
     document = read_transfer_config(text_or_path)
     findings = [check_transfer(document)]
     connector = p2p if connector_meant(document) == P2P else tiered
@@ -23,7 +26,8 @@ def run(report: Report, text_or_path: str, engines: Sequence[str] = ()) -> int:
         name = "redis" if error.code == UNREACHABLE else "settings"
         findings.append(Finding(name, "error", str(error), error.hint, code=error.code))
     findings += map(audits.finding, engines)
-    code = max(finding.exit_code for finding in findings)
+    codes = {finding.exit_code for finding in findings}
+    code = BAD_INPUT if BAD_INPUT in codes else max(codes)
     _show(report, findings, code)
     return code
 
@@ -36,4 +40,4 @@ def _show(report: Report, findings: list[Finding], code: int) -> None:
     for finding in findings:
         finding.show(report)
     if code == BAD_INPUT:
-        report.say("The engine would refuse to start.")
+        report.say("An engine would refuse to start with it, or start without this connector.")

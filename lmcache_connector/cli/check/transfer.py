@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from lmcache_connector.cli.check.finding import Finding
+from lmcache_connector.cli.report import BAD_INPUT
 from lmcache_connector.config.strict import unknown_key
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.p2p.config import P2PConfig
@@ -55,7 +56,8 @@ def check_transfer(document: Mapping[str, Any]) -> Finding:
         problems.append("kv_port must be a port between 1 and 65535")
     problems += [_unknown_key(key, meant) for key in document if key not in TRANSFER_KEYS]
     if problems:
-        return Finding("kv-transfer-config", "error", "; ".join(problems), ", ".join(hints))
+        text, hint = "; ".join(problems), ", ".join(hints)
+        return Finding("kv-transfer-config", "error", text, hint, code=BAD_INPUT)
     detail = f"{document['kv_connector']} as {document['kv_role']}"
     return Finding("kv-transfer-config", "ok", detail)
 

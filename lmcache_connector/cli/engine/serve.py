@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +16,18 @@ from lmcache_connector.cli.report import CliError, Report
 from lmcache_connector.cli.target import connector_config, p2p_config, read_transfer_config
 from lmcache_connector.vllm_compat.api.cpu_cores import RESERVED_CORES, cores_are_chosen
 
-_URL_VARIABLE = "LMCACHE_CONNECTOR_SERVE_REDIS_URL"
+_VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
+_SECRETS = ("redis_url", "hash_key", "secret")
+# By connector: exactly what an engine would make of its settings.
+_PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
+    "LMCacheTieredConnector": connector_config,
+    "LMCacheP2PConnector": p2p_config,
+}
+# What vLLM would take from its own options instead, and where it belongs here.
+_OURS = {
+    "--kv-transfer-config": "give it with --config",
+    "--model": "the model comes first: lmcache-connector serve MODEL",
+}
 _EAGER = "--enforce-eager"
 # With one of these an engine may have several ranks.
 _RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
@@ -59,18 +70,19 @@ def run(report: Report, options: Options, *, dry_run: bool) -> int:
         report.say(f"$ {shlex.join([*variables, *server.command])}")
     if not dry_run:
         sys.stdout.flush()
-        environment = {**os.environ, **server.secrets, **server.environment}
-        os.execve(server.command[0], server.command, environment)
+        _become(server)
     return 0
 
 
 def plan(options: Options) -> Server:
     """Raises :class:`CliError` for settings that the engine would refuse, or without a vLLM."""
-    transfer, secrets = _transfer(options)
+    _check_options(options)
+    transfer, secrets = _hidden(_transfer(options))
     vllm, is_for_cpu = _installed_vllm()
     command = [*vllm, options.model] if vllm[-1] == "serve" else [*vllm, "--model", options.model]
     command += ["--kv-transfer-config", json.dumps(transfer), *options.vllm_options]
-    environment, notes = {}, []
+    environment = {}
+    notes = [f"{name} holds a secret of the settings; this line needs it" for name in secrets]
     if is_for_cpu and not cores_are_chosen() and not _names(options.vllm_options, _RANKS):
         environment[RESERVED_CORES] = "1"
         notes.append(f"{RESERVED_CORES}=1 is set: as many cores as vLLM alone would compute with")
@@ -80,9 +92,28 @@ def plan(options: Options) -> Server:
     return Server(tuple(command), secrets, environment, tuple(notes))
 
 
-def _transfer(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
-    """The object of ``--kv-transfer-config``, checked as the engine would, and its secrets: vLLM
-    logs its own command line, so that a URL may not be in it."""
+def _become(server: Server) -> None:
+    """Returns only by raising :class:`CliError`."""
+    try:
+        environment = {**os.environ, **server.secrets, **server.environment}
+        os.execve(server.command[0], server.command, environment)
+    except OSError as error:
+        reason = f"{server.command[0]} cannot be started: {error.strerror}"
+        raise CliError(reason, "install vLLM beside this command") from None
+
+
+def _check_options(options: Options) -> None:
+    """vLLM would take the last of two, without a word, or an option for the name of a model."""
+    if not options.model or options.model.startswith("-"):
+        raise CliError("the model comes first", "lmcache-connector serve MODEL --port 8000")
+    for option in options.vllm_options:
+        name = option.partition("=")[0].replace("_", "-").partition(".")[0]
+        if name in _OURS:
+            raise CliError(f"{name} is not for vLLM here", _OURS[name])
+
+
+def _transfer(options: Options) -> dict[str, Any]:
+    """The object of ``--kv-transfer-config``, checked as the engine would."""
     if options.config is not None:
         if options.cpu_gib is not None or options.redis_url is not None:
             raise CliError(
@@ -90,24 +121,37 @@ def _transfer(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
                 "put them into that file",
             )
         document = read_transfer_config(options.config)
-        is_p2p = document.get("kv_connector") == "LMCacheP2PConnector"
-        (p2p_config if is_p2p else connector_config)(document)
-        return document, {}
+        parse = _PARSERS.get(str(document.get("kv_connector")))
+        if parse is None:
+            raise CliError(
+                f"kv_connector must be {' or '.join(_PARSERS)}", "`lmcache-connector check` it"
+            )
+        parse(document)
+        return document
     settings: dict[str, Any] = {"cpu_gib": 8.0 if options.cpu_gib is None else options.cpu_gib}
-    secrets = {}
     if options.redis_url is not None:
         settings["redis_url"] = options.redis_url
-        if not options.redis_url.startswith(("env:", "file:")):
-            secrets[_URL_VARIABLE] = options.redis_url
     document = {
         "kv_connector": "LMCacheTieredConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": settings,
     }
     connector_config(document)
-    if secrets:
-        settings["redis_url"] = f"env:{_URL_VARIABLE}"
-    return document, secrets
+    return document
+
+
+def _hidden(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The document without its secrets, and those by the environment variables it refers to now:
+    vLLM logs its own command line, and anyone on the machine can read it."""
+    settings, secrets = dict(document.get("kv_connector_extra_config", {})), dict[str, str]()
+    for name in _SECRETS:
+        value = settings.get(name)
+        if isinstance(value, str) and not value.startswith(("env:", "file:")):
+            variable = _VARIABLE.format(name.upper())
+            settings[name], secrets[variable] = f"env:{variable}", value
+    if not secrets:
+        return document, {}
+    return {**document, "kv_connector_extra_config": settings}, secrets
 
 
 def _installed_vllm() -> tuple[list[str], bool]:

@@ -29,6 +29,7 @@ class FakeRequest:
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
+    trace_headers: dict[str, str] | None = None
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

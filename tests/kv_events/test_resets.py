@@ -1,0 +1,94 @@
+"""What routers are told after a reset: credit for what this instance, or others, would hit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.audit.limits import Verdict
+from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored, KvEvent
+from lmcache_connector.plans import Tier
+from tests.scheduler.test_adapter import prompt
+from tests.scheduler.test_auditor import CHUNK, audits, engine_of, serve
+from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+
+SHAPE = Shape(audit_share=1e-9, num_blocks=40, tier_chunks=40, kv_events=True)
+
+
+class Router:
+    """What an instance has in each tier, as a router knows it."""
+
+    def __init__(self, engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = engine
+        # Else vLLM's scheduler takes them with every step.
+        monkeypatch.setattr(engine.scheduler.connector, "take_events", list)
+        self.known: set[tuple[Tier, bytes]] = set()
+
+    def take(self) -> list[KvEvent]:
+        events = self.engine.adapter.kv_events.take()
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self.known |= {(event.tier, name) for name in event.blocks.hashes}
+            else:
+                self.known -= {(event.tier, name) for name in event.hashes}
+        return events
+
+
+@pytest.fixture
+def router(model: Path, monkeypatch: pytest.MonkeyPatch) -> Router:
+    return Router(engine_of(model, SHAPE), monkeypatch)
+
+
+def is_shared(event: KvEvent) -> bool:
+    return event.blocks.shared if isinstance(event, BlocksStored) else event.shared
+
+
+def test_what_others_cannot_load_is_not_told_as_shared(router: Router) -> None:
+    """Its names in Redis are this instance's own until an audit, or for good."""
+    engine = router.engine
+    serve(engine, prompt(1, 3 * CHUNK + 5))
+    before = router.take()
+    assert before
+    assert all(map(is_shared, before))
+    assert engine.reset()
+    assert all(map(is_shared, router.take()))  # they leave as they came
+    serve(engine, prompt(2, 3 * CHUNK + 5))
+    stored = router.take()
+    assert stored
+    assert not any(map(is_shared, stored))
+    engine.reset()
+    removed = router.take()
+    assert {type(event) for event in removed} == {BlocksRemoved}
+    assert not any(map(is_shared, removed))
+
+
+def test_what_was_stored_on_probation_earns_no_credit_after_it(router: Router) -> None:
+    """Its keys are given up with the audit: nothing hits it any more."""
+    engine, known, new = router.engine, prompt(1, 3 * CHUNK + 5), prompt(2, 3 * CHUNK + 5)
+    serve(engine, known)
+    assert engine.reset(new_weights=False)
+    router.take()
+    serve(engine, new)
+    router.take()
+    assert {tier for tier, _ in router.known} >= {Tier.CPU}
+    serve(engine, known)
+    assert audits(engine) == {"match": 1}
+    router.take()
+    assert router.known == set()
+    serve(engine, new)  # a miss, stored again
+    assert all(map(is_shared, router.take()))
+    assert router.known
+
+
+def test_what_an_audit_found_wrong_earns_no_credit(router: Router) -> None:
+    engine, tokens = router.engine, prompt(1, 3 * CHUNK + 5)
+    engine.adapter._auditor._noise.judge = lambda error, **_: Verdict.MISMATCH  # type: ignore[method-assign]
+    serve(engine, tokens)
+    router.take()
+    assert router.known
+    serve(engine, tokens)
+    assert audits(engine) == {"mismatch": 1}
+    told = router.take()
+    assert any(isinstance(event, BlocksRemoved) for event in told)
+    assert not any(isinstance(e, BlocksStored) and is_shared(e) for e in told)
