@@ -66,3 +66,17 @@ def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_mode
     assert tokens(output, "first") == (0, NUM_WORDS + 4)
     assert tokens(output, "second") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 4)
     assert tokens(output, "elsewhere") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 3)
+
+
+def test_a_chat_with_nobody_is_one_sentence() -> None:
+    chat, address = ROOT / "examples" / "chat.py", f"localhost:{free_port()}"
+    done = subprocess.run(
+        [sys.executable, str(chat), address],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Is the server up" in done.stderr
+    assert "Traceback" not in done.stderr
