@@ -37,6 +37,7 @@ class Reason(StrEnum):
 
 
 UNSENT_REASONS = (
+    Reason.BUFFER_FULL,
     Reason.ABORTED,
     Reason.RESET,
     Reason.EXPIRED,

@@ -20,7 +20,7 @@ def test_the_label_values_are_those_users_have_alerts_on() -> None:
         *("mismatch", "refused", "protocol", "other"),
     }
     assert {str(reason) for reason in UNSENT_REASONS} == {
-        *("aborted", "reset", "expired", "preempted", "copy_failed"),
+        *("buffer_full", "aborted", "reset", "expired", "preempted", "copy_failed"),
         *("not_needed", "gave_up", "lost", "shutdown", "other"),
     }
 

@@ -23,6 +23,7 @@ _MARKS = ("___prefill_addr_", "___decode_addr_")
 _PLACE = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.\-]+):([0-9]{1,5})"
 _ROUTE = re.compile(rf"{_MARKS[0]}{_PLACE}{_MARKS[1]}{_PLACE}_([A-Za-z0-9_.\-]+)")
 _RANDOM_END = re.compile(r"-[0-9a-f]{8}\Z")
+_SCOPE = re.compile(r"[A-Za-z0-9.\-_]{1,15}\Z")  # of a link-local address: an interface
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9]([A-Za-z0-9.\-]*[A-Za-z0-9])?\Z")
 
 
@@ -113,7 +114,8 @@ def checked_transfer_id(name: object) -> str:
 
 def _is_host(host: str) -> bool:
     try:
-        ipaddress.ip_address(host)
+        found = ipaddress.ip_address(host)
     except ValueError:
         return _HOST_NAME.match(host) is not None
-    return True
+    scope = getattr(found, "scope_id", None)  # Python takes anything for one
+    return scope is None or _SCOPE.match(scope) is not None

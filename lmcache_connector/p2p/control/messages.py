@@ -34,6 +34,8 @@ _HEAD = struct.Struct(f"<4sHQ{TAG_BYTES}sI")
 HEAD_BYTES = _HEAD.size
 MAX_KEPT = 256
 """Transfers that one :class:`Keep` names."""
+MAX_BLOCK_IDS = 1 << 15
+"""Blocks of the largest prompt that :class:`Held` describes: they fit into one message."""
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Tag = Annotated[bytes, Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
@@ -46,7 +48,7 @@ _Size = Annotated[int, Meta(ge=1, lt=1 << 16)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 _Host = Annotated[str, Meta(min_length=1, max_length=253)]
 _Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
-_BlockIds = Annotated[tuple[_Count, ...], Meta(max_length=1 << 15)]
+_BlockIds = Annotated[tuple[_Count, ...], Meta(max_length=MAX_BLOCK_IDS)]
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):

@@ -58,12 +58,14 @@ class _Session:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A connection. ``until``: when it is closed, unless it says something before. ``greeted``: it
-    has said hello, which takes more work to answer than to say."""
+    """A connection. ``until``: when it is closed, unless it says something before. ``unsent``: the
+    end of an answer that its socket has not taken yet. ``greeted``: it has said hello, which takes
+    more work to answer than to say."""
 
     sock: socket.socket
     until: float
     received: bytearray = field(default_factory=bytearray)
+    unsent: bytes = b""
     greeted: bool = False
     pending: _Pending | None = None
     session: _Session | None = None
@@ -141,7 +143,10 @@ class ControlServer:
             if key.fileobj is self._listener:
                 self._accept()
             elif (client := self._clients.get(key.fileobj)) is not None:  # type: ignore[call-overload]
-                self._attend(client)
+                if client.unsent:
+                    self._go_on(client)
+                else:
+                    self._attend(client)
         now = self._clock()
         for client in [c for c in self._clients.values() if c.until <= now]:
             self._drop(client)
@@ -182,15 +187,34 @@ class ControlServer:
                 self._reply(client, messages.pack(0, refusal))
             self._drop(client)
         except BlockingIOError:
-            pass
+            pass  # nothing has come
         except OSError as error:  # it has left, or does not read
             logger.debug("A control connection ended: %s", error)
             self._drop(client)
 
+    def _go_on(self, client: _Client) -> None:
+        """Its socket takes more of a long answer."""
+        try:
+            self._send(client, client.unsent)
+        except OSError as error:
+            logger.debug("A control connection ended: %s", error)
+            self._drop(client)
+
     def _reply(self, client: _Client, packet: bytes) -> None:
-        """Raises ``OSError`` for a client that does not take a whole answer at once."""
-        if client.sock.send(packet) != len(packet):
+        """Raises ``OSError`` for a client that asks on while it does not read."""
+        if client.unsent:
             raise OSError("a client does not read")
+        self._send(client, packet)
+
+    def _send(self, client: _Client, data: bytes) -> None:
+        """What the socket does not take at once, as soon as it does: until then nothing more is
+        heard from the client."""
+        try:
+            client.unsent = data[client.sock.send(data) :]
+        except BlockingIOError:
+            client.unsent = data
+        events = selectors.EVENT_WRITE if client.unsent else selectors.EVENT_READ
+        self._selector.modify(client.sock, events)
 
     def _drop(self, client: _Client) -> None:
         if self._clients.pop(client.sock, None) is None:

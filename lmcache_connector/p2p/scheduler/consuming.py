@@ -34,13 +34,15 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Consuming:
     """``offered_from``: the first token offered to vLLM. ``over``: the offer was taken or refused.
-    ``ranks_left``: have not yet reported the load. ``num_blocks``: came to every rank so far."""
+    ``fetched``: it was taken, here or by another request for the same hand-over. ``ranks_left``:
+    have not yet reported the load. ``num_blocks``: came to every rank so far."""
 
     request: Request
     part: Consume
     digest: bytes
     offered_from: int = 0
     over: bool = False
+    fetched: bool = False
     ranks_left: int = 0
     num_blocks: int = 0
     load: HandoverLoad | None = None
@@ -79,7 +81,8 @@ class ConsumingRequests:
         if any(other.ranks_left for other in others):
             return None
         if any(other.over for other in others):  # it is in vLLM's cache, or it cannot be had
-            state.over = True
+            state.over, state.fetched = True, any(other.fetched for other in others)
+            self._release(state)
             return 0
         missing: int = request.num_prompt_tokens - num_computed_tokens
         # The last block alone is computed sooner than it is fetched: its last token has to be.
@@ -111,7 +114,7 @@ class ConsumingRequests:
             block_ids=tuple(block_ids()[first:last]),
             deadline_seconds=self._settings.load_deadline_seconds,
         )
-        state.ranks_left = self._settings.world_size
+        state.fetched, state.ranks_left = True, self._settings.world_size
         state.num_blocks = last - first
         self._loads.append(state.load)
         self._spans.begin(request, "handover")
@@ -190,6 +193,7 @@ class ConsumingRequests:
             self._cancelled_loads.append(state.request.request_id)
 
     def _release(self, state: _Consuming) -> None:
-        if any(not other.over for other in self._others(state.part)):
+        """The last one of those that have not fetched it says so for all."""
+        if any(other.fetched or not other.over for other in self._others(state.part)):
             return
         self._releases.append(Release(state.part.transfer_id, state.part.source))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.p2p.control.messages import MAX_BLOCK_IDS
 from lmcache_connector.p2p.plans import (
     Drop,
     HandoverHold,
@@ -98,7 +99,7 @@ class ProducingRequests:
         state = self._requests.get(request_id)
         if state is None or state.reserved or state.declined or state.held:
             return True
-        if self.holds and state.part.target is None:
+        if self._is_to_be_read(state):
             state.held = True
             return True
         ring = self._settings.ring(state.request.num_prompt_tokens)
@@ -172,6 +173,11 @@ class ProducingRequests:
             self._tally.count("p2p_unsent_handovers", reason)
 
     # -- details -------------------------------------------------------------------------------
+
+    def _is_to_be_read(self, state: _Producing) -> bool:
+        """Whether it stays in its blocks: consumers come for it, and can be told where it lies."""
+        num_blocks = self._settings.num_blocks(state.request.num_prompt_tokens)
+        return self.holds and state.part.target is None and num_blocks <= MAX_BLOCK_IDS
 
     def _decline(self, state: _Producing, num_bytes: int) -> None:
         state.declined = True

@@ -93,6 +93,7 @@ class P2PWorkerAdapter:
         reads = nixl if self._is_on_cpu else None
         if nixl is not None:
             nixl.start(reads=settings.consumes, is_read=settings.produces)
+        consumer: Consumer | None = None
         if settings.consumes:
             consumer = Consumer(
                 settings, paged, self._copier, self._host_buffer, self._dialer, self._clock, reads
@@ -109,6 +110,7 @@ class P2PWorkerAdapter:
                 self._dialer,
                 self._clock,
                 Readable(form_of(paged), reads) if reads is not None else None,
+                lambda: consumer is not None and consumer.has_line,
             )
             self._roles.append(producer)
         card = msgspec.structs.replace(settings.card, transports=ports)

@@ -48,6 +48,11 @@ class Consumer(Role):
         reader = Reader(settings, form_of(paged), nixl, buffer, clock) if nixl is not None else None
         self._poller = Poller(buffer, settings.own, connect, settings.config, clock, reader)
 
+    @property
+    def has_line(self) -> bool:
+        """Whether requests wait in line that have no blocks yet."""
+        return self._poller.has_line
+
     def start_loads(self, plan: HandoverPlan) -> None:
         for arrival in plan.arrivals:
             self.receive_buffer.keep(arrival.transfer_id)

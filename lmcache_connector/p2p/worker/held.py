@@ -169,11 +169,13 @@ class HeldPrompts:
             held = self._held.get(transfer_id)
             return held.hold if held is not None else None
 
-    def keep(self, peer: Peer, transfer_ids: Iterable[str]) -> None:
-        """Their requests wait in line, or read."""
+    def keep(self, peer: Peer, transfer_ids: Iterable[str], *, in_blocks: bool) -> None:
+        """Their requests read, or wait in line: ``in_blocks`` says whether that is enough."""
         with self._changed:
             for held in filter(None, map(self._held.get, transfer_ids)):
-                self._renew(held, is_read=peer.session in held.told)
+                is_read = peer.session in held.told
+                if is_read or in_blocks:
+                    self._renew(held, is_read=is_read)
 
     def end(self, transfer_id: str, cause: Cause) -> HandoverHold | None:
         """Let the blocks go; who had them."""
@@ -226,7 +228,8 @@ class HeldPrompts:
 
     def _end(self, held: _Held, cause: Cause | None) -> None:
         held.over = True
-        if self._held.pop(held.hold.transfer_id, None) is not None:
+        if self._held.get(held.hold.transfer_id) is held:  # it may have been taken, and held anew
+            del self._held[held.hold.transfer_id]
             self._leaving.append(held)
             self._ended(held.hold.transfer_id, cause)
             self._changed.notify_all()

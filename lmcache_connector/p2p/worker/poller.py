@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from lmcache_connector.kv_layout.topology import RankTopology
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control import messages
@@ -39,12 +41,14 @@ _TOO_MANY = Cause(Reason.REFUSED, "requests name too many producers at a time")
 @dataclass(eq=False)
 class _PolledProducer:
     """One producer instance. ``forgets``: transfers it may forget. ``kept``: those whose leases are
-    renewed, with the time of the last renewal. Guarded by ``changed``."""
+    renewed, with the time of the last renewal. Guarded by ``changed``. ``split``: what some ranks
+    held in their blocks, and others did not, when they were asked last."""
 
     source: PeerAddress
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: list[Waiting] = field(default_factory=list)
     asked: list[Waiting] = field(default_factory=list)
+    split: list[Waiting] = field(default_factory=list)
     forgets: list[messages.Forget] = field(default_factory=list)
     kept: dict[str, float] = field(default_factory=dict)
     thread: threading.Thread | None = None
@@ -127,6 +131,12 @@ class Poller:
             with producer.changed:
                 producer.kept.pop(transfer_id, None)
 
+    @property
+    def has_line(self) -> bool:
+        """Whether requests wait in line."""
+        with self._lock:
+            return any(producer.kept for producer in self._producers.values())
+
     def forget(self, source: PeerAddress, transfer_id: str, cause: Cause) -> None:
         """Tell the producer once, if it can be reached. Never blocks."""
         with self._lock:
@@ -185,7 +195,7 @@ class Poller:
                         for session in sessions:
                             session.ask(message)
                     for each in todo.waiting:
-                        self._want(producer.source, sessions, places, each)
+                        self._want(producer, sessions, places, each)
                     continue
                 except ReadError as error:
                     logger.warning("%s is asked for frames: %s", producer.source, error)
@@ -231,6 +241,7 @@ class Poller:
 
     def _todo(self, producer: _PolledProducer, quiet_seconds: float) -> _Todo:
         producer.waiting = [w for w in producer.waiting if not self._buffer.is_over(w)]
+        producer.split = [w for w in producer.split if w in producer.waiting]
         is_new = any(w not in producer.asked for w in producer.waiting)
         waiting: list[Waiting] = []
         if is_new or quiet_seconds >= producer.ask_seconds:
@@ -256,7 +267,7 @@ class Poller:
 
     def _want(
         self,
-        source: PeerAddress,
+        producer: _PolledProducer,
         sessions: list[PeerSession],
         places: Sequence[Place] | None,
         waiting: Waiting,
@@ -268,8 +279,15 @@ class Poller:
         if self._reader is not None and places is not None and len(held) == len(sessions):
             self._reader.read(sessions, places, held, waiting)
             return
+        if held and waiting in producer.split:  # it is not going to change
+            want = msgspec.structs.replace(want, reads=False)
+            pairs = zip(sessions, answers, strict=True)
+            answers = [s.ask(want) if isinstance(a, messages.Held) else a for s, a in pairs]
+        elif held:
+            producer.split.append(waiting)
+            return
         for answer in answers:
-            cause = self._judge(source, answer, waiting)
+            cause = self._judge(producer.source, answer, waiting)
             if cause is not None:
                 self._buffer.fail(load.transfer_id, cause)
 

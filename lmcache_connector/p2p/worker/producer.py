@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ class Readable:
 
 class Producer(Role):
     """``layers``: the paged cache, layer by layer. ``readable``: where peers can read it.
+    ``has_line``: whether requests of this rank wait in line for KV of others.
 
     In mode ``PUT`` a step ends only when what it computed is on its way, ``stall_seconds`` later at
     most.
@@ -63,12 +64,14 @@ class Producer(Role):
         connect: Connect,
         clock: Callable[[], float],
         readable: Readable | None = None,
+        has_line: Callable[[], bool] = lambda: False,
     ) -> None:
         config = settings.config
         self._settings = settings
         self._copier = copier
         self._layer_index = {name: i for i, name in enumerate(settings.layer_widths)}
         self._host_buffer = host_buffer
+        self._has_line = has_line
         self._buffer = SendBuffer(host_buffer, config.lease_seconds, clock)
         self._saver = Saver(layers, copier, self._buffer, digest_bytes=settings.digest_bytes)
         self._sender = Sender(self._buffer, settings.own, connect, clock)
@@ -197,9 +200,7 @@ class Producer(Role):
         if isinstance(message, messages.Want):
             return self._wanted(peer, message)
         if isinstance(message, messages.Keep):
-            self._buffer.keep(message.transfer_ids)
-            if self._held is not None:
-                self._held.keep(peer, message.transfer_ids)
+            self._keep(peer, message.transfer_ids)
             return messages.Done()
         if isinstance(message, messages.Forget) and self._knows(message.transfer_id):
             self._end(message.transfer_id, message.cause)
@@ -212,6 +213,13 @@ class Producer(Role):
             return self._held.proof(peer, message)
         return None
 
+    def _keep(self, peer: Peer, transfer_ids: Sequence[str]) -> None:
+        # Two whose lines wait for blocks that each holds for the other would wait for ever.
+        in_blocks = not self._has_line()
+        self._buffer.keep(transfer_ids, in_blocks=in_blocks)
+        if self._held is not None:
+            self._held.keep(peer, transfer_ids, in_blocks=in_blocks)
+
     def _knows(self, transfer_id: str) -> bool:
         is_held = self._held is not None and self._held.find(transfer_id) is not None
         return is_held or self._buffer.get(transfer_id) is not None
@@ -223,7 +231,7 @@ class Producer(Role):
     def _wanted(self, peer: Peer, want: messages.Want) -> Message:
         if self._held is not None:
             if not want.reads:
-                self._held.keep(peer, (want.transfer_id,))
+                self._held.keep(peer, (want.transfer_id,), in_blocks=True)
                 self._stage(want.transfer_id)
             elif (held := self._held.wanted(peer, want)) is not None:
                 return held

@@ -34,6 +34,7 @@ from lmcache_connector.p2p.ring import Ring
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 _MAX_REMEMBERED = 4096
+_FULL = Cause(Reason.BUFFER_FULL, "the producer's buffer is full")
 
 
 class SendBuffer:
@@ -82,8 +83,8 @@ class SendBuffer:
                 self.changed.notify_all()
             region = self._host_buffer.take(geometry.chunk_bytes * ring.num_slots)
             if region is None:
-                full = Cause(Reason.BUFFER_FULL, "the producer's buffer is full")
-                self._release(start.transfer_id, full)
+                self._unsent.append((start.transfer_id, _FULL.reason))
+                self._release(start.transfer_id, _FULL)
                 return None
             outgoing = Outgoing(start, RingMemory(ring, geometry, region))
             self._transfers[start.transfer_id] = outgoing
@@ -255,12 +256,12 @@ class SendBuffer:
             outgoing.deliveries |= {delivery.to: delivery for delivery in new}
             return new
 
-    def keep(self, transfer_ids: Iterable[str]) -> None:
-        """Requests for these are waiting in line: renew the leases."""
+    def keep(self, transfer_ids: Iterable[str], *, in_blocks: bool) -> None:
+        """Requests for these are waiting in line: renew the leases. ``in_blocks``: of those too of
+        which a part is in the paged cache."""
         with self.changed:
-            for transfer_id in transfer_ids:
-                outgoing = self._transfers.get(transfer_id)
-                if outgoing is not None and outgoing.sealed:
+            for outgoing in filter(None, map(self._transfers.get, transfer_ids)):
+                if outgoing.sealed and (in_blocks or outgoing.is_copied):
                     self._renew(outgoing)
 
     def accepted(self, delivery: Delivery, answer: messages.Accepted) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from lmcache_connector.p2p.control.messages import MAX_BLOCK_IDS
 from lmcache_connector.p2p.plans import HandoverReport, RankHost
 from lmcache_connector.p2p.reasons import Reason
-from tests.p2p.scheduler.test_adapter import FakeRequest, asks_for_decode, begin, make, step
+from tests.p2p.scheduler.test_adapter import BLOCK, FakeRequest, asks_for_decode, begin, make, step
 
 BLOCKS = {"r": [10, 11, 12, 13, 14, 15, 16, 17]}
 
@@ -88,3 +91,14 @@ def test_after_a_reset_nothing_is_held() -> None:
     assert side.request_finished(request, BLOCKS["r"], is_served=True) == (False, None)
     plan = step(side, {}, {})
     assert (plan.reset, plan.holds) == (True, ())
+
+
+@pytest.mark.parametrize(("more", "is_held"), [(0, True), (1, False)])
+def test_a_prompt_of_more_blocks_than_a_message_names_is_copied(more: int, is_held: bool) -> None:
+    """Else no consumer would learn where it lies."""
+    side, request = holding(), asks_for_decode("r", MAX_BLOCK_IDS * BLOCK + more)
+    begin(side, request)
+    blocks = {"r": list(range(MAX_BLOCK_IDS + more))}
+    assert (step(side, {request: request.num_prompt_tokens}, blocks).saves == ()) is is_held
+    side.request_finished(request, blocks["r"], is_served=True)
+    assert (step(side, {}, {}).holds[0].held is not None) is is_held

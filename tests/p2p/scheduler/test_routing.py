@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.p2p.control.address import PeerAddress
@@ -91,6 +91,8 @@ def test_nixls_words_for_prefill() -> None:
         {"do_remote_decode": True, "remote_host": "h", "remote_port": "\uff11"},
         {"do_remote_decode": True, "remote_host": "h", "remote_port": 70000},
         {"do_remote_decode": True, "remote_host": "h h", "remote_port": 1},
+        {"do_remote_decode": True, "remote_host": "::1%\x00", "remote_port": 1},
+        {"do_remote_decode": True, "remote_host": "::1%" + "l" * 500, "remote_port": 1},
         ["do_remote_prefill"],
     ],
 )
@@ -111,6 +113,7 @@ def test_a_request_cannot_send_us_anywhere() -> None:
         router("consumer").part_in("r", params)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     st.dictionaries(
         st.sampled_from(
