@@ -36,7 +36,8 @@ the calibration says that a load pays, one request loads one chunk on trial, if 
 tier is left out for another minute; else it is back in use. So a slow tier costs the difference of
 one chunk a minute, and a tier that was slow to begin with costs nothing. A calibration is what was
 measured at start, or by a later probe: Redis is probed while requests would use it, so it comes
-back by its probe, and only so if it has stalled.
+back by its probe, and only so if it has stalled. A tier that was never calibrated is unknown again
+then, and some seconds after its first loads already: those may have met a hiccup.
 """
 
 from __future__ import annotations

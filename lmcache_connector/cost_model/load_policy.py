@@ -156,16 +156,12 @@ class LoadPolicy:
     def lookup_seconds(
         self, context_tokens: int, prompt_tokens: int, last_lookup_seconds: float
     ) -> float:
-        """Seconds to wait for Redis to say what it holds of a prompt; 0: do not ask it.
-
-        ``last_lookup_seconds``: how long its last answer took.
-        """
+        """Seconds to wait for Redis to say what it holds of a prompt; 0: do not ask it. Its last
+        answer took ``last_lookup_seconds``."""
         if self.model.mode == "always":
             return float("inf")
-        if self._probes.is_outdated:
-            self._probes.want()
+        self._want_news()
         if self.model.is_stalled(Tier.REDIS):
-            self._probes.want()
             return 0.0
         compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
         if compute is None:
@@ -218,8 +214,12 @@ class LoadPolicy:
 
     def pays_from_redis(self, end: int, num_bytes: int) -> bool:
         """Whether a prompt's first ``end`` tokens are quicker loaded from Redis than computed, at
-        the best of times: nothing else is to be loaded, and no step to be waited for."""
-        return self.model.gain_seconds(Tier.REDIS, 0, end, num_bytes, self._num_requests) >= 0
+        the best of times: nothing else is to be loaded, and no step to be waited for. What is not
+        written then is never loaded: only a probe can tell that Redis has become quick."""
+        gain_seconds = self.model.gain_seconds(Tier.REDIS, 0, end, num_bytes, self._num_requests)
+        if gain_seconds < 0:
+            self._want_news()
+        return gain_seconds >= 0
 
     def bytes_of(self, key: bytes) -> int:
         """Of what is stored under a key, on the rank with the largest share."""
@@ -331,6 +331,11 @@ class LoadPolicy:
             self._observe_redis(redis)
 
     # -- details -------------------------------------------------------------------------------
+
+    def _want_news(self) -> None:
+        """Of Redis, where the last are bad or old."""
+        if self._probes.is_outdated or self.model.is_stalled(Tier.REDIS):
+            self._probes.want()
 
     @property
     def _num_others(self) -> int:

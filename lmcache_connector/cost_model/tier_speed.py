@@ -24,6 +24,9 @@ _SURPRISE_FACTOR = 2.0
 _HALF_LIFE_SECONDS = 600.0
 QUIET_SECONDS = 60.0
 """What was learned counts for no longer against a tier that is not loaded from."""
+_FIRST_QUIET_SECONDS = 1.0
+"""Without a calibration, what the first loads show may as well be a hiccup: it counts for so long,
+doubled with each load and each return to nothing, up to a minute."""
 _SIZE_OFFSET_BYTES = 8 << 20
 _KEEP_PROVEN = 0.9
 _CALIBRATED_BYTES = 1 << 30
@@ -92,6 +95,7 @@ class TierSpeed:
     _num_good: float = 0.0
     _num_failed: float = 0.0
     _changed_at: float = 0.0
+    _quiet_seconds: float = _FIRST_QUIET_SECONDS
 
     def seconds(self, num_bytes: float) -> float:
         """Predicted seconds of one load of that size from an idle tier; 0 when nothing is known."""
@@ -127,6 +131,7 @@ class TierSpeed:
             raise ValueError("a calibration needs a positive bandwidth and no negative latency")
         self._sums = _Sums()
         self._calibration = bytes_per_second, latency_seconds
+        self._quiet_seconds = QUIET_SECONDS
         for num_bytes in (1 << 20, _CALIBRATED_BYTES):
             self._sums.add(num_bytes, latency_seconds + num_bytes / bytes_per_second)
         self._changed_at = now
@@ -137,8 +142,9 @@ class TierSpeed:
         self._fit()
 
     def is_outdated(self, now: float) -> bool:
-        """Whether nothing was observed for a minute. A stall does not end by itself."""
-        return not self.stalled and now - self._changed_at >= QUIET_SECONDS
+        """Whether nothing was observed for a minute, or for some seconds where little was before,
+        and nothing calibrated. A stall does not end by itself."""
+        return not self.stalled and now - self._changed_at >= self._quiet_seconds
 
     def calibrated_only(self, now: float) -> TierSpeed:
         """A tier whose speed is known from the calibration alone, if there was one. It has failed
@@ -147,6 +153,7 @@ class TierSpeed:
         if self._calibration is not None:
             fresh.calibrate(now, *self._calibration)
         fresh._num_good, fresh._num_failed = self._num_good, self._num_failed
+        fresh._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
         return fresh
 
     def arrived(self, now: float, num_bytes: int, seconds: float) -> None:
@@ -200,6 +207,7 @@ class TierSpeed:
     def _count(self, failed: bool) -> None:
         self._num_good = self._num_good * _KEEP_COUNTS + (not failed)
         self._num_failed = self._num_failed * _KEEP_COUNTS + failed
+        self._quiet_seconds = min(2 * self._quiet_seconds, QUIET_SECONDS)
 
     def _fit(self) -> None:
         """Least squares for (latency, seconds per byte), neither of them negative."""

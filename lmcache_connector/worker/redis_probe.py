@@ -122,7 +122,8 @@ class RedisProbe:
         """The first chunk. After the start it takes a moment until there is a connection."""
         while True:
             one = self._read(1)
-            if one.hits[0] or not one.cut_off or self._clock() >= until:
+            is_late = self._closed.is_set() or self._clock() >= until
+            if one.hits[0] or not one.cut_off or is_late:
                 return one
             self._closed.wait(_RETRY_SECONDS)
 
@@ -141,7 +142,7 @@ class RedisProbe:
 
     def _write(self, missing: Sequence[int]) -> bool:
         """Write these chunks, over values that turned out unsound too. False if none was written:
-        there may not be room for all of them at once."""
+        there may not be room for all of them at once, or the probe was closed."""
         written = threading.Semaphore(0)
         stored: list[bool] = []
 
@@ -150,6 +151,8 @@ class RedisProbe:
             written.release()
 
         for i in missing:
+            if self._closed.is_set():  # what is queued now would hold up the tier's own end
+                return False
             self._tier.put(self._keys[i], _noise(self._dtype, self._chunk_bytes), on_done)
         until = self._clock() + _WRITE_SECONDS
         for _ in missing:

@@ -243,6 +243,19 @@ def test_after_a_quiet_minute_one_chunk_of_a_slow_tier_is_tried() -> None:
     assert decision.predicted_load_seconds == pytest.approx(1e-3, rel=0.01)
 
 
+def test_a_first_load_that_was_slow_is_not_believed_for_a_minute() -> None:
+    clock = Clock()
+    model = make_model(clock=clock)  # as without a self-test
+    model.observe_load(CPU, 10**6, 1.0)
+    assert model.decide(offer(*[CPU] * 32)).num_chunks == 0
+    clock.now = 2.0
+    trial = model.decide(offer(*[CPU] * 32))
+    assert trial.num_chunks == 1
+    assert trial.deadline_seconds <= 0.05 * trial.predicted_compute_seconds
+    model.observe_load(CPU, 10**6, 1e-3)
+    assert model.decide(offer(*[CPU] * 32)).num_chunks == 32
+
+
 def test_one_request_a_minute_is_on_trial_even_if_its_load_is_never_heard_of() -> None:
     """Such as one whose request was aborted, or whose deadline passed in the queue."""
     clock = Clock()

@@ -171,11 +171,28 @@ def test_a_trial_without_a_calibration_starts_from_nothing() -> None:
 
 def test_measurements_are_outdated_after_a_quiet_minute_but_a_stall_is_not() -> None:
     tier = TierSpeed()
+    tier.calibrate(0.0, bytes_per_second=1e9, latency_seconds=0.0)
     tier.arrived(10.0, MIB, 0.1)
     assert not tier.is_outdated(69.9)
     assert tier.is_outdated(70.0)
     tier.cut_off(70.0, 0, 1.0)
     assert not tier.is_outdated(500.0)
+
+
+def test_without_a_calibration_the_first_loads_count_for_seconds_and_the_next_ones_longer() -> None:
+    """It may have been a hiccup; a tier that stays slow is tried less and less."""
+    tier, now, pauses = TierSpeed(), 0.0, []
+    for _ in range(6):
+        tier.arrived(now, MIB, 0.5)
+        asked = now
+        while not tier.is_outdated(now):
+            now += 0.5
+        pauses.append(now - asked)
+        tier = tier.calibrated_only(now)
+        assert not tier.known
+    assert pauses == [2.0, 8.0, 32.0, 60.0, 60.0, 60.0]
+    tier.cut_off(now, 0, 1.0)
+    assert not tier.is_outdated(now + 500.0)
 
 
 def test_a_probe_that_arrives_makes_failures_fade() -> None:

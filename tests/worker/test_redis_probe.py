@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from typing import cast
+
 import pytest
 
+from lmcache_connector.net.deadline import never
 from lmcache_connector.storage.chunk_codec import DTYPE_CODES
 from lmcache_connector.storage.compression import compress
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
+from lmcache_connector.storage.redis.write_queue import OnDone
 from lmcache_connector.worker.redis_probe import RedisProbe, _noise
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config
 from tests.support.redis.server_groups import wait_until
@@ -44,3 +50,43 @@ def test_a_probe_reads_values_as_they_are_written(valkey: Server, codec: str, mo
     assert (most - 0.2) * measured.num_bytes < stored < most * measured.num_bytes
     probe.close(1.0)
     assert tier.close(2.0)
+
+
+class _SilentTier:
+    """Brings nothing until the read is cancelled, and says then that it was ``cut_off``, or that
+    the chunks are not there."""
+
+    geometries = PartGeometries((GEOMETRY,))
+
+    def __init__(self, *, cut_off: bool) -> None:
+        self.num_reads = self.num_puts = 0
+        self.is_reading = threading.Event()
+        self._cut_off = cut_off
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        deadline: float,
+        cancelled: Callable[[], bool] = never,
+    ) -> ReadResult:
+        self.num_reads += 1
+        self.is_reading.set()
+        wait_until(cancelled, "nobody cancels the read")
+        return ReadResult([False] * len(keys), 0.0, self._cut_off)
+
+    def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
+        self.num_puts += 1
+        on_done(True)
+        return True
+
+
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_a_probe_that_is_closed_reads_and_writes_nothing_more(cut_off: bool) -> None:
+    tier = _SilentTier(cut_off=cut_off)
+    keys = [chunk_key(i) for i in range(NUM_CHUNKS)]
+    probe = RedisProbe(cast(RedisTier, tier), keys, clock=lambda: 0.0)  # no deadline ever passes
+    assert tier.is_reading.wait(5.0)
+    probe.close(5.0)
+    assert not probe.is_busy
+    assert (tier.num_reads, tier.num_puts) == (1, 0)
