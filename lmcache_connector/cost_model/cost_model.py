@@ -12,7 +12,8 @@ loads that failed; loads larger than any seen are taken to last in proportion to
 wait must be 5 % shorter than the compute it saves. Compute is taken from all who wait for their
 first token, so the more others do, the less the steps count which a load costs, and the loads ahead
 of it, down to the load alone: where a load beats compute, a crowd that loads beats one that
-computes.
+computes. A crowd whose prompts fill several steps is spared those too: see
+:mod:`lmcache_connector.cost_model.crowd`.
 
 The deadline, counted from the decision. Let ``C`` be recompute alone, ``R`` the compute left after
 the load, ``p`` the predicted load, and ``S = 5 % of C``. A load that brings nothing until a
@@ -48,6 +49,7 @@ from functools import partial
 from math import ceil, inf
 from typing import Literal
 
+from lmcache_connector.cost_model.crowd import crowd_waits
 from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer, Reason
 from lmcache_connector.cost_model.load_prefixes import LoadPrefixes, Prefix
 from lmcache_connector.cost_model.prefill_speed import PrefillSpeed
@@ -235,16 +237,16 @@ class CostModel:
 
     def _best(self, offer: LoadOffer, compute_seconds: float) -> Prefix:
         """The cheapest prefix, or none where recompute is as good."""
-        best, best_seconds = Prefix(rest_seconds=compute_seconds), compute_seconds
+        best, best_gain = Prefix(rest_seconds=compute_seconds), 0.0
         for prefix in self._prefixes(offer).to_compare():
             deadline = self._deadline_seconds(offer, prefix, compute_seconds)
             stall_seconds = prefix.failure_rate * deadline
             price_seconds = self._price_seconds(offer, prefix, stall_seconds)
-            saved_seconds = compute_seconds - prefix.rest_seconds
+            saved_seconds = self._saved_seconds(offer, prefix, compute_seconds)
             if price_seconds > saved_seconds * (1 - _MIN_GAIN_SHARE):
                 continue
-            if price_seconds + prefix.rest_seconds < best_seconds:
-                best, best_seconds = prefix, price_seconds + prefix.rest_seconds
+            if saved_seconds - price_seconds > best_gain:
+                best, best_gain = prefix, saved_seconds - price_seconds
         return best
 
     def _prefixes(self, offer: LoadOffer) -> LoadPrefixes:
@@ -257,9 +259,25 @@ class CostModel:
     def _price_seconds(self, offer: LoadOffer, prefix: Prefix, stall_seconds: float) -> float:
         """What a load costs, as it is judged."""
         load_seconds = prefix.risky_seconds + stall_seconds
-        own_seconds = load_seconds - prefix.ahead_seconds
+        own_seconds = prefix.own_seconds + stall_seconds
         wait_seconds = self.steps.wait_seconds(load_seconds, offer.step_seconds)
         return own_seconds + (wait_seconds - own_seconds) / (1 + offer.waiting_requests)
+
+    def _saved_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
+        """What a load spares each who waits of compute, on average."""
+        spared_seconds = compute_seconds - prefix.rest_seconds
+        if not offer.waiting_requests or not prefix.num_chunks:
+            return spared_seconds
+        start, size = offer.tokens_after(prefix.num_chunks), self.max_step_tokens
+        all_tokens, rest_tokens = (offer.prompt_tokens - at for at in (offer.context_tokens, start))
+        own_steps = ceil(all_tokens / size) - ceil(rest_tokens / size)
+        crowd_tokens = offer.waiting_tokens + all_tokens
+        steps, share = crowd_waits(1 + offer.waiting_requests, crowd_tokens / size)
+        step_share = (start - offer.context_tokens) / crowd_tokens
+        return (
+            share * (spared_seconds - own_steps * self.steps.decode_seconds)
+            + step_share * (steps - 1) * self.steps.decode_seconds
+        )
 
     def _deadline_seconds(self, offer: LoadOffer, prefix: Prefix, compute_seconds: float) -> float:
         """See the module's docstring."""
@@ -269,8 +287,8 @@ class CostModel:
         else:
             stall_safe = STALL_SHARE * compute_seconds
             lost = self.steps.lost_seconds(offer.step_seconds)
-            saved = (compute_seconds - prefix.rest_seconds) * (1 + offer.waiting_requests)
-            too_late = saved + stall_safe - lost
+            saved = self._saved_seconds(offer, prefix, compute_seconds)
+            too_late = saved * (1 + offer.waiting_requests) + stall_safe - lost
             deadline = max(stall_safe, min(trusted, too_late))
         return min(max(deadline, MIN_DEADLINE_SECONDS), self._max_deadline_seconds)
 

@@ -59,12 +59,13 @@ _FORGET_LATE_SECONDS = 60.0
 class _Running:
     """A load on its way. ``num_bytes``: of the rank with the largest part, per tier.
     ``wait_seconds``: predicted before it begins. ``idle_since``: when it was planned, if nothing
-    else ran."""
+    else ran. Waiting for its turn it is not late by more than ``deadline_seconds``."""
 
     redis_keys: tuple[bytes, ...]
     num_bytes: dict[Tier, int]
     wait_seconds: float
     idle_since: float | None
+    deadline_seconds: float
 
 
 class LoadPolicy:
@@ -73,7 +74,7 @@ class LoadPolicy:
     A chunk has ``chunk_tokens`` tokens. What is stored of it for each of the model's parts has
     ``value_bytes``, on the rank with the largest share; the first ``num_prefix_parts`` are needed
     of every chunk. A prompt passes ``num_stages`` of a pipeline one after the other. ``clock``
-    gives seconds, monotonic.
+    gives seconds, monotonic. ``probes``: when the workers shall measure Redis.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class LoadPolicy:
         self._fetching: Counter[bytes] = Counter()
         self._stores = StoreBacklog(clock)
         self._num_requests = 0
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, int] = {}  # and the tokens of their prompts
+        self._waiting_tokens = 0
         self._prompt_tokens = 0  # left of the requests that run, and of those that begin
         self._fenced_share = 0.0
         self._late_seconds, self._late_at = 0.0, float("-inf")
-        self._probes = ProbePace(clock)
+        self.probes = ProbePace(clock)
 
     def learn_sizes(self, value_bytes: Sequence[int]) -> None:
         """What values of each part take, once that is known better. Before any decision."""
@@ -145,12 +147,13 @@ class LoadPolicy:
                 wait_seconds=self._wait_seconds(after_job, step_seconds),
                 step_seconds=step_seconds,
                 waiting_requests=self._num_others,
+                waiting_tokens=max(0, self._waiting_tokens - prompt_tokens),
                 ends=ends,
                 other_bytes=other_bytes,
             )
         )
         if Tier.REDIS in tiers[decision.num_chunks :]:
-            self._probes.want()
+            self.probes.want()
         return decision
 
     def lookup_seconds(
@@ -160,7 +163,7 @@ class LoadPolicy:
         answer took ``last_lookup_seconds``."""
         if self.model.mode == "always":
             return float("inf")
-        self._want_news()
+        self.probes.want_news(is_bad=self.model.is_stalled(Tier.REDIS))
         if self.model.is_stalled(Tier.REDIS):
             return 0.0
         compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
@@ -192,11 +195,11 @@ class LoadPolicy:
 
     def probe_now(self) -> None:
         """Have Redis measured with the next step, however short ago it was."""
-        self._probes.want_now()
+        self.probes.want_now()
 
     def take_probe(self) -> bool:
         """Whether the workers shall measure Redis, asked once per step."""
-        return self._probes.is_wanted and self._probes.take()
+        return self.probes.take()
 
     @property
     def is_redis_stalled(self) -> bool:
@@ -218,7 +221,7 @@ class LoadPolicy:
         written then is never loaded: only a probe can tell that Redis has become quick."""
         gain_seconds = self.model.gain_seconds(Tier.REDIS, 0, end, num_bytes, self._num_requests)
         if gain_seconds < 0:
-            self._want_news()
+            self.probes.want_news(is_bad=self.model.is_stalled(Tier.REDIS))
         return gain_seconds >= 0
 
     def bytes_of(self, key: bytes) -> int:
@@ -234,18 +237,19 @@ class LoadPolicy:
         self.model.steps.planned(now, follows=follows, has_prefill=has_prefill)
         self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
 
-    def request_arrived(self, request_id: str) -> None:
+    def request_arrived(self, request_id: str, num_tokens: int) -> None:
         """It waits to be computed, or to be loaded first."""
-        self._waiting.add(request_id)
+        self._waiting_tokens += num_tokens - self._waiting.get(request_id, 0)
+        self._waiting[request_id] = num_tokens
 
     def request_admitted(self, request_id: str, num_tokens: int) -> None:
         """The step being planned begins to compute a prompt, of which so much is left."""
-        self._waiting.discard(request_id)
+        self._waiting_tokens -= self._waiting.pop(request_id, 0)
         self._prompt_tokens += num_tokens
 
     def request_ended(self, request_id: str, num_requests: int) -> None:
         """``num_requests`` of the last step's run still."""
-        self._waiting.discard(request_id)
+        self._waiting_tokens -= self._waiting.pop(request_id, 0)
         self._num_requests = num_requests
 
     def store_planned(self, job: StoreJob) -> None:
@@ -257,18 +261,16 @@ class LoadPolicy:
 
     def load_planned(self, job: LoadJob, redis_keys: tuple[bytes, ...]) -> None:
         """``job`` is on its way. ``redis_keys``: those of its chunks that Redis must bring."""
-        from_redis = sum(map(self.bytes_of, redis_keys))
-        num_bytes = {
-            Tier.CPU: sum(map(self.bytes_of, job.keys)) - from_redis,
-            Tier.REDIS: from_redis,
-        }
+        all_bytes, from_redis = (sum(map(self.bytes_of, keys)) for keys in (job.keys, redis_keys))
+        num_bytes = {Tier.CPU: all_bytes - from_redis, Tier.REDIS: from_redis}
         idle_since = None if self._num_requests or self._prompt_tokens else self._clock()
         wait_seconds = (
             self._queued_bytes[Tier.CPU] / self.model.bytes_per_second(Tier.CPU)
             + self._stores.wait_seconds(job.after_job)
             + job.after_passes * (self._step_seconds() or 0.0)
         )
-        self._running[job.job_id] = _Running(redis_keys, num_bytes, wait_seconds, idle_since)
+        known = redis_keys, num_bytes, wait_seconds, idle_since, job.deadline_seconds
+        self._running[job.job_id] = _Running(*known)
         self._fenced_share += _FENCE_WEIGHT * (job.after_passes - self._fenced_share)
         self._fetching.update(redis_keys)
         for tier, count in num_bytes.items():
@@ -289,6 +291,7 @@ class LoadPolicy:
             self.model.steps.waited_idle(self._clock() - running.idle_since - took)
         if not running.redis_keys:
             late = max(0.0, slowest.waited_seconds - running.wait_seconds)
+            late = min(late, running.deadline_seconds)  # the rest was a forward pass
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
             self._late_at = self._clock()
         self._observe_load(slowest)
@@ -298,7 +301,7 @@ class LoadPolicy:
         Redis failed does."""
         for result in results:
             if result.redis_failed:
-                self._probes.heard()
+                self.probes.heard()
                 self.model.observe_load_failed(Tier.REDIS, result.redis_seconds, result.redis_bytes)
 
     def observe_reports(self, reports: Iterable[RankReport]) -> None:
@@ -332,11 +335,6 @@ class LoadPolicy:
 
     # -- details -------------------------------------------------------------------------------
 
-    def _want_news(self) -> None:
-        """Of Redis, where the last are bad or old."""
-        if self._probes.is_outdated or self.model.is_stalled(Tier.REDIS):
-            self._probes.want()
-
     @property
     def _num_others(self) -> int:
         """Requests that wait beside the one in question."""
@@ -368,10 +366,10 @@ class LoadPolicy:
         share = min(1.0, result.redis_bytes / max(1, result.num_bytes))
         redis_seconds = result.redis_seconds + share * copy_seconds
         if result.redis_failed:
-            self._probes.heard()
+            self.probes.heard()
             self.model.observe_load_failed(Tier.REDIS, redis_seconds, result.redis_bytes)
         elif result.redis_bytes > 0:
-            self._probes.heard()
+            self.probes.heard()
             self.model.observe_load(Tier.REDIS, result.redis_bytes, redis_seconds)
         elif result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
@@ -379,7 +377,7 @@ class LoadPolicy:
     def _observe_redis(self, probes: Sequence[TransferTime]) -> None:
         """The slowest rank counts. A load is a fetch and then a copy: the copy's time is added to
         what was measured."""
-        self._probes.heard()
+        self.probes.heard()
         measured = min(probes, key=lambda probe: (probe.has_answered, _speed(probe)))
         if not measured.has_answered:
             self.model.observe_load_failed(Tier.REDIS, measured.seconds)
@@ -392,7 +390,7 @@ class LoadPolicy:
         speed = 1.0 / (1.0 / _speed(measured) + 1.0 / copy_speed)
         self.model.calibrate(Tier.REDIS, speed, measured.latency_seconds)
         if was_stalled:
-            self._probes.restart()
+            self.probes.restart()
 
 
 def _speed(measured: TransferTime) -> float:

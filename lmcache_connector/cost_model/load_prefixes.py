@@ -25,10 +25,10 @@ class Prefix:
 
     num_chunks: int = 0
     load_seconds: float = 0.0
-    ahead_seconds: float = 0.0
-    """Of it, before the load begins."""
     risky_seconds: float = 0.0
     """The load as it is judged for a bet: slower than predicted by what has gone wrong before."""
+    own_seconds: float = 0.0
+    """Of those, what is not waiting for its turn: the others that wait lose them too."""
     rest_seconds: float = 0.0
     failure_rate: float = 0.0
     all_known: bool = True
@@ -71,24 +71,25 @@ class LoadPrefixes:
     def of(self, num_chunks: int) -> Prefix:
         """Tiers are taken to load one after the other."""
         offer = self.offer
-        load_seconds = risky_seconds = ahead_seconds = offer.wait_seconds
+        load_seconds = risky_seconds = offer.wait_seconds
+        own_seconds = 0.0
         failure_rate, all_known = 0.0, True
         for tier, speed in self.tiers.items():
             num_bytes = offer.num_bytes(tier, num_chunks)
             if num_bytes == 0:
                 continue
             queue_seconds = offer.queued_bytes.get(tier, 0) * speed.seconds_per_byte
-            ahead_seconds += queue_seconds
             load_seconds += queue_seconds + speed.seconds(num_bytes)
-            worst_seconds = queue_seconds + speed.seconds_at_worst(num_bytes)
-            risky_seconds += worst_seconds * (1 + _CAUTION * speed.spread)
+            caution, worst_seconds = 1 + _CAUTION * speed.spread, speed.seconds_at_worst(num_bytes)
+            risky_seconds += (queue_seconds + worst_seconds) * caution
+            own_seconds += worst_seconds * caution
             failure_rate = max(failure_rate, speed.failure_rate)
             all_known = all_known and speed.known
         return Prefix(
             num_chunks,
             load_seconds,
-            ahead_seconds,
             risky_seconds,
+            own_seconds,
             self.rest_seconds(num_chunks),
             failure_rate,
             all_known,

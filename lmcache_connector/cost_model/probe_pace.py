@@ -28,6 +28,11 @@ class ProbePace:
         """Nothing has been heard of it for long."""
         return self._clock() - self._heard_at > _FRESH_SECONDS
 
+    def want_news(self, *, is_bad: bool) -> None:
+        """``is_bad``: what was heard last. News that are old are wanted too."""
+        if is_bad or self.is_outdated:
+            self.want()
+
     def want(self) -> None:
         """Whoever asks would use Redis, if it were quick."""
         self.is_wanted = True

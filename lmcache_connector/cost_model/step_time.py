@@ -19,22 +19,16 @@ decode step, which is measured. Times come in as arguments, in seconds. The sche
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from math import ceil
 
 _KEEP = 0.8
 """Of what was measured, with each step: a decode step's length follows how many requests decode."""
+_MAX_SLOWNESS = 10.0
+"""A step slower than this many times the last ones counts as that slow: one that compiled something
+is no reason to load nothing beside the next ones. A lasting slowdown gets through in a few."""
 _FIRST_IDLE_SECONDS = 0.001
 _MAX_IDLE_SECONDS = 0.050
 """What takes longer than this was not the way of a load through an idle engine."""
-
-
-@dataclass(slots=True)
-class _Planned:
-    """A step: when it was planned, and whether it computes prompts."""
-
-    at: float
-    has_prefill: bool
 
 
 class StepTime:
@@ -42,7 +36,8 @@ class StepTime:
 
     def __init__(self, num_batches: int = 1) -> None:
         self._num_batches = num_batches
-        self._planned: deque[_Planned] = deque(maxlen=num_batches + 1)
+        # Of each step when it was planned, and whether it computes prompts.
+        self._planned: deque[tuple[float, bool]] = deque(maxlen=num_batches + 1)
         self.decode_seconds = 0.0
         """Of a step that computes no prompts."""
         self.idle_seconds = _FIRST_IDLE_SECONDS
@@ -56,11 +51,12 @@ class StepTime:
         """
         if not follows:
             self._planned.clear()
-        if len(self._planned) > self._num_batches and not self._planned[1].has_prefill:
-            seconds = now - self._planned[-1].at
-            keep = _KEEP if self.decode_seconds else 0.0
-            self.decode_seconds = keep * self.decode_seconds + (1 - keep) * seconds
-        self._planned.append(_Planned(now, has_prefill))
+        if len(self._planned) > self._num_batches and not self._planned[1][1]:
+            seconds, before = now - self._planned[-1][0], self.decode_seconds
+            if before:
+                seconds = _KEEP * before + (1 - _KEEP) * min(seconds, _MAX_SLOWNESS * before)
+            self.decode_seconds = seconds
+        self._planned.append((now, has_prefill))
 
     def waited_idle(self, seconds: float) -> None:
         """An idle engine needed so long to go on after a load."""

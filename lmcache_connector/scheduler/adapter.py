@@ -115,7 +115,7 @@ class SchedulerAdapter:
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
-        self.policy.request_arrived(request.request_id)
+        self.policy.request_arrived(request.request_id, request.num_tokens)
         state = self._enter(request)
         if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
             return
@@ -192,7 +192,12 @@ class SchedulerAdapter:
             if (state := self.book.get(request_id)) is not None:
                 self._auditor.drop(state)
                 state.restart()
-        self.book.step_planned(scheduler_output)
+        if (
+            scheduler_output.scheduled_new_reqs
+            or scheduler_output.scheduled_encoder_inputs
+            or scheduler_output.free_encoder_mm_hashes
+        ):
+            self.book.step_planned(scheduler_output)
         self._dispatcher.plan_step(scheduler_output)
         if self._prefetcher.waiting:
             self._dispatcher.plan_prefetches(self.hits)
@@ -211,7 +216,7 @@ class SchedulerAdapter:
         return self._jobs.take_plan(
             idle=not scheduled,
             prefill=prefill,
-            probe=self._wants_probe(),
+            probe=self.policy.probes.is_wanted and self._wants_probe(),
             wanted=self.wanted.take() if self.wanted.has_news else (),
             uses=self._uses.take() if self._uses.new else (),
             unwanted=self._prefetcher.take_unwanted() if self._prefetcher.unwanted else (),
@@ -239,7 +244,8 @@ class SchedulerAdapter:
     def take_events(self) -> Sequence[KvEvent]:
         """What the tiers took in and let go since the last call. vLLM has seen to all that a step
         has brought."""
-        self._dispatcher.updated()
+        if self._dispatcher.held.is_holding:
+            self._dispatcher.held.put_back()
         return self.kv_events.take() if self.kv_events.events else ()
 
     def unpin_all(self) -> None:

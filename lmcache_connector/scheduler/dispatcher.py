@@ -74,7 +74,7 @@ class JobDispatcher:
         self._kv_events = kv_events
         self._spans = spans
         self._short_loads: list[ShortLoad] = []
-        self._held = HeldBlocks(settings, witness)
+        self.held = HeldBlocks(settings, witness)
         self._num_groups = sum(len(part.groups) for part in settings.parts)
         self._least_block = min(part.block_size for part in settings.parts)
         self.in_use = BlocksInUse(settings.num_batches, is_told=settings.is_prefix_only)
@@ -104,8 +104,8 @@ class JobDispatcher:
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> None:
         """The stores and audits that a step makes possible by what it computes."""
-        if self._held.is_holding:
-            self._held.next_step()
+        if self.held.is_holding:
+            self.held.next_step()
         if self._witness.reused:
             self.cancel_overwritten()
         scheduled = scheduler_output.num_scheduled_tokens
@@ -115,10 +115,10 @@ class JobDispatcher:
         is_drafted = max_len is None or self._is_drafted(scheduler_output, max_len)
         for state in self._witness.due(scheduled, self._book.states, offers):
             self._plan_request(state, scheduler_output, is_drafted=is_drafted)
-        if self._held.is_holding:
+        if self.held.is_holding:
             # Should the next step compute as much.
             num_blocks = scheduler_output.total_num_scheduled_tokens // self._least_block
-            self._held.make_room(self._num_groups * (num_blocks + len(scheduled)))
+            self.held.make_room(self._num_groups * (num_blocks + len(scheduled)))
 
     def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
         """The request has ended: what is left of it to store is stored, nothing more is loaded."""
@@ -145,29 +145,24 @@ class JobDispatcher:
 
     @property
     def has_pins(self) -> bool:
-        return self._held.num_pins > 0
+        return self.held.num_pins > 0
 
     def will_free_blocks(self) -> bool:
         """vLLM has found too few, and asks whether to wait for a step."""
-        return self._held.will_free()
+        return self.held.will_free()
 
     def unpin_all(self) -> None:
         """vLLM may have back what it wants."""
-        self._held.unpin_all()
+        self.held.unpin_all()
 
     def keep_read_blocks(self) -> None:
         """While others run, a request that waits may wait for a store to have read its blocks.
         Once a step."""
-        self._held.keep_for_stores(self._jobs)
+        self.held.keep_for_stores(self._jobs)
 
     def keep_blocks_of(self, state: RequestState) -> None:
         """Those that the request's stores read, until :meth:`updated`."""
-        self._held.keep(self._jobs.blocks_read_of(state))
-
-    def updated(self) -> None:
-        """vLLM has seen to all that a step has brought."""
-        if self._held.is_holding:
-            self._held.put_back()
+        self.held.keep(self._jobs.blocks_read_of(state))
 
     def cancel_overwritten(self) -> None:
         """Stores that read blocks vLLM has handed out: the step being planned overwrites them."""
@@ -273,7 +268,7 @@ class JobDispatcher:
             self._spans.begin(state.request, _span_name(job))
         self._jobs.add(state, job)
         if isinstance(job, StoreJob):
-            self._held.pin(job)
+            self.held.pin(job)
             self._loads.store_planned(job)
 
     def _describe(self, state: RequestState, run: PartRun, index: int) -> BlockRun:
@@ -291,7 +286,7 @@ class JobDispatcher:
 
     def _end(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
-        self._held.forget(job.job_id)
+        self.held.forget(job.job_id)
         if self._spans.is_on:
             self._spans.end(state.request, _span_name(job), _span_attributes(planned))
         if isinstance(job, LoadJob):

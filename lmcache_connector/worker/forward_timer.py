@@ -26,7 +26,8 @@ class _Queued:
 class ForwardTimer:
     """Times forward passes. Runs on the engine's step thread; ``clock`` is in seconds.
 
-    ``fence()`` marks a point in the device's work: see :meth:`Copier.fence`.
+    ``fence()`` marks a point in the device's work: see :meth:`Copier.fence`. ``has_news``: whether
+    a timed pass is done, or queued; a look that costs no call.
     """
 
     def __init__(self, fence: Callable[[], Fence | None], clock: Callable[[], float]) -> None:
@@ -37,6 +38,7 @@ class ForwardTimer:
         self._started = 0.0
         self._queued: deque[_Queued] = deque()
         self._done: list[ForwardTime] = []
+        self.has_news = False
 
     def start(self, work: PrefillWork | None) -> None:
         """Call right before the forward pass; ``None``: it is not worth timing."""
@@ -49,16 +51,12 @@ class ForwardTimer:
         work, self._work = self._work, None
         if work is None:
             return
+        self.has_news = True
         before, after = self._before, self._fence()
         if before is not None and after is not None:
             self._queued.append(_Queued(work, before, after))
         else:
             self._done.append(ForwardTime(work, self._clock() - self._started))
-
-    @property
-    def has_news(self) -> bool:
-        """Whether a timed pass is done, or queued."""
-        return bool(self._done or self._queued)
 
     def take(self) -> tuple[ForwardTime, ...]:
         """The passes done since the last call. Never waits."""
@@ -67,4 +65,5 @@ class ForwardTimer:
             milliseconds = queued.before.elapsed_time(queued.after)
             self._done.append(ForwardTime(queued.work, milliseconds / 1000))
         done, self._done = self._done, []
+        self.has_news = bool(self._queued)
         return tuple(done)

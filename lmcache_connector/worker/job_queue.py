@@ -95,7 +95,8 @@ class QueuedJob:
 
 
 class JobQueue:
-    """``run(queued)`` executes one job on a lane and returns its result.
+    """``run(queued)`` executes one job on a lane and returns its result. ``is_busy``, for the step
+    thread: whether a job is open, or its result not taken; a look that costs no call.
 
     Stores begin ``store_delay_seconds`` late. Where copies need the cores that compute, the rest of
     the step goes first that way: its tokens are sampled and on their way out.
@@ -111,6 +112,7 @@ class JobQueue:
         self._run = run
         self._store_delay = store_delay_seconds
         self._clock = clock
+        self.is_busy = False
         self._lock = threading.Lock()
         self._store_came = threading.Condition(self._lock)  # for the store lane
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
@@ -150,6 +152,7 @@ class JobQueue:
             waits = fence is not None and isinstance(job, LoadJob)
             queued = QueuedJob(job, fence, now, not_before, None if waits else now)
             self._open[job.job_id] = queued
+            self.is_busy = True
             waiting.append(queued)
             wake.notify_all()
 
@@ -181,12 +184,8 @@ class JobQueue:
         with self._lock:
             self._end_overdue()
             ended, self._ended = self._ended, []
+            self.is_busy = bool(self._open)
             return ended
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job is open, or its result not taken. Takes no lock."""
-        return bool(self._open or self._ended)
 
     @property
     def num_open(self) -> int:
@@ -260,7 +259,10 @@ class JobQueue:
             is_free = not (self._redis_loads or self._keys_on_redis_lanes)
             return waiting[0] if waiting and is_free else None
         now = self._clock()
-        ready = [q for q in waiting if q.look_at_fence(now) and self._is_ready(q.job)]
+        for queued in waiting:
+            if not queued.look_at_fence(now):
+                break  # passes run in order: no fence behind this one is reached either
+        ready = [q for q in waiting if q.fenced_at is not None and self._is_ready(q.job)]
         return min(ready, key=_turn, default=None)
 
     def _open_stores(self) -> list[QueuedJob]:

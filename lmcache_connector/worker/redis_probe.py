@@ -37,7 +37,8 @@ class RedisProbe:
     """Measures when asked to, and once at start.
 
     ``keys`` name the chunks to read, of one part and the same in every instance of the model; as
-    many are used as 16 MiB hold. ``clock`` is monotonic, in seconds.
+    many are used as 16 MiB hold. ``clock`` is monotonic, in seconds. ``has_news``: whether
+    :meth:`take` would return something; a look that costs no call.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RedisProbe:
         self._changed = threading.Condition()
         self._wanted = True  # the first one is for the start
         self._result: TransferTime | None = None
+        self.has_news = False
         self._closed = threading.Event()
         self._thread = start_thread("lmc-probe", self._work)
 
@@ -69,14 +71,10 @@ class RedisProbe:
         with self._changed:
             return self._wanted
 
-    @property
-    def has_news(self) -> bool:
-        return self._result is not None
-
     def take(self) -> TransferTime | None:
         """What was measured since the last call; ``None`` if nothing was."""
         with self._changed:
-            result, self._result = self._result, None
+            result, self._result, self.has_news = self._result, None, False
             return result
 
     def first(self, seconds: float) -> TransferTime | None:
@@ -98,7 +96,7 @@ class RedisProbe:
                 return
             result = self._measure()
             with self._changed:
-                self._wanted, self._result = False, result
+                self._wanted, self._result, self.has_news = False, result, True
                 self._changed.notify_all()
 
     def _measure(self) -> TransferTime:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -182,10 +182,10 @@ def test_a_crowd_waits_for_an_answer_sooner_than_one(policy: LoadPolicy, clock: 
         policy.step_planned(4, 0, has_prefill=False)
         clock.now += 0.25
     question = (0, PROMPT, len(KEYS) * CHUNK_BYTES, 0.2, 0.0)
-    policy.request_arrived("r0")
+    policy.request_arrived("r0", PROMPT)
     assert not policy.is_worth_a_step(*question)
     for number in range(1, 8):
-        policy.request_arrived(f"r{number}")
+        policy.request_arrived(f"r{number}", PROMPT)
     assert policy.is_worth_a_step(*question)
 
 
@@ -322,11 +322,54 @@ def test_the_steps_a_load_costs_count_less_the_more_others_wait(
     keys = KEYS[:8]
     run_steps(policy, clock, 0.150)
     for number in range(4):
-        policy.request_arrived(f"r{number}")
+        policy.request_arrived(f"r{number}", PROMPT)
         assert bool(decide(policy, keys, num_cpu=8)) is (number > 0), number
     for number in range(3):
         policy.request_admitted(f"r{number}", 0)
     assert decide(policy, keys, num_cpu=8) == 0
+
+
+def test_a_crowd_loads_to_its_last_request(policy: LoadPolicy, clock: Clock) -> None:
+    """The loads ahead of the last one last longer than its own compute, but all would wait for
+    that. Nothing else runs."""
+    for _ in range(9):
+        policy.observe_reports([forward(PROMPT, 0.05 * RECOMPUTE)])
+    for number in range(40):
+        policy.request_arrived(f"r{number}", PROMPT + 100)
+    for number in range(40):
+        assert decide(policy, KEYS, num_cpu=32) == 32, number
+        job = jobs.load_job(number, f"r{number}", tuple(KEYS), ((),))
+        policy.load_planned(job, ())
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "loads"), [(PROMPT // 4 + 100, True), (1 << 20, False)]
+)
+def test_a_crowd_that_fills_many_steps_is_spared_them(
+    policy: LoadPolicy, clock: Clock, max_step_tokens: int, loads: bool
+) -> None:
+    """Four hits of a quarter of a prompt: one step may compute them, or each takes one."""
+    policy.model.max_step_tokens = max_step_tokens
+    run_steps(policy, clock, 0.5)
+    tokens = 8 * CHUNK_TOKENS + 1
+    for number in range(4):
+        policy.request_arrived(f"r{number}", tokens)
+    decision = policy.decide(0, tokens, KEYS[:8], [True] * 8)
+    assert bool(decision.num_chunks) is loads
+
+
+def test_short_prompts_that_wait_beside_a_long_one_fill_no_steps(
+    policy: LoadPolicy, clock: Clock
+) -> None:
+    """All are computed in one."""
+    policy.model.max_step_tokens = 2 * PROMPT
+    run_steps(policy, clock, 2.0)
+    policy.request_arrived("long", PROMPT)
+    for number in range(7):
+        policy.request_arrived(f"r{number}", 10)
+    assert decide(policy, KEYS, num_cpu=32) == 32
+    run_steps(policy, clock, 20.0)
+    assert decide(policy, KEYS, num_cpu=32) == 0
 
 
 def test_prompts_that_others_compute_make_steps_long(policy: LoadPolicy, clock: Clock) -> None:
@@ -361,6 +404,18 @@ def test_loads_that_missed_their_turn_are_given_more_time_or_not_made(
     assert decided(KEYS).deadline_seconds > before + 0.05
     clock.now += 61.0
     assert decided(few).num_chunks == 1
+
+
+def test_one_long_forward_pass_keeps_nobody_from_loading(policy: LoadPolicy, clock: Clock) -> None:
+    """A load waited for a pass of 30 s that used its blocks; so would compute have."""
+    run_steps(policy, clock, 0.010)
+    job = jobs.load_job(1, "r", tuple(KEYS), ((),), deadline_seconds=0.1)
+    policy.load_planned(replace(job, after_passes=True), ())
+    clock.now += 30.0
+    loaded = JobResult(1, Outcome.DONE, len(KEYS), 32 * CHUNK_BYTES, 0, 0.006, waited_seconds=30.0)
+    policy.load_ended(1, [loaded])
+    run_steps(policy, clock, 0.010)
+    assert decide(policy, KEYS, num_cpu=32) == 32
 
 
 def test_a_load_is_no_quicker_than_the_store_it_relies_on(policy: LoadPolicy, clock: Clock) -> None:

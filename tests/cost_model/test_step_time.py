@@ -63,3 +63,35 @@ def test_a_pause_between_requests_is_no_step() -> None:
         for number in range(3):
             steps.planned(start + 0.02 * number, follows=number > 0, has_prefill=False)
     assert steps.decode_seconds == pytest.approx(0.02)
+
+
+def decode(steps: StepTime, start: float, seconds: float, count: int) -> float:
+    """Steps that last so long; returns when the next one is planned."""
+    for number in range(count):
+        steps.planned(start + number * seconds, follows=True, has_prefill=False)
+    return start + count * seconds
+
+
+def test_one_long_step_says_little_of_the_next() -> None:
+    """Whoever came while something was compiled for 30 s would wait for no load after it."""
+    steps = StepTime(2)
+    now = decode(steps, 0.0, 0.01, 20)
+    now = decode(steps, now + 30.0, 0.01, 1)
+    assert steps.decode_seconds < 0.03
+    decode(steps, now, 0.01, 12)
+    assert steps.decode_seconds == pytest.approx(0.01, rel=0.15)
+
+
+def test_a_lasting_slowdown_is_learned_within_a_few_steps() -> None:
+    steps = StepTime(2)
+    now = decode(steps, 0.0, 0.01, 20)
+    decode(steps, now, 0.25, 8)
+    assert steps.decode_seconds > 0.15
+
+
+def test_of_short_and_long_steps_in_turn_the_mean_is_learned() -> None:
+    steps, now = StepTime(2), 0.0
+    for number in range(60):
+        steps.planned(now, follows=True, has_prefill=False)
+        now += (0.001, 2.0)[number % 2]
+    assert steps.decode_seconds == pytest.approx(1.0, rel=0.2)

@@ -160,4 +160,4 @@ def test_a_step_without_pins_looks_at_nothing(model: Path) -> None:
     engine.add(prompts(0, 1)[0], 2)
     engine.run_until_idle()
     assert engine.plans[-1].idle
-    assert not engine.adapter._dispatcher._held.is_holding
+    assert not engine.adapter._dispatcher.held.is_holding

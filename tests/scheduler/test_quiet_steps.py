@@ -14,7 +14,7 @@ from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.frames import product_frames
 
-MAX_FRAMES = 18
+MAX_FRAMES = 13
 """Of all calls that vLLM's scheduler makes in one step. It was 45, and 4 more for each request."""
 
 

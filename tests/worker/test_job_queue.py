@@ -398,8 +398,10 @@ class HeldFence:
     """Reached once it is told to be."""
 
     is_reached: bool = False
+    num_looks: int = 0
 
     def query(self) -> bool:
+        self.num_looks += 1
         return self.is_reached
 
     def elapsed_time(self, end: object, /) -> float:
@@ -437,6 +439,20 @@ def test_the_wait_for_a_forward_pass_is_not_on_the_deadlines_time(runner: Runner
     assert result.waited_seconds == pytest.approx(0.3)
     assert seen == [pytest.approx(0.31)]
     assert jobs.close(LONG)
+
+
+def test_behind_a_pass_that_runs_no_fence_is_looked_at(jobs: JobQueue) -> None:
+    """Hundreds of loads may wait for passes, each a look a millisecond under the queue's lock."""
+    first, later = HeldFence(), HeldFence()
+    jobs.submit(load(1), first)
+    for job_id in range(2, 50):
+        jobs.submit(load(job_id), later)
+    jobs.submit(load(50), None)
+    while first.num_looks < 4:
+        jobs.wait_for_result(0.01)
+    assert later.num_looks == 0
+    first.is_reached = later.is_reached = True
+    assert {result.outcome for result in wait_all(jobs).values()} == {Outcome.DONE}
 
 
 def test_a_cancelled_load_does_not_wait_for_its_fence(jobs: JobQueue) -> None:

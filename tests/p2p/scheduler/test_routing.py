@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.p2p.control.address import PeerAddress
@@ -113,7 +113,7 @@ def test_a_request_cannot_send_us_anywhere() -> None:
         router("consumer").part_in("r", params)
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(
     st.dictionaries(
         st.sampled_from(
