@@ -35,6 +35,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 
 _MAX_REMEMBERED = 4096
 _FULL = Cause(Reason.BUFFER_FULL, "the producer's buffer is full")
+_READ = Cause(Reason.TAKEN, "another request has read it")
 
 
 class SendBuffer:
@@ -105,7 +106,7 @@ class SendBuffer:
         """A prompt that was held in the paged cache. Without a cause, all have read it."""
         with self.changed:
             self._announced.discard(transfer_id)
-            self._remember(transfer_id, cause)
+            self._remember(transfer_id, cause or _READ)  # nothing of it is still on its way
             if cause is not None:
                 self._unsent.append((transfer_id, cause.reason))
 
@@ -257,8 +258,7 @@ class SendBuffer:
             return new
 
     def keep(self, transfer_ids: Iterable[str], *, in_blocks: bool) -> None:
-        """Requests for these are waiting in line: renew the leases. ``in_blocks``: of those too of
-        which a part is in the paged cache."""
+        """Requests for these wait in line: renew leases, ``in_blocks`` also where saves wait."""
         with self.changed:
             for outgoing in filter(None, map(self._transfers.get, transfer_ids)):
                 if outgoing.sealed and (in_blocks or outgoing.is_copied):

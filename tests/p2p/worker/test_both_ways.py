@@ -77,6 +77,23 @@ def test_a_prompt_that_waits_in_blocks_on_one_rank_and_in_host_memory_on_the_oth
 
 
 @needs_nixl
+def test_what_another_instance_has_read_is_not_waited_for() -> None:
+    """A router sent the request once more, to a second decode instance."""
+    slow: dict[str, Any] = {"transport": "nixl", "unknown_grace_seconds": 30.0}
+    with (
+        running_instance(produces=True, **slow) as prefill,
+        running_instance(consumes=True, **slow) as first,
+        running_instance(consumes=True, **slow) as second,
+    ):
+        prefill.hold("once", SHUFFLED)
+        first.load("once", OTHERS, prefill.address)
+        check_all_arrived(prefill, first, "once")
+        second.load("once", OTHERS, prefill.address)
+        (result,) = second.finish("request of once", 10.0)
+        assert (result.num_blocks, result.cause and result.cause.reason) == (0, Reason.TAKEN)
+
+
+@needs_nixl
 def test_a_push_whose_room_a_waiting_prompt_has_is_counted() -> None:
     """Its room was promised before the other one left its blocks."""
     size = len(SHUFFLED) * NUM_LAYERS * NUM_HEADS * BLOCK_SIZE * WIDTH
