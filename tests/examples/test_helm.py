@@ -131,7 +131,11 @@ def test_an_engine_is_started_with_what_was_asked_for(chart: Any) -> None:
         {"redis": {"kind": "bundled", "hosts": HOSTS}},
         {"redis": {"kind": "memcached"}},
         {"redis": {"kind": "single", "hosts": ["user:secret@host:1"]}},
+        {"redis": {"kind": "single", "hosts": ["a host:6379"]}},
+        {"redis": {"kind": "sentinel", "hosts": HOSTS, "master": "a/b"}},
         {"cache": {"cpu_gib": 1}},
+        {"cache": {"cpuGib": 1e6}},
+        {"cache": {"settings": {"redis_url": "redis://elsewhere"}}},
         {"model": "$(reboot)"},
     ],
 )
