@@ -60,7 +60,7 @@ def test_all_promises_hold_for_a_minute(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_seed_repeats_itself() -> None:
-    _simulate("--seeds", "8", "--replay", "--keep-going", seconds=60)
+    _simulate("--seeds", "4", "--replay", "--keep-going", seconds=60)
 
 
 @pytest.mark.soak
