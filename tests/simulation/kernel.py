@@ -222,7 +222,7 @@ class Kernel:
         self.closing = True
         for process in self.processes:
             for task in process.tasks:
-                if not task.is_done:
+                if task.greenlet:  # it runs: thrown into one that has not begun, it would end us
                     self.current = task
                     task.greenlet.throw(TaskKilled)
         self.current = None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation.kernel import Kernel
 from tests.support import ROOT
 
 _START_SECONDS = 180  # vLLM and torch take their time on a busy machine
@@ -51,6 +52,18 @@ def _run(seconds: float, jobs: int, folder: Path) -> None:
     used = ("hits from redis", "hits from memory", "fetched ahead")
     for name in ("requests", *used, "values checked", "healed"):
         assert numbers.get(name), numbers
+
+
+def test_a_world_may_end_before_a_thread_of_it_has_begun() -> None:
+    """One that starts with the last event, or whose process was killed first."""
+    kernel, begun = Kernel(0), list[str]()
+    process = kernel.new_process("killed")
+    kernel.spawn(process, lambda: begun.append("never"), "late")
+    kernel.kill(process)
+    kernel.spawn(process, lambda: begun.append("never"), "later")
+    kernel.run(lambda: False, 1.0)
+    kernel.close()
+    assert not begun
 
 
 @pytest.mark.timeout(900)
