@@ -51,11 +51,13 @@ class StepTime:
         """
         if not follows:
             self._planned.clear()
-        if len(self._planned) > self._num_batches and not self._planned[1][1]:
-            seconds, before = now - self._planned[-1][0], self.decode_seconds
-            if before:
-                seconds = _KEEP * before + (1 - _KEEP) * min(seconds, _MAX_SLOWNESS * before)
-            self.decode_seconds = seconds
+        if len(self._planned) > self._num_batches:
+            (_, computed_prompts), (last, _) = self._planned[1], self._planned[-1]
+            if not computed_prompts:
+                seconds, before = now - last, self.decode_seconds
+                if before:
+                    seconds = _KEEP * before + (1 - _KEEP) * min(seconds, _MAX_SLOWNESS * before)
+                self.decode_seconds = seconds
         self._planned.append((now, has_prefill))
 
     def waited_idle(self, seconds: float) -> None:

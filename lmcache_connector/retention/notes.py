@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from lmcache_connector.plans import Claim, PrefixUse
 
 _MAX_USES = 1024
-_MAX_CLAIMS = 16
+_MAX_AWAITED, _MAX_CLAIMS = 1024, 16
+"""Chunks that are being stored, and claims to each of them."""
 _STORE_SECONDS = 60.0
 """A chunk that has not come by then is not the one that was on its way."""
 
@@ -52,8 +53,8 @@ class Notes:
 
 
 class Awaited:
-    """Claims to chunks on their way to the tier, of the newest 1,024 chunks the first
-    16 each. Not thread-safe."""
+    """Claims to chunks on their way to the tier: of the newest chunks the first of each. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._claims: dict[bytes, dict[Claim, float]] = {}  # and when they were made
@@ -68,7 +69,7 @@ class Awaited:
             if len(claims) < _MAX_CLAIMS:
                 claims[use.claim] = now
             self._claims[key] = claims
-            if len(self._claims) > _MAX_USES:
+            if len(self._claims) > _MAX_AWAITED:
                 del self._claims[next(iter(self._claims))]
 
     def take(self, keys: Iterable[bytes], now: float) -> Iterator[tuple[bytes, Claim]]:

@@ -245,7 +245,7 @@ class SchedulerAdapter:
         """What the tiers took in and let go since the last call. vLLM has seen to all that a step
         has brought."""
         if self._dispatcher.held.is_holding:
-            self._dispatcher.held.put_back()
+            self._dispatcher.updated()
         return self.kv_events.take() if self.kv_events.events else ()
 
     def unpin_all(self) -> None:

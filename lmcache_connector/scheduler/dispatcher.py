@@ -164,6 +164,11 @@ class JobDispatcher:
         """Those that the request's stores read, until :meth:`updated`."""
         self.held.keep(self._jobs.blocks_read_of(state))
 
+    def updated(self) -> None:
+        """vLLM has seen to all that a step has brought. Nothing to do unless something
+        :attr:`held` is."""
+        self.held.put_back()
+
     def cancel_overwritten(self) -> None:
         """Stores that read blocks vLLM has handed out: the step being planned overwrites them."""
         if reused := self._witness.take_reused():

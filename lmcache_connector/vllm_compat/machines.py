@@ -46,7 +46,7 @@ def core_warning(config: VllmConfig) -> str | None:
     another one, meant for NIXL's thread that never sleeps; where too few are left it sets none
     aside (its ``OMPProcessManager``). This connector's threads sleep unless they copy.
     """
-    if not current_platform.is_cpu() or config.kv_transfer_config is None or cores_are_chosen():
+    if not current_platform.is_cpu() or cores_are_chosen() or not _is_without_nixl(config):
         return None
     return (
         "with a KV connector vLLM sets one more core aside per rank, or none where there are too "
@@ -54,6 +54,16 @@ def core_warning(config: VllmConfig) -> str | None:
         f"{RESERVED_CORES}={config.parallel_config.local_world_size} to compute with the cores "
         "that vLLM has without it"
     )
+
+
+def _is_without_nixl(config: VllmConfig) -> bool:
+    """Whether there are connectors, and none is vLLM's own for NIXL."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return False
+    others = transfer.kv_connector_extra_config.get("connectors", ())
+    names = [transfer.kv_connector, *(other.get("kv_connector") for other in others)]
+    return not any("nixl" in str(name).lower() for name in names)
 
 
 def _is_one_of_many(parallel: ParallelConfig, engine_id: str) -> bool:

@@ -185,17 +185,24 @@ def test_a_request_that_has_queued_is_asked_for_once_more(scene: Scene) -> None:
     assert asked.pending is None, "it has been decided"
 
 
-def test_a_question_that_had_no_turn_is_asked_again_for_what_is_fetched_ahead(
-    scene: Scene,
-) -> None:
-    """Many requests came at once. Nobody is told that Redis lacks what it was not asked for."""
+def asked_without_a_turn(scene: Scene, *seconds: float) -> RequestLookup:
+    """Its question waited behind another request's until it was too late for it. ``seconds``: how
+    long Redis takes for one question after the other."""
     scene.tier.gate.clear()
-    scene.tier.seconds = [6.0, 0.0]
+    scene.tier.seconds = list(seconds)
     first, second = scene.request(1), scene.request(2)
     no_turn = pending(second)
     scene.tier.gate.set()
     assert num_found(pending(first)) == 4
     no_turn._settled.wait(10.0)
+    return second
+
+
+def test_a_question_that_had_no_turn_is_asked_again_for_what_is_fetched_ahead(
+    scene: Scene,
+) -> None:
+    """Many requests came at once. Nobody is told that Redis lacks what it was not asked for."""
+    second = asked_without_a_turn(scene, 6.0, 0.0)
     scene.clock.now -= 6.0  # it was asked a moment ago
     assert scene.finder.find_ahead(second, 0) is PENDING
     scene.clock.now += 1.0
@@ -207,13 +214,7 @@ def test_a_question_that_had_no_turn_is_asked_again_for_what_is_fetched_ahead(
 
 
 def test_of_what_memory_has_by_then_nothing_is_asked_again(scene: Scene) -> None:
-    scene.tier.gate.clear()
-    scene.tier.seconds = [6.0]
-    first, second = scene.request(1), scene.request(2)
-    no_turn = pending(second)
-    scene.tier.gate.set()
-    assert num_found(pending(first)) == 4
-    no_turn._settled.wait(10.0)
+    second = asked_without_a_turn(scene, 6.0)
     scene.index.apply(0, [CacheEvent(key, True) for key in second.keys.keys])
     scene.clock.now += 1.0
     assert scene.finder.find_ahead(second, 0) == FetchAhead()
@@ -221,13 +222,7 @@ def test_of_what_memory_has_by_then_nothing_is_asked_again(scene: Scene) -> None
 
 def test_what_redis_was_not_asked_for_is_not_told_to_be_missing(scene: Scene) -> None:
     told = scene.finder._kv_events = Told()
-    scene.tier.gate.clear()
-    scene.tier.seconds = [6.0]
-    first, second = scene.request(1), scene.request(2)
-    no_turn = pending(second)
-    scene.tier.gate.set()
-    assert num_found(pending(first)) == 4
-    no_turn._settled.wait(10.0)
+    second = asked_without_a_turn(scene, 6.0)
     scene.clock.now -= 6.0
     assert scene.find(second) == 0
     assert told.missing_keys == []

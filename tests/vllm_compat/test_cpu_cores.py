@@ -46,6 +46,20 @@ def test_there_is_nothing_to_say_without_a_connector() -> None:
     assert core_warning(config(connector=False)) is None
 
 
+def test_nixl_keeps_the_core_of_its_thread() -> None:
+    """It never sleeps."""
+    beside = config(connector=True)
+    pair = [{"kv_connector": "NixlConnector"}, {"kv_connector": "LMCacheTieredConnector"}]
+    beside.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": pair},
+    )
+    assert core_warning(beside) is None
+    del pair[0]
+    assert core_warning(beside) is not None
+
+
 def test_who_binds_threads_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
     assert core_warning(config(connector=True)) is None
