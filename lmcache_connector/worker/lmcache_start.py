@@ -6,7 +6,7 @@ import importlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import TokenDatabase
 
+from lmcache_connector.config.strict import unknown_key
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.threads import start_thread
 from lmcache_connector.vllm_compat.api.versions import BUILT_FOR_TORCH
@@ -144,13 +145,20 @@ def _engine_config(
         }
     overrides = dict(settings.overrides)
     extra |= overrides.pop("extra_config", {})
-    clash = sorted(values.keys() & overrides.keys())
-    if clash:
-        raise ConfigError(f"lmcache.{clash[0]} is set by the connector itself; leave it out")
+    _refuse_unusable(overrides.keys(), values.keys())
     try:
         return LMCacheEngineConfig.from_defaults(**values, **overrides, extra_config=extra or None)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"LMCache refuses the lmcache.* settings: {error}") from error
+
+
+def _refuse_unusable(names: Set[str], own: Set[str]) -> None:
+    """``own`` are set here. What LMCache does not know it would leave out without a word."""
+    if clash := sorted(names & own):
+        raise ConfigError(f"lmcache.{clash[0]} is set by the connector itself; leave it out")
+    valid = sorted(LMCacheEngineConfig.from_defaults().to_dict().keys() - own)
+    if unknown := sorted(names - set(valid)):
+        raise ConfigError(f"lmcache.{unknown[0]}: {unknown_key(unknown[0], valid)}")
 
 
 @contextmanager

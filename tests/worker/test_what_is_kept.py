@@ -183,10 +183,16 @@ def test_what_is_dropped_leaves_nothing_in_the_ledger(rank: Rank) -> None:
     assert rank.engine.holdings().pinned_bytes == 0
 
 
-def test_lmcaches_own_policies_are_refused() -> None:
-    """Ours takes their place."""
-    settings = EngineSettings(0, 1, 0.01, overrides={"cache_policy": "LFU"})
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        pytest.param("cache_policy", r"lmcache\.cache_policy is set by", id="ours-takes-its-place"),
+        pytest.param("min_retreive_tokens", "did you mean 'min_retrieve_tokens'", id="misspelt"),
+    ],
+)
+def test_what_lmcache_cannot_be_told_is_refused(name: str, said: str) -> None:
+    settings = EngineSettings(0, 1, 0.01, overrides={name: "LFU"})
     caches = {f"layers.{i}": torch.zeros((2, 2, 64, 2048), dtype=torch.uint8) for i in range(2)}
     part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
-    with pytest.raises(ConfigError, match=r"lmcache\.cache_policy"):
+    with pytest.raises(ConfigError, match=said):
         LMCacheEngineAdapter(settings, [part], make_copier(torch.device("cpu")), None)
