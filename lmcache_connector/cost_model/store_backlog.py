@@ -8,10 +8,12 @@ Times are in seconds of ``clock``. The scheduler side owns it.
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 
-_KEEP = 0.75
-"""Of what was measured, with each store."""
+_NUM_LAST = 5
+"""Of these the middle one counts: a pass in which something was compiled says nothing of others."""
 
 
 class StoreBacklog:
@@ -20,6 +22,7 @@ class StoreBacklog:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._planned_at: dict[int, float] = {}  # in the order of planning
+        self._last: deque[float] = deque(maxlen=_NUM_LAST)
         self._seconds = 0.0
 
     def planned(self, job_id: int) -> None:
@@ -29,7 +32,8 @@ class StoreBacklog:
         """``seconds``: of each rank; none if no rank has run it."""
         del self._planned_at[job_id]
         if seconds:
-            self._seconds += (1 - _KEEP) * (max(seconds) - self._seconds)
+            self._last.append(max(seconds))
+            self._seconds = statistics.median_low(self._last)
 
     def wait_seconds(self, job_id: int) -> float:
         """Predicted for a load that relies on this job; 0 if it has ended."""

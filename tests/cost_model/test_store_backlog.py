@@ -21,6 +21,15 @@ def test_a_store_under_way_takes_what_the_last_ones_took() -> None:
     assert stores.wait_seconds(0) == 0.0  # what relies on no store
 
 
+def test_one_long_pass_says_nothing_of_the_next_store() -> None:
+    stores = StoreBacklog(lambda: 0.0)
+    for job_id, seconds in enumerate([0.2, 30.0, 0.2, 40.0, 0.2]):
+        stores.planned(job_id)
+        stores.ended(job_id, [seconds])
+        stores.planned(100 + job_id)
+        assert stores.wait_seconds(100 + job_id) == pytest.approx(0.2)
+
+
 def test_a_backlog_shows_before_it_ends() -> None:
     """The first of them is a second old: the last one waits for all of that at least."""
     now = 0.0
