@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from lmcache_connector.threads import start_thread
 
+_TASKS = Path("/proc/self/task")
 _SECONDS = 30.0
 
 
@@ -30,11 +31,11 @@ def size_of_team(start: Callable[[str, Callable[[], None]], threading.Thread]) -
         has_computed.set()
         may_end.wait(_SECONDS)
 
-    before = set(os.listdir("/proc/self/task"))
+    before = set(_TASKS.iterdir())
     thread = start("computes", work)
     assert has_computed.wait(_SECONDS)
     try:
-        return len(set(os.listdir("/proc/self/task")) - before)
+        return len(set(_TASKS.iterdir()) - before)
     finally:
         may_end.set()
         thread.join(_SECONDS)
