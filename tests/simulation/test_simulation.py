@@ -1,4 +1,4 @@
-"""They hold in simulated worlds: half a minute of them in `make test`, an hour in `make soak`.
+"""The promises, in simulated worlds: half a minute in `make test`, an hour in `make soak`.
 
 The seeds are others in each run; a failure prints its own. Set ``SIMULATION_SECONDS`` for another
 time than an hour. A simulation needs a process of its own.
