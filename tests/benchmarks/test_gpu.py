@@ -1,0 +1,102 @@
+"""``make gpu`` where a machine is lent for minutes: nothing that was found out is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness import gpu
+from benchmarks.harness.gpu import Stage
+from tests.support import ROOT
+
+QUICK = Stage("quick", ("-c", "print('done')"), 20.0)
+BROKEN = Stage("broken", ("-c", "raise OSError('no [such] GPU')"), 20.0)
+SLEEP = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+ENDLESS = Stage("endless", ("-c", SLEEP), 600.0)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[Stage], *more: str) -> int:
+    monkeypatch.setattr(gpu, "all_stages", lambda *_, **__: iter(stages))
+    monkeypatch.setattr(gpu, "surroundings", dict)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return gpu.main(["--out", str(folder), "--json", "-", *more])
+
+
+def stages_of(folder: Path) -> list[dict[str, Any]]:
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return list(summary["stages"])
+
+
+def test_a_stage_that_fails_says_why_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, tmp_path, [BROKEN, QUICK]) == 1
+    broken, quick = stages_of(tmp_path)
+    assert broken["ended"] == "with exit status 1"
+    assert broken["why"] == "OSError: no [such] GPU"
+    assert quick["ended"] == "well"
+    assert "no [such] GPU" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_it_ends_in_time_and_goes_on_from_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "_ENDING_SECONDS", 0.0)
+    stages = [QUICK, ENDLESS, BROKEN]
+    begun = time.monotonic()
+    assert run(monkeypatch, tmp_path, stages, "--minutes", "0.05") == 1
+    assert time.monotonic() - begun < 30.0
+    assert [one["ended"][:10] for one in stages_of(tmp_path)] == ["well", "not within", "left out"]
+    (tmp_path / "quick.log").write_text("kept", encoding="utf-8")
+    run(monkeypatch, tmp_path, stages, "--resume")
+    ends = [one["ended"] for one in stages_of(tmp_path)]
+    assert [end[:10] for end in ends[:2]] == ["well", "not within"]
+    assert ends[2] == "with exit status 1"
+    assert (tmp_path / "quick.log").read_text(encoding="utf-8") == "kept"
+
+
+def test_a_folder_keeps_what_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.txt").write_text("years", encoding="utf-8")
+    run(monkeypatch, tmp_path, [QUICK])
+    (tmp_path / "results" / "old.json").touch()
+    run(monkeypatch, tmp_path, [QUICK])
+    assert (tmp_path / "thesis.txt").exists()
+    assert not (tmp_path / "results" / "old.json").exists()
+
+
+@pytest.fixture
+def ended_in_the_middle(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    lines = (
+        "from tests.benchmarks.test_gpu import ENDLESS, QUICK",
+        "from benchmarks.harness import gpu",
+        "gpu.all_stages = lambda *_, **__: iter([QUICK, ENDLESS])",
+        f"gpu.main(['--out', {str(tmp_path)!r}])",
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_the_summary_is_there_whenever_it_is_ended(
+    ended_in_the_middle: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    until, log = time.monotonic() + 60.0, tmp_path / "endless.log"
+    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [one["stage"] for one in stages_of(tmp_path)] == ["quick"]
+    ended_in_the_middle.send_signal(signal.SIGTERM)
+    assert ended_in_the_middle.wait(30.0) == 128 + signal.SIGTERM
+    assert not Path("/proc", log.read_text().split()[0]).exists()
