@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmcache_connector.copy_kv_blocks import cuda_driver
 from lmcache_connector.copy_kv_blocks.cuda_driver import CudaDriver, CudaError
 
 STREAM = 0x7FFF_1234_5678_9ABC
@@ -108,7 +107,7 @@ def library(
     subprocess.run([compiler, *options, "-o", built, tmp_path / "driver.c"], check=True)
     load: Callable[[str], Any] = ctypes.CDLL
     loaded = load(str(built))
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", {"libcuda.so.1": loaded}.__getitem__)
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": loaded}.__getitem__)
     return loaded  # type: ignore[no-any-return]
 
 
@@ -123,9 +122,9 @@ def test_every_argument_arrives(library: ctypes.CDLL, request: pytest.FixtureReq
     driver.copy(target[0].ctypes.data, source[0].ctypes.data, 16, STREAM)
     sizes = np.array([16, 1, 7, 16], np.int64)
     # Tables are often columns of others.
-    table = np.stack([addresses(target[1:]), addresses(source[1:]), sizes], axis=1)
-    driver.copy_many(*table.T, stream=STREAM)
-    driver.copy_many(*np.empty((3, 0), np.int64), stream=STREAM)
+    to, start, size = np.stack([addresses(target[1:]), addresses(source[1:]), sizes], axis=1).T
+    driver.copy_many(to, start, size, STREAM)
+    driver.copy_many(to[:0], start[:0], size[:0], STREAM)
     driver.close()
     expected = np.where(np.arange(16) < np.array([16, *sizes])[:, None], source, 0)
     assert (target == expected).all()
