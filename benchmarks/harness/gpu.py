@@ -48,7 +48,8 @@ _THRESHOLDS: dict[str, int | None] = {
     "-from-64k": 1 << 16,
     "-staged": 1 << 40,
 }
-_ENDING_SECONDS = 25.0  # for a stage that is out of time
+_OUT_OF_TIME = "out of time"
+_ENDING_SECONDS = 25.0  # for a stage that is
 _SANITIZER = "compute-sanitizer"
 _SANITIZER_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
@@ -72,20 +73,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder of the results (build/gpu)")
     parser.add_argument("--json", metavar="PATH|-", help="where the summary goes too; - is stdout")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end within that time")
-    parser.add_argument("--resume", action="store_true", help="leave out what has been run before")
+    parser.add_argument("--resume", action="store_true", help="leave out what has been run")
     args = parser.parse_args(argv)
     until = time.monotonic() + 60 * args.minutes - _ENDING_SECONDS
     signal.signal(signal.SIGTERM, _end)
     folder = args.out or ROOT / "build" / ("gpu-rehearsal" if args.rehearse else "gpu")
     folder = folder.absolute()  # stages run in the repository
-    ended = _known(folder) if args.resume else _clear(folder)
+    before = _known(folder) if args.resume else _clear(folder)
+    cut_off = {one["stage"] for one in before if one["ended"] == _OUT_OF_TIME}
+    ended = [one for one in before if one["stage"] not in cut_off]
     (folder / "results").mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     summary = {"benchmark": "gpu", "rehearsed": args.rehearse, "stages": ended, **surroundings()}
-    for stage in all_stages(folder, is_rehearsal=args.rehearse):
+    stages = all_stages(folder, is_rehearsal=args.rehearse)
+    for stage in sorted(stages, key=lambda stage: stage.name in cut_off):
         if stage.name not in (one["stage"] for one in ended):
             ended.append(_run(stage, folder, console, until - time.monotonic()))
-            emit(summary, str(folder / "summary.json"))
+            emit(summary, str(folder / "summary.part"))
+            (folder / "summary.part").replace(folder / "summary.json")
     emit(summary, args.json)
     console.print(f"Results: {folder}")
     return int(any(one["ended"] not in ("well", "left out") for one in ended))
@@ -114,7 +119,7 @@ def _clear(folder: Path) -> list[dict[str, Any]]:
 
 def all_stages(folder: Path, *, is_rehearsal: bool) -> Iterator[Stage]:
     """In the order of what is worth most, should the machine be taken away early."""
-    environment = {"TRITON_INTERPRET": "1"} if is_rehearsal else {}
+    environment = {"TRITON_INTERPRET": "1"} if is_rehearsal else {"REQUIRE_CUDA": "1"}
     yield Stage("tests", _TESTS, 900.0, environment=environment)
     yield from _copies(folder, environment, is_rehearsal=is_rehearsal)
     yield _storms(folder, environment, is_rehearsal=is_rehearsal)
@@ -176,7 +181,7 @@ def _run(stage: Stage, folder: Path, console: Console, seconds_left: float) -> d
     """How a stage ended. Nothing that it started outlives this call."""
     missing = stage.missing or ("no time left" if seconds_left <= 0 else None)
     if missing is not None:
-        console.print(f"{stage.name}: left out, {missing}")
+        console.print(f"{stage.name}, left out, {missing}", markup=False, soft_wrap=True)
         return {"stage": stage.name, "ended": "left out", "why": missing}
     limit = min(stage.seconds, seconds_left)
     started, log = time.monotonic(), folder / f"{stage.name}.log"
@@ -194,13 +199,13 @@ def _run(stage: Stage, folder: Path, console: Console, seconds_left: float) -> d
             status = child.wait(limit)
             ended = f"with exit status {status}" if status else "well"
         except subprocess.TimeoutExpired:
-            ended = f"not within {limit:.0f} s"
+            ended = f"not within {limit:.0f} s" if limit == stage.seconds else _OUT_OF_TIME
         finally:
             end_session(child, signal.SIGINT)
     found = {"stage": stage.name, "ended": ended, "seconds": round(time.monotonic() - started, 1)}
     if ended != "well":
         found["why"] = _last_line(log)
-    console.print(", ".join(map(str, found.values())), markup=False, highlight=False)
+    console.print(", ".join(map(str, found.values())), markup=False, soft_wrap=True)
     return found
 
 
