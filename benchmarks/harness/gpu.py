@@ -5,7 +5,8 @@ streams come first, then copies in every layout with every threshold, then the s
 ``simulated-gpu`` on the GPU, where vLLM and LMCache are installed (of vLLM its scheduler runs, and
 none of its kernels), then the tests under compute-sanitizer where that is installed. Everything
 goes to one folder: a log of each stage, results as ``--json`` writes them, and ``summary.json``
-with hardware and versions.
+with hardware and versions, written anew after each stage. Where a machine is lent for some minutes
+at a time, ``--minutes`` ends in time, and ``--resume`` goes on from there.
 
 ``--rehearse`` goes the same way on a machine without a GPU: the CUDA copier's own lines run, with
 host memory in the part of the device's and Triton's interpreter in that of the compiler. It says
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import math
 import os
 import shutil
 import signal
@@ -45,6 +48,8 @@ _THRESHOLDS: dict[str, int | None] = {
     "-from-64k": 1 << 16,
     "-staged": 1 << 40,
 }
+_OUT_OF_TIME = "out of time"
+_ENDING_SECONDS = 25.0  # for a stage that is
 _SANITIZER = "compute-sanitizer"
 _SANITIZER_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
@@ -67,29 +72,61 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rehearse", action="store_true", help="without a GPU")
     parser.add_argument("--out", type=Path, help="folder of the results (build/gpu)")
     parser.add_argument("--json", metavar="PATH|-", help="where the summary goes too; - is stdout")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end within that time")
+    parser.add_argument("--resume", action="store_true", help="leave out what has been run")
     args = parser.parse_args(argv)
+    until = time.monotonic() + 60 * args.minutes - _ENDING_SECONDS
+    signal.signal(signal.SIGTERM, _end)
     folder = args.out or ROOT / "build" / ("gpu-rehearsal" if args.rehearse else "gpu")
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "results").mkdir(parents=True)
+    folder = folder.absolute()  # stages run in the repository
+    before = _known(folder) if args.resume else _clear(folder)
+    cut_off = {one["stage"] for one in before if one["ended"] == _OUT_OF_TIME}
+    ended = [one for one in before if one["stage"] not in cut_off]
+    (folder / "results").mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
-    ended = [
-        _run(stage, folder, console) for stage in all_stages(folder, is_rehearsal=args.rehearse)
-    ]
     summary = {"benchmark": "gpu", "rehearsed": args.rehearse, "stages": ended, **surroundings()}
-    emit(summary, str(folder / "summary.json"))
+    stages = all_stages(folder, is_rehearsal=args.rehearse)
+    for stage in sorted(stages, key=lambda stage: stage.name in cut_off):
+        if stage.name not in (one["stage"] for one in ended):
+            ended.append(_run(stage, folder, console, until - time.monotonic()))
+            emit(summary, str(folder / "summary.part"))
+            (folder / "summary.part").replace(folder / "summary.json")
     emit(summary, args.json)
     console.print(f"Results: {folder}")
     return int(any(one["ended"] not in ("well", "left out") for one in ended))
 
 
+def _end(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)
+
+
+def _known(folder: Path) -> list[dict[str, Any]]:
+    """How the stages that have been run ended, as the summary says."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    return [one for one in summary["stages"] if one["ended"] != "left out"]
+
+
+def _clear(folder: Path) -> list[dict[str, Any]]:
+    """Remove what an earlier call has left, and nothing else. No stage has been run yet."""
+    for path in (folder / "summary.json", *folder.glob("*.log")):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder / "results", ignore_errors=True)
+    return []
+
+
 def all_stages(folder: Path, *, is_rehearsal: bool) -> Iterator[Stage]:
     """In the order of what is worth most, should the machine be taken away early."""
-    environment = {"TRITON_INTERPRET": "1"} if is_rehearsal else {}
+    environment = {"TRITON_INTERPRET": "1"} if is_rehearsal else {"REQUIRE_CUDA": "1"}
     yield Stage("tests", _TESTS, 900.0, environment=environment)
     yield from _copies(folder, environment, is_rehearsal=is_rehearsal)
     yield _storms(folder, environment, is_rehearsal=is_rehearsal)
     sanitizer = _find_sanitizer()
-    before = (sanitizer, "--tool", "memcheck", "--error-exitcode", "9") if sanitizer else ()
+    # Of the tests and torch, some calls fail as they should.
+    options = ("--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors", "no")
+    before = (sanitizer, *options) if sanitizer else ()
     yield Stage(
         "sanitizer",
         (*_TESTS, *_FEW_TESTS),
@@ -140,11 +177,13 @@ def _find_sanitizer() -> str | None:
     return shutil.which(_SANITIZER, path=path)
 
 
-def _run(stage: Stage, folder: Path, console: Console) -> dict[str, Any]:
+def _run(stage: Stage, folder: Path, console: Console, seconds_left: float) -> dict[str, Any]:
     """How a stage ended. Nothing that it started outlives this call."""
-    if stage.missing is not None:
-        console.print(f"{stage.name}: left out, {stage.missing}")
-        return {"stage": stage.name, "ended": "left out", "why": stage.missing}
+    missing = stage.missing or ("no time left" if seconds_left <= 0 else None)
+    if missing is not None:
+        console.print(f"{stage.name}, left out, {missing}", markup=False, soft_wrap=True)
+        return {"stage": stage.name, "ended": "left out", "why": missing}
+    limit = min(stage.seconds, seconds_left)
     started, log = time.monotonic(), folder / f"{stage.name}.log"
     command = (*stage.before, sys.executable, *stage.command)
     with log.open("wb") as output:
@@ -157,12 +196,21 @@ def _run(stage: Stage, folder: Path, console: Console) -> dict[str, Any]:
             start_new_session=True,
         )
         try:
-            status = child.wait(stage.seconds)
+            status = child.wait(limit)
             ended = f"with exit status {status}" if status else "well"
         except subprocess.TimeoutExpired:
-            ended = f"not within {stage.seconds:.0f} s"
+            ended = f"not within {limit:.0f} s" if limit == stage.seconds else _OUT_OF_TIME
         finally:
             end_session(child, signal.SIGINT)
-    seconds = round(time.monotonic() - started, 1)
-    console.print(f"{stage.name}: {ended}, {seconds} s")
-    return {"stage": stage.name, "ended": ended, "seconds": seconds}
+    found = {"stage": stage.name, "ended": ended, "seconds": round(time.monotonic() - started, 1)}
+    if ended != "well":
+        found["why"] = _last_line(log)
+    console.print(", ".join(map(str, found.values())), markup=False, soft_wrap=True)
+    return found
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next(
+        (line.strip()[-300:] for line in reversed(lines) if line.strip()), "its log is empty"
+    )

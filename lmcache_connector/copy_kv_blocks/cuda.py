@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,6 +50,25 @@ TABLE_WORDS = 1 << 16
 _HOST = torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaFence:
+    """An event in a stream of ``device``, for any thread.
+
+    A new thread is on the first GPU of the machine. Asked there about an event of another one, CUDA
+    would first start a context: half a GiB of a GPU that is somebody else's, for good.
+    """
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def query(self) -> bool:
+        with torch.cuda.device(self.device):
+            return bool(self.event.query())
+
+    def elapsed_time(self, end: Any, /) -> float:
+        return float(self.event.elapsed_time(end.event))
+
+
 @dataclass(slots=True, eq=False)
 class _Slot:
     stream: torch.cuda.Stream
@@ -72,11 +91,11 @@ class _Pipeline:
         self._ready = torch.cuda.Event()
         self._done = [torch.cuda.Event(blocking=True) for _ in self._slots]
 
-    def run_direct(self, plans: Sequence[CopyPlan], after: torch.cuda.Event | None) -> None:
+    def run_direct(self, plans: Sequence[CopyPlan], after: CudaFence | None) -> None:
         """Every run is a transfer of its own."""
         stream = self._slots[0].stream
         if after is not None:
-            stream.wait_event(after)
+            stream.wait_event(after.event)
         try:
             for runs in map(expand, plans):
                 self._driver.copy_many(runs.dst, runs.src, runs.num_bytes, stream.cuda_stream)
@@ -88,7 +107,7 @@ class _Pipeline:
         plans: Sequence[CopyPlan],
         host: ChunkBuffers,
         to_host: bool,
-        after: torch.cuda.Event | None,
+        after: CudaFence | None,
     ) -> None:
         """Whole chunks cross the bus; a kernel moves their rows between slot and cache."""
         self._reserve_slots(host.geometry.chunk_bytes)
@@ -105,11 +124,11 @@ class _Pipeline:
         plans: Sequence[CopyPlan],
         staged: StagedCopy,
         to_host: bool,
-        after: torch.cuda.Event | None,
+        after: CudaFence | None,
     ) -> None:
         first = self._slots[0].stream
         if after is not None:
-            first.wait_event(after)
+            first.wait_event(after.event)
         tables = self._upload(plans, staged, first)
         self._ready.record(first)
         for slot in self._slots[1:]:
@@ -200,17 +219,17 @@ class CudaCopier:
         }
         self._locks = {way: threading.Lock() for way in self._pipelines}
 
-    def fence(self) -> torch.cuda.Event:
+    def fence(self) -> CudaFence:
         """Mark the end of what the compute stream has been given; no synchronisation."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        return CudaFence(event, self._device)
 
     def copy(
         self,
         copies: Sequence[BlockCopy],
         direction: Literal["h2d", "d2h"],
-        after: torch.cuda.Event | None = None,
+        after: Any = None,
     ) -> int:
         """Copy blocks; returns the bytes moved. Raises CopyError before anything moved."""
         to_host = direction == "d2h"

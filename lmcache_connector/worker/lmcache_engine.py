@@ -96,6 +96,7 @@ class LMCacheEngineAdapter:
         metadata = make_metadata(settings, self._sizes)
         self._database = PlannedTokenDatabase(metadata)
         self._blocks = BlockCopyConnector(self._sizes, copier)
+        self.fence = copier.fence  # of the work that the device has been given so far
         self._engine = start_engine(settings, metadata, self._database, self._blocks, redis_tier)
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]

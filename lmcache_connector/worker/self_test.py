@@ -104,12 +104,13 @@ class _Trial:
         self.write(pattern)
         never, started = threading.Event(), self.clock()
         store = StoreJob(0, "self-test", (self.run_of_one,))
-        stored = self.engine.store(store, None, never, StepGate())
+        stored = self.engine.store(store, self.engine.fence(), never, StepGate())
         store_seconds = self.clock() - started
         self.write([torch.zeros_like(layer) for layer in pattern])
         started = self.clock()
         load = LoadJob(0, "self-test", (self.run_of_one,), _DEADLINE_SECONDS, False, 0)
-        loaded = self.engine.load(load, None, never, started + _DEADLINE_SECONDS)
+        fence, deadline = self.engine.fence(), started + _DEADLINE_SECONDS
+        loaded = self.engine.load(load, fence, never, deadline)
         load_seconds = self.clock() - started
         if stored.num_chunks != 1 or loaded.num_chunks != 1:
             raise SelfTestError("the self-test could not store and load one chunk: raise cpu_gib")

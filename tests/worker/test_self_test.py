@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
-from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
+from lmcache_connector.copy_kv_blocks.copier import Copier, Direction, make_copier
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
@@ -25,6 +27,27 @@ def make_cache(kernel_tokens: int, num_blocks: int = NUM_BLOCKS) -> PagedPart:
     shape = (num_blocks * BLOCK_SIZE // kernel_tokens, HEADS, kernel_tokens, CONTENT)
     caches = {f"layers.{i}": torch.randint(0, 256, shape, dtype=torch.uint8) for i in range(LAYERS)}
     return PagedPart.from_kv_caches(one_part(GEOMETRY, BLOCK_SIZE)[0], 0, caches)
+
+
+@dataclass
+class CountingCopier:
+    """Counts fences, and keeps which one each copy waits for."""
+
+    inner: Copier
+    num_fences: int = 0
+    waited_for: list[Any] = field(default_factory=list)
+    shares_cores: bool = True
+
+    def fence(self) -> Any:
+        self.num_fences += 1
+        return self.num_fences
+
+    def copy(self, copies: Any, direction: Direction, after: Any = None) -> int:
+        self.waited_for.append(after)
+        return self.inner.copy(copies, direction)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +82,16 @@ def test_the_cache_is_left_as_it_was(
     assert all(torch.equal(a, b) for a, b in zip(part.groups[0].owners, before, strict=True))
     assert engines[0].num_chunks == 0
     assert engines[0].take_events() == ()
+
+
+def test_copies_wait_for_what_the_test_has_written(
+    copier: Copier, engines: list[LMCacheEngineAdapter]
+) -> None:
+    """On CUDA it has only been queued by then."""
+    counting, part = CountingCopier(copier), make_cache(BLOCK_SIZE)
+    engines.append(make_engine(part, counting))
+    run_self_test(engines[0], [part], time.monotonic)
+    assert counting.waited_for == [1, 2, 3, 4]  # each for the newest fence
 
 
 def test_a_cache_smaller_than_a_chunk_is_not_tested(

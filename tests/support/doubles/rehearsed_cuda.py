@@ -96,11 +96,12 @@ class _HostTorch:
 
 def cuda_copier(**options: int) -> Any:
     """A ``CudaCopier`` with these options, of the first GPU or rehearsed. Else the test that wants
-    it is skipped."""
+    it is skipped, or fails where REQUIRE_CUDA is set: there, a torch without CUDA is a mistake."""
     if is_rehearsal():
         return rehearsed_copier(**options)
     if not torch.cuda.is_available():
-        pytest.skip("runs on a machine with a CUDA GPU")
+        give_up = pytest.fail if os.environ.get("REQUIRE_CUDA") else pytest.skip
+        give_up("runs on a machine with a CUDA GPU")
     from lmcache_connector.copy_kv_blocks.cuda import CudaCopier  # loads Triton
 
     return CudaCopier(torch.device("cuda", 0), **options)

@@ -1,0 +1,116 @@
+"""``make gpu`` where a machine is lent for minutes: nothing that was found out is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.harness import gpu
+from benchmarks.harness.gpu import Stage
+from tests.support import ROOT
+from tests.support.doubles.rehearsed_cuda import cuda_copier
+
+QUICK = Stage("quick", ("-c", "print('done')"), 20.0)
+BROKEN = Stage("broken", ("-c", "raise OSError('no [such] GPU ' + 99 * 'x')"), 20.0)
+SLEEP = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+ENDLESS = Stage("endless", ("-c", SLEEP), 600.0)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[Stage], *more: str) -> int:
+    monkeypatch.setattr(gpu, "all_stages", lambda *_, **__: iter(stages))
+    monkeypatch.setattr(gpu, "surroundings", dict)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return gpu.main(["--out", str(folder), "--json", "-", *more])
+
+
+def stages_of(folder: Path) -> list[dict[str, Any]]:
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return list(summary["stages"])
+
+
+def test_a_stage_that_fails_says_why_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, tmp_path, [BROKEN, QUICK]) == 1
+    broken, quick = stages_of(tmp_path)
+    assert broken["ended"] == "with exit status 1"
+    assert broken["why"].startswith("OSError: no [such] GPU")
+    assert quick["ended"] == "well"
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("broken, with exit status 1")
+    assert first.endswith("OSError: no [such] GPU " + "x" * 99)
+
+
+def test_it_ends_in_time_and_goes_on_from_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What was cut off for that is run again, last."""
+    monkeypatch.setattr(gpu, "_ENDING_SECONDS", 0.0)
+    slow = Stage("slow", ("-c", "import time; time.sleep(5)"), 600.0)
+    begun = time.monotonic()
+    assert run(monkeypatch, tmp_path, [QUICK, slow, BROKEN], "--minutes", "0.05") == 1
+    assert time.monotonic() - begun < 30.0
+    ends = [(one["stage"], one["ended"]) for one in stages_of(tmp_path)]
+    assert ends == [("quick", "well"), ("slow", "out of time"), ("broken", "left out")]
+    (tmp_path / "quick.log").write_text("kept", encoding="utf-8")
+    run(monkeypatch, tmp_path, [QUICK, slow, BROKEN], "--resume")
+    ends = [(one["stage"], one["ended"]) for one in stages_of(tmp_path)]
+    assert ends == [("quick", "well"), ("broken", "with exit status 1"), ("slow", "well")]
+    assert (tmp_path / "quick.log").read_text(encoding="utf-8") == "kept"
+
+
+def test_a_folder_keeps_what_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.txt").write_text("years", encoding="utf-8")
+    run(monkeypatch, tmp_path, [QUICK])
+    (tmp_path / "results" / "old.json").touch()
+    run(monkeypatch, tmp_path, [QUICK])
+    assert (tmp_path / "thesis.txt").exists()
+    assert not (tmp_path / "results" / "old.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
+def test_tests_that_no_gpu_has_run_did_not_go_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = next(gpu.all_stages(Path("unused"), is_rehearsal=False))
+    for name, value in tests.environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(pytest.fail.Exception, match="CUDA"):
+        cuda_copier()
+
+
+@pytest.fixture
+def ended_in_the_middle(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    lines = (
+        "from tests.benchmarks.test_gpu import ENDLESS, QUICK",
+        "from benchmarks.harness import gpu",
+        "gpu.all_stages = lambda *_, **__: iter([QUICK, ENDLESS])",
+        f"gpu.main(['--out', {str(tmp_path)!r}])",
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_the_summary_is_there_whenever_it_is_ended(
+    ended_in_the_middle: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    until, log = time.monotonic() + 60.0, tmp_path / "endless.log"
+    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [one["stage"] for one in stages_of(tmp_path)] == ["quick"]
+    ended_in_the_middle.send_signal(signal.SIGTERM)
+    assert ended_in_the_middle.wait(30.0) == 128 + signal.SIGTERM
+    assert not Path("/proc", log.read_text().split()[0]).exists()

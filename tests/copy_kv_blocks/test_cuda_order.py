@@ -1,0 +1,99 @@
+"""What CUDA's copier leaves to chance, which must be nothing: see `late_streams`.
+
+Rehearsed only. The real streams of a GPU are in `test_cuda_streams`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_connector.copy_kv_blocks.copier import BlockCopy
+from tests.support.doubles.copy_reference import Chunks, Paged, chunks, paged, same
+from tests.support.doubles.late_streams import LateDevice
+from tests.support.doubles.rehearsed_cuda import is_rehearsal
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not is_rehearsal(), reason="runs under TRITON_INTERPRET=1"),
+]
+
+BLOCKS = range(6)
+OPTIONS: dict[str, dict[str, int]] = {
+    "staged": {"direct_min_run_bytes": 1 << 40},
+    "many tiles": {"direct_min_run_bytes": 1 << 40, "slot_bytes": 1},
+    "direct": {"direct_min_run_bytes": 1},
+}
+
+
+@pytest.fixture(params=range(8))
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    device = LateDevice(request.param)
+    device.install(monkeypatch)
+    return device
+
+
+@pytest.fixture(params=OPTIONS, ids=str)
+def copier(request: pytest.FixtureRequest, late: LateDevice) -> Any:
+    from lmcache_connector.copy_kv_blocks.cuda import CudaCopier
+
+    return CudaCopier(torch.device("cpu"), **OPTIONS[request.param])
+
+
+def cache_of(seed: int = 0) -> Paged:
+    return paged("LBNHC", layers=1, blocks=8, heads=2, tokens=4, content=16, seed=seed)
+
+
+def store(copier: Any, cache: Paged, host: Chunks) -> None:
+    copier.copy([BlockCopy(cache.layout, host.buffers, BLOCKS, BLOCKS)], "d2h", copier.fence())
+
+
+def load(copier: Any, host: Chunks, cache: Paged) -> None:
+    copier.copy([BlockCopy(host.buffers, cache.layout, BLOCKS, BLOCKS)], "h2d", copier.fence())
+
+
+def in_blocks(side: Paged | Chunks) -> list[torch.Tensor]:
+    return [layer[: BLOCKS.stop] for layer in side.blocks()]
+
+
+def test_nothing_overtakes_a_fence_or_itself(copier: Any, late: LateDevice) -> None:
+    """Passes write before a store and before a load; each must be over by then, and each copy by
+    the time it returns."""
+    source, target = cache_of(), cache_of(seed=1)
+    host = chunks(source, num_chunks=3)
+    for value in (7, 8):
+        late.give(partial(source.memory.fill_, value))
+        store(copier, source, host)
+        assert all(bool((layer == value).all()) for layer in in_blocks(host))
+        late.give(target.memory.zero_)
+        load(copier, host, target)
+        host.pool.zero_()
+        assert all(bool((layer == value).all()) for layer in in_blocks(target))
+
+
+def test_tables_that_grow_beside_a_pass_are_read_whole(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory may be that of something the compute stream has yet to write to."""
+    from lmcache_connector.copy_kv_blocks import cuda
+
+    monkeypatch.setattr(cuda, "TABLE_WORDS", 1)
+    copier = cuda.CudaCopier(torch.device("cpu"), direct_min_run_bytes=1 << 40, slot_bytes=1)
+    for num_chunks in (1, 3):
+        cache = cache_of(num_chunks)
+        host = chunks(cache, num_chunks, blocks_per_chunk=2)
+        blocks = range(2 * num_chunks)
+        fence = copier.fence()
+        copier.copy([BlockCopy(cache.layout, host.buffers, blocks, blocks)], "d2h", fence)
+        assert same(host.blocks(), [layer[: len(blocks)] for layer in cache.blocks()])
+
+
+def test_a_fence_is_looked_at_on_its_own_device(late: LateDevice) -> None:
+    """Or threads of every rank but the first would take memory of the first GPU."""
+    from lmcache_connector.copy_kv_blocks.cuda import CudaCopier
+
+    CudaCopier(torch.device("cpu")).fence().query()
+    assert late.asked_on == [torch.device("cpu")]
