@@ -180,3 +180,31 @@ def test_one_rank_under_an_external_launcher(tiny_model: Path, tmp_path: Path) -
         hit = instance.serve(prompt)
         assert hit.external_hit_tokens == FULL
         assert () != hit.block_digests == cold.block_digests
+
+
+def an_engine_before(model: str) -> None:
+    """It serves, and ends."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    probe = EngineProbe(model, kv_transfer(), kv_cache_memory_bytes=64 << 20, max_model_len=2048)
+    probe.serve(random_prompt(0, 300))
+    probe.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def test_the_second_engine_of_a_process(tiny_model: Path, tmp_path: Path) -> None:
+    """It starts as it does without the connector, and hits."""
+    with VllmInstance(
+        tiny_model,
+        kv_transfer(),
+        tmp_path / "log",
+        partial(an_engine_before, str(tiny_model)),
+        kv_cache_memory_bytes=256 << 20,
+        max_model_len=8192,
+    ) as instance:
+        prompt = random_prompt(1, NUM_TOKENS)
+        cold = instance.serve(prompt)
+        instance.reset_prefix_cache()
+        hit = instance.serve(prompt)
+        assert hit.external_hit_tokens == FULL
+        assert () != hit.block_digests == cold.block_digests
