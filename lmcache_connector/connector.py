@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Request,
         VllmConfig,
     )
-    from lmcache_connector.worker.adapter import WorkerAdapter  # noqa: F401 - named in a string
+    from lmcache_connector.worker.adapter import WorkerAdapter
 
 
 logger = logging.getLogger(__name__)
@@ -132,13 +132,13 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
 
     # -- worker side ---------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:
         # Imported here: lmcache and what it brings along must not be imported before vLLM has
         # initialised the worker.
         check_lmcache()
         from lmcache_connector.worker.build import build_worker
 
-        self._worker = build_worker(
+        return build_worker(
             self._config,
             self._vllm_config,
             self._kv_cache_config,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.metrics.prometheus import ConnectorStats, TablePromMetrics
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import Metric
@@ -129,6 +130,11 @@ class PlanMetadata(KVConnectorMetadata):
 
 
 _NO_PLAN = PlanMetadata(None)
+_TWO_ENGINES = (
+    "this process has an engine with a KV connector already, and vLLM would use that one for both: "
+    "end the other engine first (llm.llm_engine.engine_core.shutdown()), or leave out "
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0, so that each engine has a process of its own"
+)
 
 
 @dataclass
@@ -161,8 +167,8 @@ def _warn_once(text: str) -> None:
 class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
     """Passes vLLM's calls on to the side that this process has.
 
-    A subclass sets ``_scheduler`` when it is built for that role, and ``_worker`` in
-    ``register_kv_caches``. ``_metrics`` lists its metrics, ``_stats_type`` words its log line.
+    A subclass sets ``_scheduler`` when it is built for that role, and makes ``_worker`` when vLLM
+    registers its caches. ``_metrics`` lists its metrics, ``_stats_type`` words its log line.
     A call for a side that is not there raises ``RuntimeError``.
 
     Nearly every step only decodes, and has no plan. Its calls return at once: after a forward pass
@@ -229,8 +235,12 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     # -- worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Build the worker side."""
-        raise NotImplementedError
+        """Raises ``UnsupportedError`` for the caches of another engine. vLLM knows one connector
+        per process, so both engines' plans would come here: what one of them has planned must not
+        be copied to or from the blocks of the other."""
+        if self._worker is not None:
+            raise UnsupportedError(_TWO_ENGINES)
+        self._worker = self._make_worker(kv_caches)
 
     def unregister_kv_caches(self) -> None:
         """Since vLLM 0.33 the last call before the paged cache's memory is taken away, to sleep. It
@@ -330,6 +340,9 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         raise NotImplementedError
 
     # -- details -------------------------------------------------------------------------------
+
+    def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerT:
+        raise NotImplementedError
 
     def _end_step(self) -> None:
         """What the step under way planned is done, whatever vLLM has called: it may have nothing to

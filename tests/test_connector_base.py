@@ -20,6 +20,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import (
 from lmcache_connector import connector_base
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import ConnectorBase, PlanMetadata, ReportMetadata
+from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.p2p.connector import LMCacheP2PConnector
 from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepOutput
 from lmcache_connector.vllm_compat.api.names import KVConnectorRole
@@ -271,6 +272,16 @@ def test_a_rank_that_is_put_to_sleep_stops_its_copies(
     assert recorder.calls == [("let_go", None)] * 2
     connector._worker = None
     connector.unregister_kv_caches()
+
+
+def test_the_caches_of_another_engine_are_refused(
+    connector: LMCacheTieredConnector, recorder: Recorder
+) -> None:
+    """vLLM has one connector per process, whatever engines there are."""
+    with pytest.raises(UnsupportedError, match="end the other engine first"):
+        connector.register_kv_caches({})
+    step(connector, "only", (LOAD, SAVE, RESULTS, CLEAR))
+    assert recorder.of("only") == EVERYTHING
 
 
 class Bare(ConnectorBase[Any, Any]):

@@ -20,7 +20,7 @@ from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, R
 if TYPE_CHECKING:
     import torch
 
-    from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter  # noqa: F401 - named in a string
+    from lmcache_connector.p2p.worker.adapter import P2PWorkerAdapter
     from lmcache_connector.vllm_compat.api.names import (
         AttentionMetadata,
         KVCacheBlocks,
@@ -94,9 +94,9 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
 
     # -- worker side ---------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> P2PWorkerAdapter:
         instance = describe(self._vllm_config, self._kv_cache_config, self._config)
-        self._worker = make_worker(instance, self._config, kv_caches)
+        worker = make_worker(instance, self._config, kv_caches)
         if instance.model.rank == 0:
             self._heartbeat = make_heartbeat(instance, self._config)
             logger.info(
@@ -108,6 +108,7 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
                 self._config.overflow_bytes,
                 "peers share a secret" if self._config.secret else "no secret is set",
             )
+        return worker
 
     def save_kv_layer(
         self,

@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,7 @@ def start_engine(
 ) -> LMCacheEngine:
     """Raises :class:`ConfigError` for ``lmcache.*`` settings that cannot be used."""
     config = _engine_config(settings, metadata.chunk_size, redis_tier)
+    _let_vllm_start_again()
     with _process_settings_kept():
         engine = LMCacheEngine(config, metadata, database, connector, _no_broadcast, _no_broadcast)
         _in_daemon_thread(engine.post_init)
@@ -176,6 +177,16 @@ def _process_settings_kept() -> Iterator[None]:
         multiprocessing.set_start_method(start_method, force=True)
         if metrics_folder is None:
             os.environ.pop(_METRICS_FOLDER, None)
+
+
+def _let_vllm_start_again() -> None:
+    """In this process. vLLM's CPU build looks into the ``__dict__`` of everything in every module
+    when an engine starts. LMCache brings numba along, and with it an object of llvmlite's that has
+    an answer to every name, which is no dictionary: vLLM would stumble over it.
+    """
+    with suppress(ImportError, AttributeError):  # it may have been mended there
+        llvm = importlib.import_module("llvmlite.binding.ffi").lib
+        llvm._fntab.setdefault("__dict__", {})  # its answers so far
 
 
 def _in_daemon_thread(function: Callable[[], None]) -> None:

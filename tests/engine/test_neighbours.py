@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_connector.errors import UnsupportedError
 from tests.support.engines.api_server import running_api
 from tests.support.engines.calls import check_integrity, chunk_keys, forget_unseen, worker_of
 from tests.support.engines.handover import Ask, ask
@@ -180,3 +181,55 @@ def test_one_rank_under_an_external_launcher(tiny_model: Path, tmp_path: Path) -
         hit = instance.serve(prompt)
         assert hit.external_hit_tokens == FULL
         assert () != hit.block_digests == cold.block_digests
+
+
+def an_engine_before(model: str) -> None:
+    """It serves, and ends."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    probe = EngineProbe(model, kv_transfer(), kv_cache_memory_bytes=64 << 20, max_model_len=2048)
+    probe.serve(random_prompt(0, 300))
+    probe.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def test_the_second_engine_of_a_process(tiny_model: Path, tmp_path: Path) -> None:
+    """It starts as it does without the connector, and hits."""
+    with VllmInstance(
+        tiny_model,
+        kv_transfer(),
+        tmp_path / "log",
+        partial(an_engine_before, str(tiny_model)),
+        kv_cache_memory_bytes=256 << 20,
+        max_model_len=8192,
+    ) as instance:
+        prompt = random_prompt(1, NUM_TOKENS)
+        cold = instance.serve(prompt)
+        instance.reset_prefix_cache()
+        hit = instance.serve(prompt)
+        assert hit.external_hit_tokens == FULL
+        assert () != hit.block_digests == cold.block_digests
+
+
+def refusal_of_another(probe: EngineProbe, model: str) -> str:
+    """Of a second engine beside this one. Then the paged cache here holds anything."""
+    try:
+        EngineProbe(model, kv_transfer(), kv_cache_memory_bytes=64 << 20, max_model_len=2048)
+    except UnsupportedError as error:
+        for cache in probe.core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            cache.fill_(1.0)
+        return str(error)
+    return ""
+
+
+def test_two_engines_in_one_process(start: StartInstance, tiny_model: Path) -> None:
+    """vLLM would have one connector copy for both. The first goes on, with its own blocks."""
+    with start() as instance:
+        prompt = random_prompt(1, NUM_TOKENS)
+        cold = instance.serve(prompt)
+        instance.reset_prefix_cache()
+        assert "end the other engine first" in instance.call(refusal_of_another, str(tiny_model))
+        hit = instance.serve(prompt)
+        assert hit.external_hit_tokens == FULL
+        assert () != hit.block_digests == cold.block_digests
+        instance.call(at_rest)
