@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -30,11 +30,11 @@ def size_of_team(start: Callable[[str, Callable[[], None]], threading.Thread]) -
         has_computed.set()
         may_end.wait(_SECONDS)
 
-    before = set(os.listdir("/proc/self/task"))
+    before = set(Path("/proc/self/task").iterdir())
     thread = start("computes", work)
     assert has_computed.wait(_SECONDS)
     try:
-        return len(set(os.listdir("/proc/self/task")) - before)
+        return len(set(Path("/proc/self/task").iterdir()) - before)
     finally:
         may_end.set()
         thread.join(_SECONDS)
