@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVarTuple
 
 Arguments = TypeVarTuple("Arguments")
@@ -20,8 +21,8 @@ def start_thread(
     Raises ``RuntimeError`` if the system has no thread to spare.
     """
 
+    @computing_alone()
     def run() -> None:
-        _compute_alone()
         work(*arguments)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -29,13 +30,22 @@ def start_thread(
     return thread
 
 
-def _compute_alone() -> None:
-    """Otherwise torch gives each thread that computes a team of OpenMP threads, for good. Where a
-    process has more of those than cores, GNU's OpenMP lets all of them sleep between two loops
-    instead of spin, the engine's own too: its decode steps took 1.4 to 1.8 times as long.
+@contextmanager
+def computing_alone() -> Iterator[None]:
+    """What the calling thread computes in here gives it no OpenMP threads.
+
+    Otherwise torch gives each thread that computes a team of them, for good. Where a process has
+    more of those than cores, GNU's OpenMP lets all of them sleep between two loops instead of spin,
+    the engine's own too: its decode steps took 1.4 to 1.8 times as long.
     """
-    if (torch := sys.modules.get("torch")) is None:
+    torch, openmp = sys.modules.get("torch"), ctypes.CDLL(None)
+    if torch is None or not hasattr(openmp, "omp_set_num_threads"):
+        yield
         return
     torch.get_num_threads()  # sets the number of the process, once per thread
-    if (limit := getattr(ctypes.CDLL(None), "omp_set_num_threads", None)) is not None:
-        limit(1)
+    before = openmp.omp_get_max_threads()
+    openmp.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        openmp.omp_set_num_threads(before)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -272,6 +274,17 @@ def test_vllm_is_found_however_it_is_named(source: str) -> None:
 @pytest.mark.parametrize("source", ["log_through('vllm')", "version('vllm')", "x = 'a vllm.x'"])
 def test_the_package_alone_is_no_name_of_its_own(source: str) -> None:
     assert vllm_names(source) == []
+
+
+def test_without_a_redis_nothing_of_its_client_is_imported() -> None:
+    """blosc2 brings threads for each core and changes the environment of the process."""
+    used = ("connector", "scheduler.build", "worker.build", "worker.adapter", "stepwise.tiers")
+    names = ", ".join(f"{OWN}.{name}" for name in used)
+    code = f"import sys, {names}; assert not sys.modules.keys() & {{'blosc2', 'numexpr'}}"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240.0, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("file", source_files())

@@ -33,6 +33,7 @@ from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.paged import PagedSequences
 from lmcache_connector.stepwise.settings import read_settings
 from lmcache_connector.stepwise.tiers import Counts
+from lmcache_connector.threads import computing_alone
 from lmcache_connector.transformers.alterations import Alterations
 from lmcache_connector.transformers.support import attention_functions, check_configuration
 
@@ -60,6 +61,7 @@ class TieredBatching:
     served.
     """
 
+    @computing_alone()  # another thread may generate, with all cores
     def __init__(self, manager: ContinuousBatchingManager, config: Mapping[str, Any]) -> None:
         model = manager.model
         check_configuration(model)

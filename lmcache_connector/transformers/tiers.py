@@ -30,6 +30,7 @@ from lmcache_connector.stepwise.form import as_blocks
 from lmcache_connector.stepwise.identity import ModelIdentity
 from lmcache_connector.stepwise.settings import read_settings
 from lmcache_connector.stepwise.tiers import Counts, LoadPlan, StuckCopyError, Tiers
+from lmcache_connector.threads import computing_alone
 from lmcache_connector.transformers.alterations import Alterations
 from lmcache_connector.transformers.cache import TieredCache
 from lmcache_connector.transformers.forward_call import ForwardCall, by_name, without_first
@@ -49,6 +50,7 @@ class KVTiers:
     for what cannot be served.
     """
 
+    @computing_alone()  # another thread may generate, with all cores
     def __init__(self, model: PreTrainedModel, config: Mapping[str, Any]) -> None:
         self._config = read_settings(config)
         self._model = model

@@ -6,14 +6,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_connector.plans import PartRun, StoreJob
-from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase
-from lmcache_connector.worker.lmcache_redis import RedisStoragePlugin
 from lmcache_connector.worker.reconciler import Pace, Reconciler
+
+if TYPE_CHECKING:
+    from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.worker.lmcache_redis import RedisStoragePlugin
 
 # Chunks offered to Redis again are written while no more than that waits to be written, and when
 # the queue fills up they are given up first.

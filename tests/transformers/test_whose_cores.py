@@ -1,0 +1,60 @@
+"""Who makes the tiers need not be who generates: often that is another thread. OpenMP threads of
+both would be more than the cores, and those that generate would sleep between two loops."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from lmcache_connector.transformers import KVTiers
+from lmcache_connector.transformers.continuous_batching import TieredBatching
+
+_CONFIG = {"cpu_gib": 0.05}
+
+
+def tiers_of(model: Any) -> AbstractContextManager[Any]:
+    return KVTiers(model, _CONFIG)
+
+
+def batching_of(model: Any) -> AbstractContextManager[Any]:
+    sizes = {"page_size": 32, "num_blocks": 128, "max_batch_tokens": 512}
+    manager = model.init_continuous_batching(
+        GenerationConfig(eos_token_id=-1), ContinuousBatchingConfig(**sizes)
+    )
+    return TieredBatching(manager, _CONFIG)
+
+
+def look_at_team(make: Callable[[Any], AbstractContextManager[Any]], folder: str) -> None:
+    """In a process of its own, whose first thread has not computed yet."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with make(model):
+        threads = Path("/proc/self/task")
+        before = set(threads.iterdir())
+        torch.ones(1 << 20).add_(1.0)
+        assert len(set(threads.iterdir()) - before) == 1, "the team was there already"
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("make", [tiers_of, batching_of])
+def test_who_makes_the_tiers_has_no_threads_of_openmp(
+    make: Callable[[Any], AbstractContextManager[Any]], tiny_model: Path
+) -> None:
+    code = f"from {__name__} import *; look_at_team({make.__name__}, {str(tiny_model)!r})"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
