@@ -85,6 +85,7 @@ MODEL: tuple[Use, ...] = (
             "engine_id",
             "is_kv_consumer",
             "is_kv_producer",
+            "kv_connector",
             "kv_connector_extra_config",
             "kv_port",
             "kv_role",
