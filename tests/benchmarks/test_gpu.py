@@ -18,6 +18,7 @@ from benchmarks.harness import gpu
 from benchmarks.harness.gpu import Stage
 from tests.support import ROOT
 from tests.support.doubles.rehearsed_cuda import cuda_copier
+from tests.support.redis.server_groups import wait_until
 
 QUICK = Stage("quick", ("-c", "print('done')"), 20.0)
 BROKEN = Stage("broken", ("-c", "raise OSError('no [such] GPU ' + 99 * 'x')"), 20.0)
@@ -107,9 +108,8 @@ def ended_in_the_middle(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_the_summary_is_there_whenever_it_is_ended(
     ended_in_the_middle: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    until, log = time.monotonic() + 60.0, tmp_path / "endless.log"
-    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < until:
-        time.sleep(0.05)
+    log = tmp_path / "endless.log"
+    wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "no stage has begun", 60.0)
     assert [one["stage"] for one in stages_of(tmp_path)] == ["quick"]
     ended_in_the_middle.send_signal(signal.SIGTERM)
     assert ended_in_the_middle.wait(30.0) == 128 + signal.SIGTERM

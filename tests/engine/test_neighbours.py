@@ -161,6 +161,16 @@ def test_two_ranks_pause_and_sleep_while_they_store(
         check_pauses(api)
 
 
+def check_hit(instance: VllmInstance) -> None:
+    """A prompt comes back as it was computed."""
+    prompt = random_prompt(1, NUM_TOKENS)
+    cold = instance.serve(prompt)
+    instance.reset_prefix_cache()
+    hit = instance.serve(prompt)
+    assert hit.external_hit_tokens == FULL
+    assert () != hit.block_digests == cold.block_digests
+
+
 @pytest.mark.soak  # an engine
 def test_one_rank_under_an_external_launcher(tiny_model: Path, tmp_path: Path) -> None:
     """As training frameworks start it, one engine per GPU."""
@@ -175,12 +185,7 @@ def test_one_rank_under_an_external_launcher(tiny_model: Path, tmp_path: Path) -
         kv_cache_memory_bytes=256 << 20,
         max_model_len=8192,
     ) as instance:
-        prompt = random_prompt(1, NUM_TOKENS)
-        cold = instance.serve(prompt)
-        instance.reset_prefix_cache()
-        hit = instance.serve(prompt)
-        assert hit.external_hit_tokens == FULL
-        assert () != hit.block_digests == cold.block_digests
+        check_hit(instance)
 
 
 def an_engine_before(model: str) -> None:
@@ -203,12 +208,7 @@ def test_the_second_engine_of_a_process(tiny_model: Path, tmp_path: Path) -> Non
         kv_cache_memory_bytes=256 << 20,
         max_model_len=8192,
     ) as instance:
-        prompt = random_prompt(1, NUM_TOKENS)
-        cold = instance.serve(prompt)
-        instance.reset_prefix_cache()
-        hit = instance.serve(prompt)
-        assert hit.external_hit_tokens == FULL
-        assert () != hit.block_digests == cold.block_digests
+        check_hit(instance)
 
 
 def refusal_of_another(probe: EngineProbe, model: str) -> str:
