@@ -64,7 +64,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             model = describe_model(vllm_config, kv_cache_config, chunk_size=wanted)
             config = self._config.with_chunk_size(model.chunk_size)
             weights = weights_identity(vllm_config, config.model_digest, user_cache_folder())
-            logger.info("LMCacheTieredConnector: weights %s", weights)
             self._scheduler = build_scheduler(
                 config,
                 model,
@@ -114,7 +113,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler_side.witness.bind(kv_cache_manager)
-        before_each_reset(kv_cache_manager, self._scheduler_side.unpin_all)
+        before_each_reset(kv_cache_manager, self._scheduler_side.before_reset)
 
     def has_pending_block_frees(self) -> bool:
         """A request that needs blocks which a store reads waits for these, for one step, and

@@ -19,6 +19,10 @@ from lmcache_connector.storage.chunk_codec import Codec
 from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 
 _LMCACHE_PREFIX = "lmcache."
+_GONE = {
+    "share_after_reset": "no setting any more: weights are named by what is in memory, so leave it "
+    "out",
+}
 
 
 class ConnectorConfig(StrictSettings):
@@ -74,9 +78,7 @@ class ConnectorConfig(StrictSettings):
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
     """Share of hits whose last chunk is computed as well and compared; 0 audits nothing."""
     weights_label: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """Name of the weights after an update, or ``file:PATH``, read at each reset."""
-    share_after_reset: Literal["audited", "never"] = "audited"
-    """Once an audit finds the weights unchanged, or only with a new ``weights_label``."""
+    """``file:PATH``: names updated weights for engines of other parallel sizes, read at resets."""
     model_digest: ModelDigest = "full"
     """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
     shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
@@ -144,4 +146,4 @@ def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
             lmcache[key.removeprefix(_LMCACHE_PREFIX)] = value
         else:
             own[key] = value
-    return parse(ConnectorConfig, own, "kv_connector_extra_config", lmcache=lmcache)
+    return parse(ConnectorConfig, own, "kv_connector_extra_config", _GONE, lmcache=lmcache)

@@ -124,7 +124,6 @@ class SchedulerAdapter:
         state = self._enter(request)
         if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
             return
-        self._auditor.ask(state, self.hits)
         if self._settings.loads:
             self.spans.begin(request, "lookup")
             self.hits.ask(state.lookup, first=0)
@@ -215,7 +214,7 @@ class SchedulerAdapter:
             prompt_tokens_left(scheduler_output, self.book) if prefill else 0,
             has_prefill=prefill is not None,
         )
-        adapters = self._loaded_adapters
+        adapters, weights = self._loaded_adapters, self.book.weights
         return self._jobs.take_plan(
             idle=not scheduled,
             prefill=prefill,
@@ -225,6 +224,8 @@ class SchedulerAdapter:
             unwanted=self._prefetcher.take_unwanted() if self._prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
             heard_adapters=adapters.heard,
+            weights_question=weights.take_question() if weights.question else 0,
+            heard_weights=weights.heard,
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
@@ -252,11 +253,6 @@ class SchedulerAdapter:
             self._dispatcher.updated()
         return self.kv_events.take() if self.kv_events.events else ()
 
-    def unpin_all(self) -> None:
-        """vLLM may have back the blocks that stores read: it is about to reset its cache."""
-        self._dispatcher.in_use.freed_some()
-        self._dispatcher.unpin_all()
-
     @property
     def has_pinned_blocks(self) -> bool:
         """Whether stores hold blocks of vLLM's."""
@@ -268,8 +264,9 @@ class SchedulerAdapter:
 
     @property
     def has_unattended_jobs(self) -> bool:
-        """Whether steps must go on, for a job to be reported that no request waits for."""
-        return self._jobs.has_unattended
+        """Whether steps must go on, for a job to be reported that no request waits for, or for the
+        weights after a reset."""
+        return self._jobs.has_unattended or self.book.weights.is_asked_for
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -284,27 +281,31 @@ class SchedulerAdapter:
             self.kv_events.apply(report)
             if report.adapters is not None:
                 self._learn_adapters(report.rank, report.adapters)
+            if report.weights is not None and self.book.weights.learn(report.rank, report.weights):
+                self._doubt_weights()
             for result in report.results:
                 self._dispatcher.report(report.rank, result)
+        if not self.book.weights.name:
+            self._name_weights()
         return self._dispatcher.take_short_loads()
 
     def take_metrics(self) -> Samples | None:
         """What there is to tell ``/metrics`` since the last call; ``None`` if nothing is."""
         return self._metrics.take(is_idle=not self._scheduled)
 
-    def reset_cache(self) -> None:
-        """From now on this instance hits nothing it stored before, unless its weights are known.
+    def before_reset(self) -> None:
+        """vLLM is about to reset its prefix cache. Trainers have it do so when they have changed
+        the weights: until all ranks have read theirs, nothing is stored or loaded. O(requests in
+        flight)."""
+        self._dispatcher.in_use.freed_some()
+        self.book.weights.reset(is_external=False)
+        self._doubt_weights()
 
-        vLLM tells a connector nothing of weight updates, neither when nor to what: it sees a reset.
-        A new label names the new weights: their keys are shared with all who have that label.
-        Without one this instance uses keys of its own, until an audit finds that the weights are
-        the same. Other instances keep theirs. O(requests in flight).
-        """
-        self._auditor.forget()
-        self.kv_events.clear()
-        self.witness.forget()
-        self._dispatcher.unpin_all()
-        self._dispatcher.abandon(self.book.reset())
+    def reset_cache(self) -> None:
+        """The user asks for a reset of this connector too: what weights have changed may be named
+        by a label. What is stored of the weights in memory stays a hit."""
+        self.book.weights.reset(is_external=True)
+        self._doubt_weights()
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
@@ -354,9 +355,6 @@ class SchedulerAdapter:
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """How many tokens can be loaded after the computed ones; ``None``: ask again."""
-        found = self._auditor.find_shared(state, self.hits, num_computed_tokens, self._wait)
-        if found is PENDING:
-            return None
         if not (self._settings.loads and state.load.is_allowed):
             return 0
         self._dispatcher.cancel_overwritten()
@@ -366,6 +364,23 @@ class SchedulerAdapter:
         self._dispatcher.found(state, hit)
         hit = self._auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(state, num_computed_tokens, hit)
+
+    def _doubt_weights(self) -> None:
+        """What is computed from now on may be of other weights."""
+        self._auditor.doubt()
+        self.witness.forget()
+        self._dispatcher.unpin_all()
+        self._dispatcher.abandon(self.book.forget_all())
+
+    def _name_weights(self) -> None:
+        weights, start = self.book.weights, self.book.start
+        if start.hasher is None or not weights.settle(start.configuration):
+            return
+        if (before := self.book.epochs.name) != weights.name:
+            self.book.rename(weights.name)
+            if before:
+                self._auditor.forget()
+                self.kv_events.clear()
 
     def _wants_probe(self) -> bool:
         probe = self.policy.take_probe()

@@ -134,7 +134,8 @@ class JobDispatcher:
         self._book.forget_if_done(state)
 
     def abandon(self, states: Iterable[RequestState]) -> None:
-        """These requests have other keys now: nobody wants what is loaded or audited for them."""
+        """These requests have other keys now, or none: nobody wants what is loaded or audited for
+        them."""
         for state in states:
             if state.load.job is not None:
                 self._jobs.cancel_load(state.load.job)

@@ -113,11 +113,13 @@ class PlannedJobs:
         unwanted: tuple[bytes, ...] = (),
         adapter_question: int = 0,
         heard_adapters: tuple[int, ...] = (),
+        weights_question: int = 0,
+        heard_weights: tuple[int, ...] = (),
     ) -> StepPlan | None:
         """The plan of a step: all that was added since the last one, and what is known of this.
         ``None``, as for nearly every decode step: nothing."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
-        more = self._prefetches or unwanted or uses
+        more = self._prefetches or unwanted or uses or weights_question
         if not (idle or new or more or prefill or probe or adapter_question or wanted):
             return None
         plan = StepPlan(
@@ -134,6 +136,8 @@ class PlannedJobs:
             unwanted=unwanted,
             adapter_question=adapter_question,
             heard_adapters=heard_adapters,
+            weights_question=weights_question,
+            heard_weights=heard_weights,
         )
         self._loads, self._stores, self._cancelled_loads, self._vacated_stores = [], [], [], []
         self._prefetches = []

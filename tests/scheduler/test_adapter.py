@@ -178,7 +178,7 @@ def test_a_load_under_way_during_a_reset_is_cancelled_and_recomputed(model: Path
     engine = ShadowEngine(model, Shape(), 0, faults)
     engine.add(prompt(1, 3 * CHUNK), max_tokens=1)
     engine.run_until_idle()
-    assert engine.scheduler.reset_prefix_cache()
+    engine.forget_prefixes()
     request_id = engine.add(prompt(1, 3 * CHUNK), max_tokens=1)
     faults.stuck = True
     engine.step()
@@ -212,15 +212,18 @@ def stored_keys(engine: ShadowEngine) -> tuple[bytes, ...]:
     return [job.keys for plan in engine.plans for job in plan.stores][-1]
 
 
-def test_every_reset_leaves_all_keys_behind_and_shares_with_nobody(model: Path) -> None:
+def test_instances_with_the_same_weights_share_whenever_they_were_reset(model: Path) -> None:
     one, two = (ShadowEngine(model, Shape(), 0, Faults(slow=0.0)) for _ in range(2))
     as_loaded = stored_keys(one)
-    assert stored_keys(two) == as_loaded, "two instances as loaded share"
-    seen = {as_loaded}
-    for engine in (one, two, one, two):
-        assert engine.reset()
-        seen.add(stored_keys(engine))
-    assert len(seen) == 5
+    assert stored_keys(two) == as_loaded
+    assert one.reset(new_weights=False)
+    assert stored_keys(one) == as_loaded
+    assert one.reset()
+    updated = stored_keys(one)
+    assert updated != as_loaded
+    assert stored_keys(two) == as_loaded
+    assert two.reset()
+    assert stored_keys(two) == updated
 
 
 def test_a_reset_takes_back_what_routers_were_told(
@@ -233,14 +236,17 @@ def test_a_reset_takes_back_what_routers_were_told(
     engine.run_until_idle()
     stored = engine.adapter.kv_events.take()
     assert len(stored) == 2
-    engine.adapter.reset_cache()
+    assert engine.reset(new_weights=False)
+    engine.run_until_idle()
+    assert not engine.adapter.kv_events.take(), "the same weights"
+    assert engine.reset()
+    engine.add(prompt(2, 2), max_tokens=1)
+    engine.run_until_idle()
     removed = engine.adapter.kv_events.take()
     assert {event.hashes for event in removed if isinstance(event, BlocksRemoved)} == {
         event.blocks.hashes for event in stored if isinstance(event, BlocksStored)
     }
     assert removed
-    engine.adapter.reset_cache()
-    assert engine.adapter.kv_events.take() == []
 
 
 def test_what_the_index_wrongly_thinks_is_there_is_stored_again(model: Path) -> None:

@@ -197,7 +197,7 @@ class P2PSchedulerAdapter:
 
     def _digest(self, request: Request, identity: RequestIdentity) -> bytes:
         """What both instances call the prompt with everything that makes its KV unique."""
-        identity = replace(identity, weight_epoch=f"reset {self._num_resets}")
+        identity = replace(identity, weights=f"reset {self._num_resets}")
         tokens = request.all_token_ids[: request.num_prompt_tokens]
         hasher = PrefixHasher(self._model_root, len(tokens))
         extras = identity.extras(0, len(tokens)) if identity.has_extras else b""

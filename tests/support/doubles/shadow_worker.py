@@ -29,6 +29,7 @@ from lmcache_connector.plans import (
     RankReport,
     StepPlan,
     StoreJob,
+    WeightsInMemory,
 )
 from tests.support.doubles.shadow_memory import (
     BLOCK_SIZE,
@@ -109,7 +110,7 @@ class Step:
     cache group.
 
     ``zeroed``: blocks that are zeroed before the plan is handed over. ``foreign``: what another
-    connector has to do, with the right cells of each of its loads.
+    connector has to do, with the right cells of each of its loads. ``weights``: a digest of them.
     """
 
     plan: StepPlan
@@ -117,6 +118,7 @@ class Step:
     tables: Mapping[str, BlockIds]
     zeroed: tuple[int, ...] = ()
     foreign: ForeignWork = NO_FOREIGN_WORK
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,8 @@ class ShadowRank:
         self._tables: Mapping[str, BlockIds] = {}
         self.tier: OrderedDict[bytes, Cells] = OrderedDict()
         self._events: list[CacheEvent] = []
+        self._question = 0
+        self._reads_weights = False
         self._stores: deque[StoreJob] = deque()
         self._loads: deque[LoadJob] = deque()
         self._fetch: deque[LoadJob] = deque()
@@ -194,6 +198,8 @@ class ShadowRank:
         self._cancelled.update(self._open.intersection(step.plan.vacated_stores))
         self._open_gate()
         self._tables = step.tables
+        if step.plan.weights_question:
+            self._question, self._reads_weights = step.plan.weights_question, True
         self.foreign.begin(step.foreign)
         for one in step.passes:
             self._forward(one)
@@ -211,7 +217,7 @@ class ShadowRank:
         self.run_some_jobs()
         if step.plan.idle:
             self._run_one()
-        return self._report()
+        return self._report(self._read_weights(step))
 
     def run_some_jobs(self) -> None:
         while self.chance.random() >= self.faults.slow and self._run_one():
@@ -424,7 +430,14 @@ class ShadowRank:
 
     # -- reports -----------------------------------------------------------------------------------
 
-    def _report(self) -> StepReport:
+    def _read_weights(self, step: Step) -> WeightsInMemory | None:
+        """At once, or with a later step."""
+        if not self._reads_weights or self.chance.random() < self.faults.slow:
+            return None
+        self._reads_weights = False
+        return WeightsInMemory(question=self._question, digest=step.weights)
+
+    def _report(self, weights: WeightsInMemory | None) -> StepReport:
         done, self._done = self._done, []
         events, self._events = self._events, []
         results = tuple(result for _, result in done)
@@ -434,5 +447,7 @@ class ShadowRank:
             sent,
             received | own,
             lost,
-            RankReport(self.rank, tuple(events), results) if done or events else None,
+            RankReport(self.rank, tuple(events), results, weights=weights)
+            if done or events or weights
+            else None,
         )
