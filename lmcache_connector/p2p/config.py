@@ -52,7 +52,8 @@ class P2PConfig(StrictSettings):
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = "PUT_ASYNC"
     """For request ids that name both instances: push and wait, push, or let it be fetched."""
     transport: Literal["auto", "tcp", "nixl"] = "auto"
-    """Data plane; ``auto`` is NIXL on one machine and over RDMA, where it imports, and TCP else."""
+    """Data plane; ``auto`` is TCP without a ``secret``, and else NIXL on one machine and over RDMA,
+    where it imports."""
     kv_buffer_size: Annotated[int, Field(gt=0, le=1 << 44)] = 1 << 30
     """KV on its way, per worker rank, bytes."""
     overflow_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 1 << 30
@@ -99,11 +100,6 @@ class P2PConfig(StrictSettings):
         return PeerAddress(self.host, 1).is_loopback
 
     @property
-    def knows_its_peers(self) -> bool:
-        """Whether no stranger can introduce himself."""
-        return self.secret is not None or self.is_loopback
-
-    @property
     def largest_buffer_bytes(self) -> int:
         """The largest piece of memory that one prompt can have."""
         return max(self.kv_buffer_size, self.overflow_bytes)
@@ -128,6 +124,8 @@ class P2PConfig(StrictSettings):
             yield f"'host': {error}"
         if self.secret and not self.checksum:
             yield "'checksum' cannot be off with a 'secret': it is part of what is authenticated"
+        if self.transport == "nixl" and not self.secret:
+            yield "'transport' 'nixl' needs a 'secret': its peers read and write the KV cache"
         if (self.router is None) != (self.http_address is None):
             yield "'router' and 'http_address' go together: set both or neither"
 

@@ -73,6 +73,8 @@ def test_whoever_is_reached_by_others_says_whom_it_trusts(open_to_all: dict[str,
         parse_p2p_config(open_to_all | trust)
     with pytest.raises(ConfigError, match="'checksum' cannot be off with a 'secret'"):
         parse_p2p_config({"secret": "x" * 16, "checksum": False})
+    with pytest.raises(ConfigError, match="'transport' 'nixl' needs a 'secret'"):
+        parse_p2p_config({"transport": "nixl"})
 
 
 def test_the_documentation_lists_every_key_with_its_default() -> None:

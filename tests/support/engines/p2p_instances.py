@@ -43,6 +43,7 @@ NUM_LAYERS = 3
 NUM_HEADS = 4
 LAYERS = [f"layer.{i}" for i in range(NUM_LAYERS)]
 DIGEST = bytes(range(32))
+SECRET = "known to all of them"
 PATIENCE_SECONDS = 60.0
 SHUFFLED = [9, 3, 4, 30, 2, 11, 60]
 OTHERS = [5, 50, 6, 7, 31, 8, 1]
@@ -256,6 +257,8 @@ def running_instance(
     """All ranks of one instance, on free ports unless ``port`` is the first. ``config``: settings
     other than the tests' own."""
     defaults = {"stall_seconds": 1.0, "kv_buffer_size": 1 << 24, "transport": "tcp"}
+    if config.get("transport", "tcp") != "tcp":
+        defaults["secret"] = SECRET
     settings = P2PConfig(**{**defaults, **config})  # type: ignore[arg-type]
     address = PeerAddress("127.0.0.1", port or free_ports(tp_size))
     instance = FakeInstance(address, [])
