@@ -109,10 +109,10 @@ def test_what_came_before_a_break_is_used() -> None:
     """The second half of the prompt is never computed."""
     with (
         running_instance(produces=True, **SMALL) as prefill,
-        running_instance(consumes=True, **SMALL) as decode,
+        running_instance(consumes=True, unknown_grace_seconds=1.0, **SMALL) as decode,
     ):
         prefill.prefill("cut", SENT[:23], num_tokens=45 * BLOCK_SIZE)
-        decode.load("cut", RECEIVED, prefill.address, seconds=2.0)
+        decode.load("cut", RECEIVED, prefill.address)
         (result,) = decode.finish("request of cut")
         assert result.cause is not None
         assert (result.num_blocks, result.cause.reason) == (23, Reason.NOT_ARRIVED)

@@ -255,8 +255,9 @@ def running_instance(
     **config: object,
 ) -> Iterator[FakeInstance]:
     """All ranks of one instance, on free ports unless ``port`` is the first. ``config``: settings
-    other than the tests' own."""
-    defaults = {"stall_seconds": 1.0, "kv_buffer_size": 1 << 24, "transport": "tcp"}
+    other than the tests' own, in which no silence of a busy machine is a fault."""
+    defaults = {"kv_buffer_size": 1 << 24, "transport": "tcp"}
+    defaults |= {"stall_seconds": 20.0, "unknown_grace_seconds": 20.0}
     if config.get("transport", "tcp") != "tcp":
         defaults["secret"] = SECRET
     settings = P2PConfig(**{**defaults, **config})  # type: ignore[arg-type]
