@@ -44,11 +44,11 @@ class P2PConfig(StrictSettings):
     """First port of the data plane; rank r uses the r-th after it. 0: any free port."""
     peer_hosts: Annotated[tuple[str, ...], BeforeValidator(_tuple_of_list)] = ()
     """Hosts requests may name as peers: names, addresses, ``*.SUFFIX`` or networks in CIDR form.
-    None: loopback if ``host`` is, else any."""
+    None: loopback if ``host`` is, else any. Without a name among them, nobody else is let in."""
     secret: Annotated[Secret, AfterValidator(_long_enough)] | None = None
     """Shared by all instances; authenticates them. May be ``env:NAME`` or ``file:PATH``."""
     insecure: bool = False
-    """Without ``secret`` and ``peer_hosts``: let anybody hand over and fetch KV."""
+    """Without ``secret``: let anybody who reaches it hand over and fetch KV."""
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = "PUT_ASYNC"
     """For request ids that name both instances: push and wait, push, or let it be fetched."""
     transport: Literal["auto", "tcp", "nixl"] = "auto"
@@ -94,6 +94,13 @@ class P2PConfig(StrictSettings):
             return any(_matches(peer.host, allowed) for allowed in self.peer_hosts)
         return peer.is_loopback or not self.is_loopback
 
+    def may_be_dialled_from(self, address: str) -> bool:
+        """Whether a peer may be there. Names in ``peer_hosts`` are not looked up: with one of them,
+        anywhere."""
+        return not self.peer_hosts or any(
+            _matches(address, allowed) or not _is_network(allowed) for allowed in self.peer_hosts
+        )
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine reaches this instance."""
@@ -114,11 +121,10 @@ class P2PConfig(StrictSettings):
             is_local = PeerAddress(self.host, 1).is_loopback
             if self.bind_host is not None:
                 is_local &= _is_loopback(self.bind_host)
-            if not (is_local or self.secret or self.peer_hosts or self.insecure):
+            if not (is_local or self.secret or self.insecure):
                 yield (
                     f"others can reach 'host' {self.host!r}: set a 'secret' that all instances "
-                    "share, or at least 'peer_hosts'; '\"insecure\": true' if the network is "
-                    "yours alone"
+                    "share; '\"insecure\": true' if the network is yours alone"
                 )
         except AddressError as error:
             yield f"'host': {error}"
@@ -140,6 +146,15 @@ def _matches(host: str, allowed: str) -> bool:
         return ipaddress.ip_address(host) in ipaddress.ip_network(allowed, strict=False)
     except ValueError:  # one of the two is a name
         return False
+
+
+def _is_network(allowed: str) -> bool:
+    """Or one address."""
+    try:
+        ipaddress.ip_network(allowed, strict=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -116,7 +116,8 @@ class P2PWorkerAdapter:
         card = msgspec.structs.replace(settings.card, transports=ports)
         self._dialer.card = card
         port = card.port + card.rank
-        self._server = ControlServer(host, port, card, config.secret_bytes, self._answer)
+        secret, may_be_at = config.secret_bytes, config.may_be_dialled_from
+        self._server = ControlServer(host, port, card, secret, self._answer, self._clock, may_be_at)
 
     # -- one step ------------------------------------------------------------------------------
 
