@@ -26,6 +26,7 @@ from lmcache_connector.p2p.crew import Crew
 from lmcache_connector.p2p.data.frame import Frame, digest_of
 from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.memory.outgoing import Delivery, Destination, Part
+from lmcache_connector.p2p.reasons import Reason
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
 from lmcache_connector.p2p.worker.session import Connect, PeerSession
 from lmcache_connector.threads import start_thread
@@ -276,11 +277,16 @@ def _send(session: PeerSession, delivery: Delivery, part: Part) -> None:
     blocks = part.first_block, part.last_block
     views = [outgoing.run(piece.layer, head, *blocks) for head in heads]
     digests: tuple[bytes, ...] = ()
-    if piece.digests and blocks == (piece.first_block, piece.last_block):
+    if piece.digests:
         places = map(outgoing.memory.geometry.shards.index, heads)
         digests = tuple(piece.digests[place] for place in places)
-    elif piece.digests:
-        size = len(piece.digests[0])
+    if digests and blocks != (piece.first_block, piece.last_block):
+        size = len(digests[0])
+        if part.first_block == max(piece.first_block, delivery.first_block):  # once per piece
+            whole = piece.first_block, piece.last_block
+            saved = [outgoing.run(piece.layer, head, *whole) for head in heads]
+            if digests != tuple(digest_of([run], size) for run in saved):
+                raise PeerError("memory is not as its prompt was saved", Reason.BAD_CHECKSUM)
         digests = tuple(digest_of([view], size) for view in views)
     assert delivery.ticket is not None
     frame = Frame(
