@@ -246,7 +246,7 @@ class SchedulerAdapter:
         has brought."""
         if self._dispatcher.held.is_holding:
             self._dispatcher.updated()
-        return self.kv_events.take() if self.kv_events.events else ()
+        return self.kv_events.take() if self.kv_events.has_news else ()
 
     def unpin_all(self) -> None:
         """vLLM may have back the blocks that stores read: it is about to reset its cache."""
