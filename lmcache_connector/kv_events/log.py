@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from lmcache_connector.plans import RankReport, Tier
 
 MAX_REDIS_CHUNKS = 1 << 16
 MAX_LEFT_BEHIND = 512
-"""How many events of a reset, or of lifetimes that are over, are made at once."""
+"""Of how many chunks that a reset, or their lifetime, has ended is told at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,10 @@ class _Chunk:
 
 
 class KvEventSink:
-    """Takes what becomes of chunks and forgets it: for an engine whose events nobody wants.
+    """Takes what becomes of chunks and forgets it: for an engine whose events nobody wants."""
 
-    ``events``: those since the last :meth:`take`, in order.
-    """
-
-    events: list[KvEvent]
-
-    def __init__(self) -> None:
-        self.events = []
+    has_news: bool = False
+    """Whether :meth:`take` would return something."""
 
     def describe(self, keys: Sequence[bytes], describe: Callable[[int], BlockRun]) -> None:
         """Before a job that may bring these chunks to a tier; ``describe(i)`` describes the i-th,
@@ -102,15 +97,10 @@ class KvEventSink:
     def clear(self) -> None:
         """Nothing stored before can be hit any more."""
 
-    @property
-    def has_news(self) -> bool:
-        """Whether `take` would return something."""
-        return bool(self.events)
-
     def take(self) -> list[KvEvent]:
-        """Events since the last call, in order."""
-        events, self.events = self.events, []
-        return events
+        """Events since the last call, in order. Those of a reset come bit by bit, and what follows
+        them waits."""
+        return []
 
 
 class KvEventLog(KvEventSink):
@@ -129,7 +119,6 @@ class KvEventLog(KvEventSink):
         refresh_ttl: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__()
         self._all_ranks = (1 << world_size) - 1
         self._ttl_seconds = math.inf if ttl_seconds is None else ttl_seconds
         self._uses_count = ttl_seconds is None or refresh_ttl
@@ -137,8 +126,8 @@ class KvEventLog(KvEventSink):
         self._chunks: dict[bytes, _Chunk] = {}
         # What is in Redis, in the order in which it was written or used, and when that was.
         self._in_redis: OrderedDict[bytes, float] = OrderedDict()
-        # What a reset has taken from a tier and nobody was told of yet, by its first block.
-        self._left_behind: dict[tuple[Tier, bytes], _Chunk] = {}
+        # Events that nobody was told of yet, and all chunks that a reset has ended.
+        self._news: deque[KvEvent | dict[bytes, _Chunk]] = deque()
 
     def __len__(self) -> int:
         """Chunks described."""
@@ -176,7 +165,7 @@ class KvEventLog(KvEventSink):
         if tier is Tier.REDIS and not after:
             self._in_redis.pop(key, None)
         if before == self._all_ranks:
-            self.events.append(_removed(tier, chunk))
+            self._news.append(_removed(tier, chunk))
         if chunk.is_nowhere:
             del self._chunks[key]
 
@@ -191,22 +180,31 @@ class KvEventLog(KvEventSink):
                 del self._chunks[key]
 
     def clear(self) -> None:
-        for chunk in self._chunks.values():
-            for tier, holders in chunk.holders.items():
-                if holders == self._all_ranks:
-                    self._left_behind[tier, chunk.blocks.hashes[0]] = chunk
-        self._chunks.clear()
-        self._in_redis.clear()
+        if self._chunks:
+            self._news.append(self._chunks)
+        self._chunks, self._in_redis = {}, OrderedDict()
 
     @property
-    def has_news(self) -> bool:
-        return bool(self.events or self._left_behind)
+    def has_news(self) -> bool:  # type: ignore[override]
+        return bool(self._news)
 
     def take(self) -> list[KvEvent]:
-        while self._left_behind and len(self.events) < MAX_LEFT_BEHIND:
-            (tier, _), chunk = self._left_behind.popitem()
-            self.events.append(_removed(tier, chunk))
-        return super().take()
+        events: list[KvEvent] = []
+        num_left = MAX_LEFT_BEHIND
+        while self._news:
+            ended = self._news[0]
+            if not isinstance(ended, dict):
+                events.append(ended)
+            elif num_left and ended:
+                chunk = ended.popitem()[1]
+                tiers = [t for t, held in chunk.holders.items() if held == self._all_ranks]
+                events += [_removed(tier, chunk) for tier in tiers]
+                num_left -= 1
+                continue
+            elif ended:
+                break
+            self._news.popleft()
+        return events
 
     def _renew(self, key: bytes) -> None:
         self._in_redis[key] = self._clock()
@@ -219,10 +217,7 @@ class KvEventLog(KvEventSink):
         before = chunk.holders.get(tier, 0)
         chunk.holders[tier] = after = before | 1 << rank
         if before != after == self._all_ranks:
-            old = self._left_behind.pop((tier, chunk.blocks.hashes[0]), None)
-            if old is not None:  # under the same name: it goes before this one comes
-                self.events.append(_removed(tier, old))
-            self.events.append(BlocksStored(tier, chunk.blocks))
+            self._news.append(BlocksStored(tier, chunk.blocks))
         if tier is Tier.REDIS:
             self._renew(key)
             if len(self._in_redis) > MAX_REDIS_CHUNKS:
