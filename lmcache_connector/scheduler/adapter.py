@@ -251,7 +251,7 @@ class SchedulerAdapter:
         has brought."""
         if self._dispatcher.held.is_holding:
             self._dispatcher.updated()
-        return self.kv_events.take() if self.kv_events.events else ()
+        return self.kv_events.take() if self.kv_events.has_news else ()
 
     @property
     def has_pinned_blocks(self) -> bool:

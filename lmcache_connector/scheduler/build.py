@@ -68,7 +68,10 @@ def build_scheduler(
     settings = _settings(config, model, loads, stores, weak_block_hashes, num_batches)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model, num_batches, max_step_tokens)
-    events = KvEventLog(model.world_size) if kv_events else KvEventSink()
+    events = KvEventSink()
+    if kv_events:
+        lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
+        events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews)
     hits, metrics, redis = _make_hits(config, model, settings, index, policy, events, tally)
     loaded = LoadedAdapters(model.world_size)
     noise = NoiseGauge(model.parts[0].formats)

@@ -240,9 +240,7 @@ class LMCacheEngineAdapter:
         """Requests have these chunks in their prompts, wherever they take them from. The engine's
         step calls it: what it comes to is worked out when it counts."""
         for use in uses:
-            while not self._ledger.notes.use(use):
-                with self._cpu.cpu_lock:
-                    self._ledger.settle(limit=1)
+            self._ledger.notes.use(use)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
         """Bring what the CPU tier lacks of the job's chunks from Redis, if there is one.

@@ -9,6 +9,7 @@ is looked at again, so a good value written meanwhile stays.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline
@@ -31,6 +32,7 @@ from lmcache_connector.storage.redis.client.conversation import (
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.recent_keys import RecentKeys
+from lmcache_connector.storage.redis.topology import Node
 
 logger = logging.getLogger(__name__)
 
@@ -76,19 +78,21 @@ class Healer:
     def add(self, suspect: Suspect) -> None:
         self._suspects.add(suspect.name, suspect)
 
-    def heal(self, connections: Connections) -> None:
-        """Look again at a few suspects, and remove those that are still wrong."""
+    def heal(self, connections: Connections, is_mine: Callable[[Node], bool]) -> None:
+        """Look again at a few suspects, and remove those that are still wrong. The suspects of
+        other nodes are left to others."""
         for _ in range(_AT_ONCE):
             suspect = self._suspects.pop_oldest()
             if suspect is None or not self._may_remove:
                 return
-            self._heal(suspect, connections)
+            node = self._servers.topology.node_of(suspect.name)
+            if node is not None and is_mine(node):
+                self._heal(suspect, connections, node)
+            elif node is not None:
+                self.add(suspect)  # behind the others
 
-    def _heal(self, suspect: Suspect, connections: Connections) -> None:
+    def _heal(self, suspect: Suspect, connections: Connections, node: Node) -> None:
         clock = self._servers.clock
-        node = self._servers.topology.node_of(suspect.name)
-        if node is None:
-            return
         deadline = Deadline(clock() + _SECONDS, clock)
         try:
             if _remove(suspect, connections.get(node, deadline), deadline):
