@@ -9,6 +9,8 @@ is looked at again, so a good value written meanwhile stays.
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline
@@ -31,6 +33,7 @@ from lmcache_connector.storage.redis.client.conversation import (
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.recent_keys import RecentKeys
+from lmcache_connector.storage.redis.topology import Node
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ _MAX_SUSPECTS = 1024
 # Removed in one go, between two bursts of writes.
 _AT_ONCE = 4
 _SECONDS = 5.0
+# An episode of removals, told in one line, ends when nothing was removed for so long.
+_QUIET_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,16 @@ class Suspect:
 
 
 class Healer:
-    """``add`` is for any thread, ``heal`` for one with ``connections`` of its own."""
+    """``add`` is for any thread, ``heal`` for one with ``connections`` of its own, which calls
+    ``report`` when it ends."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._suspects = RecentKeys[Suspect](_MAX_SUSPECTS)
         self._may_remove = True
+        self._lock = threading.Lock()
+        self._removed = Counter[Node]()
+        self._last_removal = 0.0
 
     def add(self, suspect: Suspect) -> None:
         self._suspects.add(suspect.name, suspect)
@@ -81,8 +90,20 @@ class Healer:
         for _ in range(_AT_ONCE):
             suspect = self._suspects.pop_oldest()
             if suspect is None or not self._may_remove:
-                return
+                break
             self._heal(suspect, connections)
+        if self._servers.clock() >= self._last_removal + _QUIET_SECONDS:
+            self.report()
+
+    def report(self) -> None:
+        """Log what was removed since the last report."""
+        with self._lock:
+            removed, self._removed = self._removed, Counter()
+        for node, count in removed.items():
+            logger.warning(
+                "redis %s: removed %d values that were not what their names say; `lmcache-connector "
+                "verify` reads all", node, count
+            )  # fmt: skip
 
     def _heal(self, suspect: Suspect, connections: Connections) -> None:
         clock = self._servers.clock
@@ -92,7 +113,9 @@ class Healer:
         deadline = Deadline(clock() + _SECONDS, clock)
         try:
             if _remove(suspect, connections.get(node, deadline), deadline):
-                logger.warning("redis %s: removed a value that was not what its name says", node)
+                with self._lock:
+                    self._removed[node] += 1
+                    self._last_removal = clock()
         except UnavailableError:
             return
         except RefusedError as error:

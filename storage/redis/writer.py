@@ -97,6 +97,7 @@ class Writer(threading.Thread):
                 self._connections.close()
             for write in left:
                 self._finish(write, WriteEnd.FAILED)
+        self._healer.report()
         self._connections.close()
 
     def _write(self, left: list[PendingWrite]) -> None:
