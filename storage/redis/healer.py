@@ -42,7 +42,7 @@ _MAX_SUSPECTS = 1024
 _AT_ONCE = 4
 _SECONDS = 5.0
 # An episode of removals, told in one line, ends when nothing was removed for so long.
-_QUIET_SECONDS = 5.0
+_QUIET_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class Healer:
             removed, self._removed = self._removed, Counter()
         for node, count in removed.items():
             logger.warning(
-                "redis %s: removed %d values that were not what their names say; `lmcache-connector "
-                "verify` reads all", node, count
+                "redis %s: removed %d values that were not what their names say; "
+                "`lmcache-connector verify` reads all", node, count
             )  # fmt: skip
 
     def _heal(self, suspect: Suspect, connections: Connections) -> None:
