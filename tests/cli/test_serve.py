@@ -163,7 +163,7 @@ def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> None:
-    answer = CliRunner().invoke(app, ["serve", "some/model", *arguments, "--json"])
+    answer = CliRunner().invoke(app, ["serve", "some/model", *arguments, "--dry-run", "--json"])
     assert answer.exit_code == 2
     document = json.loads(answer.stdout)
     assert document["ok"] is False

@@ -48,7 +48,7 @@ def _print(report: Report, engine: dict[str, Any]) -> None:
         )
         for tier in TIERS
     ]
-    columns = ("tier", "lookups ", "hits ", "planned tokens ", "loaded ", "at", "stored ", "at")
+    columns = ("tier", "lookups ", "hits ", "planned ", "loaded ", "at", "stored ", "at")
     report.table(columns, rows)
     for line in _lines(engine):
         report.say(line)
