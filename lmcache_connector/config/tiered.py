@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, SecretStr
 
 from lmcache_connector.config.model_digest import ModelDigest
 from lmcache_connector.config.strict import Secret, StrictSettings, parse
@@ -25,6 +25,22 @@ _GONE = {
 }
 
 
+def _long_enough(key: SecretStr) -> SecretStr:
+    RedisTierConfig(url="redis://localhost", hash_key=key.get_secret_value().encode())
+    return key
+
+
+def _is_url(url: SecretStr) -> SecretStr:
+    RedisTierConfig(url=url.get_secret_value())
+    return url
+
+
+HashKey = Annotated[Secret, AfterValidator(_long_enough)]
+"""Keys names and values, in Redis and without it."""
+RedisUrl = Annotated[Secret, AfterValidator(_is_url)]
+"""Of one server, Sentinels or a cluster."""
+
+
 class ConnectorConfig(StrictSettings):
     """All settings of the connector. The README's table documents them; a test compares the two."""
 
@@ -36,11 +52,11 @@ class ConnectorConfig(StrictSettings):
     """Share of the CPU tier that one ``cache_salt`` keeps while others want the room."""
     pin_share: Annotated[float, Field(ge=0, le=0.5)] = 0.25
     """Share of the CPU tier that requests may pin, each salt up to ``tenant_share`` of it."""
-    redis_url: Secret | None = None
+    redis_url: RedisUrl | None = None
     """Redis or Valkey; none leaves the CPU tier alone. May be ``env:NAME`` or ``file:PATH``."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")] = "default"
     """Instances share chunks only inside one namespace."""
-    hash_key: Secret | None = None
+    hash_key: HashKey | None = None
     """Secret that keys chunk keys and values. May be ``env:NAME`` or ``file:PATH``."""
     store_generated: bool = True
     """Store generated tokens too, for the next turn of a conversation."""

@@ -9,6 +9,8 @@ is looked at again, so a good value written meanwhile stays.
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +42,8 @@ _MAX_SUSPECTS = 1024
 # Removed in one go, between two bursts of writes.
 _AT_ONCE = 4
 _SECONDS = 5.0
+# An episode of removals, told in one line, ends when nothing was removed for so long.
+_QUIET_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,16 @@ class Suspect:
 
 
 class Healer:
-    """``add`` is for any thread, ``heal`` for one with ``connections`` of its own."""
+    """``add`` is for any thread, ``heal`` for one with ``connections`` of its own, which calls
+    ``report`` when it ends."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._suspects = RecentKeys[Suspect](_MAX_SUSPECTS)
         self._may_remove = True
+        self._lock = threading.Lock()
+        self._removed = Counter[Node]()
+        self._last_removal = 0.0
 
     def add(self, suspect: Suspect) -> None:
         self._suspects.add(suspect.name, suspect)
@@ -84,19 +92,33 @@ class Healer:
         for _ in range(_AT_ONCE):
             suspect = self._suspects.pop_oldest()
             if suspect is None or not self._may_remove:
-                return
+                break
             node = self._servers.topology.node_of(suspect.name)
             if node is not None and is_mine(node):
                 self._heal(suspect, connections, node)
             elif node is not None:
                 self.add(suspect)  # behind the others
+        if self._servers.clock() >= self._last_removal + _QUIET_SECONDS:
+            self.report()
+
+    def report(self) -> None:
+        """Log what was removed since the last report."""
+        with self._lock:
+            removed, self._removed = self._removed, Counter()
+        for node, count in removed.items():
+            logger.warning(
+                "redis %s: removed %d values that were not what their names say; "
+                "`lmcache-connector verify` reads all", node, count
+            )  # fmt: skip
 
     def _heal(self, suspect: Suspect, connections: Connections, node: Node) -> None:
         clock = self._servers.clock
         deadline = Deadline(clock() + _SECONDS, clock)
         try:
             if _remove(suspect, connections.get(node, deadline), deadline):
-                logger.warning("redis %s: removed a value that was not what its name says", node)
+                with self._lock:
+                    self._removed[node] += 1
+                    self._last_removal = clock()
         except UnavailableError:
             return
         except RefusedError as error:

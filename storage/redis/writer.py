@@ -184,6 +184,7 @@ class Writer(threading.Thread):
                 self._connections.close()
             for write in left.values():
                 context.finish(write, WriteEnd.FAILED)
+        context.healer.report()
         self._connections.close()
 
     def _is_mine(self, node: Node) -> bool:
