@@ -133,6 +133,7 @@ class Instance:
         self._streams: dict[str, list[int]] = {}
         self._cells: dict[str, list[int]] = {}
         self._loading: dict[int, _Loading] = {}
+        self._named: set[bytes] = set()
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         kernel.spawn(process, self._run, "engine")
 
@@ -197,6 +198,7 @@ class Instance:
             if self._scheduler.has_requests() or self._queue:
                 self._step()
             else:
+                self._check_rest()
                 self._changed.wait()
         self._shut_down()
         self.is_down = True
@@ -333,6 +335,7 @@ class Instance:
         for key, index in zip(keys, indices, strict=True):
             cells = self._cells_of(request_id, (index + 1) * CHUNK_SIZE)
             self._names(key, tuple(cells[index * CHUNK_SIZE :]))
+            self._named.add(key)
 
     def _cells_of(self, request_id: str, end: int) -> list[int]:
         """Tokens that are not sampled yet are known here: a sample is made from its cell."""
@@ -418,6 +421,21 @@ class Instance:
         """Whether the engine has come to rest: a finished request's stores take some steps more."""
         return self.is_idle and not self._scheduler.has_requests() and not self._queue
 
+    def _check_rest(self) -> None:
+        """No request, job or report is under way: the index and the ranks' memory agree."""
+        if any(rank.has_news for rank in self._ranks):
+            return  # it takes a step to tell
+        held = [rank.keys_in_memory() for rank in self._ranks]
+        index, somewhere = self._scheduler.connector._scheduler_side.index, set.union(*held)
+        keys = sorted(somewhere | self._named)
+        found = {key for key, is_there in zip(keys, index.has_each(keys), strict=True) if is_there}
+        if found != set.intersection(*held) or len(index) != len(somewhere):
+            lost, unreal = set.intersection(*held) - found, found - set.intersection(*held)
+            self.kernel.fail(
+                f"INDEX of {self.process.name} lost {len(lost)} chunks and has {len(unreal)} too many"
+                f" of {len(somewhere)}"
+            )
+
     def check_whole(self) -> None:
         """Nothing is left of any request: once idle."""
         self._scheduler.connector._scheduler_side.check_integrity()
@@ -500,6 +518,10 @@ class _Rank:
 
     def keys_in_memory(self) -> set[bytes]:
         return {int(key.chunk_hash).to_bytes(32, "big") for key in self._engine._cpu.hot_cache}
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._engine.has_news)
 
     def evict(self) -> None:
         self._engine.forget_all()
