@@ -16,26 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import (
-    CacheConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.plans import (
@@ -49,13 +39,13 @@ from lmcache_connector.plans import (
 from tests.simulation import stdlib
 from tests.simulation.kernel import Kernel, Process, SimulationFailure
 from tests.simulation.kv_memory import KVMemory, next_cell
+from tests.support.vllm_configs import BLOCK_SIZE, engine_config, make_scheduler
 
-BLOCK_SIZE, CHUNK_SIZE = 16, 32
+CHUNK_SIZE = 32
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 2, 32
 WIDTH = 2 * HEAD_SIZE * 2  # bytes of K and V, one token and head, bfloat16
 VOCABULARY = 61
 STOP_TOKEN = 7
-MAX_MODEL_LEN = 512
 # What a call of the connector may take of an engine step.
 _MAX_CALL_SECONDS = 0.1
 # From a load's deadline to the report: steps under way, and a look every 5 ms.
@@ -134,6 +124,7 @@ class Instance:
         self._cells: dict[str, list[int]] = {}
         self._loading: dict[int, _Loading] = {}
         self._named: set[bytes] = set()
+        init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         kernel.spawn(process, self._run, "engine")
 
@@ -205,10 +196,11 @@ class Instance:
 
     def _start(self) -> None:
         shape = self.shape
-        config = _vllm_config(self._model, shape.world_size, shape.depth, shape.max_batched_tokens)
-        self._scheduler = _scheduler(config, self._transfer(), shape)
+        self._scheduler = make_scheduler(
+            _config(self._model, shape, self._transfer()), _kv_cache_config(shape)
+        )
         self._ranks = [
-            _Rank(self.kernel, config, self._transfer(), shape, rank)
+            _Rank(self.kernel, _config(self._model, shape, self._transfer(), rank), shape, rank)
             for rank in range(shape.world_size)
         ]
         metadata = {
@@ -467,22 +459,11 @@ class _Step:
 class _Rank:
     """One worker process; it shares its instance's :class:`Process`, and dies with it."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        config: VllmConfig,
-        transfer: KVTransferConfig,
-        shape: Shape,
-        rank: int,
-    ) -> None:
+    def __init__(self, kernel: Kernel, config: VllmConfig, shape: Shape, rank: int) -> None:
         self.rank = rank
         self.token_seconds = shape.token_seconds
         self._kernel = kernel
         self._shape = shape
-        config = copy.copy(config)
-        config.parallel_config = copy.copy(config.parallel_config)
-        config.parallel_config.rank = rank
-        config.kv_transfer_config = transfer
         share = NUM_HEADS // shape.world_size
         heads = range(rank * share, (rank + 1) * share)
         self.memory = KVMemory(NUM_LAYERS, shape.num_blocks, BLOCK_SIZE, heads, WIDTH)
@@ -549,40 +530,24 @@ class _Rank:
 # -- configuration -------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=16)
-def _vllm_config(model: Path, world_size: int, depth: int, max_batched_tokens: int) -> VllmConfig:
-    init_none_hash(sha256)
-    config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
-        ),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=6,
-            max_num_batched_tokens=max_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-            scheduler_reserve_full_isl=False,
-        ),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=world_size,
-            distributed_executor_backend="mp" if world_size > 1 else None,
-        ),
+_engine_config = lru_cache(maxsize=64)(engine_config)
+
+
+def _config(model: Path, shape: Shape, transfer: KVTransferConfig, rank: int = 0) -> VllmConfig:
+    """Making one takes as long as a tenth of a world: those of a kind share the most of it."""
+    config = copy.copy(
+        _engine_config(
+            model,
+            depth=shape.depth,
+            max_batched_tokens=shape.max_batched_tokens,
+            world_size=shape.world_size,
+        )
     )
-    # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
-    config.scheduler_config.async_scheduling = depth > 1
-    return config
-
-
-def _scheduler(config: VllmConfig, transfer: KVTransferConfig, shape: Shape) -> Scheduler:
-    config = copy.copy(config)
     config.cache_config = copy.copy(config.cache_config)
-    config.cache_config.num_gpu_blocks = shape.num_blocks
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.rank = rank
     config.kv_transfer_config = transfer
-    kind = AsyncScheduler if shape.depth > 1 else Scheduler
-    structured = StructuredOutputManager(config)
-    return kind(config, _kv_cache_config(shape), structured, block_size=BLOCK_SIZE)
+    return config
 
 
 def _kv_cache_config(shape: Shape) -> KVCacheConfig:
