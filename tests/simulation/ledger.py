@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+import blosc2
+
 from lmcache_connector.storage.redis.value_names import parse_value_name
 from tests.simulation.faults import Deployment
-from tests.simulation.instance import CHUNK_SIZE, WIDTH
 from tests.simulation.kernel import SimulationFailure
 from tests.simulation.kv_memory import cells_of, payload
+from tests.simulation.rank import CHUNK_SIZE, WIDTH
 from tests.simulation.redis_model import Entry, RedisModel
 
 _HEADER_BYTES = 128
+
+
+def _content(value: bytes, size: int) -> bytes:
+    """What a value holds, compressed or not; ``size``: what it should have."""
+    stored = value[_HEADER_BYTES:]
+    if len(stored) >= size:
+        return stored
+    try:
+        return bytes(blosc2.decompress2(stored))
+    except (ValueError, RuntimeError):
+        return b""
 
 
 class Ledger:
@@ -20,18 +33,22 @@ class Ledger:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._cells_of_key: dict[bytes, tuple[int, ...]] = {}
+        self._common: set[bytes] = set()
 
-    def name(self, key: bytes, cells: tuple[int, ...]) -> None:
+    def name(self, key: bytes, cells: tuple[int, ...], *, is_common: bool) -> None:
+        """``is_common``: whoever asks for a prompt without a salt asks for this chunk."""
+        if is_common:
+            self._common.add(key)
         if self._cells_of_key.setdefault(key, cells) != cells:
             raise SimulationFailure("WRONG BYTES: one key names two different chunks")
 
     def keys_of(self, prompt: Sequence[int]) -> set[bytes]:
-        """Of the chunks of a prompt that some instance has named."""
+        """Of the common chunks of a prompt."""
         cells = cells_of(prompt)
         return {
             key
-            for key, held in self._cells_of_key.items()
-            if held[-1] in cells and len(held) == CHUNK_SIZE
+            for key in self._common
+            if (held := self._cells_of_key[key])[-1] in cells and len(held) == CHUNK_SIZE
         }
 
     def keys_in_redis(self) -> set[bytes]:
@@ -49,7 +66,7 @@ class Ledger:
             return True
         layers = range(parsed.layer_start, parsed.layer_end)
         right = payload(cells, layers, parsed.shard, WIDTH)
-        return entry.kind == b"string" and entry.value[_HEADER_BYTES:] == right
+        return entry.kind == b"string" and _content(entry.value, len(right)) == right
 
     def check(self) -> int:
         """How many values are right. Raises if one is wrong that no fault has damaged."""

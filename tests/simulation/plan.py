@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.simulation.faults import Deployment
-from tests.simulation.instance import CHUNK_SIZE, VOCABULARY, Shape
+from tests.simulation.instance import VOCABULARY
 from tests.simulation.kernel import Kernel
 from tests.simulation.network import Network
+from tests.simulation.rank import CHUNK_SIZE, Shape
 from tests.simulation.redis_model import Cluster, RedisModel
 
 _PAIR = ["kv_producer", "kv_consumer"]
@@ -15,12 +17,15 @@ _PAIR = ["kv_producer", "kv_consumer"]
 
 @dataclass
 class Client:
-    """Asks for one prompt of a family, on some instance."""
+    """Asks for one prompt of a family, on some instance. ``abort_after``: seconds after which
+    nobody wants the answer any more."""
 
-    start: float
     prompt: tuple[int, ...]
     max_tokens: int
-    abort_after: float | None
+    start: float = 0.0
+    abort_after: float | None = None
+    salt: str | None = None
+    hints: dict[str, Any] | None = None
 
 
 @dataclass
@@ -72,6 +77,10 @@ def draw_plan(kernel: Kernel) -> Plan:
         settings["redis_admission"] = chance.choice(["reused", "worth"])
     if chance.random() < 0.2:
         settings["prefetch_mib"] = 0
+    if chance.random() < 0.3:
+        settings["redis_codec"] = chance.choice(["auto", "blosc2"])
+    if has_tenants := chance.random() < 0.3:
+        settings |= {"tenant_share": chance.choice([0.3, 0.6]), "pin_share": 0.5}
     shape = Shape(
         world_size=chance.choice([1, 1, 2]),
         depth=chance.choice([1, 2]),
@@ -79,21 +88,30 @@ def draw_plan(kernel: Kernel) -> Plan:
         cpu_chunks=chance.choice([8, 24]),
         max_batched_tokens=chance.choice([64, 256]),
         token_seconds=chance.choice([0.0002, 0.001]),
+        kv_events=chance.random() < 0.3,
         settings=settings,
     )
     families = [_tokens(kernel, chance.randint(64, 200)) for _ in range(chance.choice([2, 3]))]
     rushes = [chance.uniform(0.0, 2.5) for _ in range(3)]
     clients = [
         Client(
-            start=chance.choice(rushes) + chance.uniform(0.0, 0.1),
             prompt=(*chance.choice(families), *_tokens(kernel, chance.randrange(40))),
             max_tokens=chance.choice([1, 1, 2, 2, 3, 33]),
+            start=chance.choice(rushes) + chance.uniform(0.0, 0.1),
             abort_after=chance.uniform(0.0, 0.5) if chance.random() < 0.15 else None,
+            salt=chance.choice([None, "one", "two"]) if has_tenants else None,
+            hints=_hints(kernel) if has_tenants else None,
         )
         for _ in range(chance.randint(4, 10))
     ]
     roles = chance.choice([["kv_both"], ["kv_both"] * 2, ["kv_both"] * 2, _PAIR])
     return Plan(shape, list(roles), families, clients)
+
+
+def _hints(kernel: Kernel) -> dict[str, Any] | None:
+    chance = kernel.chance
+    hints = {"pin": True, "ttl_seconds": chance.choice([0.5, 60.0]), "priority": 2}
+    return {name: hints[name] for name in hints if chance.random() < 0.4} or None
 
 
 def _tokens(kernel: Kernel, count: int) -> tuple[int, ...]:

@@ -122,19 +122,14 @@ class World:
     def _be_client(self, client: Client) -> None:
         self.kernel.sleep(client.start)
         instance = self.kernel.chance.choice(self._alive)
-        self._ask(instance, client.prompt, client.max_tokens, client.abort_after)
+        self._ask(instance, client)
 
-    def _ask(
-        self,
-        instance: Instance,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        abort_after: float | None = None,
-    ) -> None:
-        """Wait for the answer. ``abort_after``: seconds after which nobody wants it any more."""
+    def _ask(self, instance: Instance, client: Client) -> None:
+        """Wait for the answer."""
         kernel = self.kernel
         self.counts["requests"] += 1
-        asked = instance.ask(f"r{self.counts['requests']}", prompt, max_tokens)
+        name, abort_after = f"r{self.counts['requests']}", client.abort_after
+        asked = instance.ask(name, client.prompt, client.max_tokens, client.salt, client.hints)
         if abort_after is not None and not asked.ended.wait(abort_after):
             instance.abort(asked)
             self.counts["aborts"] += 1
@@ -144,6 +139,9 @@ class World:
                 return
             if kernel.now > until:
                 raise SimulationFailure(f"REQUEST LOST: {asked.request.request_id}")
+
+    def _ask_for(self, instance: Instance, prompt: tuple[int, ...], max_tokens: int) -> None:
+        self._ask(instance, Client(prompt, max_tokens))
 
     def _be_trouble(self) -> None:
         kernel, deployment = self.kernel, self._deployment
@@ -187,7 +185,7 @@ class World:
         chance = self.kernel.chance
         writer = chance.choice([i for i in self._alive if i.shape.role != "kv_consumer"])
         reader = writer if writer.shape.role == "kv_both" else self._consumers[0]
-        recovery = Recovery(self.kernel, self._deployment, self._ledger, self._ask, self.counts)
+        recovery = Recovery(self.kernel, self._deployment, self._ledger, self._ask_for, self.counts)
         prompt = (*chance.choice(self._plan.families), 1, 2, 3)
         ending = chance.random()
         if ending < 0.4:
@@ -215,6 +213,7 @@ class World:
         for instance in alive:
             if left := [task for task in instance.process.tasks if not task.is_done]:
                 raise SimulationFailure(f"THREADS LEAKED: {left}")
+            self.counts["pinned"] += instance.at_rest.num_pinned
             self.counts["hits from redis"] += instance.num_redis_hits
             self.counts["hits from memory"] += instance.num_cpu_hits
             self.counts["fetched ahead"] += instance.num_prefetched
