@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, StoreJob
-from lmcache_connector.retention.ledger import PIN_SECONDS
 from tests.simulation.kernel import SimulationFailure
 from tests.simulation.known import OFF
 from tests.simulation.rank import Rank
-
-_NEVER = float("inf")
 
 
 class RouterView:
@@ -46,15 +41,8 @@ class RouterView:
         """Nothing is open."""
 
 
-@dataclass
-class _Pinning:
-    keys: tuple[bytes, ...]
-    seconds: float
-    results: list[JobResult] = field(default_factory=list)
-
-
 class AtRest:
-    """Of one engine. ``now`` in its methods is simulated time."""
+    """Of one engine."""
 
     def __init__(self, ranks: Sequence[Rank], index: Any, view: RouterView | None) -> None:
         self._ranks = ranks
@@ -63,9 +51,9 @@ class AtRest:
         self._blocks_of: dict[bytes, tuple[Any, ...]] = {}
         self._tenant_of: dict[bytes, str] = {}
         self._is_reset = False
-        self._pinning: dict[int, _Pinning] = {}
-        self._pinned: dict[bytes, float] = {}
-        self._held: set[bytes] = set()  # pinned, and there when we looked last
+        self._pins: list[dict[bytes, float]] = [
+            {} for _ in ranks
+        ]  # until when, as of the last rest
         self.num_pinned = 0
 
     # -- what happens in between -------------------------------------------------------------------
@@ -75,27 +63,9 @@ class AtRest:
         self._blocks_of[key] = tuple(map(maybe_convert_block_hash, blocks))
         self._tenant_of[key] = tenant[:1].hex() or "none"
 
-    def planned(self, job: LoadJob | StoreJob) -> None:
-        if job.claim.pin:
-            seconds = min(PIN_SECONDS, job.claim.ttl_seconds or _NEVER)
-            self._pinning[job.job_id] = _Pinning(job.keys, seconds)
-
-    def reported(self, result: JobResult, now: float) -> None:
-        pinning = self._pinning.get(result.job_id)
-        if pinning is None:
-            return
-        pinning.results.append(result)
-        if len(pinning.results) == len(self._ranks):
-            del self._pinning[result.job_id]
-            if all(each.outcome is Outcome.DONE for each in pinning.results):
-                took = max(each.seconds + each.waited_seconds for each in pinning.results)
-                until = now - took + pinning.seconds
-                for key in pinning.keys:
-                    self._pinned[key] = max(until, self._pinned.get(key, 0.0))
-
     def evicted_all(self) -> None:
-        self._pinned.clear()
-        self._held.clear()
+        for pins in self._pins:
+            pins.clear()
 
     def reset(self) -> None:
         self._is_reset = True
@@ -103,15 +73,16 @@ class AtRest:
     # -- what must hold ----------------------------------------------------------------------------
 
     def check(self, now: float) -> None:
-        """Raises :class:`SimulationFailure`. Nothing is looked at that takes a step to be told."""
+        """``now``: on the engine's clock. Raises :class:`SimulationFailure`, but for what takes
+        another step to be told."""
         if any(rank.has_news for rank in self._ranks):
             return
         held = [rank.keys_in_memory() for rank in self._ranks]
         by_all, by_some = set.intersection(*held), set.union(*held)
         self._check_index(by_all, by_some)
-        for rank, keys in zip(self._ranks, held, strict=True):
-            self._check_owners(rank, keys)
-        self._check_pins(by_all, now)
+        for number, keys in enumerate(held):
+            self._check_owners(self._ranks[number], keys)
+            self._check_pins(number, now)
         if self._view is not None:
             self._check_view(self._view.tiers["CPU"], by_all)
 
@@ -131,15 +102,15 @@ class AtRest:
         if told != owners:
             raise SimulationFailure(f"OWNERS: rank {rank.rank} tells {told}, and holds {owners}")
 
-    def _check_pins(self, by_all: set[bytes], now: float) -> None:
-        self._pinned = {key: until for key, until in self._pinned.items() if until > now}
-        if lost := {key for key in self._held if key in self._pinned} - by_all:
-            raise SimulationFailure(f"PINS: {len(lost)} chunks went before their time")
-        pinned = self._pinned.keys() & by_all
-        sizes = {rank.holdings.pinned_bytes // rank.chunk_bytes for rank in self._ranks}
-        # What had gone before its job could pin it, or found no room, is not pinned.
-        self._held = pinned if sizes == {len(pinned)} else set()
-        self.num_pinned = max(self.num_pinned, len(self._held))
+    def _check_pins(self, number: int, now: float) -> None:
+        """Nobody's claim ends another's: what was pinned is so for as long at least."""
+        before, pins = self._pins[number], self._ranks[number].pins()
+        if lost := [k for k, until in before.items() if until > max(now, pins.get(k, 0.0))]:
+            raise SimulationFailure(
+                f"PINS: {len(lost)} chunks were let go before their time"
+            )
+        self._pins[number] = pins
+        self.num_pinned = max(self.num_pinned, len(pins))
 
     def _check_view(self, told: Counter[Any], by_all: set[bytes]) -> None:
         blocks = Counter(block for key in by_all for block in self._blocks_of.get(key, ()))

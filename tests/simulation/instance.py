@@ -23,6 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.plans import (
+    AuditJob,
     JobResult,
     LoadJob,
     Outcome,
@@ -43,6 +44,7 @@ from tests.simulation.rank import (
     config_of,
     kv_cache_config,
 )
+from tests.simulation.weights import Weights
 from tests.support.vllm_configs import BLOCK_SIZE, make_scheduler
 
 VOCABULARY = 61
@@ -71,7 +73,7 @@ class _Loading:
 
 
 class Instance:
-    """Runs in ``process``. ``names``: see :meth:`Ledger.name`; told of every chunk that is planned."""
+    """Runs in ``process``. ``names``: see :meth:`Ledger.name`, of chunks that jobs move."""
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class Instance:
         shape: Shape,
         redis_url: str,
         names: Callable[..., None],
+        weights: Weights,
     ) -> None:
         self.kernel = kernel
         self.process = process
@@ -96,7 +99,9 @@ class Instance:
         self._asked: dict[str, Asked] = {}
         self._changed = stdlib.Event()
         self._stopping = False
-        self._num_resets = 0
+        self.num_resets = 0
+        self._weights = weights
+        self._new_weights: list[int] = []
         self._wants_eviction = False
         self._wants_reset = False
         self._queue: deque[tuple[SchedulerOutput, Step]] = deque()
@@ -160,6 +165,11 @@ class Instance:
         self._wants_reset = True
         self._changed.set()
 
+    def load_weights(self, version: int) -> None:
+        """Once no request has blocks: that version of the weights, or the same again."""
+        self._new_weights.append(version)
+        self._changed.set()
+
     def keys_in_memory(self) -> set[bytes]:
         """Chunks that all ranks hold in their CPU tiers."""
         return set.intersection(*(rank.keys_in_memory() for rank in self._ranks))
@@ -181,7 +191,7 @@ class Instance:
             if self._scheduler.has_requests() or self._queue:
                 self._step()
             else:
-                self.at_rest.check(self.kernel.now)
+                self.at_rest.check(self.kernel.clock())
                 self._changed.wait()
         self._shut_down()
         self.is_down = True
@@ -226,6 +236,7 @@ class Instance:
                 "self_test": False,
                 "model_digest": "simulated",
                 "shutdown_seconds": 1.0,
+                **self._weights.settings,
                 **self.shape.settings,
             },
         )
@@ -261,6 +272,14 @@ class Instance:
                 rank.evict()
         if self._wants_reset and not self._asked:
             self._wants_reset = not self._scheduler.reset_prefix_cache(reset_connector=False)
+        if self._new_weights and not self._queue and self._scheduler.reset_prefix_cache():
+            self._weights.load(self._new_weights.pop())
+            self._scheduler.reset_prefix_cache(reset_connector=True)
+            self.num_resets += 1
+            self.at_rest.reset()
+            for request_id, asked in self._asked.items():  # none of it is computed any more
+                self._streams[request_id] = list(asked.request.all_token_ids)
+                self._cells[request_id] = []
 
     def _end(self, request_id: str) -> None:
         self._asked.pop(request_id).ended.set()
@@ -318,25 +337,32 @@ class Instance:
             first = tables[load.request_id].index(run.block_ids[0][0]) * BLOCK_SIZE // CHUNK_SIZE
             assert run.chunks[0] == first
             self._name_keys(load.request_id, run.keys, run.chunks, load.claim.tenant)
-            self.at_rest.planned(load)
         for prefetch in plan.prefetches:
             self.num_prefetched += len(prefetch.keys)
             chunks = prefetch.runs[0].chunks
             self._name_keys(prefetch.request_id, prefetch.keys, chunks, prefetch.tenant)
         for store in plan.stores:
             chunks = store.runs[0].chunks
-            self._name_keys(store.request_id, store.keys, chunks, store.claim.tenant)
-            self.at_rest.planned(store)
+            is_audit, tenant = isinstance(store, AuditJob), store.claim.tenant
+            self._name_keys(store.request_id, store.keys, chunks, tenant, is_audit=is_audit)
 
     def _name_keys(
-        self, request_id: str, keys: Sequence[bytes], indices: Sequence[int], tenant: bytes
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        indices: Sequence[int],
+        tenant: bytes,
+        *,
+        is_audit: bool = False,
     ) -> None:
-        request, is_common = self._requests[request_id], not (tenant or self._num_resets)
+        request, is_common = self._requests[request_id], not (tenant or self.num_resets)
         for key, index in zip(keys, indices, strict=True):
-            cells = self._cells_of(request_id, (index + 1) * CHUNK_SIZE)
-            self._names(key, tuple(cells[index * CHUNK_SIZE :]), is_common=is_common)
             first, last = (i * CHUNK_SIZE // BLOCK_SIZE for i in (index, index + 1))
             self.at_rest.named(key, tenant, request.block_hashes[first:last])
+            if is_audit:  # it finds out whether the key names that chunk
+                continue
+            cells = self._cells_of(request_id, (index + 1) * CHUNK_SIZE)
+            self._names(key, tuple(cells[index * CHUNK_SIZE :]), is_common=is_common)
 
     def _cells_of(self, request_id: str, end: int) -> list[int]:
         """Tokens that are not sampled yet are known here: a sample is made from its cell."""
@@ -344,7 +370,9 @@ class Instance:
         while len(cells) < end:
             if len(cells) == len(stream):
                 stream.append(cells[-1] % VOCABULARY)
-            cells.append(next_cell(cells[-1] if cells else 0, stream[len(cells)]))
+            cells.append(
+                next_cell(cells[-1] if cells else self._weights.version, stream[len(cells)])
+            )
         return cells[:end]
 
     def _execute(self, output: SchedulerOutput, step: Step) -> None:
@@ -392,7 +420,6 @@ class Instance:
         for report in meta.reports if meta is not None else ():
             for result in report.results:
                 self.kernel.trace(f"{result}")
-                self.at_rest.reported(result, self.kernel.now)
                 loading = self._loading.get(result.job_id)
                 if loading is None:
                     continue

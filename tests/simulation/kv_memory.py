@@ -24,7 +24,7 @@ def next_cell(before: int, token: int) -> int:
 
 
 def cells_of(tokens: Sequence[int]) -> list[int]:
-    """Of each position of a request."""
+    """Of each position of a request, by the first version of the weights."""
     cells: list[int] = []
     for token in tokens:
         cells.append(next_cell(cells[-1] if cells else 0, token))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 import blosc2
 
@@ -16,15 +17,12 @@ from tests.simulation.redis_model import Entry, RedisModel
 _HEADER_BYTES = 128
 
 
-def _content(value: bytes, size: int) -> bytes:
-    """What a value holds, compressed or not; ``size``: what it should have."""
-    stored = value[_HEADER_BYTES:]
-    if len(stored) >= size:
+def _content(value: bytes) -> bytes:
+    """What a value holds, compressed or not; nothing if it is not as long as it says."""
+    stored, compressed = value[_HEADER_BYTES:], int.from_bytes(value[76:84], "little")
+    if not compressed:
         return stored
-    try:
-        return bytes(blosc2.decompress2(stored))
-    except (ValueError, RuntimeError):
-        return b""
+    return bytes(blosc2.decompress2(stored)) if len(stored) == compressed else b""
 
 
 class Ledger:
@@ -34,6 +32,8 @@ class Ledger:
         self._deployment = deployment
         self._cells_of_key: dict[bytes, tuple[int, ...]] = {}
         self._common: set[bytes] = set()
+        for server in deployment.servers:
+            server.on_removed = partial(self.removed, server)
 
     def name(self, key: bytes, cells: tuple[int, ...], *, is_common: bool) -> None:
         """``is_common``: whoever asks for a prompt without a salt asks for this chunk."""
@@ -66,7 +66,15 @@ class Ledger:
             return True
         layers = range(parsed.layer_start, parsed.layer_end)
         right = payload(cells, layers, parsed.shard, WIDTH)
-        return entry.kind == b"string" and _content(entry.value, len(right)) == right
+        return entry.kind == b"string" and _content(entry.value) == right
+
+    def removed(self, server: RedisModel, name: bytes, entry: Entry) -> None:
+        """A client has removed that from a server."""
+        parsed, deployment = parse_value_name(name), self._deployment
+        if parsed is None or parsed.key not in self._cells_of_key or server in deployment.liars:
+            return
+        if deployment.damaged.get(name) != entry.value and self.is_right(name, entry):
+            deployment.kernel.fail(f"REMOVED from {server.address[0]} although right: {name!r}")
 
     def check(self) -> int:
         """How many values are right. Raises if one is wrong that no fault has damaged."""

@@ -113,6 +113,11 @@ class Rank:
         check_call("the end of a step", started)
         return output
 
+    def pins(self) -> dict[bytes, float]:
+        """Until when each pinned chunk is, on the process's clock."""
+        chunks = self._engine._ledger._chunks.items()
+        return {key: chunk.pinned_until for key, chunk in chunks if chunk.pinned_until is not None}
+
     def keys_in_memory(self) -> set[bytes]:
         return {int(key.chunk_hash).to_bytes(32, "big") for key in self._engine._cpu.hot_cache}
 

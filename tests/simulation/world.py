@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,11 +23,13 @@ from pathlib import Path
 from tests.simulation import faults, stdlib
 from tests.simulation.instance import Instance
 from tests.simulation.kernel import Kernel, SimulationFailure
+from tests.simulation.known import OFF
 from tests.simulation.ledger import Ledger
 from tests.simulation.network import Network
 from tests.simulation.plan import Client, deploy, draw_plan
 from tests.simulation.recovery import Recovery
 from tests.simulation.stdlib import RUNTIME
+from tests.simulation.weights import Weights
 
 _MAX_SECONDS = 1200.0  # of one world, simulated
 _START_SECONDS = 30.0
@@ -90,7 +93,7 @@ class World:
         self._outside = kernel.new_process("outside")
         self._deployment = deploy(kernel, network)
         self._ledger = Ledger(self._deployment)
-        self._plan = draw_plan(kernel)
+        self._plan = draw_plan(kernel, self._deployment)
         self.director = kernel.spawn(self._outside, self._direct, "director")
 
     # -- the course of events ----------------------------------------------------------------------
@@ -105,6 +108,7 @@ class World:
         threads.append(self._thread(self._be_short_of_memory))
         if kernel.chance.random() < 0.2:
             threads.append(self._thread(self._be_crash))
+        threads += [self._thread(self._be_trainer) for _ in range(plan.resets)]
         for thread in threads:
             thread.join()
         self.kernel.trace("faults are over")
@@ -115,7 +119,9 @@ class World:
         process = self.kernel.new_process(f"instance{len(self.instances)}")
         process.num_cores = self.kernel.chance.choice([2, 4])
         shape, url = replace(self._plan.shape, role=role), self._deployment.url
-        instance = Instance(self.kernel, process, self._model, shape, url, self._ledger.name)
+        label = self._model / f"label-{process.name}-{os.getpid()}"
+        weights, names = Weights(label if self._plan.has_labels else None), self._ledger.name
+        instance = Instance(self.kernel, process, self._model, shape, url, names, weights)
         self.instances.append(instance)
         return instance
 
@@ -163,6 +169,17 @@ class World:
             instance = chance.choice(self._alive)
             chance.choice([instance.evict_all, instance.evict_blocks])()
 
+    def _be_trainer(self) -> None:
+        """Some instance gets new weights, or the same again."""
+        chance = self.kernel.chance
+        self.kernel.sleep(chance.uniform(0.2, 2.5))
+        instance = chance.choice(self._alive)
+        before = instance.num_resets
+        instance.load_weights(chance.randrange(3))
+        while instance.process.alive and instance.num_resets == before:
+            self.kernel.sleep(0.01)
+        self.counts["resets"] += 1
+
     def _be_crash(self) -> None:
         kernel = self.kernel
         kernel.sleep(kernel.chance.uniform(0.0, 2.0))
@@ -185,14 +202,22 @@ class World:
         chance = self.kernel.chance
         writer = chance.choice([i for i in self._alive if i.shape.role != "kv_consumer"])
         reader = writer if writer.shape.role == "kv_both" else self._consumers[0]
+        if writer.num_resets and "hits after a reset" in OFF:
+            return
+        if self._plan.resets and reader is not writer:
+            return  # whether they have the same weights is another question
         recovery = Recovery(self.kernel, self._deployment, self._ledger, self._ask_for, self.counts)
         prompt = (*chance.choice(self._plan.families), 1, 2, 3)
         ending = chance.random()
-        if ending < 0.4:
+        if ending < 0.4 and not self._plan.resets:
             reader = self._start_instance(reader.shape.role)
             self._wait(lambda: reader.is_up, _START_SECONDS, "START")
         recovery.hits(reader, writer, prompt)
-        if ending > 0.9:
+        if self._deployment.slow is not None:
+            recovery.writes_go_on(writer)
+        elif writer.num_resets:
+            return  # what it has in memory from before, nobody asks for
+        elif ending > 0.9:
             recovery.offers(writer, prompt)
         elif ending > 0.7:
             recovery.names(reader, writer, prompt)
