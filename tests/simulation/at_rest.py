@@ -106,9 +106,7 @@ class AtRest:
         """Nobody's claim ends another's: what was pinned is so for as long at least."""
         before, pins = self._pins[number], self._ranks[number].pins()
         if lost := [k for k, until in before.items() if until > max(now, pins.get(k, 0.0))]:
-            raise SimulationFailure(
-                f"PINS: {len(lost)} chunks were let go before their time"
-            )
+            raise SimulationFailure(f"PINS: {len(lost)} chunks were let go before their time")
         self._pins[number] = pins
         self.num_pinned = max(self.num_pinned, len(pins))
 

@@ -326,8 +326,10 @@ class Failover:
         world.sentinel.master = new
 
     def end(self, world: Deployment, server: RedisModel) -> None:
-        for each in world.servers if world.sentinel is not None else ():
-            if world.sentinel.master is not each:
+        if world.sentinel is None:
+            return
+        for each in world.servers:
+            if each is not world.sentinel.master:
                 each.refusal = RefusingServer.read_only
                 each.start()
 

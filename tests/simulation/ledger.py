@@ -76,8 +76,9 @@ class Ledger:
         if deployment.damaged.get(name) != entry.value and self.is_right(name, entry):
             deployment.kernel.fail(f"REMOVED from {server.address[0]} although right: {name!r}")
 
-    def check(self) -> int:
-        """How many values are right. Raises if one is wrong that no fault has damaged."""
+    def check(self, *, have_ttl: bool) -> int:
+        """How many values are right. Raises if one is wrong that no fault has damaged, or stays for
+        ever although all ``have_ttl``."""
         count = 0
         for server, name, _ in self._values():
             entry = server.entries[name]
@@ -85,6 +86,8 @@ class Ledger:
                 continue
             if not self.is_right(name, entry):
                 raise SimulationFailure(f"WRONG BYTES stored as {name!r}")
+            if have_ttl and entry.expires_at is None:
+                raise SimulationFailure(f"TTL: {name!r} has none")
             count += 1
         return count
 

@@ -247,7 +247,8 @@ class World:
         links = [link for link in RUNTIME.network.open_links() if link.process in processes]
         if links:
             raise SimulationFailure(f"CONNECTIONS LEAKED: {[link.address for link in links]}")
-        self.counts["values checked"] += self._ledger.check()
+        have_ttl = "redis_ttl_seconds" in self._plan.shape.settings
+        self.counts["values checked"] += self._ledger.check(have_ttl=have_ttl)
 
     def _wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         until = self.kernel.now + seconds
