@@ -53,7 +53,8 @@ def test_with_too_many_roots_apart_all_are() -> None:
 
 @given(st.lists(st.sampled_from([ROOT, OTHER, None])))
 def test_a_root_is_shared_unless_an_audit_was_against_it(history: list[bytes | None]) -> None:
-    one, apart = epochs(), set()
+    apart: set[bytes] = set()
+    one = epochs()
     for number, root in enumerate(history):
         if root is None:
             one.rename(f"weights {number}")

@@ -164,7 +164,9 @@ def test_a_request_waits_a_moment_however_often_the_weights_change() -> None:
     engine = Engine()
     engine.answer("one")
     waited = 0
-    while engine.names.reset(is_external=False) or engine.names.is_awaited():
+    engine.names.reset(is_external=False)
+    while engine.names.is_awaited():
+        engine.names.reset(is_external=False)
         engine.now += 0.1
         waited += 1
     assert waited == 3

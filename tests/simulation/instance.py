@@ -207,6 +207,7 @@ class Instance:
                 config_of(self._model, shape, self._transfer(), rank),
                 shape,
                 rank,
+                self._weights,
             )
             for rank in range(shape.world_size)
         ]
@@ -236,7 +237,6 @@ class Instance:
                 "self_test": False,
                 "model_digest": "simulated",
                 "shutdown_seconds": 1.0,
-                **self._weights.settings,
                 **self.shape.settings,
             },
         )

@@ -7,8 +7,6 @@ OFF: dict[str, str] = {
     " come meanwhile (branch sched)",
     "routers miss": "KvEventLog forgets a chunk that leaves a tier, or whose job ends, while"
     " another job is bringing it: its coming is not told",
-    "hits after a reset": "on probation an instance asks Redis for others' chunks and not for its"
-    " own (the integrator replaces probation)",
     "old slot map": "store 7: the first node of the URL names the slots' owners for ever (branch"
     " redis)",
     "slow node": "store 6: writers wait for one node while others could be written to (branch"

@@ -34,14 +34,13 @@ class Client:
 @dataclass
 class Plan:
     """``roles``: one for each instance. ``families``: prompts begin with one of them. ``resets``:
-    how often an instance gets new weights, or the same again; ``has_labels``: they have names."""
+    how often an instance gets new weights, or the same again."""
 
     shape: Shape
     roles: list[str]
     families: list[tuple[int, ...]]
     clients: list[Client] = field(default_factory=list)
     resets: int = 0
-    has_labels: bool = False
 
 
 def deploy(kernel: Kernel, network: Network) -> Deployment:

@@ -19,6 +19,7 @@ from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.retention.bounds import Holdings
 from tests.simulation.kernel import Kernel, SimulationFailure
 from tests.simulation.kv_memory import KVMemory
+from tests.simulation.weights import Weights, Worker
 from tests.support.vllm_configs import BLOCK_SIZE, engine_config
 
 CHUNK_SIZE = 32
@@ -74,7 +75,9 @@ class Step:
 class Rank:
     """One worker process; it shares its instance's :class:`Process`, and dies with it."""
 
-    def __init__(self, kernel: Kernel, config: VllmConfig, shape: Shape, rank: int) -> None:
+    def __init__(
+        self, kernel: Kernel, config: VllmConfig, shape: Shape, rank: int, weights: Weights
+    ) -> None:
         self.rank = rank
         self.chunk_bytes = shape.chunk_bytes
         self.token_seconds = shape.token_seconds
@@ -86,7 +89,7 @@ class Rank:
         self.connector = LMCacheTieredConnector(
             config, KVConnectorRole.WORKER, kv_cache_config(shape)
         )
-        self.connector.register_kv_caches(self.memory.caches(torch.bfloat16))
+        Worker(weights).initialize(self.connector, self.memory.caches(torch.bfloat16))
         worker: Any = self.connector._worker
         self._engine = worker._engine
 

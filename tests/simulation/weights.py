@@ -1,31 +1,40 @@
-"""The weights of an instance's model, and how its connector is told of them: the one place that
-changes when that does.
+"""The weights of an instance's model, and the worker that has them: a real one of vLLM's but for
+what it computes with.
 
 KV follows from the weights: ``version`` is what cells begin with. Versions above 0 came by an
-update. A connector sees a reset, and reads what the weights are called, if they have a name.
+update, followed by a reset.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.worker.worker_base import WorkerBase
 
 
 class Weights:
-    """``label``: the file that names them, if there is one."""
-
-    def __init__(self, label: Path | None) -> None:
+    def __init__(self) -> None:
         self.version = 0
-        self._label = label
-        if label is not None:
-            label.write_text("version 0")
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """Of the connector."""
-        return {"weights_label": f"file:{self._label}"} if self._label is not None else {}
+        self.model = torch.nn.Linear(1, 1, dtype=torch.int64).requires_grad_(False)  # type: ignore[no-untyped-call]
+        self.load(0)
 
     def load(self, version: int) -> None:
-        """Other ones, or the same again. A reset of the cache follows."""
+        """Other ones, or the same again, unseen by the connector. A reset of the cache follows."""
         self.version = version
-        if self._label is not None:
-            self._label.write_text(f"version {version}")
+        self.model.weight.fill_(version)
+
+
+class Worker(WorkerBase):
+    """Initialises a connector's worker side, as vLLM's worker does."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.model_runner: Any = SimpleNamespace()
+        self._model = weights.model
+
+    def get_model(self) -> torch.nn.Module:
+        return self._model
+
+    def initialize(self, connector: Any, kv_caches: dict[str, torch.Tensor]) -> None:
+        connector.register_kv_caches(kv_caches)

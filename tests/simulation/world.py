@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from pathlib import Path
 from tests.simulation import faults, stdlib
 from tests.simulation.instance import Instance
 from tests.simulation.kernel import Kernel, SimulationFailure
-from tests.simulation.known import OFF
 from tests.simulation.ledger import Ledger
 from tests.simulation.network import Network
 from tests.simulation.plan import Client, deploy, draw_plan
@@ -119,8 +117,7 @@ class World:
         process = self.kernel.new_process(f"instance{len(self.instances)}")
         process.num_cores = self.kernel.chance.choice([2, 4])
         shape, url = replace(self._plan.shape, role=role), self._deployment.url
-        label = self._model / f"label-{process.name}-{os.getpid()}"
-        weights, names = Weights(label if self._plan.has_labels else None), self._ledger.name
+        weights, names = Weights(), self._ledger.name
         instance = Instance(self.kernel, process, self._model, shape, url, names, weights)
         self.instances.append(instance)
         return instance
@@ -202,8 +199,6 @@ class World:
         chance = self.kernel.chance
         writer = chance.choice([i for i in self._alive if i.shape.role != "kv_consumer"])
         reader = writer if writer.shape.role == "kv_both" else self._consumers[0]
-        if writer.num_resets and "hits after a reset" in OFF:
-            return
         if self._plan.resets and reader is not writer:
             return  # whether they have the same weights is another question
         recovery = Recovery(self.kernel, self._deployment, self._ledger, self._ask_for, self.counts)
