@@ -134,7 +134,7 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
     ]
     roles = chance.choice([["kv_both"], ["kv_both"] * 2, ["kv_both"] * 2, _PAIR])
     resets = chance.choice([0, 0, 0, 0, 1, 3])
-    return Plan(shape, list(roles), families, clients, resets, chance.random() < 0.5)
+    return Plan(shape, list(roles), families, clients, resets)
 
 
 def _hints(kernel: Kernel) -> dict[str, Any] | None:

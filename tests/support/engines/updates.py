@@ -25,9 +25,9 @@ def _move(worker: Any, strength: float, part: str) -> int:
             if part not in name or weight.dim() < 2:
                 continue
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-            before = weight.clone()
-            weight += (strength * weight.float().std() * noise).to(weight.dtype)
-            changed += int((weight != before).sum())
+            moved = weight + (strength * weight.float().std() * noise).to(weight.dtype)
+            changed += int((weight != moved).sum())
+            weight.copy_(moved)
     return changed
 
 
@@ -60,13 +60,13 @@ def reload_from(probe: EngineProbe, folder: Path) -> None:
 
 
 def weights_name(probe: EngineProbe) -> str:
-    """After as many steps as it takes the ranks to read them."""
+    """After as many requests as it takes the ranks to read them."""
     from tests.support.engines.calls import tiered_of
 
-    for _ in range(2000):
+    for _ in range(20):
+        probe.serve([5, 6, 7], 1)
         if name := tiered_of(probe.connector)._scheduler.book.weights.name:
             return str(name)
-        probe.core.step()
     raise AssertionError("the weights have no name")
 
 
@@ -78,7 +78,7 @@ def live_on_another_host() -> None:
 
 
 def replace_files_after_loading() -> None:
-    """For ``prepare``: another checkpoint arrives in FOLDER, from OTHER, when this one is loaded."""
+    """For ``prepare``: another checkpoint comes to FOLDER, from OTHER, when this one is loaded."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     load = CPUWorker.load_model
