@@ -202,6 +202,7 @@ class StepPlan:
     Redis should have as well. ``uses``: of chunks in memory by requests that are new.
     ``adapter_question``: list the LoRA adapters in memory (0: no need). ``heard_adapters``: of
     each rank, the number of the last such list that was known when this was planned.
+    ``starts_over``: all jobs of earlier plans are cancelled, and nobody wants to hear of them.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -217,6 +218,7 @@ class StepPlan:
     unwanted: tuple[bytes, ...] = ()
     adapter_question: int = 0
     heard_adapters: tuple[int, ...] = ()
+    starts_over: bool = False
 
     @property
     def has_earlier_work(self) -> bool:

@@ -258,6 +258,11 @@ class Auditor:
             self._end(audit.subject, is_answered=False)
         audit.drop()
 
+    def forget_all(self) -> None:
+        """No audit is under way any more."""
+        self.forget()
+        self._open.clear()
+
     def forget(self) -> None:
         """A reset: what is under way says nothing, and nothing is known of any root."""
         self._round += 1

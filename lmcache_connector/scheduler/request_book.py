@@ -42,8 +42,8 @@ _AFTER_RESET = {
 
 
 class RequestBook:
-    """Owns which requests there are, and their keys. ``states``: all of them, by id. ``adapters``:
-    of those that vLLM has in its queue.
+    """Owns which requests there are, and their keys. ``states``: of those in flight, by id; once a
+    request has ended, another may have its id. ``adapters``: of those that vLLM has in its queue.
 
     ``start`` makes the hasher, ``identifier`` says what makes a request's KV unique, ``epochs``
     tells whose keys a root has. ``read_label()`` names the weights at a reset; it raises
@@ -69,13 +69,15 @@ class RequestBook:
         self._read_label = read_label
         self._audits = audits
         self._states: dict[str, RequestState] = {}
+        self._ended: dict[int, RequestState] = {}  # those with open jobs, by the state's id()
         self.states: Mapping[str, RequestState] = self._states
 
     def __len__(self) -> int:
         """Requests in flight, and finished ones with open jobs."""
-        return len(self._states)
+        return len(self._states) + len(self._ended)
 
     def get(self, request_id: str) -> RequestState | None:
+        """Of a request in flight; ``None`` if it bypasses us."""
         return self._states.get(request_id)
 
     # -- one request ---------------------------------------------------------------------------
@@ -89,6 +91,7 @@ class RequestBook:
             return UNREAD if self.start.is_awaited() else None
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
+            self._states.pop(request.request_id, None)
             identity = self._identifier.identify(request, wait)
             if not isinstance(identity, RequestIdentity):
                 return UNREAD if identity is UNREAD else None
@@ -125,19 +128,24 @@ class RequestBook:
     def finish(self, request: Request) -> RequestState | None:
         """vLLM is done with the request. Returns it, unless it bypassed us or had finished."""
         self._identifier.forget(request)
-        state = self._states.get(request.request_id)
-        if state is None or state.is_finished:
-            return None
-        state.is_finished = True
-        state.lookup.cancel()
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            self._ended[id(state)] = state
+            state.is_finished = True
+            state.lookup.cancel()
         return state
 
     def forget_if_done(self, state: RequestState) -> None:
         """Nothing is kept of a finished request once its jobs have ended."""
-        if not state.is_finished or state.has_jobs:
-            return
-        if self._states.get(state.request.request_id) is state:
-            del self._states[state.request.request_id]
+        if not state.has_jobs:
+            self._ended.pop(id(state), None)
+
+    def forget_all(self) -> None:
+        """Nothing is known of any request any more."""
+        self._states.clear()
+        self._ended.clear()
+        self._encoders.clear()
+        self._identifier.forget_all()
 
     # -- all requests --------------------------------------------------------------------------
 
@@ -158,7 +166,7 @@ class RequestBook:
         logger.warning("The KV cache was reset: %s", _AFTER_RESET[state])
         self._count_apart()
         self._encoders.clear()
-        return self._rekey(self._states.values())
+        return self._rekey(self._all)
 
     def follow(self, finding: Finding) -> list[RequestState] | None:
         """Do what an audit calls for. If what was loaded under the root may be wrong, returns its
@@ -171,9 +179,7 @@ class RequestBook:
             self.epochs.separate(root, keeps_keys=True)
         elif verdict is Verdict.MISMATCH:
             self.epochs.separate(root, keeps_keys=False)
-            rekeyed = self._rekey(
-                s for s in self._states.values() if s.keys.identity.kv_root == root
-            )
+            rekeyed = self._rekey(s for s in self._all if s.keys.identity.kv_root == root)
         elif verdict is Verdict.MATCH and finding.strict and state is RootState.PROBATION:
             self.epochs.restore(root)
             logger.warning("An audit found the weights unchanged: KV is shared again.")
@@ -184,6 +190,10 @@ class RequestBook:
         self._identifier.close()
 
     # -- details -------------------------------------------------------------------------------
+
+    @property
+    def _all(self) -> list[RequestState]:
+        return [*self._states.values(), *self._ended.values()]
 
     def _new_state(self, request: Request, identity: RequestIdentity) -> RequestState:
         shared = None
