@@ -333,6 +333,8 @@ class ShadowRank:
             key, cells = run.keys[i], self.book.cells[run.keys[i]]
             if any(self._value(run, i, group) != cells for group in groups):
                 raise WrongKV(f"{job.request_id} stores other KV than chunk {i}'s key names")
+            if key in self.tier:
+                self._events.append(CacheEvent(key, True))
             if self.chance.random() < self.faults.no_memory:
                 return JobResult(job.job_id, Outcome.MISSING, number, 0, 0, 0.0)
             self._admit(key, cells)
