@@ -224,6 +224,7 @@ class StepPlan:
     each rank, the number of the last such list that was known when this was planned.
     ``weights_question``: read the weights in memory again (0: no need). ``heard_weights``: of each
     rank, the version of its weights that was known when this was planned.
+    ``starts_over``: all jobs of earlier plans are cancelled, and nobody wants to hear of them.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -241,6 +242,7 @@ class StepPlan:
     heard_adapters: tuple[int, ...] = ()
     weights_question: int = 0
     heard_weights: tuple[int, ...] = ()
+    starts_over: bool = False
 
     @property
     def has_earlier_work(self) -> bool:

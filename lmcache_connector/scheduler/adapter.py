@@ -91,30 +91,53 @@ class SchedulerAdapter:
         self._metrics = metrics
         self._auditor = auditor
         self._loaded_adapters = loaded_adapters
+        self._clock = clock
+        self._to_compute: dict[str, Request] = {}
+        self._begin(PlannedJobs(settings.world_size))
+
+    def _begin(self, jobs: PlannedJobs) -> None:
+        """With no request and no job."""
+        settings, index, policy, tally = self._settings, self.index, self.policy, self.tally
         self._uses = PrefixUses(settings.parts, index)
-        self._jobs = PlannedJobs(settings.world_size)
-        self._loads = LoadPlanner(settings, index, policy, tally, self._jobs.new_id)
-        self._stores = StorePlanner(settings, index, tally, self._jobs.new_id, policy)
-        self._prefetcher = Prefetcher(settings, policy, tally, self._jobs.new_id)
+        self._jobs = jobs
+        self._loads = LoadPlanner(settings, index, policy, tally, jobs.new_id)
+        self._stores = StorePlanner(settings, index, tally, jobs.new_id, policy)
+        self._prefetcher = Prefetcher(settings, policy, tally, jobs.new_id)
         self._dispatcher = JobDispatcher(
             settings,
-            book=book,
+            book=self.book,
             index=index,
-            jobs=self._jobs,
+            jobs=jobs,
             loads=self._loads,
             stores=self._stores,
             prefetcher=self._prefetcher,
-            auditor=auditor,
+            auditor=self._auditor,
             witness=self.witness,
-            kv_events=kv_events,
+            kv_events=self.kv_events,
             spans=self.spans,
         )
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
         self._was_asked = False  # for hits, since the last plan
-        self._clock = clock
-        self._wait = StepWait(settings.step_wait_seconds, clock)
+        self._wait = StepWait(settings.step_wait_seconds, self._clock)
         self._ask_until: dict[str, float] = {}  # by request that vLLM was told to ask for again
+
+    def start_over(self) -> None:
+        """A call has raised, and what it has left half done is not known. Forget all requests and
+        jobs: the workers are to cancel theirs. Requests in flight bypass from now on, blocks are
+        vLLM's again, and nothing computed until now counts. What the tiers hold, what was measured,
+        and whose keys a root has stays."""
+        self.witness.forget_all()
+        self.book.forget_all()
+        self._auditor.forget_all()
+        self._loaded_adapters.forget()
+        self.index.forget_planned()
+        self.policy.forget_all()
+        self.spans.drop_all()
+        waiting = self._to_compute.items()
+        self._to_compute = {name: one for name, one in waiting if not one.is_finished()}
+        self._begin(PlannedJobs(self._settings.world_size, self._jobs.last_id))
+        self._dispatcher.in_use.freed_some()
 
     # -- hits ----------------------------------------------------------------------------------
 
@@ -137,7 +160,7 @@ class SchedulerAdapter:
         self._was_asked = True
         if not self.is_idle:
             self._dispatcher.keep_read_blocks()
-        if request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or request.request_id in self._to_compute:
             return 0, False
         num_tokens = self._match(request, num_computed_tokens)
         if num_tokens is None:
@@ -151,21 +174,29 @@ class SchedulerAdapter:
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
-    ) -> None:
+    ) -> bool:
         """Plan the load of ``num_external_tokens`` into the request's blocks, listed per KV cache
-        group."""
+        group. ``False``: it was not offered."""
         self._ask_until.pop(request.request_id, None)
         state = self.book.get(request.request_id)
-        if num_external_tokens > 0 and state is not None and state.load.job is None:
-            self._dispatcher.plan_load(state, block_ids, num_external_tokens)
+        if state is None or state.load.end is None or state.load.job is not None:
+            return False
+        self._dispatcher.plan_load(state, block_ids, num_external_tokens)
+        return True
 
     def admitted(self, request: Request) -> None:
         """The step being planned computes of the request, unless it is waiting for its load."""
         self._ask_until.pop(request.request_id, None)
+        self._to_compute.pop(request.request_id, None)
         num_tokens = request.num_tokens - request.num_computed_tokens
         self.policy.request_admitted(request.request_id, num_tokens)
         if (state := self.book.get(request.request_id)) is not None:
             self._dispatcher.stop_prefetch(state)
+
+    def compute(self, request: Request) -> None:
+        """Offer the request no load until it has begun: it had one that came to nothing, and what
+        vLLM keeps free while it admits loads may be more than there is for another."""
+        self._to_compute[request.request_id] = request
 
     def redis_hit_tokens(self, request: Request) -> int:
         """Of the load planned last for this request: tokens that come from Redis."""
@@ -228,10 +259,15 @@ class SchedulerAdapter:
             heard_weights=weights.heard,
         )
 
-    def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
+    def request_finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]], *, is_updating: bool = False
+    ) -> None:
+        """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again.
+        If vLLM ``is_updating`` from a step's output, they are kept until :meth:`take_events`, to be
+        handed out last."""
         self._scheduled.discard(request.request_id)
         self._ask_until.pop(request.request_id, None)
+        self._to_compute.pop(request.request_id, None)
         self.spans.drop(request, "lookup")
         self.policy.request_ended(request.request_id, len(self._scheduled))
         self._dispatcher.in_use.freed(block_ids)
@@ -239,11 +275,7 @@ class SchedulerAdapter:
             self._dispatcher.finish(state, block_ids)
         if self.is_idle:  # a user who steps the engine may reset it next
             self._dispatcher.unpin_all()
-
-    def keep_until_updated(self, request: Request) -> None:
-        """A request that has just finished gives its blocks back. Until :meth:`take_events`, those
-        that stores read are kept, to be handed out last."""
-        if (state := self.book.get(request.request_id)) is not None:
+        if state is not None and is_updating:
             self._dispatcher.keep_blocks_of(state)
 
     def take_events(self) -> Sequence[KvEvent]:
@@ -315,6 +347,7 @@ class SchedulerAdapter:
         self._prefetcher.check_integrity()
         assert not self.has_pinned_blocks, "pins left"
         assert not self._ask_until, "asks left"
+        assert not self._to_compute, "requests left to compute"
 
     def shutdown(self) -> None:
         self.hits.close()
@@ -370,7 +403,7 @@ class SchedulerAdapter:
         self._auditor.doubt()
         self.witness.forget()
         self._dispatcher.unpin_all()
-        self._dispatcher.abandon(self.book.forget_all())
+        self._dispatcher.abandon(self.book.drop_all())
 
     def _name_weights(self) -> None:
         weights, start = self.book.weights, self.book.start

@@ -222,6 +222,12 @@ class Auditor:
             self._sampler.end(audit.subject, is_answered=False)
         audit.drop()
 
+    def forget_all(self) -> None:
+        """No audit is under way any more."""
+        self.doubt()
+        self.forget()
+        self._open.clear()
+
     def doubt(self) -> None:
         """The weights may be others: what is under way says nothing."""
         self._round += 1

@@ -182,6 +182,8 @@ class JobDispatcher:
 
     def report(self, rank: int, result: JobResult) -> None:
         """What one rank says of one job."""
+        if result.job_id < self._jobs.first_id:
+            return
         planned, has_ended = self._jobs.report(result)
         if isinstance(planned.job, LoadJob) and result.outcome is Outcome.MISSING:
             key = planned.job.keys[result.num_chunks]

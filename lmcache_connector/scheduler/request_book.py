@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class RequestBook:
-    """Owns which requests there are, and their keys. ``states``: all of them, by id. ``adapters``:
-    of those that vLLM has in its queue.
+    """Owns which requests there are, and their keys. ``states``: of those in flight, by id; once a
+    request has ended, another may have its id. ``adapters``: of those that vLLM has in its queue.
 
     ``start`` makes the hasher, ``weights`` names what it is made with, ``identifier`` says what
     makes a request's KV unique, ``epochs`` tells whose keys a root has.
@@ -57,13 +57,15 @@ class RequestBook:
         self._encoders = EncoderWitness()
         self._tally = tally
         self._states: dict[str, RequestState] = {}
+        self._ended: dict[int, RequestState] = {}  # those with open jobs, by the state's id()
         self.states: Mapping[str, RequestState] = self._states
 
     def __len__(self) -> int:
         """Requests in flight, and finished ones with open jobs."""
-        return len(self._states)
+        return len(self._states) + len(self._ended)
 
     def get(self, request_id: str) -> RequestState | None:
+        """Of a request in flight; ``None`` if it bypasses us."""
         return self._states.get(request_id)
 
     # -- one request ---------------------------------------------------------------------------
@@ -79,6 +81,7 @@ class RequestBook:
             return UNREAD if self.weights.is_awaited() else None
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
+            self._states.pop(request.request_id, None)
             identity = self._identifier.identify(request, wait)
             if not isinstance(identity, RequestIdentity):
                 return UNREAD if identity is UNREAD else None
@@ -115,19 +118,24 @@ class RequestBook:
     def finish(self, request: Request) -> RequestState | None:
         """vLLM is done with the request. Returns it, unless it bypassed us or had finished."""
         self._identifier.forget(request)
-        state = self._states.get(request.request_id)
-        if state is None or state.is_finished:
-            return None
-        state.is_finished = True
-        state.lookup.cancel()
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            self._ended[id(state)] = state
+            state.is_finished = True
+            state.lookup.cancel()
         return state
 
     def forget_if_done(self, state: RequestState) -> None:
         """Nothing is kept of a finished request once its jobs have ended."""
-        if not state.is_finished or state.has_jobs:
-            return
-        if self._states.get(state.request.request_id) is state:
-            del self._states[state.request.request_id]
+        if not state.has_jobs:
+            self._ended.pop(id(state), None)
+
+    def forget_all(self) -> None:
+        """Nothing is known of any request any more."""
+        self._states.clear()
+        self._ended.clear()
+        self._encoders.clear()
+        self._identifier.forget_all()
 
     # -- all requests --------------------------------------------------------------------------
 
@@ -142,11 +150,11 @@ class RequestBook:
         if scheduler_output.free_encoder_mm_hashes or scheduler_output.scheduled_encoder_inputs:
             self._encoders.next_step(scheduler_output, self._identifier.multimodal)
 
-    def forget_all(self) -> list[RequestState]:
+    def drop_all(self) -> list[RequestState]:
         """What is computed of these requests from now on may be of other weights than their keys
         name. Returns them."""
-        states, self._states = list(self._states.values()), {}
-        self.states = self._states
+        states = list(self._states.values())
+        self._states.clear()
         for state in states:
             state.lookup.cancel()
         self._encoders.clear()
@@ -164,7 +172,7 @@ class RequestBook:
             return None
         self.epochs.separate(finding.root)
         self._count_apart()
-        rekeyed = [s for s in self._states.values() if s.keys.identity.kv_root == finding.root]
+        rekeyed = [s for s in self._all if s.keys.identity.kv_root == finding.root]
         for state in rekeyed:
             state.reset(self._current_keys(state.keys.identity))
         return rekeyed
@@ -173,6 +181,10 @@ class RequestBook:
         self._identifier.close()
 
     # -- details -------------------------------------------------------------------------------
+
+    @property
+    def _all(self) -> list[RequestState]:
+        return [*self._states.values(), *self._ended.values()]
 
     def _new_state(self, request: Request, identity: RequestIdentity) -> RequestState:
         hints = read_hints(identity.cache_salt, request.kv_transfer_params, request.kv_hints)

@@ -148,7 +148,9 @@ class WorkerAdapter:
 
         Whatever these stores have read by now is dropped: vLLM may have zeroed the blocks already.
         """
-        if plan.vacated_stores:
+        if plan.starts_over:
+            self._jobs.cancel()
+        elif plan.vacated_stores:
             self._jobs.cancel(plan.vacated_stores)
         self._gate.open()
 

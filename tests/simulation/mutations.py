@@ -61,7 +61,7 @@ def stores_never_cancelled() -> None:
     """A store goes on although its blocks have been given to another request."""
     from lmcache_connector.worker.job_queue import JobQueue
 
-    JobQueue.cancel = lambda self, job_ids: None  # type: ignore[method-assign]
+    JobQueue.cancel = lambda self, job_ids=None: None  # type: ignore[method-assign]
 
 
 def buffer_given_back_early() -> None:

@@ -106,6 +106,7 @@ class ShadowEngine:
             connectors = connectors[0].sub_connectors
         (ours,) = [c for c in connectors if isinstance(c, LMCacheTieredConnector)]
         self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
+        self.connector = ours
         self.adapter: SchedulerAdapter = ours._scheduler_side
         self.parts = self.adapter._settings.parts
         if not reads_requests:
@@ -166,11 +167,12 @@ class ShadowEngine:
         sends: bool = False,
         bypasses: bool = False,
         lora_request: LoRARequest | None = None,
+        request_id: str = "",
         **more: Any,
     ) -> str:
         """``offer``, ``sends``: what the other connector does with it. ``bypasses``: what its KV is
         computed from, nobody knows but it."""
-        request_id = f"r{len(self.requests)}"
+        request_id = request_id or f"r{len(self.requests)}"
         version = self.adapters[adapter] if adapter else 0
         if bypasses:
             version = -1

@@ -195,7 +195,8 @@ class ShadowRank:
         self._gate_is_closed = bool(step.zeroed) and self.faults.has_gate
         self.memory.zero(step.zeroed)
         self.run_some_jobs()
-        self._cancelled.update(self._open.intersection(step.plan.vacated_stores))
+        vacated = self._open if step.plan.starts_over else step.plan.vacated_stores
+        self._cancelled.update(self._open.intersection(vacated))
         self._open_gate()
         self._tables = step.tables
         if step.plan.weights_question:
@@ -272,7 +273,7 @@ class ShadowRank:
         if isinstance(job, LoadJob) and job.needs_redis:
             self._fetch.append(job)
         else:
-            if isinstance(job, LoadJob) and job.after_job >= job.job_id:
+            if isinstance(job, LoadJob) and job.after_job >= job.job_id > 0:
                 raise WrongKV("a load waits for a later job")
             if isinstance(job, StoreJob):
                 self._stores.append(job)
@@ -338,6 +339,8 @@ class ShadowRank:
             key, cells = run.keys[i], self.book.cells[run.keys[i]]
             if any(self._value(run, i, group) != cells for group in groups):
                 raise WrongKV(f"{job.request_id} stores other KV than chunk {i}'s key names")
+            if key in self.tier:
+                self._events.append(CacheEvent(key, True))
             if self.chance.random() < self.faults.no_memory:
                 return JobResult(job.job_id, Outcome.MISSING, number, 0, 0, 0.0)
             self._admit(key, cells)
@@ -369,6 +372,8 @@ class ShadowRank:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
         self._check_owned(job)
         fail_at = len(job.keys)
+        if not job.keys:
+            return JobResult(job.job_id, Outcome.DEADLINE, 0, 0, 0, 0.0)
         if self.chance.random() < self.faults.failed_load:
             fail_at = self.chance.randrange(len(job.keys))
         done = 0
