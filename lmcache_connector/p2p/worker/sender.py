@@ -63,7 +63,7 @@ class _Courier:
         self.deliveries = [
             d for d in self.deliveries if not d.over or (d.transfer.failed and d.ticket)
         ]
-        self.busy_until = {d: t for d, t in self.busy_until.items() if d in self.deliveries}
+        self.busy_until = {d: t for d, t in self.busy_until.items() if not d.over}
         for delivery in self.deliveries:
             is_free = self.busy_until.get(delivery, 0.0) <= now
             if delivery.transfer.failed or (is_free and delivery.is_behind):
