@@ -248,7 +248,6 @@ class ControlServer:
         raise RefusedError("say hello first")
 
     def _welcome(self, client: _Client, hello: messages.Hello, packet: Packet) -> bytes:
-        check_peer(self._card, hello.card)
         nonce = os.urandom(messages.NONCE_BYTES)
         transcript = Transcript.of(packet.body, nonce, messages.encode(self._card))
         dialled = PeerAddress(hello.host, hello.port)
@@ -260,6 +259,7 @@ class ControlServer:
     def _admit(self, client: _Client, pending: _Pending, message: messages.Prove) -> bytes:
         if not proves(message.proof, pending.transcript.client_proof(self._secret)):
             raise RefusedError("you do not know the shared secret")
+        check_peer(self._card, pending.card)  # not before: it takes work, and tells of the model
         if pending.dialled != self._card.address:
             raise RefusedError(f"you dialled {pending.dialled}, and I am {self._card.address}")
         if len(self._admitted) >= _MAX_SESSIONS:

@@ -34,6 +34,7 @@ from lmcache_connector.threads import start_thread
 logger = logging.getLogger(__name__)
 
 _BUSY_SECONDS = 0.02
+_MAX_BUSY_PER_SECOND = 200  # questions to one consumer that has no room
 _IDLE_SECONDS = 60.0
 _WAKE_SECONDS = 0.5
 _MAX_COURIERS = 256
@@ -62,7 +63,7 @@ class _Courier:
         self.deliveries = [
             d for d in self.deliveries if not d.over or (d.transfer.failed and d.ticket)
         ]
-        self.busy_until = {d: t for d, t in self.busy_until.items() if d in self.deliveries}
+        self.busy_until = {d: t for d, t in self.busy_until.items() if not d.over}
         for delivery in self.deliveries:
             is_free = self.busy_until.get(delivery, 0.0) <= now
             if delivery.transfer.failed or (is_free and delivery.is_behind):
@@ -258,7 +259,8 @@ class Sender:
 
     def _wait_for_room(self, courier: _Courier, delivery: Delivery) -> None:
         with self._buffer.changed:
-            courier.busy_until[delivery] = self._clock() + _BUSY_SECONDS
+            pause = max(_BUSY_SECONDS, len(courier.busy_until) / _MAX_BUSY_PER_SECOND)
+            courier.busy_until[delivery] = self._clock() + pause
             self._buffer.block(delivery)
 
     def _give_up(self, courier: _Courier) -> None:

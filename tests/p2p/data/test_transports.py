@@ -8,6 +8,7 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.data.base import Outlet, Session, Transport
 from lmcache_connector.p2p.data.nixl import NixlTransport
 from lmcache_connector.p2p.data.nixl_agent import Nixl
-from lmcache_connector.p2p.data.tcp import TcpTransport
+from lmcache_connector.p2p.data.tcp import _GREETING, TcpTransport
 from lmcache_connector.p2p.errors import PeerError
 from tests.p2p.data.conftest import SESSION, Collector, frame_of, key_of
 from tests.support.engines.p2p_relay import Relay
@@ -134,6 +135,23 @@ class TestContract:
             with pytest.raises(PeerError):
                 pair.transport().connect("127.0.0.1", port, session, 2.0)
         assert sink.losses == []
+
+    def test_who_listens_without_the_session_gets_nothing(self, pair: Pair) -> None:
+        """In the peer's place, at its address: lets everybody in."""
+        with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
+
+            def listen() -> bytes:
+                sock, _ = impostor.accept()
+                with sock:
+                    sock.sendall(bytes(32))
+                    sock.recv(_GREETING.size, socket.MSG_WAITALL)
+                    sock.sendall(b"\x06" * 32)
+                    return sock.recv(1)
+
+            said = pool.submit(listen)
+            with pytest.raises(PeerError, match="not the peer of this session"):
+                pair.transport().connect("127.0.0.1", impostor.getsockname()[1], SESSION, 5.0)
+            assert said.result(5) == b""
 
     def test_nobody_there_is_bounded(self, pair: Pair) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:

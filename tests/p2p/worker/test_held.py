@@ -13,6 +13,7 @@ import pytest
 
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.client import ControlClient
+from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
 from lmcache_connector.p2p.errors import RefusedError
 from lmcache_connector.p2p.plans import Arrival, Drop, HandoverPlan, Release
@@ -382,3 +383,28 @@ def test_reads_that_nixl_does_not_do_cost_no_hand_over(
             decode.load(name, OTHERS, prefill.address)
             check_all_arrived(prefill, decode, name)
         prefill.until(lambda: prefill.used_bytes == 0)
+
+
+def test_a_producer_is_asked_seldom_however_many_prompts_wait(
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is computed yet."""
+    (role,) = prefill.ranks[0].worker._roles
+    answer, num_asked = role.answer, 0
+
+    def count(peer: Peer, message: messages.Message) -> messages.Message | None:
+        nonlocal num_asked
+        num_asked += isinstance(message, messages.Want)
+        return answer(peer, message)
+
+    monkeypatch.setattr(role, "answer", count)
+    names = [f"waits {i}" for i in range(100)]
+    prefill.step(HandoverPlan(announced=tuple(names)))
+    started = time.monotonic()
+    for name in names:
+        decode.load(name, [1], prefill.address)
+    decode.until(lambda: num_asked > 500)
+    assert num_asked <= 200 + 600 * (time.monotonic() - started)
+    decode.step(HandoverPlan(cancelled_loads=tuple(f"request of {name}" for name in names)))
+    for name in names:
+        decode.finish(f"request of {name}")
