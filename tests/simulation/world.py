@@ -4,6 +4,8 @@
   the end every value in Redis that no fault has damaged.
 - **No request is lost**, whatever Redis does; each ends with the right tokens.
 - **No wait past its deadline**: of a load, of a read, of a call inside an engine step.
+- **At rest all agree**: index, memory, owners, pins, and what routers were told; see `at_rest`.
+- **Nothing right is removed** from Redis, and nothing stays there for ever that should not.
 - **Nothing leaks**: blocks, jobs, CPU memory, threads, connections.
 - **Liveness**: once faults are over, hits from Redis come back within a bound, and so do values
   that were lost or spoiled; see `recovery`.
