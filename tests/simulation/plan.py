@@ -83,6 +83,8 @@ def _cluster(kernel: Kernel, network: Network, servers: list[RedisModel]) -> Dep
         servers[0].cluster.spread()
     elif odd == "slow node":
         deployment.slow = servers[2]
+        for server in servers:  # what is not there was not written
+            server.max_bytes = 1 << 40
         network.paths[servers[2].address] = Path(bytes_per_second=SLOW_BYTES_PER_SECOND)
     return deployment
 
@@ -95,8 +97,6 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
         "load_deadline_seconds": chance.choice([0.3, 2.0]),
         "redis_connections": chance.choice([1, 2]),
     }
-    if deployment.slow is not None:
-        settings["redis_timeout_seconds"] = 1.0
     if chance.random() < 0.3:
         settings |= {"redis_ttl_seconds": 8, "redis_ttl_refresh": chance.random() < 0.5}
     if chance.random() < 0.2:
@@ -107,6 +107,10 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
         settings["prefetch_mib"] = 0
     if chance.random() < 0.3:
         settings["redis_codec"] = chance.choice(["auto", "blosc2"])
+    if deployment.slow is not None:
+        settings |= {"redis_timeout_seconds": 1.0, "redis_admission": "all"}
+        settings.pop("redis_ttl_seconds", None)
+        settings.pop("redis_ttl_refresh", None)
     if has_tenants := chance.random() < 0.3:
         settings |= {"tenant_share": chance.choice([0.3, 0.6]), "pin_share": 0.5}
     shape = Shape(
