@@ -258,7 +258,9 @@ class Ledger:
     def _is_oldest_idle(self, now: float) -> bool:
         """Whether a tenant that has gone owns the chunk unused longest."""
         oldest = next(self._queues.oldest_first(now), None)
-        return oldest is not None and (now - self._chunks[oldest].tenant.used_at > _IDLE_SECONDS)
+        if oldest is None or (tenant := self._chunks[oldest].tenant) is self._nobody:
+            return False
+        return now - tenant.used_at > _IDLE_SECONDS
 
     def _link(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> None:
         for key, parent in zip(keys, parents, strict=False):

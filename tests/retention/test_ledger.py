@@ -391,6 +391,19 @@ def test_what_was_over_or_given_up_is_kept_where_a_request_waits_for_what_builds
     assert list(tier.going()) == ["y0", "x3", "x2", "x1", "x0"]
 
 
+def test_what_is_nobodys_makes_room_for_anybody() -> None:
+    tier = Tier(capacity=20, tenant_share=0.5)
+    tier.held.add(b"nobody's")
+    tier.ledger.admit(b"nobody's", SIZE)
+    tier.store(prompt("a", 8), Claim(A))
+    tier.store(prompt("b", 11), Claim(B))
+    tier.busy = set(prompt("b", 11))
+    tier.store([b"more"], Claim(B))
+    assert b"nobody's" not in tier.held
+    assert tier.has([b"more"]) == 1
+    assert tier.has(prompt("a", 8)) == 8
+
+
 def test_room_is_refused_without_a_walk_through_what_others_hold() -> None:
     def cost(num_others: int) -> int:
         tier = Tier(capacity=10**6, tenant_share=1e-5)  # ten chunks

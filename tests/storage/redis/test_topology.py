@@ -181,6 +181,25 @@ class TestCluster:
         assert all(ids <= now for ids, now in zip(before, after, strict=True))
         lookup.close()
 
+    def test_a_look_up_learns_where_a_slot_has_gone(self, cluster: Cluster) -> None:
+        """From the redirection alone: nothing else tells it to look at the map again."""
+        lookup = RedisLookup(config(cluster.url), [PARTS])
+        slot = slot_of(7)
+        away = next(master for master in cluster.masters if master is not cluster.owner(slot))
+
+        def finds() -> bool:
+            return lookup.exists_prefix([chunk_key(7)], time.monotonic() + 0.5) == 1
+
+        with open_tier(cluster.url) as tier:
+            put_all(tier, [7])
+        wait_until(finds, "not found at first")
+        cluster.migrate(slot, away)
+        try:
+            wait_until(finds, "the look-up goes on asking the old master")
+        finally:
+            self._migrate_back(cluster, slot, away)
+            lookup.close()
+
     def test_a_silent_master_holds_up_no_writes_to_the_others(self, cluster: Cluster) -> None:
         """However long it is waited for, and with one writer for all of them."""
         silent = cluster.masters[1]
