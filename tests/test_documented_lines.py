@@ -125,7 +125,7 @@ def run_line(line: str, folder: Path, environment: dict[str, str], stack: ExitSt
         log = folder / f"log-{port[1] if port else 8000}"
         command = ("sh", "-c", f"cd {folder} && exec {line}")
         process = stack.enter_context(running_process(command, log, environment))
-        if "serve" in line:
+        if "connector serve" in line:
             url = f"http://127.0.0.1:{port[1] if port else 8000}/health"
             wait_until_healthy(process, url, START_SECONDS, log)
         until = time.monotonic() + START_SECONDS
