@@ -145,7 +145,7 @@ def _make_book(
             model.world_size,
             weights,
             kept.load(),
-            partial(start_thread, "lmc-keep-digests", kept.add),
+            lambda found: start_thread("lmc-keep-digests", kept.add, found),
             partial(read_weights_label, config.weights_label),
             time.monotonic,
         ),
