@@ -1,8 +1,8 @@
 """What it costs to name weights by what is in memory: at the start of an engine, and at each reset.
 
 A model of plain layers, ``--gib`` in all, is digested as a worker does it on a CPU: on one thread,
-without the interpreter lock. ``digest_s_per_gib`` stands beside a ``memcpy`` and a ``sha256`` of the
-same bytes in the same rounds, and beside ``file``: of a file of as many bytes that lies in the page
+without the interpreter lock. ``digest_s_per_gib`` stands beside a ``memcpy`` and a ``sha256`` of
+the same bytes in the same rounds, and beside ``file``: of a file of as many bytes that lies in the page
 cache, as weights are named at a first start. Then an engine serves one prompt again and again:
 ``hit_after_reset_vs_hit`` is its time to first token right after a reset, when the weights are read
 first, to that of a hit whose weights have their name. The form for GPUs
@@ -85,7 +85,8 @@ def _hits(probe: EngineProbe, num_tokens: int, rounds: int) -> tuple[list[float]
     the first one after a reset."""
     tokens, short = random_prompt(1, num_tokens), random_prompt(2, 8)
     probe.serve(tokens, 1)
-    hits, after_resets = [], []
+    hits: list[float] = []
+    after_resets: list[float] = []
     for _ in range(rounds):
         for seconds, is_named in ((after_resets, False), (hits, True)):
             probe.reset_prefix_cache()
