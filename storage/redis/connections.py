@@ -6,6 +6,7 @@ who serves another one's chunks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -336,7 +337,8 @@ class Connections:
             logger.warning("redis %s: %s; leaving it alone for a while", node, detail)
 
     def tend(self) -> None:
-        """Begin to connect, ahead of need, to every node without a connection when it is time."""
+        """Begin to connect, ahead of need, to every node without a live connection when it is
+        time."""
         self._servers.refresh()
         known = set(self._servers.topology.nodes())
         for node in self._wires.keys() - known:
@@ -344,15 +346,10 @@ class Connections:
         for node in self._dials.keys() - known:
             self._dials.pop(node).abandon()
         for node in known:
-            breaker = self._servers.breaker(node)
-            is_away = breaker.state is CircuitState.OPEN
-            if is_away and breaker.seconds_until_retry() == 0.0:
+            if self._servers.breaker(node).seconds_until_retry() == 0.0:
                 self._close(node)  # one from before says nothing: a new one shows if it is back
-            if is_away or node not in self._wires:
-                try:
-                    self.get(node, self._now())
-                except UnavailableError:
-                    continue
+            with contextlib.suppress(UnavailableError):
+                self.get(node, self._now())
 
     def close(self) -> None:
         for node in list(self._wires):

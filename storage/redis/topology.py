@@ -31,8 +31,9 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 
 Node = NewType("Node", str)
 
-# Between two looks at the slot map, however many errors ask for one.
-_REFRESH_SECONDS = 0.25
+# Between two looks at the slot map, however many errors ask for one. Each is twice the one before,
+# as long as the map does not hold.
+_MIN_SECONDS, _MAX_SECONDS = 0.25, 4.0
 # Nodes of the present map that are asked for a new one, beside those of the URL.
 _MAX_ASKED = 8
 
@@ -59,8 +60,12 @@ class Topology(Protocol):
         ...
 
     def mark_stale(self) -> None:
-        """Look again at the next `prepare`: a server said, or its silence suggests, that something
-        has changed."""
+        """Look again at the next `prepare`: a server's silence suggests that something has
+        changed."""
+        ...
+
+    def redirected(self, node: Node) -> None:
+        """Look again at the next `prepare`: ``node`` says that a key lives elsewhere."""
         ...
 
 
@@ -87,6 +92,9 @@ class _OneNode:
         return self._dial()
 
     def mark_stale(self) -> None:
+        return
+
+    def redirected(self, node: Node) -> None:
         return
 
 
@@ -153,9 +161,10 @@ class _Map:
 
 
 class ClusterTopology:
-    """The masters of a cluster. The slot map is read at the first `prepare`, and again after
-    `mark_stale`: a redirection, a broken connection or a refused one. It is read again as well
-    while a slot that is asked for belongs to nobody."""
+    """The masters of a cluster. The slot map is read at the first `prepare`, and again after a
+    redirection, a broken connection or a refused one, and while a slot that is asked for belongs to
+    nobody. From then on the node that redirected is asked for the map before those of the URL: its
+    map names the owner that its ``MOVED`` names, and theirs may be old for ever."""
 
     def __init__(self, config: RedisTierConfig, clock: Callable[[], float]) -> None:
         self._dialer = make_dialer(config, clock)
@@ -163,17 +172,25 @@ class ClusterTopology:
         self._clock = clock
         self._map = _Map({}, {}, {})
         self._stale = True
-        self._next_refresh = clock()
+        self._asked_first: tuple[Endpoint, ...] = ()
+        self._next_look = float("-inf")
+        self._pause = _MIN_SECONDS
         self._refreshing = threading.Lock()
 
     def prepare(self) -> None:
         with self._refreshing:
-            if self._stale and self._clock() >= self._next_refresh:
-                self._next_refresh = self._clock() + _REFRESH_SECONDS
+            if self.is_current():
+                return
+            has_held = self._clock() - self._next_look >= self._pause
+            self._pause = _MIN_SECONDS if has_held else min(2 * self._pause, _MAX_SECONDS)
+            try:
                 self._refresh()
+            finally:
+                self._next_look = self._clock() + self._pause
 
     def is_current(self) -> bool:
-        return bool(self._map.owners) and not self._stale
+        is_known = bool(self._map.owners) and not self._stale
+        return is_known or self._clock() < self._next_look
 
     def node_of(self, key: bytes) -> Node | None:
         slots = self._map
@@ -196,6 +213,11 @@ class ClusterTopology:
     def mark_stale(self) -> None:
         self._stale = True
 
+    def redirected(self, node: Node) -> None:
+        if (endpoint := self._map.endpoints.get(node)) is not None:
+            self._asked_first = (endpoint,)
+        self._stale = True
+
     def _refresh(self) -> None:
         # Before the look, so that a change reported meanwhile is not lost.
         self._stale = False
@@ -211,7 +233,7 @@ class ClusterTopology:
         """The slot map of the first node that answers."""
         known = tuple(self._map.endpoints.values())[:_MAX_ASKED]
         error: Exception = OSError("no node")
-        for endpoint in dict.fromkeys((*self._hosts, *known)):
+        for endpoint in dict.fromkeys((*self._asked_first, *self._hosts, *known)):
             try:
                 conversation = self._dialer.connect(*endpoint)
                 try:

@@ -141,7 +141,7 @@ class Writer(threading.Thread):
             self._times.append((burst.num_bytes, seconds))
             self._bytes_per_second = burst.num_bytes / max(seconds, _MIN_SECONDS)
         if burst.was_redirected:
-            self._servers.topology.mark_stale()
+            self._servers.topology.redirected(node)
         self._connections.succeeded(node)
         pause.succeeded()
 

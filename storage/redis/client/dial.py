@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.keepalive import keep_alive
 from lmcache_connector.net.wire import WireError, WireFault
 from lmcache_connector.storage.redis.client.conversation import (
     Conversation,
@@ -143,8 +144,7 @@ def _open_tcp(host: str, port: int, deadline: Deadline) -> socket.socket:
         except OSError as problem:
             error = problem
             continue
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(sock)
         return sock
     raise error
 
