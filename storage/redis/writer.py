@@ -45,7 +45,7 @@ _PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ")
 
 
 class Writer(threading.Thread):
-    """Drains the queue over connections of its own, and lets ``healer`` use them in between."""
+    """Drains the queue over connections of its own, and lets ``healer`` work in between."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Writer(threading.Thread):
                     self._write(left)
                 else:
                     self._connections.tend()
-                self._healer.heal(self._connections)
+                self._healer.heal()
             except Exception:  # whatever it is, the next writes may fare better
                 logger.exception("writing to redis failed")
                 self._connections.close()

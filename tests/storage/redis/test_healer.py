@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from lmcache_connector.storage.chunk_codec import Sealer, stripe_header
-from lmcache_connector.storage.redis.connections import Connections, Servers
+from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.healer import Healer, Suspect
 from lmcache_connector.storage.redis.topology import make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
@@ -27,13 +27,12 @@ def test_a_value_that_may_not_be_looked_at_stays(valkey: Server) -> None:
     servers = Servers(
         its_config, make_topology(its_config, time.monotonic), time.monotonic, lambda: 0.5
     )
-    healer, connections = Healer(servers), Connections(servers, 2.0)
+    healer = Healer(servers)
     for stripe in GEOMETRY.stripes(its_config.max_payload_bytes):
         name = chunk_tag(its_config.namespace, chunk_key(0)) + stripe_suffix(stripe)
         expected = stripe_header(GEOMETRY, stripe, chunk_key(0), keyed=False)
         healer.add(Suspect(name, expected, Sealer(None)))
     for _ in range(8):
-        healer.heal(connections)
-    connections.close()
+        healer.heal()
     with valkey.client() as client:
         assert sorted(client.keys("lmc:*-*")) == names

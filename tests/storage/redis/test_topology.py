@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.client.slot_map import key_slot
+from lmcache_connector.storage.redis.client.dial import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import ClusterTopology
