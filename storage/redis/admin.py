@@ -171,9 +171,11 @@ class RedisAdmin:
             raise length
         if length > HEADER_BYTES + MAX_PAYLOAD_BYTES:
             return Unreadable.OVERSIZED
-        starts = range(0, length, _PIECE_BYTES)
-        pieces = [self._client(node).getrange(raw, i, i + _PIECE_BYTES - 1) for i in starts]
-        return b"".join(pieces) or None
+        client, starts = self._client(node), range(0, length, _PIECE_BYTES)
+        if len(starts) > 1:
+            return b"".join(client.getrange(raw, i, i + _PIECE_BYTES - 1) for i in starts)
+        value: bytes | None = client.get(raw)
+        return value
 
     def unlink(self, node: str, names: Sequence[bytes]) -> int:
         """Remove values of one node; returns how many existed. One command each, because a

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache_connector.storage.chunk_codec import (
@@ -21,6 +24,7 @@ from lmcache_connector.storage.chunk_codec import (
 )
 from lmcache_connector.storage.compression import check_whole_value
 from lmcache_connector.storage.redis.client.dial import (
+    SMALL_BYTES,
     TALK_ERRORS,
     Client,
     NoPermissionError,
@@ -30,12 +34,15 @@ from lmcache_connector.storage.redis.client.dial import (
 )
 from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.recent_keys import RecentKeys
+from lmcache_connector.storage.redis.topology import Node
 
 logger = logging.getLogger(__name__)
 
 _MAX_SUSPECTS = 1024
 # Removed in one go, between two bursts of writes.
 _AT_ONCE = 4
+# An episode of removals, told in one line, ends when nothing was removed for so long.
+_QUIET_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +66,54 @@ class Suspect:
 
 
 class Healer:
-    """``add`` is for any thread, ``heal`` for one that may wait for a server: it connects anew."""
+    """``add`` is for any thread, ``heal`` for one that may wait for a server, as it connects anew,
+    and that calls ``report`` when it ends."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._suspects = RecentKeys[Suspect](_MAX_SUSPECTS)
         self._may_remove = True
+        self._lock = threading.Lock()
+        self._removed = Counter[Node]()
+        self._last_removal = 0.0
 
     def add(self, suspect: Suspect) -> None:
         self._suspects.add(suspect.name, suspect)
 
-    def heal(self) -> None:
-        """Look again at a few suspects, and remove those that are still wrong."""
+    def heal(self, is_mine: Callable[[Node], bool]) -> None:
+        """Look again at a few suspects, and remove those that are still wrong. The suspects of
+        other nodes are left to others."""
         for _ in range(_AT_ONCE):
             suspect = self._suspects.pop_oldest()
             if suspect is None or not self._may_remove:
-                return
-            self._heal(suspect)
+                break
+            node = self._servers.topology.node_of(suspect.name)
+            if node is not None and is_mine(node):
+                self._heal(suspect, node)
+            elif node is not None:
+                self.add(suspect)  # behind the others
+        if self._servers.clock() >= self._last_removal + _QUIET_SECONDS:
+            self.report()
 
-    def _heal(self, suspect: Suspect) -> None:
-        node = self._servers.topology.node_of(suspect.name)
-        if node is None or self._servers.is_open(node):
+    def report(self) -> None:
+        """Log what was removed since the last report."""
+        with self._lock:
+            removed, self._removed = self._removed, Counter()
+        for node, count in removed.items():
+            logger.warning(
+                "redis %s: removed %d values that were not what their names say; "
+                "`lmcache-connector verify` reads all", node, count
+            )  # fmt: skip
+
+    def _heal(self, suspect: Suspect, node: Node) -> None:
+        if self._servers.is_open(node):
             return
         try:
-            with self._servers.connect(node, max_bytes=suspect.max_bytes + 1024) as client:
+            with self._servers.connect(node, suspect.max_bytes + SMALL_BYTES) as client:
                 if _remove(suspect, client):
-                    logger.warning(
-                        "redis %s: removed a value that was not what its name says", node
-                    )
+                    with self._lock:
+                        self._removed[node] += 1
+                        self._last_removal = self._servers.clock()
         except NoPermissionError as error:
             self._may_remove = False
             logger.warning(

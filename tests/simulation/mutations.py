@@ -61,7 +61,7 @@ def stores_never_cancelled() -> None:
     """A store goes on although its blocks have been given to another request."""
     from lmcache_connector.worker.job_queue import JobQueue
 
-    JobQueue.cancel = lambda self, job_ids: None  # type: ignore[method-assign]
+    JobQueue.cancel = lambda self, job_ids=None: None  # type: ignore[method-assign]
 
 
 def buffer_given_back_early() -> None:
@@ -120,6 +120,77 @@ def index_never_forgets() -> None:
     ChunkIndex.drop = lambda self, rank, key: None  # type: ignore[method-assign]
 
 
+def half_a_chunk_is_a_hit() -> None:
+    """A chunk of which one value is missing counts as read."""
+    from lmcache_connector.storage.redis.read_queue import PendingRead
+
+    PendingRead.hits = lambda self: [left <= 1 for left in self._left]  # type: ignore[method-assign]
+
+
+def old_maps_are_kept() -> None:
+    """A redirection of a look-up does not make its slot map stale."""
+    from lmcache_connector.storage.redis.lookup import RedisLookup
+
+    RedisLookup._number = (  # type: ignore[method-assign]
+        lambda self, line, node: int(line[1:]) if line[:1] == b":" and line[1:].isdigit() else 0
+    )
+
+
+def values_stay_for_ever() -> None:
+    """Written without the lifetime that was asked for."""
+    from lmcache_connector.storage.redis.client.resp import set_command
+
+    _replace(set_command, lambda name, size, _: set_command(name, size, ()))
+
+
+def kept_behind_a_miss() -> None:
+    """What was read behind the first chunk that is missing is never given back."""
+    from lmcache_connector.worker.lmcache_redis import _cut_at_first_miss
+
+    _replace(_cut_at_first_miss, lambda objects: objects)
+
+
+def healer_looks_once() -> None:
+    """A value that was wrong is removed although it has become right."""
+    from lmcache_connector.storage.redis.healer import Suspect
+
+    Suspect.is_sound = lambda self, value: False  # type: ignore[method-assign]
+
+
+def no_room_after_a_failure() -> None:
+    """A write that has failed takes its room in the queue for ever."""
+    from lmcache_connector.storage.redis.write_queue import WriteQueue
+
+    finish: Any = WriteQueue.finish
+
+    def keep(self: Any, write: Any, stored: bool) -> None:
+        finish(self, write, stored)
+        self._num_bytes += 0 if stored else len(write.buffer)
+
+    WriteQueue.finish = keep  # type: ignore[method-assign]
+
+
+def owners_stay() -> None:
+    """What was nobody's is counted as nobody's still."""
+    from lmcache_connector.retention.ledger import Ledger
+
+    Ledger._give = lambda self, chunk, name: None  # type: ignore[method-assign]
+
+
+def routers_are_told_half() -> None:
+    """What leaves memory is not told."""
+    from lmcache_connector.kv_events.log import KvEventLog
+
+    KvEventLog.gone = lambda self, *_: None  # type: ignore[method-assign]
+
+
+def resets_ignored() -> None:
+    """KV of other weights has the keys it had before."""
+    from lmcache_connector.scheduler.weight_names import WeightNames
+
+    WeightNames.reset = lambda self, *_, **__: None  # type: ignore[method-assign]
+
+
 ALL: dict[str, tuple[Callable[[], None], str]] = {
     mutation.__name__: (mutation, failure)
     for mutation, failure in (
@@ -132,10 +203,19 @@ ALL: dict[str, tuple[Callable[[], None], str]] = {
         (leaked_memory, "memory leaked"),
         (fetched_ahead_and_kept, "memory leaked"),
         (breaker_stays_open, "NO HIT"),
-        (index_never_forgets, "NO HIT"),
+        (index_never_forgets, "NO HIT|INDEX"),
+        (half_a_chunk_is_a_hit, "WRONG BYTES"),
+        (old_maps_are_kept, "NO HIT|NOT HEALED"),
+        (values_stay_for_ever, "TTL"),
+        (kept_behind_a_miss, "memory leaked"),
+        (healer_looks_once, "REMOVED"),
+        (no_room_after_a_failure, "NO HIT|NOT OFFERED"),
+        (owners_stay, "OWNERS"),
+        (routers_are_told_half, "EVENTS"),
+        (resets_ignored, "WRONG BYTES"),
     )
 }
-"""By name: the bug, and what the failure that shows it says."""
+"""By name: the bug, and a pattern of what the failure that shows it says."""
 
 
 def apply(name: str) -> None:
