@@ -2,8 +2,8 @@
 
 A model of plain layers, ``--gib`` in all, is digested as a worker does it on a CPU: on one thread,
 without the interpreter lock. ``digest_s_per_gib`` stands beside a ``memcpy`` and a ``sha256`` of
-the same bytes in the same rounds, and beside ``file``: of a file of as many bytes that lies in the page
-cache, as weights are named at a first start. Then an engine serves one prompt again and again:
+the same bytes in the same rounds, and beside ``file``: of a file of as many bytes that lies in the
+page cache, as weights are named at a first start. Then an engine serves one prompt again and again:
 ``hit_after_reset_vs_hit`` is its time to first token right after a reset, when the weights are read
 first, to that of a hit whose weights have their name. The form for GPUs
 (`vllm_compat/tensor_sums.py`) has not been measured.
