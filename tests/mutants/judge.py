@@ -1,0 +1,225 @@
+"""Asks the tests about one planted bug, in a copy of the tree.
+
+First those that the list names and those that mirror the file, then the simulation, then all that
+import the file, the nearest first, and real engines last.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.util import cache_from_source
+from pathlib import Path
+
+from tests.mutants.catalog import Mutant
+from tests.mutants.relevance import Imports, mirror
+
+_LEFT_OUT = {".git", ".venv", ".cache", ".hypothesis", "build", "dist", "__pycache__"}
+_QUICK = "not engine and not soak and not cuda"
+_TEST_SECONDS = 90  # for one test; the suite's own limit is longer than a bug is worth
+_SIMULATION_SECONDS = 45.0
+_START_SECONDS = 120.0
+_ENGINES = ("tests/engine/test_tiers.py", "tests/engine/test_sharing.py")
+_P2P_ENGINES = ("tests/engine/p2p/test_handover.py",)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::.*?)?)(?: - (.*))?$", re.MULTILINE)
+_SEED = re.compile(r"^seed (\d+) FAILED (.*)$", re.MULTILINE)
+_WHERE = """
+import importlib.util, sys
+for name in sys.argv[2:]:
+    spec = importlib.util.find_spec(name)
+    assert spec and spec.origin.startswith(sys.argv[1] + "/"), f"{name} is not the copy's: {spec}"
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``finder``: the test, or the simulation's seed; empty if none has found the bug. ``how``:
+    what the failure says. ``seconds``: since the bug was planted."""
+
+    finder: str = ""
+    how: str = ""
+    seconds: float = 0.0
+
+
+class Copy:
+    """A copy of the tree that bugs are planted in. One thread owns it."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[str] | None = None
+        self._is_stopped = False
+        wanted = {file.relative_to(root) for file in _walk(root)}
+        for name in wanted:
+            source, target = root / name, folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_symlink():
+                target.unlink(missing_ok=True)
+                target.symlink_to(source.readlink())
+            elif not target.is_file() or target.read_bytes() != source.read_bytes():
+                shutil.copy2(source, target)
+        for file in list(_walk(folder)):
+            if file.relative_to(folder) not in wanted:
+                file.unlink()
+
+    def check(self, modules: Sequence[str]) -> None:
+        """Raises ``RuntimeError`` unless Python imports these from the copy, and not from where
+        the product is installed."""
+        output, code = self.run([sys.executable, "-c", _WHERE, str(self.folder), *modules], 60.0)
+        if code:
+            raise RuntimeError(output[-2000:])
+
+    @contextmanager
+    def planted(self, mutant: Mutant) -> Iterator[None]:
+        """With the bug, for as long as that. Raises `StaleError`."""
+        file = self.folder / mutant.file
+        text = file.read_text()
+        self._write(file, mutant.plant(text))
+        try:
+            yield
+        finally:
+            self._write(file, text)
+
+    def run(self, command: Sequence[str], seconds: float) -> tuple[str, int]:
+        """Output and exit status, which is negative if ``seconds`` were not enough."""
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "COLUMNS": "400"}
+        with subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            self._process = process
+            if self._is_stopped:
+                self.stop()
+            try:
+                return process.communicate(timeout=max(1.0, seconds))[0], process.wait()
+            except subprocess.TimeoutExpired:
+                self.stop()
+                self._is_stopped = False
+                return process.communicate()[0], -signal.SIGKILL
+
+    def stop(self) -> None:
+        """End what runs, and all that will. From any thread."""
+        self._is_stopped = True
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _write(self, file: Path, text: str) -> None:
+        file.write_text(text)
+        Path(cache_from_source(str(file))).unlink(missing_ok=True)
+
+
+@dataclass
+class Judge:
+    """``sick``: tests that fail without any bug, and find none. ``limit``: seconds for a bug."""
+
+    imports: Imports
+    limit: float
+    with_engines: bool = True
+    sick: set[str] = field(default_factory=set)
+
+    def find(self, mutant: Mutant, copy: Copy, known: str) -> Verdict:
+        """``known``: what found it in another tree, asked first. Raises `StaleError`."""
+        started, found = time.monotonic(), Verdict()
+
+        def left() -> float:
+            return self.limit - (time.monotonic() - started)
+
+        with copy.planted(mutant):
+            for found in self._ask(mutant, copy, known, left):
+                if found.finder or left() <= 0.0:
+                    break
+        return replace(found, seconds=round(time.monotonic() - started, 1))
+
+    def find_simulated(self, mutant: Mutant, copy: Copy, num_seeds: int) -> Verdict:
+        """By the simulation alone, which must fail by what the mutant says."""
+        started = time.monotonic()
+        with copy.planted(mutant):
+            more = ["--seeds", str(num_seeds), "--until", mutant.simulation]
+            found = self._simulate(copy, more, self.limit, mutant.simulation)
+        return replace(found, seconds=round(time.monotonic() - started, 1))
+
+    def fail_without(self, finders: Sequence[str], copy: Copy) -> set[str]:
+        """Those that find something where there is no bug."""
+        tests = sorted({finder for finder in finders if finder.startswith("tests/")})
+        sick = set()
+        if tests:
+            output, _ = self._pytest(copy, tests, 60.0 + 30.0 * len(tests), ["-m", "not soak"])
+            sick = {test for test, _ in _FAILED.findall(output)}
+        seeds = [int(finder.split()[-1]) for finder in finders if _is_seed(finder)]
+        if seeds and self._simulate(copy, ["--seeds", str(max(seeds) + 1)], 900.0).finder:
+            sick |= set(filter(_is_seed, finders))
+        return sick
+
+    def _ask(
+        self, mutant: Mutant, copy: Copy, known: str, left: Callable[[], float]
+    ) -> Iterator[Verdict]:
+        def there(*tests: str) -> list[str]:
+            return [test for test in tests if (copy.folder / test.split("::")[0]).exists()]
+
+        if known and known not in self.sick:
+            yield self._test(copy, there(known), left(), "not soak")
+        yield self._test(copy, there(*mutant.tests, *mirror(mutant.file)), left())
+        if self.imports.is_simulated(mutant.module):
+            seconds = str(min(_SIMULATION_SECONDS, left()))
+            limit = _SIMULATION_SECONDS + _START_SECONDS
+            yield self._simulate(copy, ["--seconds", seconds], limit)
+        yield self._test(copy, self.imports.tests_of(mutant.module), left())
+        if self.with_engines:
+            usual = _P2P_ENGINES if "/p2p/" in mutant.file else _ENGINES
+            yield self._test(copy, there(*mutant.tests, *usual), left(), "engine")
+
+    def _test(self, copy: Copy, tests: Sequence[str], left: float, marks: str = _QUICK) -> Verdict:
+        """The first of the tests that fails."""
+        if not tests or left <= 0.0:
+            return Verdict()
+        output, code = self._pytest(copy, tests, left, ["-x", "-m", marks])
+        if failures := _FAILED.findall(output):
+            return Verdict(*failures[0])
+        is_hung = code < 0 and " passed" in output
+        return Verdict(tests[0], "its process does not end") if is_hung else Verdict()
+
+    def _pytest(
+        self, copy: Copy, tests: Sequence[str], seconds: float, more: Sequence[str]
+    ) -> tuple[str, int]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
+        # Under load a test may fail for want of time: it has to fail twice.
+        command += [
+            f"--timeout={_TEST_SECONDS}",
+            "--reruns=1",
+            *more,
+            *(f"--deselect={t}" for t in self.sick),
+        ]
+        return copy.run([*command, *tests], seconds)
+
+    def _simulate(self, copy: Copy, more: Sequence[str], seconds: float, says: str = "") -> Verdict:
+        command = [sys.executable, "-m", "tests.simulation", "--first", "0", *more]
+        output, code = copy.run(command, seconds)
+        for seed, how in _SEED.findall(output):
+            if says in how:
+                return Verdict(f"the simulation, seed {seed}", how)
+        if code in (0, -signal.SIGKILL) or says:
+            return Verdict()
+        return Verdict("the simulation", (output.strip().splitlines() or ["it crashed"])[-1])
+
+
+def _is_seed(finder: str) -> bool:
+    return finder.startswith("the simulation, seed ")
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Files, and links to folders."""
+    for path in folder.iterdir():
+        if path.name in _LEFT_OUT or path.name.endswith((".egg-info", "_cache")):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path)
+        else:
+            yield path
