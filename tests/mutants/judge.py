@@ -1,7 +1,7 @@
 """Asks the tests about one planted bug, in a copy of the tree.
 
-First those that the list names and those that mirror the file, then the simulation, then all that
-import the file, the nearest first, and real engines last.
+First those that the list names, that mirror the file or import it, then the simulation, then the
+folder of the mirror and all that import what imports the file, and real engines last.
 """
 
 from __future__ import annotations
@@ -166,12 +166,15 @@ class Judge:
 
         if known and known not in self.sick:
             yield self._test(copy, there(known), left(), "not soak")
-        yield self._test(copy, there(*mutant.tests, *mirror(mutant.file)), left())
-        if self.imports.is_simulated(mutant.module):
+        own, module = mirror(mutant.file), mutant.module
+        near = self.imports.tests_of(module, directly=True)
+        yield self._test(copy, there(*mutant.tests, str(own), *near), left())
+        if self.imports.is_simulated(module):
             seconds = str(min(_SIMULATION_SECONDS, left()))
             limit = _SIMULATION_SECONDS + _START_SECONDS
             yield self._simulate(copy, ["--seconds", seconds], limit)
-        yield self._test(copy, self.imports.tests_of(mutant.module), left())
+        far = self.imports.tests_of(module)
+        yield self._test(copy, there(str(own.parent), *far), left())
         if self.with_engines:
             usual = _P2P_ENGINES if "/p2p/" in mutant.file else _ENGINES
             yield self._test(copy, there(*mutant.tests, *usual), left(), "engine")

@@ -25,9 +25,10 @@ class Imports:
                 if imported in files:
                     self._importers[imported].add(name)
 
-    def tests_of(self, module: str) -> list[str]:
-        """Test files that import it or what imports it, the nearest first."""
-        return [self._tests[name] for name in self._reach(module) if name in self._tests]
+    def tests_of(self, module: str, *, directly: bool = False) -> list[str]:
+        """Test files that import it, or what imports it, the nearest first."""
+        names = sorted(self._importers.get(module, ())) if directly else self._reach(module)
+        return [self._tests[name] for name in names if name in self._tests]
 
     def is_simulated(self, module: str) -> bool:
         return any(name.startswith("tests.simulation.") for name in self._reach(module))
@@ -42,11 +43,10 @@ class Imports:
         return list(reached)
 
 
-def mirror(file: str) -> list[str]:
-    """The test file that stands for a file of the product, then the folder it is in."""
+def mirror(file: str) -> Path:
+    """The test file that stands for a file of the product."""
     path = Path(file.removeprefix(f"{PACKAGE}/"))
-    folder = Path(TESTS) / path.parent
-    return [(folder / f"test_{path.name}").as_posix(), folder.as_posix()]
+    return Path(TESTS) / path.parent / f"test_{path.name}"
 
 
 def _files(root: Path) -> Iterator[Path]:
