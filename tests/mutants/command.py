@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.mutants.catalog import LIST, Mutant, StaleError, load
-from tests.mutants.judge import Copy, Judge, Verdict
+from tests.mutants.judge import PRELOADED, Copy, Judge, Verdict
 from tests.mutants.ledger import Ledger
 from tests.mutants.relevance import Imports
 
@@ -21,7 +21,7 @@ _SEEDS = 500
 _ROUNDS = 3
 
 
-def main(argv: Sequence[str], root: Path = ROOT) -> int:
+def main(argv: Sequence[str], root: Path = ROOT, preloaded: Sequence[str] = PRELOADED) -> int:
     """The exit status: 0 if every bug was planted and found, 2 for a run that cannot begin."""
     arguments = _parse(argv)
     try:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str], root: Path = ROOT) -> int:
     mutants = [mutant for mutant in chosen if mutant.name not in stale]
     if arguments.simulation:
         mutants = [mutant for mutant in mutants if mutant.simulation]
-    run = _Run(root, arguments)
+    run = _Run(root, arguments, preloaded)
     try:
         with run.ledger.alone():
             found = {} if arguments.check else run.all(mutants)
@@ -82,8 +82,10 @@ def _is_stale(root: Path, mutant: Mutant) -> bool:
 class _Run:
     """Judges bugs in several threads."""
 
-    def __init__(self, root: Path, arguments: argparse.Namespace) -> None:
+    def __init__(self, root: Path, arguments: argparse.Namespace, preloaded: Sequence[str]) -> None:
         self._root = root
+        self._preloaded = preloaded
+        self._copies: list[Copy] = []
         self._arguments = arguments
         self._lock = threading.Lock()
         self._judge = Judge(Imports(root), arguments.limit, not arguments.no_engines)
@@ -91,32 +93,35 @@ class _Run:
 
     def all(self, mutants: Sequence[Mutant]) -> dict[str, Verdict]:
         """Verdicts on those that are found, by tests that pass without them."""
-        found: dict[str, Verdict] = {}
-        todo, is_simulated = list(mutants), self._arguments.simulation
-        for _ in range(_ROUNDS if todo else 0):
-            copies = self._copies(todo)
-            verdicts = self._judge_each(todo, copies)
-            found |= {name: verdict for name, verdict in verdicts.items() if verdict.finder}
-            sick = set() if is_simulated else self._sick(found, copies[0])
+        try:
+            return self._all(mutants)
+        finally:
+            for copy in self._copies:
+                copy.close()
+
+    def _all(self, mutants: Sequence[Mutant]) -> dict[str, Verdict]:
+        found = {m.name: known for m in mutants if (known := self._known(m)) is not None}
+        todo = [mutant for mutant in mutants if mutant.name not in found]
+        for _ in range(_ROUNDS):
+            found |= self._judge_each(todo) if todo else {}
+            sick = self._sick(found)
             todo = [m for m in mutants if m.name in found and found[m.name].finder in sick]
             for mutant in todo:
                 print(f"AGAIN   {mutant.name}: {found.pop(mutant.name).finder} fails without it")
                 self.ledger.put(mutant, None)
             if not todo:
                 break
-        return found
+        return {name: verdict for name, verdict in found.items() if verdict.finder}
 
-    def _copies(self, todo: Sequence[Mutant]) -> list[Copy]:
+    def _known(self, mutant: Mutant) -> Verdict | None:
+        return None if self._arguments.simulation else self.ledger.get(mutant)
+
+    def _judge_each(self, todo: Sequence[Mutant]) -> dict[str, Verdict]:
         num_jobs = max(1, min(self._arguments.jobs, len(todo)))
-        copies = [Copy(self._root, self.ledger.folder / f"copy-{i}") for i in range(num_jobs)]
-        for copy in copies:
-            copy.check(sorted({mutant.module for mutant in todo}))
-        return copies
-
-    def _judge_each(self, todo: Sequence[Mutant], copies: Sequence[Copy]) -> dict[str, Verdict]:
         free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        for copy in copies:
-            free.put(copy)
+        for i in range(num_jobs):
+            free.put(self._copy(i))
+            self._copy(i).check(sorted({mutant.module for mutant in todo}))
 
         def judge(mutant: Mutant) -> tuple[str, Verdict]:
             copy = free.get()
@@ -125,19 +130,23 @@ class _Run:
             finally:
                 free.put(copy)
 
-        with ThreadPoolExecutor(len(copies)) as pool:
+        with ThreadPoolExecutor(num_jobs) as pool:
             try:
                 return dict(pool.map(judge, todo))
             except BaseException:  # an interrupt: what runs would go on for minutes
-                for copy in copies:
-                    copy.stop()
+                for copy in self._copies:
+                    copy.close()
                 raise
+
+    def _copy(self, number: int) -> Copy:
+        if number == len(self._copies):
+            folder = self.ledger.folder / f"copy-{number}"
+            self._copies.append(Copy(self._root, folder, self._preloaded))
+        return self._copies[number]
 
     def _verdict(self, mutant: Mutant, copy: Copy) -> Verdict:
         if self._arguments.simulation:
             verdict = self._judge.find_simulated(mutant, copy, _SEEDS)
-        elif (known := self.ledger.get(mutant)) is not None:
-            return known
         else:
             finder = self.ledger.finders.get(mutant.name, "")
             verdict = self._judge.find(mutant, copy, finder)
@@ -147,9 +156,12 @@ class _Run:
         print(f"{word:7} {mutant.name}  {verdict.seconds:.0f} s  {by}  {verdict.how}", flush=True)
         return verdict
 
-    def _sick(self, found: dict[str, Verdict], copy: Copy) -> set[str]:
-        new = {verdict.finder for verdict in found.values()} - self.ledger.sound
-        sick = self._judge.fail_without(sorted(new), copy)
+    def _sick(self, found: dict[str, Verdict]) -> set[str]:
+        """Finders that find something where there is no bug."""
+        new = {verdict.finder for verdict in found.values() if verdict.finder} - self.ledger.sound
+        if self._arguments.simulation or not new:
+            return set()
+        sick = self._judge.fail_without(sorted(new), self._copy(0))
         self._judge.sick |= sick
         self.ledger.sound |= new - sick
         self.ledger.save()

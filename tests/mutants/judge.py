@@ -6,15 +6,17 @@ folder of the mirror and all that import what imports the file, and real engines
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -31,12 +33,13 @@ _ENGINES = ("tests/engine/test_tiers.py", "tests/engine/test_sharing.py")
 _P2P_ENGINES = ("tests/engine/p2p/test_handover.py",)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::.*?)?)(?: - (.*))?$", re.MULTILINE)
 _SEED = re.compile(r"^seed (\d+) FAILED (.*)$", re.MULTILINE)
-_WHERE = """
-import importlib.util, sys
-for name in sys.argv[2:]:
-    spec = importlib.util.find_spec(name)
-    assert spec and spec.origin.startswith(sys.argv[1] + "/"), f"{name} is not the copy's: {spec}"
-"""
+PRELOADED = (
+    "torch",
+    "vllm.v1.core.sched.scheduler",
+    "lmcache.v1.cache_engine",
+    "hypothesis",
+    "_pytest.main",
+)
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,11 @@ class Verdict:
 
 
 class Copy:
-    """A copy of the tree that bugs are planted in. One thread owns it."""
+    """A copy of the tree that bugs are planted in, and a process that runs its tests, which has
+    imported ``preloaded``. One thread owns it."""
 
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path, folder: Path, preloaded: Sequence[str] = PRELOADED) -> None:
         self.folder = folder
-        self._process: subprocess.Popen[str] | None = None
-        self._is_stopped = False
         wanted = {file.relative_to(root) for file in _walk(root)}
         for name in wanted:
             source, target = root / name, folder / name
@@ -68,11 +70,22 @@ class Copy:
         for file in list(_walk(folder)):
             if file.relative_to(folder) not in wanted:
                 file.unlink()
+        self._output = folder.with_suffix(".output")
+        self._running = 0
+        self._host = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("host.py")), *preloaded],
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
 
     def check(self, modules: Sequence[str]) -> None:
         """Raises ``RuntimeError`` unless Python imports these from the copy, and not from where
         the product is installed."""
-        output, code = self.run([sys.executable, "-c", _WHERE, str(self.folder), *modules], 60.0)
+        output, code = self.run("tests.mutants.where", modules, 120.0)
         if code:
             raise RuntimeError(output[-2000:])
 
@@ -87,29 +100,36 @@ class Copy:
         finally:
             self._write(file, text)
 
-    def run(self, command: Sequence[str], seconds: float) -> tuple[str, int]:
+    def run(
+        self, module: str, arguments: Sequence[str], seconds: float, *, anew: bool = False
+    ) -> tuple[str, int]:
         """Output and exit status, which is negative if ``seconds`` were not enough."""
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "COLUMNS": "400"}
-        with subprocess.Popen(
-            command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            start_new_session=True,
-        ) as process:  # fmt: skip
-            self._process = process
-            if self._is_stopped:
-                self.stop()
-            try:
-                return process.communicate(timeout=max(1.0, seconds))[0], process.wait()
-            except subprocess.TimeoutExpired:
-                self.stop()
-                self._is_stopped = False
-                return process.communicate()[0], -signal.SIGKILL
+        assert self._host.stdin is not None
+        assert self._host.stdout is not None
+        self._output.write_text("")
+        job = {"folder": str(self.folder), "module": module, "arguments": list(arguments)}
+        print(json.dumps({**job, "output": str(self._output), "anew": anew}), file=self._host.stdin)
+        self._host.stdin.flush()
+        self._running = int(self._host.stdout.readline())
+        timer = threading.Timer(max(1.0, seconds), self._kill)
+        timer.start()
+        try:
+            code = int(self._host.stdout.readline())
+        finally:
+            timer.cancel()
+            self._running = 0
+        return self._output.read_text(errors="replace"), code
 
-    def stop(self) -> None:
-        """End what runs, and all that will. From any thread."""
-        self._is_stopped = True
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+    def close(self) -> None:
+        """End what runs, and all that would. From any thread."""
+        self._host.kill()
+        self._kill()
+        self._host.wait()
+
+    def _kill(self) -> None:
+        if self._running:
+            with suppress(ProcessLookupError):
+                os.killpg(self._running, signal.SIGKILL)
 
     def _write(self, file: Path, text: str) -> None:
         file.write_text(text)
@@ -192,19 +212,14 @@ class Judge:
     def _pytest(
         self, copy: Copy, tests: Sequence[str], seconds: float, more: Sequence[str]
     ) -> tuple[str, int]:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
         # Under load a test may fail for want of time: it has to fail twice.
-        command += [
-            f"--timeout={_TEST_SECONDS}",
-            "--reruns=1",
-            *more,
-            *(f"--deselect={t}" for t in self.sick),
-        ]
-        return copy.run([*command, *tests], seconds)
+        options = ["-q", "-p", "no:cacheprovider", "--tb=line", "--reruns=1"]
+        options += [f"--timeout={_TEST_SECONDS}", *(f"--deselect={test}" for test in self.sick)]
+        anew = any("/engine/" in test for test in tests)  # engines are particular about imports
+        return copy.run("pytest", [*options, *more, *tests], seconds, anew=anew)
 
     def _simulate(self, copy: Copy, more: Sequence[str], seconds: float, says: str = "") -> Verdict:
-        command = [sys.executable, "-m", "tests.simulation", "--first", "0", *more]
-        output, code = copy.run(command, seconds)
+        output, code = copy.run("tests.simulation", ["--first", "0", *more], seconds)
         for seed, how in _SEED.findall(output):
             if says in how:
                 return Verdict(f"the simulation, seed {seed}", how)

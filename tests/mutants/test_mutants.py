@@ -38,6 +38,8 @@ def _tree(root: Path) -> None:
         "lmcache_connector/__init__.py": "",
         "lmcache_connector/sums.py": "def add(a, b):\n    return a + b\n",
         "tests/__init__.py": "",
+        "tests/mutants/__init__.py": "",
+        "tests/mutants/where.py": Path(__file__).with_name("where.py").read_text(),
         "tests/test_sums.py": (
             "from lmcache_connector.sums import add\n\ndef test_add():\n    assert add(2, 1) == 3\n"
         ),
@@ -53,7 +55,7 @@ def _tree(root: Path) -> None:
 
 def test_each_bug_is_planted_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _tree(tmp_path)
-    assert main(["--json", "-", "--write", "--jobs", "1"], tmp_path) == 1
+    assert main(["--json", "-", "--write", "--jobs", "1"], tmp_path, ()) == 1
     said = capsys.readouterr().out.splitlines()
     assert json.loads(said[-1]) == {
         "planted": 2,
@@ -64,6 +66,6 @@ def test_each_bug_is_planted_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert any(line.startswith("found") and "tests/test_sums.py::test_add" in line for line in said)
     assert "| `found` | slip | sums |" in (tmp_path / "tests/MUTANTS.md").read_text()
     assert "a + b" in (tmp_path / "lmcache_connector/sums.py").read_text()
-    assert main(["found"], tmp_path) == 0, "known by now"
+    assert main(["found"], tmp_path, ()) == 0, "known by now"
     assert "found by" not in capsys.readouterr().out
-    assert main(["nothing/like/it"], tmp_path) == 2
+    assert main(["nothing/like/it"], tmp_path, ()) == 2
