@@ -1,4 +1,4 @@
-"""Runs modules, each in a process forked from this one, which has imported what has no bugs of ours.
+"""Runs modules, each in a process forked from this one: vLLM is imported, and nothing of ours.
 
 vLLM, torch and LMCache take 17 s of a core to import. This is a script of its own, so that nothing
 of `tests` is imported from the tree it lies in. It takes lines of JSON: ``folder``, ``module``,
