@@ -44,6 +44,8 @@ def _run(folder: str, module: str, arguments: list[str], output: str, anew: bool
     sys.path.insert(0, folder)
     if module == "tests.simulation":
         os.environ["PYTHONHASHSEED"] = "0"
+        for name in [name for name in sys.modules if name.split(".")[0] == "redis"]:
+            del sys.modules[name]  # vLLM has imported it, and the simulation has its own
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -29,6 +29,7 @@ _QUICK = "not engine and not soak and not cuda"
 _TEST_SECONDS = 90  # for one test; the suite's own limit is longer than a bug is worth
 _SIMULATION_SECONDS = 45.0
 _START_SECONDS = 120.0
+_SIMULATION = "the simulation"
 _ENGINES = ("tests/engine/test_tiers.py", "tests/engine/test_sharing.py")
 _P2P_ENGINES = ("tests/engine/p2p/test_handover.py",)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::.*?)?)(?: - (.*))?$", re.MULTILINE)
@@ -173,9 +174,10 @@ class Judge:
         if tests:
             output, _ = self._pytest(copy, tests, 60.0 + 30.0 * len(tests), ["-m", "not soak"])
             sick = {test for test, _ in _FAILED.findall(output)}
-        seeds = [int(finder.split()[-1]) for finder in finders if _is_seed(finder)]
-        if seeds and self._simulate(copy, ["--seeds", str(max(seeds) + 1)], 900.0).finder:
-            sick |= set(filter(_is_seed, finders))
+        if simulated := {finder for finder in finders if finder.startswith(_SIMULATION)}:
+            seeds = map(int, re.findall(r"seed (\d+)", " ".join(simulated)))
+            if self._simulate(copy, ["--seeds", str(1 + max(seeds, default=0))], 900.0).finder:
+                sick |= simulated
         return sick
 
     def _ask(
@@ -222,14 +224,10 @@ class Judge:
         output, code = copy.run("tests.simulation", ["--first", "0", *more], seconds)
         for seed, how in _SEED.findall(output):
             if says in how:
-                return Verdict(f"the simulation, seed {seed}", how)
+                return Verdict(f"{_SIMULATION}, seed {seed}", how)
         if code in (0, -signal.SIGKILL) or says:
             return Verdict()
-        return Verdict("the simulation", (output.strip().splitlines() or ["it crashed"])[-1])
-
-
-def _is_seed(finder: str) -> bool:
-    return finder.startswith("the simulation, seed ")
+        return Verdict(_SIMULATION, (output.strip().splitlines() or ["it crashed"])[-1])
 
 
 def _walk(folder: Path) -> Iterator[Path]:
