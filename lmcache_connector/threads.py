@@ -1,15 +1,20 @@
-"""How every thread of the product is started."""
+"""How every thread of the product is started, and how long a step waits for them."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 Arguments = TypeVarTuple("Arguments")
+AnswerT = TypeVar("AnswerT")
+
+_IDLE_WAIT_SECONDS = 0.005
+"""While nothing runs an idle step would take no less."""
 
 
 def start_thread(
@@ -49,3 +54,31 @@ def computing_alone() -> Iterator[None]:
         yield
     finally:
         openmp.omp_set_num_threads(before)
+
+
+class StepWait:
+    """What one engine step may wait for other threads, for all requests together: ``seconds``, or
+    more while ``is_idle``, when no request runs."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_idle = True
+        self._seconds = seconds
+        self._clock = clock
+        self._spent = 0.0
+
+    def next_step(self) -> None:
+        self._spent = 0.0
+
+    def on(self, wait: Callable[[float], AnswerT]) -> AnswerT:
+        """``wait(seconds)``, with as many seconds as are left."""
+        most = self._seconds
+        if self.is_idle and most:
+            most = max(most, _IDLE_WAIT_SECONDS)
+        started = self._clock()
+        answer = wait(max(0.0, most - self._spent))
+        self._spent += self._clock() - started
+        return answer
+
+    def end(self) -> None:
+        """One has waited in vain: the others of this step wait no more."""
+        self._spent = float("inf")

@@ -25,9 +25,8 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import Tier
+from lmcache_connector.threads import StepWait
 
-# For an answer from Redis while nothing runs: an idle step would take no less.
-_IDLE_WAIT_SECONDS = 0.005
 # An answer that old is asked for again before a request is scheduled: while the request queued,
 # others stored what it shares with them, and the CPU tier let go of what it had.
 _STALE_SECONDS = 0.25
@@ -60,9 +59,6 @@ class HitFinder:
         self._index = index
         self._tally = tally
 
-    def next_step(self) -> None:
-        """A new engine step begins."""
-
     def ask(self, asked: RequestLookup, first: int) -> None:
         """Ask slow tiers for the chunks from ``first`` on, ahead of :meth:`find`."""
 
@@ -74,17 +70,14 @@ class HitFinder:
     def close(self) -> None:
         """Let go of connections and threads."""
 
-    def find(
-        self, asked: RequestLookup, num_computed_tokens: int, *, is_idle: bool
-    ) -> Hit | Pending:
+    def find(self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait) -> Hit | Pending:
         """The hit, from the chunk being computed on.
 
-        ``PENDING``: call again in the next step. ``is_idle``: no request runs, so that waiting
-        holds up nobody.
+        ``PENDING``: call again in the next step.
         """
         first = num_computed_tokens // self._chunk_size
         self.ask(asked, first)
-        redis_keys = self._redis_keys(asked, num_computed_tokens, is_idle)
+        redis_keys = self._redis_keys(asked, num_computed_tokens, wait)
         if redis_keys is PENDING:
             return PENDING
         _, are_in_cpu, hit = self._hit(asked, num_computed_tokens, redis_keys)
@@ -130,7 +123,7 @@ class HitFinder:
         return [keys_of_part(asked.keys.keys[first:], p, num_parts) for p in range(num_parts)]
 
     def _redis_keys(
-        self, asked: RequestLookup, num_computed_tokens: int, is_idle: bool
+        self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
     ) -> frozenset[bytes] | Pending:
         """What Redis holds, as far as it was asked."""
         return frozenset()
@@ -147,10 +140,7 @@ class HitFinder:
 
 
 class RedisHitFinder(HitFinder):
-    """Finds hits in the CPU tiers and in Redis, which ``lookup`` asks.
-
-    ``wait_seconds``: how long an engine step may wait for answers, all requests together.
-    """
+    """Finds hits in the CPU tiers and in Redis, which ``lookup`` asks."""
 
     def __init__(
         self,
@@ -162,20 +152,12 @@ class RedisHitFinder(HitFinder):
         policy: LoadPolicy,
         kv_events: KvEventSink,
         clock: Callable[[], float],
-        *,
-        wait_seconds: float,
     ) -> None:
         super().__init__(parts, chunk_size, index, tally)
-        self._wait_seconds = wait_seconds
         self._lookup = lookup
         self._policy = policy
         self._kv_events = kv_events
         self._clock = clock
-        # What this step may still wait: a slow server costs a step one wait, however many requests.
-        self._step_wait_seconds = wait_seconds
-
-    def next_step(self) -> None:
-        self._step_wait_seconds = self._wait_seconds
 
     def ask(self, asked: RequestLookup, first: int) -> None:
         """Ask for what is not in the index: once, and again for a request that has queued for
@@ -248,22 +230,24 @@ class RedisHitFinder(HitFinder):
 
     def _is_old(self, asked: RequestLookup) -> bool:
         """Whether a new answer may say more: there is one, it is old, and nobody has waited for
-        it."""
-        if asked.wait_until is not None or self._clock() - asked.asked_at < _STALE_SECONDS:
+        it. What a request has no time left to wait for is not asked for."""
+        if asked.wait_until is not None or asked.wait_seconds == 0.0:
+            return False
+        if self._clock() - asked.asked_at < _STALE_SECONDS:
             return False
         return asked.pending is None or asked.pending.answer is not PENDING
 
     def _redis_keys(
-        self, asked: RequestLookup, num_computed_tokens: int, is_idle: bool
+        self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
     ) -> frozenset[bytes] | Pending:
-        """Waits a moment if that is worth it, longer if ``is_idle``."""
+        """Waits a moment if that is worth it."""
         if asked.pending is None:
             return asked.redis_keys
-        remaining = self._remaining_seconds(asked, num_computed_tokens)
-        answer = asked.pending.wait(min(self._wait_now(is_idle), max(0.0, remaining)))
+        remaining, question = self._remaining_seconds(asked, num_computed_tokens), asked.pending
+        answer = wait.on(lambda seconds: question.wait(min(seconds, max(0.0, remaining))))
         if answer is PENDING:
             if remaining > 0:
-                self._step_wait_seconds = 0.0
+                wait.end()
                 if self._is_worth_a_step(asked, num_computed_tokens, remaining):
                     return PENDING
             # Not cancelled: how long it takes tells whether the next one is worth waiting for.
@@ -272,7 +256,7 @@ class RedisHitFinder(HitFinder):
         elif answer is not MISS and len(answer.keys) < len(asked.asked_keys):
             self._kv_events.missing(next(k for k in asked.asked_keys if k not in answer.keys))
         asked.redis_keys = answer.keys
-        asked.pending = asked.wait_until = None
+        asked.end_wait(self._clock())
         return asked.redis_keys
 
     def _is_worth_a_step(
@@ -290,15 +274,13 @@ class RedisHitFinder(HitFinder):
             remaining_seconds,
         )
 
-    def _wait_now(self, is_idle: bool) -> float:
-        wait_seconds = self._step_wait_seconds
-        return max(wait_seconds, _IDLE_WAIT_SECONDS) if is_idle and wait_seconds else wait_seconds
-
     def _remaining_seconds(self, asked: RequestLookup, num_computed_tokens: int) -> float:
-        """Seconds for which this request may still wait for Redis' answer."""
+        """Seconds for which this request may still wait for Redis' answers, however many."""
         now = self._clock()
         if asked.wait_until is None:
-            asked.wait_until = now + self._policy.lookup_seconds(
-                num_computed_tokens, asked.request.num_tokens, self._lookup.last_seconds
-            )
+            if asked.wait_seconds is None:
+                asked.wait_seconds = self._policy.lookup_seconds(
+                    num_computed_tokens, asked.request.num_tokens, self._lookup.last_seconds
+                )
+            asked.wait_until = now + asked.wait_seconds
         return asked.wait_until - now

@@ -21,7 +21,8 @@ class RequestLookup:
     keys: RequestKeys
     pending: PendingLookup | None = None
     asked_at: float = 0.0
-    wait_until: float | None = None  # set when the request first waits for the answer
+    wait_until: float | None = None  # set when the request begins to wait for an answer
+    wait_seconds: float | None = None  # left after the last one, for all further ones
     asked_keys: tuple[bytes, ...] = ()
     redis_keys: frozenset[bytes] = frozenset()
     is_counted: bool = False
@@ -35,6 +36,12 @@ class RequestLookup:
     def lose(self, key: bytes) -> None:
         """It turned out not to be there."""
         self.redis_keys -= {key}
+
+    def end_wait(self, now: float) -> None:
+        """It has waited for the answer long enough, or has it."""
+        if self.wait_until is not None:
+            self.wait_seconds = max(0.0, self.wait_until - now)
+        self.pending = self.wait_until = None
 
     def reset(self, keys: RequestKeys) -> None:
         """Answers about the keys from before are worth nothing."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_WARNINGS = 1024
+_LOOK_SECONDS = 0.5
+"""While requests queue, the files of their adapters may change, and vLLM may read them again."""
+_STALE_SECONDS = 5.0
+"""No step takes longer: the engine was paused, and its files may be others since."""
+
+
+@dataclass(slots=True)
+class _Look:
+    """The last look at an adapter that ``num_queued`` requests in vLLM's queue have."""
+
+    adapter: Any
+    reading: Reading[str]
+    since: float
+    num_queued: int = 0
 
 
 class AdapterReader:
@@ -25,23 +41,53 @@ class AdapterReader:
 
     ``find_folder`` turns the path a request has into the folder vLLM reads, ``None`` if there is
     none yet. ``loaded`` knows what vLLM has loaded; without it, that is taken to be what lies on
-    the disk.
+    the disk. ``looks``: at the adapters of requests in vLLM's queue.
     """
 
     def __init__(
         self,
         find_folder: Callable[[str], Path | None] = Path,
         loaded: LoadedAdapters | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._find_folder = find_folder
+        self._clock = clock
+        self.looks: dict[tuple[str, bool], _Look] = {}
         self.loaded = loaded
         self._digests = AdapterDigests()
         self._reads = BackgroundReads("lmc-adapters")
         self._warned: set[str] = set()
 
-    def read(self, adapter: Any) -> Reading[str]:
-        """Start to read the adapter of a request. Returns the name of its content, to be."""
-        return self._reads.submit(lambda: self._read(adapter))
+    def enter(self, adapter: Any) -> Reading[str]:
+        """A request with the adapter has joined vLLM's queue. Returns the name of what its files
+        hold now, to be. They are looked at again with every step until it has left, so that an ask
+        need not wait for that, however long the step before it took."""
+        look = self.looks.get(_files_of(adapter))
+        if look is None:
+            look = _Look(adapter, self._submit(adapter), self._clock())
+            self.looks[_files_of(adapter)] = look
+        else:
+            self._look(look)
+        look.num_queued += 1
+        return look.reading
+
+    def leave(self, adapter: Any) -> None:
+        look = self.looks[_files_of(adapter)]
+        look.num_queued -= 1
+        if not look.num_queued:
+            del self.looks[_files_of(adapter)]
+
+    def next_step(self) -> None:
+        for look in self.looks.values():
+            if look.reading.is_done and self._clock() - look.since >= _LOOK_SECONDS:
+                self._look(look)
+
+    def last_look(self, adapter: Any) -> Reading[str]:
+        """The name of what the files held by the last step. The request is in vLLM's queue."""
+        look = self.looks[_files_of(adapter)]
+        if look.reading.is_done and self._clock() - look.since >= _STALE_SECONDS:
+            self._look(look)
+        return look.reading
 
     def ask(self, adapter: Any) -> int:
         """Ask the ranks what they have loaded, ahead of need: unless all have told already that
@@ -100,6 +146,12 @@ class AdapterReader:
     def close(self) -> None:
         self._reads.close()
 
+    def _look(self, look: _Look) -> None:
+        look.reading, look.since = self._submit(look.adapter), self._clock()
+
+    def _submit(self, adapter: Any) -> Reading[str]:
+        return self._reads.submit(lambda: self._read(adapter))
+
     def _read(self, adapter: Any) -> str | None:
         """On a thread of its own."""
         try:
@@ -119,3 +171,8 @@ class AdapterReader:
         if about not in self._warned and len(self._warned) < _MAX_WARNINGS:
             self._warned.add(about)
             logger.warning("%s", message)
+
+
+def _files_of(adapter: Any) -> tuple[str, bool]:
+    """What :meth:`AdapterReader._read` goes by."""
+    return adapter.lora_path, adapter.is_3d_lora_weight

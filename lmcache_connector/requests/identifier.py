@@ -23,6 +23,7 @@ from lmcache_connector.requests.content_digest import (
     mask_digest,
 )
 from lmcache_connector.requests.unknown_fields import UnknownFields
+from lmcache_connector.threads import StepWait
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request
@@ -31,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 _READ_SECONDS = 10.0
 """What takes longer is not worth waiting for: the request bypasses the tiers."""
-
-_STALE_SECONDS = 1.0
-"""While a request queues, its adapter's files may change, and vLLM may read them again."""
 
 
 class Bypass(Enum):
@@ -75,13 +73,9 @@ class _Open:
     inputs: Reading[_Inputs] | None = None
     adapter: Reading[str] | None = None
     question: int = 0
+    is_queued: bool = False  # for its adapter
     give_up_at: float = 0.0
     found: Identified | None = None
-
-    def cancel(self) -> None:
-        for reading in (self.inputs, self.adapter):
-            if reading is not None:
-                reading.cancel()
 
 
 class RequestIdentifier:
@@ -109,9 +103,9 @@ class RequestIdentifier:
         self._reads = BackgroundReads("lmc-inputs")
         self._open: dict[str, _Open] = {}
 
-    def identify(self, request: Request, wait_seconds: float = 0.0) -> Identified | NotYet:
-        """Waits up to ``wait_seconds`` for what is being read. ``UNREAD``: ask again; that ends
-        within ten seconds.
+    def identify(self, request: Request, wait: StepWait | None = None) -> Identified | NotYet:
+        """Waits as ``wait`` allows for what is being read. ``UNREAD``: ask again; that ends within
+        ten seconds.
 
         Call it first when the request arrives, and :meth:`forget` when it has ended.
         """
@@ -121,7 +115,7 @@ class RequestIdentifier:
             if opened is None:
                 return RequestIdentity(request.cache_salt)
         if opened.found is None:
-            found = self._settle(opened, wait_seconds)
+            found = self._settle(opened, wait)
             if found is None:
                 return UNREAD
             self._set(opened, found)
@@ -138,17 +132,19 @@ class RequestIdentifier:
         return opened.request, found.multimodal if isinstance(found, RequestIdentity) else None
 
     def give_up(self, request_id: str) -> None:
-        """The request runs before its content is known: it bypasses."""
+        """The request runs: if its content is not known by now, it bypasses."""
         opened = self._open.get(request_id)
-        if opened is not None and opened.found is None:
-            opened.cancel()
+        if opened is None:
+            return
+        self._leave_queue(opened)
+        if opened.found is None:
             self._set(opened, _kind(opened.request))
 
-    def is_current(self, request: Request, wait_seconds: float = 0.0) -> bool | NotYet:
+    def is_current(self, request: Request, wait: StepWait | None = None) -> bool | NotYet:
         """Whether vLLM, as far as it is known now, would still compute what has been identified.
 
-        While a request queues, the files of its adapter may change, and vLLM may read them again:
-        they are looked at again after a second. ``UNREAD``: ask again.
+        While a request queues, the files of its adapter may change, and vLLM may read them again.
+        ``UNREAD``: ask again.
         """
         opened = self._open.get(request.request_id)
         if (
@@ -157,20 +153,20 @@ class RequestIdentifier:
             or not isinstance(opened.found, RequestIdentity)
         ):
             return True
-        read_at = opened.give_up_at - _READ_SECONDS
-        if self._clock() - read_at >= _STALE_SECONDS and opened.adapter.is_done:
-            opened.adapter = self.adapters.read(request.lora_request)
-            opened.give_up_at = self._clock() + _READ_SECONDS
-        if not opened.adapter.wait(wait_seconds):
-            return UNREAD if self._clock() < opened.give_up_at else False
-        name = opened.found.lora
-        return opened.adapter.value == name and self.adapters.may_compute(request, name)
+        if not opened.is_queued:  # it was preempted
+            self._join_queue(opened)
+        reading, name = self.adapters.last_look(request.lora_request), opened.found.lora
+        if not _is_read(reading, wait):
+            return UNREAD
+        return reading.value == name and self.adapters.may_compute(request, name)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
         opened = self._open.get(request.request_id)
         if opened is not None and opened.request is request:
-            opened.cancel()
+            self._leave_queue(opened)
+            if opened.inputs is not None:
+                opened.inputs.cancel()
             del self._open[request.request_id]
 
     def close(self) -> None:
@@ -194,9 +190,18 @@ class RequestIdentifier:
         if has_inputs:
             opened.inputs = self._reads.submit(lambda: self._try_to_read(request))
         if request.lora_request is not None:
-            opened.adapter = self.adapters.read(request.lora_request)
+            opened.adapter = self._join_queue(opened)
             opened.question = self.adapters.ask(request.lora_request)
         return opened
+
+    def _join_queue(self, opened: _Open) -> Reading[str]:
+        opened.is_queued = True
+        return self.adapters.enter(opened.request.lora_request)
+
+    def _leave_queue(self, opened: _Open) -> None:
+        if opened.is_queued:
+            opened.is_queued = False
+            self.adapters.leave(opened.request.lora_request)
 
     def _refuse(self, request: Request) -> Bypass | None:
         """What a look at the request decides.
@@ -211,15 +216,12 @@ class RequestIdentifier:
             return Bypass.SESSION
         return Bypass.UNKNOWN_FIELD if self._unknown.are_used_in(request) else None
 
-    def _settle(self, opened: _Open, wait_seconds: float) -> Identified | None:
+    def _settle(self, opened: _Open, wait: StepWait | None) -> Identified | None:
         """``None`` as long as something is being read, or a rank has not answered."""
         readings = [each for each in (opened.inputs, opened.adapter) if each is not None]
-        is_read = all(reading.wait(wait_seconds) for reading in readings)
+        is_read = all(_is_read(reading, wait) for reading in readings)
         if not is_read or not self._knows_the_ranks(opened):
-            if self._clock() < opened.give_up_at:
-                return None
-            opened.cancel()
-            return _kind(opened.request)
+            return None if self._clock() < opened.give_up_at else _kind(opened.request)
         inputs, lora = _NOTHING, None
         if opened.inputs is not None:
             if opened.inputs.value is None:
@@ -246,6 +248,8 @@ class RequestIdentifier:
         opened.found = found
         if isinstance(found, Bypass):
             self._count(found)
+            if opened.inputs is not None:
+                opened.inputs.cancel()
 
     # -- reading, on a thread of its own -------------------------------------------------------
 
@@ -278,6 +282,10 @@ class RequestIdentifier:
 
 
 _NOTHING = _Inputs((), None)
+
+
+def _is_read(reading: Reading[Any], wait: StepWait | None) -> bool:
+    return reading.is_done or (wait is not None and wait.on(reading.wait))
 
 
 def _kind(request: Request) -> Bypass:

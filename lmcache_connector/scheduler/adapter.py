@@ -15,7 +15,8 @@ scheduler thread only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
@@ -42,14 +43,15 @@ from lmcache_connector.scheduler.prefill_work import prefill_work, prompt_tokens
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
+from lmcache_connector.threads import StepWait
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
 
-_READ_WAIT_SECONDS = 0.005
-"""For what is being read of a request while nothing runs: an idle step would take no less."""
+_ASK_AGAIN_SECONDS = 10.0
+"""After its first ask for a hit a request is computed, whatever it still waits for."""
 
 
 class SchedulerAdapter:
@@ -74,6 +76,7 @@ class SchedulerAdapter:
         loaded_adapters: LoadedAdapters,
         wanted: WantedSink,
         spans: Spans | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.book = book
         self.index = index
@@ -109,7 +112,9 @@ class SchedulerAdapter:
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
         self._was_asked = False  # for hits, since the last plan
-        self._may_wait = True
+        self._clock = clock
+        self._wait = StepWait(settings.step_wait_seconds, clock)
+        self._ask_until: dict[str, float] = {}  # by request that vLLM was told to ask for again
 
     # -- hits ----------------------------------------------------------------------------------
 
@@ -135,20 +140,14 @@ class SchedulerAdapter:
             self._dispatcher.keep_read_blocks()
         if request.skip_reading_prefix_cache:
             return 0, False
-        wait_seconds = _READ_WAIT_SECONDS if self.is_idle and self._may_wait else 0.0
-        state = self._enter(request, wait_seconds)
-        is_current = self.book.is_current(request, wait_seconds)
-        if state is UNREAD or is_current is UNREAD:
-            # Even if it will load nothing: what is computed before it has a name is not stored.
-            self._may_wait = False
-            return None, False
-        if state is None or not is_current:
-            return 0, False
-        num_tokens = self._offer(state, num_computed_tokens)
+        num_tokens = self._match(request, num_computed_tokens)
         if num_tokens is None:
-            self._prefetcher.is_next(request.request_id)
-        else:
-            self.spans.end(request, "lookup", {"hit_tokens": num_tokens})
+            now = self._clock()
+            if now < self._ask_until.setdefault(request.request_id, now + _ASK_AGAIN_SECONDS):
+                self._prefetcher.is_next(request.request_id)
+                return None, False
+            num_tokens = 0
+        self.spans.end(request, "lookup", {"hit_tokens": num_tokens})
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
@@ -156,12 +155,14 @@ class SchedulerAdapter:
     ) -> None:
         """Plan the load of ``num_external_tokens`` into the request's blocks, listed per KV cache
         group."""
+        self._ask_until.pop(request.request_id, None)
         state = self.book.get(request.request_id)
         if num_external_tokens > 0 and state is not None and state.load.job is None:
             self._dispatcher.plan_load(state, block_ids, num_external_tokens)
 
     def admitted(self, request: Request) -> None:
         """The step being planned computes of the request, unless it is waiting for its load."""
+        self._ask_until.pop(request.request_id, None)
         num_tokens = request.num_tokens - request.num_computed_tokens
         self.policy.request_admitted(request.request_id, num_tokens)
         if (state := self.book.get(request.request_id)) is not None:
@@ -198,13 +199,15 @@ class SchedulerAdapter:
             or scheduler_output.free_encoder_mm_hashes
         ):
             self.book.step_planned(scheduler_output)
+        if self.book.adapters.looks:
+            self.book.adapters.next_step()
         self._dispatcher.plan_step(scheduler_output)
         if self._prefetcher.waiting:
             self._dispatcher.plan_prefetches(self.hits)
         scheduled = self._scheduled = set(scheduler_output.num_scheduled_tokens)
         if self._was_asked:
-            self._was_asked, self._may_wait = False, True
-            self.hits.next_step()
+            self._was_asked = False
+            self._wait.next_step()
         only_decodes = scheduler_output.total_num_scheduled_tokens == len(scheduled)
         prefill = None if only_decodes else prefill_work(scheduler_output, self.book)
         self.policy.step_planned(
@@ -227,6 +230,7 @@ class SchedulerAdapter:
     def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
         self._scheduled.discard(request.request_id)
+        self._ask_until.pop(request.request_id, None)
         self.spans.drop(request, "lookup")
         self.policy.request_ended(request.request_id, len(self._scheduled))
         self._dispatcher.in_use.freed(block_ids)
@@ -309,6 +313,7 @@ class SchedulerAdapter:
         assert self.index.num_planned == 0, "planned chunks left"
         self._prefetcher.check_integrity()
         assert not self.has_pinned_blocks, "pins left"
+        assert not self._ask_until, "asks left"
 
     def shutdown(self) -> None:
         self.hits.close()
@@ -316,11 +321,24 @@ class SchedulerAdapter:
 
     # -- details -------------------------------------------------------------------------------
 
+    def _match(self, request: Request, num_computed_tokens: int) -> int | None:
+        """How many tokens can be loaded after the computed ones; ``None``: ask again."""
+        self._wait.is_idle = self.is_idle
+        wait = self._wait if self.is_idle else None
+        state = self._enter(request, wait)
+        is_current = self.book.is_current(request, wait)
+        if state is UNREAD or is_current is UNREAD:
+            # Even if it will load nothing: what is computed before it has a name is not stored.
+            return None
+        if state is None or not is_current:
+            return 0
+        return self._offer(state, num_computed_tokens)
+
     def _enter(
-        self, request: Request, wait_seconds: float = 0.0
+        self, request: Request, wait: StepWait | None = None
     ) -> RequestState | Literal[NotYet.UNREAD] | None:
         known = self.book.get(request.request_id)
-        state = self.book.enter(request, wait_seconds)
+        state = self.book.enter(request, wait)
         if isinstance(state, RequestState) and state is not known and self._belongs_in_redis(state):
             num_parts = len(self._settings.parts)
             for part in range(num_parts):
@@ -336,15 +354,13 @@ class SchedulerAdapter:
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """How many tokens can be loaded after the computed ones; ``None``: ask again."""
-        found = self._auditor.find_shared(
-            state, self.hits, num_computed_tokens, is_idle=self.is_idle
-        )
+        found = self._auditor.find_shared(state, self.hits, num_computed_tokens, self._wait)
         if found is PENDING:
             return None
         if not (self._settings.loads and state.load.is_allowed):
             return 0
         self._dispatcher.cancel_overwritten()
-        hit = self.hits.find(state.lookup, num_computed_tokens, is_idle=self.is_idle)
+        hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if hit is PENDING:
             return None
         self._dispatcher.found(state, hit)

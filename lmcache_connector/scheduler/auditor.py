@@ -41,6 +41,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
+from lmcache_connector.threads import StepWait
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class Auditor:
             hits.ask(state.audit.shared, first=0)
 
     def find_shared(
-        self, state: RequestState, hits: HitFinder, num_computed_tokens: int, *, is_idle: bool
+        self, state: RequestState, hits: HitFinder, num_computed_tokens: int, wait: StepWait
     ) -> Pending | None:
         """On probation, choose a chunk that was stored before the reset. ``PENDING``: call again in
         the next step."""
@@ -147,7 +148,7 @@ class Auditor:
         if audit.shared is None or audit.is_decided or root in self._on_trial:
             return None
         audit.shared.keys.extend(state.request.all_token_ids)
-        hit = hits.find(audit.shared, num_computed_tokens, is_idle=is_idle)
+        hit = hits.find(audit.shared, num_computed_tokens, wait)
         if hit is PENDING:
             return PENDING
         if hit:

@@ -117,7 +117,6 @@ def _make_hits(
         policy,
         events,
         clock,
-        wait_seconds=config.lookup_wait_seconds,
     )
     return hits, SchedulerMetrics(tally, clock, lookup.take_seconds, redis.servers), redis
 
@@ -212,6 +211,7 @@ def _settings(
         redis_admission=config.redis_admission,
         weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
+        step_wait_seconds=config.lookup_wait_seconds,
         prefetch_bytes=config.prefetch_bytes,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,

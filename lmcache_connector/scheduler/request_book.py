@@ -26,6 +26,7 @@ from lmcache_connector.scheduler.auditor import Finding
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.request_state import AuditState, RequestState
 from lmcache_connector.scheduler.store_planner import adapter_of
+from lmcache_connector.threads import StepWait
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
@@ -41,7 +42,8 @@ _AFTER_RESET = {
 
 
 class RequestBook:
-    """Owns which requests there are, and their keys. ``states``: all of them, by id.
+    """Owns which requests there are, and their keys. ``states``: all of them, by id. ``adapters``:
+    of those that vLLM has in its queue.
 
     ``start`` makes the hasher, ``identifier`` says what makes a request's KV unique, ``epochs``
     tells whose keys a root has. ``read_label()`` names the weights at a reset; it raises
@@ -60,6 +62,7 @@ class RequestBook:
     ) -> None:
         self.start = start
         self.epochs = epochs
+        self.adapters = identifier.adapters
         self._identifier = identifier
         self._encoders = EncoderWitness()
         self._tally = tally
@@ -78,24 +81,24 @@ class RequestBook:
     # -- one request ---------------------------------------------------------------------------
 
     def enter(
-        self, request: Request, wait_seconds: float = 0.0
+        self, request: Request, wait: StepWait | None = None
     ) -> RequestState | Literal[NotYet.UNREAD] | None:
         """The request with all its full chunks hashed. ``UNREAD``: ask again, nothing can be said
-        of it yet, though ``wait_seconds`` were spent on reading it. ``None``: it bypasses us."""
+        of it yet, though it was waited for as ``wait`` allows. ``None``: it bypasses us."""
         if self.start.hasher is None:
             return UNREAD if self.start.is_awaited() else None
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
-            identity = self._identifier.identify(request, wait_seconds)
+            identity = self._identifier.identify(request, wait)
             if not isinstance(identity, RequestIdentity):
                 return UNREAD if identity is UNREAD else None
             state = self._states[request.request_id] = self._new_state(request, identity)
         state.keys.extend(request.all_token_ids)
         return state
 
-    def is_current(self, request: Request, wait_seconds: float) -> bool | NotYet:
+    def is_current(self, request: Request, wait: StepWait | None) -> bool | NotYet:
         """Whether vLLM would still compute what the request's keys name. ``UNREAD``: ask again."""
-        return self._identifier.is_current(request, wait_seconds)
+        return self._identifier.is_current(request, wait)
 
     def computes_its_own(self, state: RequestState, num_tokens: int) -> tuple[bool, bool]:
         """Whether vLLM computes the request's next tokens from what the request's keys name; and

@@ -28,6 +28,7 @@ class SchedulerSettings:
     redis_admission: RedisAdmission = "all"
     weak_block_hashes: bool = False  # vLLM's block hashes are not cryptographic
     load_deadline_seconds: float = 10.0
+    step_wait_seconds: float = 0.001  # for answers, of all requests together
     num_batches: int = 1  # steps under way at once
     window_interval: int | None = None  # None: eight windows
     lookahead: int = 0  # the KV of a token follows from so many tokens after it too

@@ -146,8 +146,8 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
     hits = probe.connector._scheduler.hits
     find = hits.find
 
-    def vanish(asked, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
-        hit = find(asked, num_computed_tokens, is_idle=is_idle)
+    def vanish(asked, num_computed_tokens, wait):  # type: ignore[no-untyped-def]
+        hit = find(asked, num_computed_tokens, wait)
         if hit is not PENDING and asked.redis_keys:
             redis.Redis(port=port).flushall()
         return hit
@@ -211,8 +211,8 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
     hits = probe.connector._scheduler.hits
     find = hits.find
 
-    def stall(asked, num_computed_tokens, *, is_idle):  # type: ignore[no-untyped-def]
-        hit = find(asked, num_computed_tokens, is_idle=is_idle)
+    def stall(asked, num_computed_tokens, wait):  # type: ignore[no-untyped-def]
+        hit = find(asked, num_computed_tokens, wait)
         if hit is not PENDING and asked.redis_keys:
             os.kill(pid, signal.SIGSTOP)
         return hit

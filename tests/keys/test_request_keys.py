@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.threads import StepWait
 
 CHUNK = 8
 ITEMS = [MultiModalKwargsItem.dummy(1 + i) for i in range(2)]
@@ -59,7 +60,7 @@ def vllm_keys(of: Request, start: int, end: int) -> list[tuple[Any, ...]]:
 
 def identity(of: Request) -> RequestIdentity:
     identifier = RequestIdentifier(False, AdapterReader(), CHUNK)
-    found = identifier.identify(of, 10.0)
+    found = identifier.identify(of, StepWait(10.0))
     identifier.close()
     assert isinstance(found, RequestIdentity)
     return found

@@ -28,6 +28,7 @@ from lmcache_connector.lookup.hit_finder import FetchAhead, RedisHitFinder
 from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import CacheEvent, Tier
+from lmcache_connector.threads import StepWait
 
 CHUNK = 256
 PROMPT_TOKENS = 4 * CHUNK
@@ -101,8 +102,9 @@ class Scene:
             self.policy,
             KvEventSink(),
             self.clock,
-            wait_seconds=lookup_wait_seconds,
         )
+        self.wait = StepWait(lookup_wait_seconds, self.clock)
+        self.wait.is_idle = False
 
     def new_request(self, seed: int, num_tokens: int = PROMPT_TOKENS) -> RequestLookup:
         rng = random.Random(seed)
@@ -113,13 +115,14 @@ class Scene:
     def request(self, seed: int) -> RequestLookup:
         """A new request whose question is on its way."""
         asked = self.new_request(seed)
-        self.finder.next_step()
+        self.wait.next_step()
         self.finder.ask(asked, 0)
         return asked
 
     def find(self, asked: RequestLookup, is_idle: bool = False) -> int | Pending:
         """How many chunks can be loaded."""
-        hit = self.finder.find(asked, 0, is_idle=is_idle)
+        self.wait.is_idle = is_idle
+        hit = self.finder.find(asked, 0, self.wait)
         return hit if isinstance(hit, Pending) else hit.stop
 
 
@@ -259,7 +262,7 @@ def test_what_memory_lost_of_a_hit_that_waits_for_blocks_is_asked_of_redis(scene
     scene.index.apply(0, [CacheEvent(asked.keys.keys[0], False)])
     assert scene.find(asked) == 0, "asked a moment ago"
     scene.clock.now += 1.0
-    scene.finder.next_step()
+    scene.wait.next_step()
     assert scene.find(asked) == 4
     assert scene.tally.totals.by_label("lookups")["redis"] == 2
 
@@ -342,6 +345,58 @@ def test_a_step_waits_once_and_longer_where_it_holds_up_nobody(
     for _ in waits:
         assert scene.find(asked, is_idle) is PENDING
     assert question.waits == waits
+    scene.remote.close()
+
+
+class Late:
+    """A question that is answered when it has been waited for so long."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock = clock
+        self._left = seconds
+        self.answer: LookupAnswer = PENDING
+
+    def wait(self, seconds: float) -> LookupAnswer:
+        self._clock.now += min(seconds, self._left)
+        self._left -= min(seconds, self._left)
+        if not self._left:
+            self.answer = Found()
+        return self.answer
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_all_requests_of_a_step_wait_no_longer_than_one(scene: Scene, is_idle: bool) -> None:
+    scene.wait = StepWait(0.001, scene.clock)
+    scene.tier.seconds = [0.0] * 10
+    burst = [scene.new_request(seed) for seed in range(10)]
+    for asked in burst:
+        scene.finder.ask(asked, 0)
+        asked.pending = Late(scene.clock, 0.0004)  # type: ignore[assignment]
+    started = scene.clock.now
+    for asked in burst:
+        scene.find(asked, is_idle)
+    assert scene.clock.now - started == pytest.approx(0.004 if is_idle else 0.001)
+
+
+def test_however_often_it_is_asked_for_a_request_waits_no_longer(scene: Scene) -> None:
+    """vLLM has no room for it, and asks now and then; memory loses a chunk of it each time."""
+    scene.wait = StepWait(0.001, scene.clock)
+    scene.tier.seconds = [0.0] * 50
+    asked = scene.new_request(1, 40 * CHUNK)
+    scene.index.apply(0, [CacheEvent(key, True) for key in asked.keys.keys[:-1]])
+    scene.finder.ask(asked, 0)
+    assert num_found(pending(asked)) == 1
+    answers = []
+    for lost in asked.keys.keys[-2:-22:-1]:
+        scene.index.apply(0, [CacheEvent(lost, False)])
+        scene.wait.next_step()
+        scene.tier.gate.clear()
+        answers.append(scene.find(asked))
+        scene.tier.gate.set()
+        if asked.pending is not None:
+            num_found(asked.pending)
+        scene.clock.now += 0.5
+    assert answers.count(PENDING) == 1
     scene.remote.close()
 
 

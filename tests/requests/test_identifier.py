@@ -23,6 +23,7 @@ from lmcache_connector.plans import LoadedAdapterList
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import UNREAD, Bypass, RequestIdentifier
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
+from lmcache_connector.threads import StepWait
 
 
 def request(pooling: bool = False, request_id: str = "r", **more: Any) -> Request:
@@ -52,7 +53,7 @@ class Identified:
         self.clock = Clock()
         self.identifier = RequestIdentifier(
             require_cache_salt,
-            AdapterReader(loaded=self.loaded),
+            AdapterReader(loaded=self.loaded, clock=self.clock),
             8,
             lambda reason: self.counts.update([reason.value]),
             self.clock,
@@ -64,11 +65,15 @@ class Identified:
         for _ in range(2):
             if found is UNREAD:
                 self.answer()
-                found = self.identifier.identify(wanted, 5.0)
+                found = self.identifier.identify(wanted, StepWait(5.0))
         assert found is not UNREAD
         assert self.identifier.identify(wanted) == found
         self.identifier.forget(wanted)
         return found
+
+    def next_step(self, now: float) -> None:
+        self.clock.now = now
+        self.identifier.adapters.next_step()
 
     def answer(self) -> None:
         """All ranks list what they have."""
@@ -154,7 +159,7 @@ def test_what_takes_too_long_stays_out(tmp_path: Path) -> None:
     wanted = request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a"))))
     assert identified.identifier.identify(wanted) is UNREAD
     identified.clock.now = 9.9
-    assert identified.identifier.identify(wanted, 5.0) is UNREAD, "no rank has answered"
+    assert identified.identifier.identify(wanted, StepWait(5.0)) is UNREAD, "no rank has answered"
     identified.clock.now = 10.0
     assert identified.identifier.identify(wanted) is Bypass.ADAPTER
 
@@ -164,7 +169,7 @@ def test_a_request_that_runs_before_it_is_known_stays_out() -> None:
     wanted = request(mm_features=[picture(MultiModalKwargsItem.dummy(8))])
     identified.identifier.identify(wanted)
     identified.identifier.give_up("r")
-    assert identified.identifier.identify(wanted, 5.0) is Bypass.MULTIMODAL
+    assert identified.identifier.identify(wanted, StepWait(5.0)) is Bypass.MULTIMODAL
     identified.identifier.give_up("unheard of")
 
 
@@ -246,22 +251,55 @@ def test_an_adapter_is_looked_at_again_after_its_request_has_queued(tmp_path: Pa
     identifier = identified.identifier
     assert identifier.identify(waiting) is UNREAD
     identified.answer()
-    found = identifier.identify(waiting, 5.0)
+    found = identifier.identify(waiting, StepWait(5.0))
     assert isinstance(found, RequestIdentity)
     shutil.rmtree(path)
     adapter(path, seed=5)
     assert identifier.is_current(waiting), "not yet"
-    identified.clock.now = 1.0
-    assert identifier.is_current(waiting, 5.0) is False
-    identified.clock.now = 2.0
-    assert identifier.is_current(waiting, 5.0) is False, "and so it stays"
+    identified.next_step(1.0)
+    assert identifier.is_current(waiting, StepWait(5.0)) is False
+    identified.next_step(2.0)
+    assert identifier.is_current(waiting, StepWait(5.0)) is False, "and so it stays"
     shutil.rmtree(path)
     adapter(path)
-    identified.clock.now = 3.0
-    assert identifier.is_current(waiting, 5.0) is True
+    identified.next_step(3.0)
+    assert identifier.is_current(waiting, StepWait(5.0)) is True
+    shutil.rmtree(path)
+    adapter(path, seed=5)
+    identified.clock.now = 60.0  # the engine was paused
+    assert identifier.is_current(waiting, StepWait(5.0)) is False
+    shutil.rmtree(path)
+    adapter(path)
+    identified.next_step(61.0)
+    assert identifier.is_current(waiting, StepWait(5.0)) is True
     identified.on_ranks[0] = {1: "another"}
     identified.answer()
-    assert identifier.is_current(waiting, 5.0) is False
+    assert identifier.is_current(waiting, StepWait(5.0)) is False
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.1, 4.4])
+@pytest.mark.parametrize("steps_between_asks", [1, 3])
+def test_an_ask_never_waits_for_a_second_look(
+    tmp_path: Path, seconds: float, steps_between_asks: int
+) -> None:
+    """However long steps take, and the request waits for its turn."""
+    identified = Identified()
+    waiting = request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a"))))
+    identifier = identified.identifier
+    assert identifier.identify(waiting) is UNREAD
+    identified.answer()
+    assert isinstance(identifier.identify(waiting, StepWait(5.0)), RequestIdentity)
+    for step in range(1, 200):
+        identified.next_step(step * seconds)
+        (look,) = identifier.adapters.looks.values()
+        assert look.reading.wait(5.0), "files are read while the step runs"
+        if step % steps_between_asks == 0:
+            assert identifier.is_current(waiting) is True
+    identifier.give_up("r")
+    assert not identifier.adapters.looks, "it runs"
+    assert identifier.is_current(waiting, StepWait(5.0)) is True, "it was preempted"
+    identifier.forget(waiting)
+    assert not identifier.adapters.looks
 
 
 def test_ranks_are_not_asked_again_about_an_adapter_they_have(tmp_path: Path) -> None:
@@ -271,7 +309,7 @@ def test_ranks_are_not_asked_again_about_an_adapter_they_have(tmp_path: Path) ->
     assert identified.lora(path) is not None
     identified.loaded.take_question()
     found = identified.identifier.identify(
-        request(lora_request=LoRARequest("a", 1, str(path))), 5.0
+        request(lora_request=LoRARequest("a", 1, str(path))), StepWait(5.0)
     )
     assert isinstance(found, RequestIdentity)
     assert identified.loaded.take_question() == 0
@@ -284,4 +322,4 @@ def test_where_loading_cannot_be_watched_adapters_stay_out(tmp_path: Path) -> No
     assert identified.identifier.identify(wanted) is UNREAD
     question = identified.loaded.take_question()
     identified.loaded.update(0, LoadedAdapterList(question, is_watched=False))
-    assert identified.identifier.identify(wanted, 5.0) is Bypass.ADAPTER
+    assert identified.identifier.identify(wanted, StepWait(5.0)) is Bypass.ADAPTER

@@ -11,7 +11,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from lmcache_connector.plans import LoadedAdapterList, RankReport
-from lmcache_connector.requests import adapter_files, identifier
+from lmcache_connector.requests import adapter_files
+from lmcache_connector.requests import adapters as adapters_module
 from lmcache_connector.requests.adapter_files import AdapterDigests
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape
@@ -156,7 +157,7 @@ def test_files_of_adapters_are_never_touched_on_the_schedulers_thread(
         monkeypatch.setattr(adapter_files, name, seen(getattr(adapter_files, name)))
     adapters = engine.adapter.book._identifier.adapters
     monkeypatch.setattr(adapters, "_find_folder", seen(adapters._find_folder))
-    monkeypatch.setattr(identifier, "_STALE_SECONDS", 0.0)  # read again while it queues
+    monkeypatch.setattr(adapters_module, "_LOOK_SECONDS", 0.0)  # read again while it queues
     engine.add(prompt(2 * CHUNK), CHUNK, lora_request=lora(folder))
     settle(engine)
     assert engine.adapter.tally.total("store_jobs") > 0

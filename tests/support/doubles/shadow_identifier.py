@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
+from lmcache_connector.threads import StepWait
 from tests.support.doubles.shadow_worker import Source
 
 
@@ -36,7 +37,7 @@ class ShadowIdentifier:
         self._source_of = source_of
         self.adapters = ShadowAdapters()
 
-    def identify(self, request: Request, wait_seconds: float = 0.0) -> RequestIdentity | None:
+    def identify(self, request: Request, wait: StepWait | None = None) -> RequestIdentity | None:
         source = self._source_of(request.request_id)
         if source.is_hidden:
             return None
@@ -46,7 +47,7 @@ class ShadowIdentifier:
             multimodal=tuple(MultimodalSpan(i.content, i.start, i.end) for i in source.images),
         )
 
-    def is_current(self, request: Request, wait_seconds: float = 0.0) -> bool:
+    def is_current(self, request: Request, wait: StepWait | None = None) -> bool:
         return True
 
     def multimodal(self, request_id: str) -> None:

@@ -65,5 +65,4 @@ def finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> Red
         adapter.policy,
         adapter.kv_events,
         time.monotonic,
-        wait_seconds=0.001,
     )

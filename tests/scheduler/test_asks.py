@@ -1,0 +1,114 @@
+"""No request starves: how often vLLM may be told to ask again, on vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from lmcache_connector.lookup.background_lookup import PENDING
+from lmcache_connector.plans import LoadedAdapterList, RankReport
+from lmcache_connector.requests.identifier import UNREAD
+from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape
+from tests.support.doubles.shadow_worker import Faults
+
+CHUNK = Shape().chunk_size
+STEP_TOKENS = Shape().max_batched_tokens
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def engine_of(model: Path) -> tuple[ShadowEngine, Clock]:
+    engine = ShadowEngine(model, Shape(num_blocks=200), 0, Faults(slow=0.0), reads_requests=True)
+    clock = Clock()
+    engine.adapter._clock = engine.adapter.book.adapters._clock = clock
+    return engine, clock
+
+
+def prompt(num_tokens: int) -> list[int]:
+    return [STOP_TOKEN + 1 + i % 3 for i in range(num_tokens)]
+
+
+def first_steps(
+    model: Path, seconds: float, lora: LoRARequest | None, length: int
+) -> tuple[int, int]:
+    """The steps in which a request runs first that queues behind others, and one that comes after
+    it. Other prompts fill every step, of ``seconds`` each."""
+    engine, clock = engine_of(model)
+    for number in range(6):
+        engine.add([number, *prompt(length * STEP_TOKENS)], 1)
+    engine.step()
+    names = [engine.add(prompt(2 * CHUNK), 1, lora_request=lora)]
+    names += [engine.add([number, *prompt(length * STEP_TOKENS)], 1) for number in range(6, 12)]
+    started: dict[str, int] = {}
+    for step in range(200):
+        clock.now += seconds
+        for look in engine.adapter.book.adapters.looks.values():
+            assert look.reading.wait(10.0), "files are read while a step runs"
+        if engine.plans[-1].adapter_question:
+            listed = LoadedAdapterList(engine.plans[-1].adapter_question)
+            engine.adapter.update_from_reports([RankReport(0, (), (), adapters=listed)])
+        engine.step()
+        for name in names:
+            if engine.requests[name].num_computed_tokens:
+                started.setdefault(name, step)
+        if len(started) == len(names):
+            break
+    engine.run_until_idle()
+    engine.check_whole()
+    assert started[names[0]] > 3, "others came first"
+    return started[names[0]], started[names[1]]
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1.1, 4.4])
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_request_with_an_adapter_runs_in_its_turn_under_any_load(
+    model: Path, tmp_path: Path, seconds: float, length: int
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    plain = first_steps(model, seconds, None, length)
+    assert first_steps(model, seconds, LoRARequest("a", 1, str(tmp_path)), length) == plain
+
+
+def unread(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.adapter.book, "enter", lambda *_: UNREAD)
+
+
+def unread_again(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.adapter.book, "is_current", lambda *_: UNREAD)
+
+
+def unanswered(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.adapter.hits, "find", lambda *_: PENDING)
+
+
+def unaudited(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.adapter._auditor, "find_shared", lambda *_: PENDING)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 3.0])
+@pytest.mark.parametrize("cause", [unread, unread_again, unanswered, unaudited])
+def test_whatever_never_comes_a_request_is_computed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, cause: Callable[..., Any], seconds: float
+) -> None:
+    engine, clock = engine_of(model)
+    cause(engine, monkeypatch)
+    name, asked_at = engine.add(prompt(2 * CHUNK), 1), clock.now
+    while not engine.requests[name].is_finished():
+        engine.step()
+        clock.now += seconds
+        assert clock.now <= asked_at + 10.0 + 3 * seconds
+    engine.check_answer(name)
+    assert clock.now > asked_at + 9.0, "it was waited for"
+    engine.check_whole()
