@@ -189,8 +189,8 @@ class Judge:
         if known and known not in self.sick:
             yield self._test(copy, there(known), left(), "not soak")
         own, module = mirror(mutant.file), mutant.module
-        near = self.imports.tests_of(module, directly=True)
-        yield self._test(copy, there(*mutant.tests, str(own), *near), left())
+        yield self._test(copy, there(*mutant.tests, str(own)), left())
+        yield self._test(copy, self.imports.tests_of(module, directly=True), left())
         if self.imports.is_simulated(module):
             seconds = str(min(_SIMULATION_SECONDS, left()))
             limit = _SIMULATION_SECONDS + _START_SECONDS
