@@ -8,12 +8,17 @@ the number of the process, and then with its exit status.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
 import runpy
 import sys
+import threading
+import traceback
 from contextlib import suppress
+from typing import NoReturn
 
 
 def main(preloaded: list[str]) -> None:
@@ -21,18 +26,19 @@ def main(preloaded: list[str]) -> None:
     for name in preloaded:
         with suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each collection in a child would walk through all of that
     os.environ.pop("PYTHONHASHSEED", None)  # of this process: the simulation needs one, no child
     for line in sys.stdin:
         job = json.loads(line)
         process = os.fork()
         if process == 0:
-            _run(**job)
-            return
+            _exit(_run(**job))
         print(process, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 
 
-def _run(folder: str, module: str, arguments: list[str], output: str, anew: bool) -> None:
+def _run(folder: str, module: str, arguments: list[str], output: str, anew: bool) -> object:
     os.setsid()
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -47,7 +53,27 @@ def _run(folder: str, module: str, arguments: list[str], output: str, anew: bool
         for name in [name for name in sys.modules if name.split(".")[0] == "redis"]:
             del sys.modules[name]  # vLLM has imported it, and the simulation has its own
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _exit(code: object) -> NoReturn:
+    """As Python ends, but for the seconds in which it would unload vLLM."""
+    if isinstance(code, str):
+        print(code)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else code is not None)
 
 
 if __name__ == "__main__":
