@@ -57,7 +57,7 @@ def _run(folder: str, module: str, arguments: list[str], output: str, anew: bool
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code
-    except Exception:
+    except Exception:  # noqa: BLE001 - the output says it
         traceback.print_exc()
         return 1
     return 0
