@@ -1,12 +1,13 @@
-"""Conversations about one long document, turn by turn, with a running ``vllm serve``.
+"""Conversations about long documents, turn by turn, with a running ``vllm serve``.
 
     python examples/chat.py http://localhost:8000
-    python examples/chat.py http://localhost:8000 --users 4 --turns 5 --words 1000
+    python examples/chat.py http://localhost:8000 --users 4 --documents 1 --turns 5
 
-Every turn sends the whole conversation again, as chat programs do. What the connector kept of it
-need not be computed: the document is shared by all users, each conversation by its own next turn,
-answers included. For each turn this prints the time to the first token and where the prompt came
-from. One user speaks at a time, so that the metrics in between are of that turn.
+Every turn sends the whole conversation again, as chat programs do. What vLLM's own prefix cache or
+the connector kept of it need not be computed: the document, and the earlier turns, answers
+included. vLLM's cache serves those who spoke last; where it is too small for all users, the others'
+turns come from the connector. For each turn this prints the time to the first token and where the
+prompt came from. One user speaks at a time, so that the metrics in between are of that turn.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 _SECONDS = 600.0
 _ANSWER_TOKENS = 48
-_SOURCES = {"device": "GPU", "host": "CPU tier", "external_unspecified": "Redis"}
+_SOURCES = {"device": "vLLM's cache", "host": "CPU tier", "external_unspecified": "Redis"}
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def converse(args: argparse.Namespace) -> None:
         url = f"http://{url}"
     model = json.loads(get(f"{url}/v1/models"))["data"][0]["id"]
     words = random.Random(args.seed)
-    document = some_words(words, args.words)
-    chats = [Chat(url, model, document) for _ in range(args.users)]
+    documents = [some_words(words, args.words) for _ in range(args.documents or args.users)]
+    chats = [Chat(url, model, documents[user % len(documents)]) for user in range(args.users)]
     for number in range(args.turns):
         for user, chat in enumerate(chats):
             if args.forget:
@@ -165,12 +166,13 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("url", help="of a running vllm serve with the connector")
-    parser.add_argument("--users", type=int, default=2, help="conversations (2)")
+    parser.add_argument("--users", type=int, default=3, help="conversations (3)")
+    parser.add_argument("--documents", type=int, help="that users share (one for each)")
     parser.add_argument("--turns", type=int, default=3, help="questions of each (3)")
     # The demo's model reads 8192 tokens, and such a word is four of its tokens.
-    parser.add_argument("--words", type=int, default=1500, help="of the document (1500)")
+    parser.add_argument("--words", type=int, default=1500, help="of a document (1500)")
     parser.add_argument("--question-words", type=int, default=40, help="of a question (40)")
-    parser.add_argument("--seed", type=int, default=0, help="of the document and questions (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of documents and questions (0)")
     parser.add_argument(
         "--forget",
         action="store_true",

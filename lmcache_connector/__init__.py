@@ -18,9 +18,13 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Entry point of ``vllm.general_plugins``: makes the connectors known by name."""
+    """Entry point of ``vllm.general_plugins``: makes the connectors known by name, and watches what
+    weights are loaded."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from lmcache_connector.vllm_compat.loaded_weights import watch_loading
+
+    watch_loading()
     for name, module in _CONNECTORS.items():
         try:
             KVConnectorFactory.get_connector_class_by_name(name)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.tiered import parse_config
-from lmcache_connector.connector_base import ConnectorBase
+from lmcache_connector.connector_base import NO_PLAN, ConnectorBase, PlanMetadata
 from lmcache_connector.kv_events.vllm_events import to_vllm
-from lmcache_connector.metrics.prometheus import TieredStats
+from lmcache_connector.metrics.prometheus import ConnectorStats, TieredStats
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
+from lmcache_connector.scheduler.guard import SchedulerGuard, costs_hits
 from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.api.contract import Feature
 from lmcache_connector.vllm_compat.api.hit_sources import hit_sources
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
         KVCacheConfig,
         KVCacheEvent,
         KVCacheManager,
+        KVConnectorOutput,
         Request,
+        SchedulerOutput,
         VllmConfig,
     )
     from lmcache_connector.worker.adapter import WorkerAdapter
@@ -47,6 +50,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
 
     _metrics = METRICS
     _stats_type = TieredStats
+    _guard: SchedulerGuard | None = None
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -64,7 +68,6 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             model = describe_model(vllm_config, kv_cache_config, chunk_size=wanted)
             config = self._config.with_chunk_size(model.chunk_size)
             weights = weights_identity(vllm_config, config.model_digest, user_cache_folder())
-            logger.info("LMCacheTieredConnector: weights %s", weights)
             self._scheduler = build_scheduler(
                 config,
                 model,
@@ -78,6 +81,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 spans=make_spans(vllm_config),
             )
+            self._guard = SchedulerGuard(self._scheduler)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -86,16 +90,51 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
 
     # -- scheduler side ------------------------------------------------------------------------
 
+    on_new_request = costs_hits()(ConnectorBase.on_new_request)
+    get_num_new_matched_tokens = costs_hits((0, False))(ConnectorBase.get_num_new_matched_tokens)
+    reset_cache = costs_hits(answer=False)(ConnectorBase.reset_cache)
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if num_external_tokens > 0:
-            self._scheduler_side.update_state_after_alloc(
-                request, blocks.get_block_ids(), num_external_tokens
-            )
+            is_planned = self._plan_load(request, blocks, num_external_tokens)
+            self._scheduler_guard.promised(request, is_planned=is_planned)
         else:
-            self._scheduler_side.admitted(request)
+            self._admitted(request)
 
+    @costs_hits(answer=False)
+    def _plan_load(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
+        return self._scheduler_side.update_state_after_alloc(
+            request, blocks.get_block_ids(), num_tokens
+        )
+
+    @costs_hits()
+    def _admitted(self, request: Request) -> None:
+        self._scheduler_side.admitted(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
+        guard, plan = self._guard or self._scheduler_guard, None
+        if not guard.is_down:
+            try:
+                plan = (self._scheduler or self._scheduler_side).build_plan(scheduler_output)
+                if guard.unsent:
+                    guard.unsent.clear()
+            except Exception as error:  # noqa: BLE001 - logged there
+                guard.failed("build_connector_meta", error)
+        if guard.has_news:
+            plan = guard.add_news(plan, is_idle=not scheduler_output.num_scheduled_tokens)
+        return PlanMetadata(plan) if plan is not None else NO_PLAN
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._learn(connector_output)
+        if connector_output.finished_recving:
+            manager = self._kv_cache_manager
+            self._scheduler_guard.ended(connector_output.finished_recving, manager)
+
+    _learn = costs_hits()(ConnectorBase.update_connector_output)
+
+    @costs_hits({})
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
@@ -103,32 +142,45 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         from_redis = min(self._scheduler_side.redis_hit_tokens(request), num_external_tokens)
         return hit_sources(num_external_tokens - from_redis, from_redis)
 
+    @costs_hits((False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler_side.request_finished(request, block_ids)
-        if request.status is not RequestStatus.FINISHED_ABORTED:
-            self._scheduler_side.keep_until_updated(request)
+        is_updating = request.status is not RequestStatus.FINISHED_ABORTED
+        self._scheduler_side.request_finished(request, block_ids, is_updating=is_updating)
         return False, None
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler_side.witness.bind(kv_cache_manager)
-        before_each_reset(kv_cache_manager, self._scheduler_side.unpin_all)
+        before_each_reset(kv_cache_manager, self._before_reset)
 
+    @costs_hits()
+    def _before_reset(self) -> None:
+        self._scheduler_side.before_reset()
+
+    @costs_hits(answer=False)
     def has_pending_block_frees(self) -> bool:
         """A request that needs blocks which a store reads waits for these, for one step, and
         preempts nobody."""
         return self._scheduler_side.will_free_blocks()
 
+    @costs_hits(answer=False)
     def has_pending_push_work(self) -> bool:
         """Steps go on while a store or a prefetch runs: its end is reported with one."""
         return self._scheduler_side.has_unattended_jobs
 
     def take_events(self) -> list[KVCacheEvent]:
         """The last call of every update from a step's output."""
-        events = (self._scheduler or self._scheduler_side).take_events()
-        return [to_vllm(event) for event in events] if events else []
+        guard = self._guard or self._scheduler_guard
+        try:
+            events = (
+                [] if guard.is_down else (self._scheduler or self._scheduler_side).take_events()
+            )
+            return [to_vllm(event) for event in events] if events else []
+        except Exception as error:  # noqa: BLE001 - logged there
+            guard.failed("take_events", error)
+            return []
 
     # -- worker side ---------------------------------------------------------------------------
 
@@ -150,6 +202,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         """``False`` spares every layer of every forward pass two calls that would do nothing."""
         return False
 
+    @costs_hits()
     def shutdown(self) -> None:
         super().shutdown()
         if self._scheduler is not None:
@@ -157,12 +210,27 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
 
     # -- metrics -------------------------------------------------------------------------------
 
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        scheduler, guard = self._scheduler, self._guard
+        if scheduler is None or guard is None:
+            return super().get_kv_connector_stats()
+        try:
+            samples = None if guard.is_down else scheduler.take_metrics()
+            return self._stats_type.of(samples) if samples is not None else None
+        except Exception as error:  # noqa: BLE001 - logged there
+            guard.failed("get_kv_connector_stats", error)
+            return None
+
     def _take_samples(self) -> Samples | None:
-        if self._worker is not None:
-            return self._worker.take_metrics()
-        return self._scheduler.take_metrics() if self._scheduler is not None else None
+        return self._worker.take_metrics() if self._worker is not None else None
 
     # -- details -------------------------------------------------------------------------------
+
+    @property
+    def _scheduler_guard(self) -> SchedulerGuard:
+        if self._guard is None:
+            raise RuntimeError("this connector has the worker role")
+        return self._guard
 
     @property
     def _wants_kv_events(self) -> bool:

@@ -129,7 +129,7 @@ class PlanMetadata(KVConnectorMetadata):
     plan: Any
 
 
-_NO_PLAN = PlanMetadata(None)
+NO_PLAN = PlanMetadata(None)
 _TWO_ENGINES = (
     "this process has an engine with a KV connector already, and vLLM would use that one for both: "
     "end the other engine first (llm.llm_engine.engine_core.shutdown()), or leave out "
@@ -205,7 +205,7 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
         plan = (self._scheduler or self._scheduler_side).build_plan(scheduler_output)
-        return PlanMetadata(plan) if plan is not None else _NO_PLAN
+        return PlanMetadata(plan) if plan is not None else NO_PLAN
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta

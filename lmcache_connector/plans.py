@@ -53,6 +53,26 @@ class LoadedAdapterList:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsInMemory:
+    """The weights one rank has in memory, its drafter's included.
+
+    ``version`` counts the calls that may have changed them. ``digest`` is ``None`` while they are
+    being read; it says nothing about their content unless ``is_visible``. ``first_digest``: of
+    those that were loaded at start; ``None`` if they were changed before they were read.
+    ``question``: the last one this answers. ``device``: what else decides how vLLM keeps them.
+    ``loaded_after``: they were read from the disk after this time, in seconds since 1970.
+    """
+
+    version: int = 0
+    question: int = 0
+    digest: str | None = ""
+    first_digest: str | None = ""
+    is_visible: bool = True
+    device: str = ""
+    loaded_after: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """For whom the CPU tier keeps chunks, and how: see :mod:`lmcache_connector.retention`.
 
@@ -202,6 +222,9 @@ class StepPlan:
     Redis should have as well. ``uses``: of chunks in memory by requests that are new.
     ``adapter_question``: list the LoRA adapters in memory (0: no need). ``heard_adapters``: of
     each rank, the number of the last such list that was known when this was planned.
+    ``weights_question``: read the weights in memory again (0: no need). ``heard_weights``: of each
+    rank, the version of its weights that was known when this was planned.
+    ``starts_over``: all jobs of earlier plans are cancelled, and nobody wants to hear of them.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -217,6 +240,9 @@ class StepPlan:
     unwanted: tuple[bytes, ...] = ()
     adapter_question: int = 0
     heard_adapters: tuple[int, ...] = ()
+    weights_question: int = 0
+    heard_weights: tuple[int, ...] = ()
+    starts_over: bool = False
 
     @property
     def has_earlier_work(self) -> bool:
@@ -355,7 +381,8 @@ class RankReport:
     ``start`` comes once, with the first report or soon after. ``events`` are in the order they
     happened. ``redis`` is what a probe measured. ``written`` lists chunks whose values this rank
     has put into Redis, or found there; it is filled only if KV cache events are wanted.
-    ``adapters``: since the last report some were loaded, or asked for.
+    ``adapters``: since the last report some were loaded, or asked for. ``weights``: likewise, those
+    in memory may have changed, or are known now.
     """
 
     rank: int
@@ -365,6 +392,7 @@ class RankReport:
     redis: TransferTime | None = None
     written: tuple[bytes, ...] = ()
     adapters: LoadedAdapterList | None = None
+    weights: WeightsInMemory | None = None
     start: RankStart | None = None
 
 

@@ -1,6 +1,6 @@
 """The main job, shown: a long prompt served cold, from CPU memory, and by another process.
 
-    make demo                        two questions about a document, to a small trained model
+    make demo                        three questions about a document, to a small trained model
     make demo ARGS=--tiny            random prompts, to a tiny random model
     make demo ARGS="--document FILE"
 

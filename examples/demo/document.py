@@ -1,9 +1,8 @@
-"""The demo with a trained model: two questions about one document.
+"""The demo with a trained model: three questions about one document.
 
-Answers are greedy. Within one process they are reproducible. Between processes, and after a hit,
-vLLM computes the last tokens in other batches, whose rounding differs, so that two words that are
-about equally likely may change places. What must be equal, and is compared, are the bytes of the
-KV that was loaded.
+Each is asked once: after a hit vLLM computes the last tokens in other batches than without one,
+whose rounding differs, so that two words that are about equally likely may change places. What must
+be equal, and is compared, are the bytes of the document's KV.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from tests.support.engines.probe import EngineProbe, Served
 QUESTIONS = (
     "What is this document about?",
     "What should an operator do to keep Redis safe?",
+    "What is the purpose of the hash key?",
 )
 _ASK = "Read this document.\n\n{}\n\nIn one or two sentences: {}"
 _MAX_ANSWER_TOKENS = 60
@@ -50,7 +50,7 @@ class Reader:
 
 
 def ask_about(document: Path, model: Path, folder: Path, console: Console) -> Outcome:
-    """Ask both questions of the text file ``document``.
+    """Ask all questions of the text file ``document``.
 
     Raises ``InstanceError``, and ``ValueError`` for a document that is too long for the model.
     """
@@ -70,16 +70,16 @@ def ask_about(document: Path, model: Path, folder: Path, console: Console) -> Ou
 
 
 def _three_ways(on: Stage, reader: Reader, prompts: list[list[int]]) -> Outcome:
-    first, second = prompts
+    about, operator, readers = zip(QUESTIONS, prompts, strict=True)
     with on.instance("A") as a:
-        cold = _ask(on.console, reader, a, QUESTIONS[0], first, "computed")
+        cold = _ask(on.console, reader, a, *about, "computed")
         a.reset_prefix_cache()
-        cpu = _ask(on.console, reader, a, QUESTIONS[1], second, "document from the CPU tier")
+        cpu = _ask(on.console, reader, a, *operator, "document from the CPU tier")
     with on.instance("B") as b:
-        redis = _ask(on.console, reader, b, QUESTIONS[0], first, "document from Valkey")
-    size = len(first) // len(cold.served[0].block_digests)
+        redis = _ask(on.console, reader, b, *readers, "document from Valkey")
+    size = len(about[1]) // len(cold.served[0].block_digests)
     equal = all(way.same_bytes_as(cold.served, size) for way in (cpu, redis))
-    return Outcome(len(first), cold, cpu, redis, kv_bytes_equal=equal)
+    return Outcome(min(map(len, prompts)), cold, cpu, redis, kv_bytes_equal=equal)
 
 
 def _ask(

@@ -60,7 +60,7 @@ class Outcome:
         }
 
     def table(self) -> Table:
-        table = Table(title=f"One prompt of {self.prompt_tokens} tokens, three ways", width=78)
+        table = Table(title=f"Prompts of {self.prompt_tokens} tokens, three ways", width=78)
         table.add_column("served")
         for heading in ("time to first token", "of cold", "hit tokens", "load GB/s"):
             table.add_column(heading, justify="right")

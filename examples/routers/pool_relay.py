@@ -29,6 +29,7 @@ logger = logging.getLogger("pool_relay")
 
 MAX_BLOCKS = 1 << 20
 """Blocks remembered, so that each is told of once: some 100 MB."""
+MAX_TOPICS = 1024
 _MAX_MESSAGE_BYTES = 64 << 20
 _POLL_MILLISECONDS = 100
 _RUBBISH = (ValueError, LookupError, TypeError, RecursionError, msgspec.DecodeError)
@@ -57,12 +58,14 @@ class Pool:
         if not pooled:
             yield frames
             return
+        pool_topic = f"kv@pool:{self._name}@{model}".encode()
+        if pool_topic not in self._sent and len(self._sent) >= MAX_TOPICS:
+            raise ValueError("too many models")
         own = [event for event in batch[1] if not _is_in_redis(event)]
         news = [event for event in pooled if self._is_news(model, event)]
         # An empty batch too: a gap in a pod's sequence numbers would count as a loss.
         yield [topic, frames[1], msgspec.msgpack.encode([batch[0], own, *batch[2:]])]
         if news:
-            pool_topic = f"kv@pool:{self._name}@{model}".encode()
             number = self._sent.get(pool_topic, 0)
             self._sent[pool_topic] = number + 1
             encoded = msgspec.msgpack.encode([batch[0], news])

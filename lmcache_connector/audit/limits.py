@@ -143,20 +143,6 @@ class NoiseGauge:
             self._samples.append(error)
         return Verdict.MATCH
 
-    def judge_strictly(self, error: ChunkError) -> Verdict:
-        """Whether the weights are the same still, and not only near: bit for bit.
-
-        A small update of the weights changes KV as little as noise does, so an error within the
-        limit decides nothing: another hit may tell, one that is computed in the batch it was stored
-        from.
-        """
-        if not error.largest:
-            return Verdict.MATCH
-        limit = self.limit()
-        if error.median > limit or error.largest > _LARGEST_TO_MEDIAN * limit:
-            return Verdict.MISMATCH
-        return Verdict.INCONCLUSIVE
-
     def limit(self) -> float:
         """Of the median layer's error; the largest may be four times that."""
         if not self._samples:

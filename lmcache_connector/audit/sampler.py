@@ -42,6 +42,10 @@ class AuditSampler:
         if len(self._first) > MAX_SUBJECTS:
             self._first.popitem(last=False)
 
+    def abandon(self) -> None:
+        """What is under way will have no answer."""
+        self._open.clear()
+
     def forget(self) -> None:
         """All subjects count as never audited."""
         self._first.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, SecretStr
 
 from lmcache_connector.config.model_digest import ModelDigest
 from lmcache_connector.config.strict import Secret, StrictSettings, parse
@@ -19,6 +19,26 @@ from lmcache_connector.storage.chunk_codec import Codec
 from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 
 _LMCACHE_PREFIX = "lmcache."
+_GONE = {
+    "share_after_reset": "no setting any more: weights are named by what is in memory, so leave it "
+    "out",
+}
+
+
+def _long_enough(key: SecretStr) -> SecretStr:
+    RedisTierConfig(url="redis://localhost", hash_key=key.get_secret_value().encode())
+    return key
+
+
+def _is_url(url: SecretStr) -> SecretStr:
+    RedisTierConfig(url=url.get_secret_value())
+    return url
+
+
+HashKey = Annotated[Secret, AfterValidator(_long_enough)]
+"""Keys names and values, in Redis and without it."""
+RedisUrl = Annotated[Secret, AfterValidator(_is_url)]
+"""Of one server, Sentinels or a cluster."""
 
 
 class ConnectorConfig(StrictSettings):
@@ -32,11 +52,11 @@ class ConnectorConfig(StrictSettings):
     """Share of the CPU tier that one ``cache_salt`` keeps while others want the room."""
     pin_share: Annotated[float, Field(ge=0, le=0.5)] = 0.25
     """Share of the CPU tier that requests may pin, each salt up to ``tenant_share`` of it."""
-    redis_url: Secret | None = None
+    redis_url: RedisUrl | None = None
     """Redis or Valkey; none leaves the CPU tier alone. May be ``env:NAME`` or ``file:PATH``."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")] = "default"
     """Instances share chunks only inside one namespace."""
-    hash_key: Secret | None = None
+    hash_key: HashKey | None = None
     """Secret that keys chunk keys and values. May be ``env:NAME`` or ``file:PATH``."""
     store_generated: bool = True
     """Store generated tokens too, for the next turn of a conversation."""
@@ -74,9 +94,7 @@ class ConnectorConfig(StrictSettings):
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
     """Share of hits whose last chunk is computed as well and compared; 0 audits nothing."""
     weights_label: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """Name of the weights after an update, or ``file:PATH``, read at each reset."""
-    share_after_reset: Literal["audited", "never"] = "audited"
-    """Once an audit finds the weights unchanged, or only with a new ``weights_label``."""
+    """``file:PATH``: names updated weights for engines of other parallel sizes, read at resets."""
     model_digest: ModelDigest = "full"
     """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
     shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
@@ -144,4 +162,4 @@ def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
             lmcache[key.removeprefix(_LMCACHE_PREFIX)] = value
         else:
             own[key] = value
-    return parse(ConnectorConfig, own, "kv_connector_extra_config", lmcache=lmcache)
+    return parse(ConnectorConfig, own, "kv_connector_extra_config", _GONE, lmcache=lmcache)

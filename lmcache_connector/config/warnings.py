@@ -14,6 +14,14 @@ from pathlib import Path
 from lmcache_connector.config.tiered import ConnectorConfig
 
 _GIB = 2**30
+# A container's memory, cgroup v2 and v1: folder, limit, use, and what of the use can be taken back.
+_CGROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_inactive_file",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +51,28 @@ class StartupWarning:
         return f"{self.problem}: {self.remedy}"
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes of memory programs can still get; ``None`` where the system does not say."""
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory programs can still get, on this host or in this container, whichever is
+    less; ``None`` where the system does not say."""
+    host = _number(root / "proc/meminfo", "MemAvailable:")
+    rooms = [] if host is None else [host * 1024]
+    for folder, limit, used, reclaimable in _CGROUPS:
+        try:
+            room = int((root / folder / limit).read_text())
+            room -= int((root / folder / used).read_text())
+        except (OSError, ValueError):  # none of this kind; or "max", which is no limit
+            continue
+        rooms.append(max(0, room + (_number(root / folder / "memory.stat", reclaimable) or 0)))
+    return min(rooms, default=None)
+
+
+def _number(path: Path, name: str) -> int | None:
+    """Of the line of a file that begins with ``name``."""
     try:
-        lines = meminfo.read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
         return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
 
 
 def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[StartupWarning]:

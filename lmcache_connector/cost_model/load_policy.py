@@ -92,17 +92,21 @@ class LoadPolicy:
         self.learn_sizes(value_bytes)
         self._clock = clock
         self._num_stages = num_stages
+        self.forget_all()
+        self._fenced_share = 0.0
+        self._late_seconds, self._late_at = 0.0, float("-inf")
+        self.probes = ProbePace(clock)
+
+    def forget_all(self) -> None:
+        """No request waits or runs, and no job is under way. What was measured stays."""
         self._running: dict[int, _Running] = {}
         self._queued_bytes = dict.fromkeys(Tier, 0)
         self._fetching: Counter[bytes] = Counter()
-        self._stores = StoreBacklog(clock)
+        self._stores = StoreBacklog(self._clock)
         self._num_requests = 0
         self._waiting: dict[str, int] = {}  # and the tokens of their prompts
         self._waiting_tokens = 0
         self._prompt_tokens = 0  # left of the requests that run, and of those that begin
-        self._fenced_share = 0.0
-        self._late_seconds, self._late_at = 0.0, float("-inf")
-        self.probes = ProbePace(clock)
 
     def learn_sizes(self, value_bytes: Sequence[int]) -> None:
         """What values of each part take, once that is known better. Before any decision."""

@@ -1,7 +1,8 @@
 """Digests of files, kept from one start to the next in the user's cache folder.
 
-One JSON object maps the stat signature of a file (:class:`Signature`) to its SHA-256. Content that
-changes changes the signature, so an entry never has to be taken back. The file is read with
+One JSON object maps the stat signature of a file (:class:`Signature`) to its SHA-256, and a digest
+of what weights are loaded from, and how, to that of the weights in memory. Content that changes
+changes the signature, so an entry never has to be taken back. The file is read with
 distrust: it must belong to this user, nobody else may be able to write it, and whatever in it is
 not a signature with a digest is ignored. It is replaced as a whole, never written in place.
 """
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_ENTRIES = 4096
 _MAX_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SIGNATURE = re.compile(r"[0-9]{1,20}(:[0-9]{1,20}){4}")
+_KEY = re.compile(r"[0-9]{1,20}(:[0-9]{1,20}){4}|[0-9a-f]{64}")
 _LOCKS = 1 << 30
 _POLL_SECONDS = 0.1
 
@@ -146,7 +147,7 @@ def _parse(data: bytes) -> dict[str, str]:
     return {
         key: value
         for key, value in found.items()
-        if _SIGNATURE.fullmatch(key) and isinstance(value, str) and _DIGEST.fullmatch(value)
+        if _KEY.fullmatch(key) and isinstance(value, str) and _DIGEST.fullmatch(value)
     }
 
 

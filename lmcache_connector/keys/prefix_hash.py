@@ -25,6 +25,9 @@ from blake3 import blake3
 CHUNK_KEY_BYTES = 32
 """Keys are never shortened, so nobody finds two chunks with the same one."""
 FORMAT_VERSION = 1
+IDENTITY_VERSION = 2
+"""Of what is in a root: engines of two versions share nothing. 2: weights are named by what is in
+memory."""
 
 _ROOT_CONTEXT = "lmcache-connector 2026-11 chunk key root v1"
 _SECRET_CONTEXT = "lmcache-connector 2026-11 chunk key secret v1"
@@ -53,7 +56,12 @@ class PrefixHasher:
         self._secret = (
             blake3(secret, derive_key_context=_SECRET_CONTEXT).digest() if secret else None
         )
-        form = {"format": FORMAT_VERSION, "chunk_size": chunk_size, "model": dict(model_root)}
+        form = {
+            "format": FORMAT_VERSION,
+            "identity": IDENTITY_VERSION,
+            "chunk_size": chunk_size,
+            "model": dict(model_root),
+        }
         self._model_root = canonical_bytes(form | ({"lookahead": lookahead} if lookahead else {}))
 
     def root_key(self, request_root: Mapping[str, object]) -> bytes:

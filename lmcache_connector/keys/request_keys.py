@@ -1,7 +1,7 @@
 """The chunk keys of one request, extended as its tokens grow.
 
 What makes the KV of a request unique beyond its tokens stands in :class:`RequestIdentity`: for the
-whole request (salt, LoRA, weight epoch) or for the chunks it touches (images, prompt embeddings).
+whole request (salt, LoRA, weights) or for the chunks it touches (images, prompt embeddings).
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class RequestIdentity:
     """What separates the KV of this request from that of others with the same tokens.
 
     ``lora`` is a digest of its adapter, which vLLM knows by ``lora_number``; the number is nobody
-    else's. ``embeds_digest(start, end)`` names the prompt embeddings of a token range.
+    else's. ``weights``: their name. ``embeds_digest(start, end)`` names the prompt embeddings of a
+    token range.
     """
 
     cache_salt: str | None = None
     lora: str | None = None
     lora_number: int = 0
-    weight_epoch: str = ""
+    weights: str = ""
     multimodal: tuple[MultimodalSpan, ...] = ()
     embeds_digest: Callable[[int, int], str] | None = None
 
@@ -46,13 +47,13 @@ class RequestIdentity:
         return bool(self.multimodal) or self.embeds_digest is not None
 
     def root(self) -> dict[str, object]:
-        return {"salt": self.cache_salt, "lora": self.lora, "epoch": self.weight_epoch}
+        return {"salt": self.cache_salt, "lora": self.lora, "weights": self.weights}
 
     @property
     def kv_root(self) -> bytes:
         """What KV depends on before the first token: the root without what only separates tenants
         and resets."""
-        separating = ("salt", "epoch")
+        separating = ("salt", "weights")
         return canonical_bytes({k: v for k, v in self.root().items() if k not in separating})
 
     @property

@@ -2,20 +2,29 @@
 
 Blocks are named as vLLM names them in its own events, so that a block of GPU memory and the same
 block in a lower tier have one name. A chunk is in a tier when every rank has put it there. What
-Redis drops by itself is learned only when it is looked for and missing.
+Redis drops by itself is learned when it is looked for and missing. A chunk of Redis is told as
+removed, too, when its lifetime is over, and when ``MAX_REDIS_CHUNKS`` others have been written or
+used since: it may still be there, and a router's credit is all that is lost.
 
-Runs on the scheduler's thread. Keeps a description, about 4 bytes a token, of every chunk that is
+Runs on the scheduler's thread. Keeps a description, some 12 bytes a token, of every chunk that is
 in a tier, or on its way there.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_connector.plans import RankReport, Tier
+
+MAX_REDIS_CHUNKS = 1 << 16
+MAX_LEFT_BEHIND = 512
+"""Of how many chunks that a reset, or their lifetime, has ended is told at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +73,10 @@ class _Chunk:
 
 
 class KvEventSink:
-    """Takes what becomes of chunks and forgets it: for an engine whose events nobody wants.
+    """Takes what becomes of chunks and forgets it: for an engine whose events nobody wants."""
 
-    ``events``: those since the last :meth:`take`, in order.
-    """
-
-    events: list[KvEvent]
-
-    def __init__(self) -> None:
-        self.events = []
+    has_news: bool = False
+    """Whether :meth:`take` would return something."""
 
     def describe(self, keys: Sequence[bytes], describe: Callable[[int], BlockRun]) -> None:
         """Before a job that may bring these chunks to a tier; ``describe(i)`` describes the i-th,
@@ -94,21 +98,36 @@ class KvEventSink:
         """Nothing stored before can be hit any more."""
 
     def take(self) -> list[KvEvent]:
-        """Events since the last call, in order."""
-        events, self.events = self.events, []
-        return events
+        """Events since the last call, in order. Those of a reset come bit by bit, and what follows
+        them waits."""
+        return []
 
 
 class KvEventLog(KvEventSink):
     """Turns the ranks' reports into events. ``world_size``: how many ranks make a whole chunk.
+    ``ttl_seconds``: the lifetime of what is in Redis; ``refresh_ttl``: each load renews it.
+    ``clock`` returns seconds.
 
     Chunks nobody has described, such as those of the self-test, are passed over.
     """
 
-    def __init__(self, world_size: int) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        world_size: int,
+        ttl_seconds: float | None = None,
+        *,
+        refresh_ttl: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._all_ranks = (1 << world_size) - 1
+        self._ttl_seconds = math.inf if ttl_seconds is None else ttl_seconds
+        self._uses_count = ttl_seconds is None or refresh_ttl
+        self._clock = clock
         self._chunks: dict[bytes, _Chunk] = {}
+        # What is in Redis, in the order in which it was written or used, and when that was.
+        self._in_redis: OrderedDict[bytes, float] = OrderedDict()
+        # Events that nobody was told of yet, and all chunks that a reset has ended.
+        self._news: deque[KvEvent | dict[bytes, _Chunk]] = deque()
 
     def __len__(self) -> int:
         """Chunks described."""
@@ -118,8 +137,16 @@ class KvEventLog(KvEventSink):
         for i, key in enumerate(keys):
             if key not in self._chunks:
                 self._chunks[key] = _Chunk(describe(i))
+            elif key in self._in_redis and self._uses_count:
+                self._renew(key)
 
     def apply(self, report: RankReport) -> None:
+        over = self._clock() - self._ttl_seconds
+        for _ in range(min(MAX_LEFT_BEHIND, len(self._in_redis))):
+            key, at = next(iter(self._in_redis.items()))
+            if at > over:
+                break
+            self.missing(key)
         # A chunk may leave memory once it is written: it must be known still.
         for key in report.written:
             self._hold(Tier.REDIS, report.rank, key)
@@ -134,9 +161,11 @@ class KvEventLog(KvEventSink):
         if chunk is None:
             return
         before = chunk.holders.get(tier, 0)
-        chunk.holders[tier] = before & ~(1 << rank)
+        chunk.holders[tier] = after = before & ~(1 << rank)
+        if tier is Tier.REDIS and not after:
+            self._in_redis.pop(key, None)
         if before == self._all_ranks:
-            self.events.append(_removed(tier, chunk))
+            self._news.append(_removed(tier, chunk))
         if chunk.is_nowhere:
             del self._chunks[key]
 
@@ -151,11 +180,35 @@ class KvEventLog(KvEventSink):
                 del self._chunks[key]
 
     def clear(self) -> None:
-        for chunk in self._chunks.values():
-            for tier, holders in chunk.holders.items():
-                if holders == self._all_ranks:
-                    self.events.append(_removed(tier, chunk))
-        self._chunks.clear()
+        if self._chunks:
+            self._news.append(self._chunks)
+        self._chunks, self._in_redis = {}, OrderedDict()
+
+    @property
+    def has_news(self) -> bool:  # type: ignore[override]
+        return bool(self._news)
+
+    def take(self) -> list[KvEvent]:
+        events: list[KvEvent] = []
+        num_left = MAX_LEFT_BEHIND
+        while self._news:
+            ended = self._news[0]
+            if not isinstance(ended, dict):
+                events.append(ended)
+            elif num_left and ended:
+                chunk = ended.popitem()[1]
+                tiers = [t for t, held in chunk.holders.items() if held == self._all_ranks]
+                events += [_removed(tier, chunk) for tier in tiers]
+                num_left -= 1
+                continue
+            elif ended:
+                break
+            self._news.popleft()
+        return events
+
+    def _renew(self, key: bytes) -> None:
+        self._in_redis[key] = self._clock()
+        self._in_redis.move_to_end(key)
 
     def _hold(self, tier: Tier, rank: int, key: bytes) -> None:
         chunk = self._chunks.get(key)
@@ -164,7 +217,11 @@ class KvEventLog(KvEventSink):
         before = chunk.holders.get(tier, 0)
         chunk.holders[tier] = after = before | 1 << rank
         if before != after == self._all_ranks:
-            self.events.append(BlocksStored(tier, chunk.blocks))
+            self._news.append(BlocksStored(tier, chunk.blocks))
+        if tier is Tier.REDIS:
+            self._renew(key)
+            if len(self._in_redis) > MAX_REDIS_CHUNKS:
+                self.missing(next(iter(self._in_redis)))
 
 
 def _removed(tier: Tier, chunk: _Chunk) -> BlocksRemoved:

@@ -49,6 +49,10 @@ class ChunkIndex:
             if self._planned.get(key) == job_id:
                 del self._planned[key]
 
+    def forget_planned(self) -> None:
+        """No store job is under way any more."""
+        self._planned.clear()
+
     def apply(self, rank: int, events: Iterable[CacheEvent]) -> None:
         """Learn what entered and left a rank's CPU tier, in order."""
         bit = 1 << rank

@@ -12,9 +12,9 @@ _TRAFFIC = (
 )
 _BYTES = {"load": "loaded_bytes", "store": "stored_bytes"}
 _TROUBLES = (
+    ("requests not cached", "bypassed_requests"),
     ("tokens left to compute", "declined_tokens"),
     ("failed loads", "failed_loads"),
-    ("tokens recomputed", "recomputed_tokens"),
     ("dropped writes", "dropped_writes"),
     ("evicted chunks", "evicted_chunks"),
 )
@@ -24,12 +24,13 @@ _CIRCUIT_OPEN = 2  # as the metric's description in the table says
 def log_fields(samples: Samples) -> dict[str, str]:
     """What the cache did in this interval: titles, and what to print behind each."""
     fields: dict[str, str] = {}
-    queried = samples.total("queried_tokens")
-    hit = samples.total("hit_tokens")
-    if queried:
+    queried, saved = samples.total("queried_tokens"), samples.total("prefill_saved_tokens")
+    if queried or saved:
         fields["hit tokens"] = (
-            f"{hit:.0f} of {queried:.0f} (CPU {samples.total('hit_tokens', 'cpu'):.0f}, "
-            f"Redis {samples.total('hit_tokens', 'redis'):.0f})"
+            f"{saved:.0f} of {queried:.0f} (planned: "
+            f"CPU {samples.total('hit_tokens', 'cpu'):.0f}, "
+            f"Redis {samples.total('hit_tokens', 'redis'):.0f}; "
+            f"lost {samples.total('recomputed_tokens'):.0f})"
         )
     for verb, tier, title in _TRAFFIC:
         num_bytes = samples.total(_BYTES[verb], tier)

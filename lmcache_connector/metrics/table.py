@@ -92,6 +92,7 @@ METRICS = table(
             _BYPASSES,
         ),
         counter("lookups", ("tier",), "Requests for which a tier was asked what it holds."),
+        counter("scheduler_failures", (), "Exceptions that ended in lost hits, in the scheduler."),
         counter("lookup_hits", ("tier",), "Requests of which a tier had at least one chunk."),
         counter(
             "lookups_given_up", (), "Requests that did not wait for Redis to say what it holds."

@@ -16,6 +16,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,7 @@ class _LookUp:
     task: int
     keys: list[ObjectKey]
     forms: list[_Form]
+    until: float
 
 
 class _Results:
@@ -165,7 +167,8 @@ class RedisL2Adapter(L2AdapterInterface):
         task = self._new_task()
         forms = {group: _form_of_layout(layout) for group, layout in group_layout_descs.items()}
         found = [forms.get(key.object_group_id, _NO_FORM) for key in keys]
-        self._questions.put(_LookUp(task, list(keys), found))
+        until = time.monotonic() + self._settings.lookup_deadline_seconds
+        self._questions.put(_LookUp(task, list(keys), found, until))
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -261,7 +264,8 @@ class RedisL2Adapter(L2AdapterInterface):
         while (asked := self._questions.get()) is not None:
             found = [False] * len(asked.keys)
             try:
-                self._look_up(asked, found)
+                if time.monotonic() < asked.until:  # so no more wait than come in that time
+                    self._look_up(asked, found)
             except Exception:
                 logger.exception("A look-up of %d objects failed", len(asked.keys))
                 found = [False] * len(asked.keys)

@@ -8,18 +8,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lmcache_connector.config.model_digest import ModelDigest
-from lmcache_connector.config.strict import Secret, StrictSettings
+from lmcache_connector.config.strict import StrictSettings
+from lmcache_connector.config.tiered import HashKey, RedisUrl
 from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 
 
 class RedisSettings(StrictSettings):
     """The settings of the tiered connector that go with Redis, by the same names."""
 
-    redis_url: Secret
+    redis_url: RedisUrl
     """Redis or Valkey; may be ``env:NAME`` or ``file:PATH``."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")] = "default"
     """Instances share only inside one namespace."""
-    hash_key: Secret | None = None
+    hash_key: HashKey | None = None
     """Secret that keys names and values; may be ``env:NAME`` or ``file:PATH``."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     """Lifetime of values in Redis; none leaves it to the server's eviction."""

@@ -80,7 +80,7 @@ def describe(
     ranks = model.parts[0].ranks
     weights: dict[str, object] = {
         "namespace": config.namespace,
-        "weights": weights_identity(vllm_config, config.model_digest, user_cache_folder()),
+        "weights": weights_identity(vllm_config, config.model_digest, user_cache_folder()).name,
     }
     first_rank = engine_index(parallel) * model.world_size
     tp_size = parallel.tensor_parallel_size

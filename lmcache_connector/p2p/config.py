@@ -44,15 +44,16 @@ class P2PConfig(StrictSettings):
     """First port of the data plane; rank r uses the r-th after it. 0: any free port."""
     peer_hosts: Annotated[tuple[str, ...], BeforeValidator(_tuple_of_list)] = ()
     """Hosts requests may name as peers: names, addresses, ``*.SUFFIX`` or networks in CIDR form.
-    None: loopback if ``host`` is, else any."""
+    None: loopback if ``host`` is, else any. Without a name among them, nobody else is let in."""
     secret: Annotated[Secret, AfterValidator(_long_enough)] | None = None
     """Shared by all instances; authenticates them. May be ``env:NAME`` or ``file:PATH``."""
     insecure: bool = False
-    """Without ``secret`` and ``peer_hosts``: let anybody hand over and fetch KV."""
+    """Without ``secret``: let anybody who reaches it hand over and fetch KV."""
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = "PUT_ASYNC"
     """For request ids that name both instances: push and wait, push, or let it be fetched."""
     transport: Literal["auto", "tcp", "nixl"] = "auto"
-    """Data plane; ``auto`` is NIXL on one machine and over RDMA, where it imports, and TCP else."""
+    """Data plane; ``auto`` is TCP without a ``secret``, and else NIXL on one machine and over RDMA,
+    where it imports."""
     kv_buffer_size: Annotated[int, Field(gt=0, le=1 << 44)] = 1 << 30
     """KV on its way, per worker rank, bytes."""
     overflow_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 1 << 30
@@ -93,15 +94,17 @@ class P2PConfig(StrictSettings):
             return any(_matches(peer.host, allowed) for allowed in self.peer_hosts)
         return peer.is_loopback or not self.is_loopback
 
+    def may_be_dialled_from(self, address: str) -> bool:
+        """Whether a peer may be there. Names in ``peer_hosts`` are not looked up: with one of them,
+        anywhere."""
+        return not self.peer_hosts or any(
+            _matches(address, allowed) or not _is_network(allowed) for allowed in self.peer_hosts
+        )
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine reaches this instance."""
         return PeerAddress(self.host, 1).is_loopback
-
-    @property
-    def knows_its_peers(self) -> bool:
-        """Whether no stranger can introduce himself."""
-        return self.secret is not None or self.is_loopback
 
     @property
     def largest_buffer_bytes(self) -> int:
@@ -118,16 +121,17 @@ class P2PConfig(StrictSettings):
             is_local = PeerAddress(self.host, 1).is_loopback
             if self.bind_host is not None:
                 is_local &= _is_loopback(self.bind_host)
-            if not (is_local or self.secret or self.peer_hosts or self.insecure):
+            if not (is_local or self.secret or self.insecure):
                 yield (
                     f"others can reach 'host' {self.host!r}: set a 'secret' that all instances "
-                    "share, or at least 'peer_hosts'; '\"insecure\": true' if the network is "
-                    "yours alone"
+                    "share; '\"insecure\": true' if the network is yours alone"
                 )
         except AddressError as error:
             yield f"'host': {error}"
         if self.secret and not self.checksum:
             yield "'checksum' cannot be off with a 'secret': it is part of what is authenticated"
+        if self.transport == "nixl" and not self.secret:
+            yield "'transport' 'nixl' needs a 'secret': its peers read and write the KV cache"
         if (self.router is None) != (self.http_address is None):
             yield "'router' and 'http_address' go together: set both or neither"
 
@@ -142,6 +146,15 @@ def _matches(host: str, allowed: str) -> bool:
         return ipaddress.ip_address(host) in ipaddress.ip_network(allowed, strict=False)
     except ValueError:  # one of the two is a name
         return False
+
+
+def _is_network(allowed: str) -> bool:
+    """Or one address."""
+    try:
+        ipaddress.ip_network(allowed, strict=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -52,8 +52,11 @@ class BackgroundReads:
         self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, read: Callable[[], ValueT | None]) -> Reading[ValueT]:
-        """``read()`` may raise anything: it is logged, and the value is ``None``."""
+    def submit(
+        self, read: Callable[[], ValueT | None], then: Callable[[], None] = lambda: None
+    ) -> Reading[ValueT]:
+        """``read()`` may raise anything: it is logged, and the value is ``None``. ``then()`` is
+        called on the thread once the reading is done."""
         if self._thread is None:
             self._thread = start_thread(self._name, self._run)
         reading: Reading[ValueT] = Reading()
@@ -66,6 +69,7 @@ class BackgroundReads:
             except Exception:  # whoever asked goes without, and the next read may fare better
                 logger.exception("Reading in the background failed")
             reading.settle(value)
+            then()
 
         self._reads.put(make)
         return reading

@@ -169,6 +169,11 @@ class RequestIdentifier:
                 opened.inputs.cancel()
             del self._open[request.request_id]
 
+    def forget_all(self) -> None:
+        """All requests count as new."""
+        self._open.clear()
+        self.adapters.looks.clear()
+
     def close(self) -> None:
         """Stop the threads, within two seconds."""
         self._reads.close()

@@ -42,6 +42,12 @@ class LoadedAdapters:
         question, self.question = self.question, 0
         return question
 
+    def forget(self) -> None:
+        """What the ranks have told may not have been understood: they are asked anew."""
+        self._lists.clear()
+        self._expected.clear()
+        self.ask()
+
     def expect(self, adapter: AdapterRef) -> None:
         """A request is taken to be computed with it."""
         self._expected[adapter.number] = adapter

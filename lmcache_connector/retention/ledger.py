@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_connector.plans import Claim
@@ -28,6 +28,9 @@ from lmcache_connector.retention.notes import Awaited, Notes
 
 PIN_SECONDS = 3600.0
 """How long a pin lasts at most, from the last request that asked for it."""
+MAX_TOUCHED = 8192
+"""Chunks that noted uses may touch in one call, beside those of the last one of them, and chunks
+whose times end in one."""
 _IDLE_SECONDS = 600.0
 """A tenant that has used nothing for so long is no longer protected from those that use much."""
 
@@ -83,6 +86,7 @@ class Ledger:
         self._tenants: dict[bytes, _Tenant] = {}
         self._nobody = _Tenant(b"")
         self._over: set[_Tenant] = set()
+        self._expecting: set[_Tenant] = set()  # those of which more is on its way
         self._queues = AgeQueues()  # of all tenants
         self._expired: OrderedDict[bytes, None] = OrderedDict()
         self._changes: list[tuple[float, int, bytes]] = []  # a heap of what ends when
@@ -110,6 +114,7 @@ class Ledger:
         it shall not be another's while this one is above its share."""
         tenant = self._tenant(name)
         tenant.expected_bytes += num_bytes
+        (self._expecting.add if tenant.expected_bytes else self._expecting.discard)(tenant)
         self._weigh(tenant)
 
     def use(self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes] = ()) -> None:
@@ -139,18 +144,19 @@ class Ledger:
 
     def give_up(self, keys: Sequence[bytes]) -> None:
         """What came of these, in order, for a request that did not use it is needed no more."""
-        self._give_up(keys, self.settle())
+        self._give_up(reversed(keys), self.settle())
 
-    def settle(self, limit: int | None = None) -> float:
-        """Do what was noted, all of it or the first ``limit`` uses. Returns the time."""
-        uses, given_up = self.notes.take(limit)
-        for use, at in uses:
+    def settle(self) -> float:
+        """Do what was noted, the oldest first; of very much the rest is left to the next call.
+        Returns the time."""
+        num_left = MAX_TOUCHED
+        while num_left > 0 and (noted := self.notes.take_use()) is not None:
+            use, at = noted
             self._latest = max(self._latest, at)  # a verb may have begun before the note came
-            self._use(use.keys, use.claim, (), self._latest)
+            num_left -= 1 + self._use(use.keys, use.claim, (), self._latest)
             self._awaited.add(use, [k for k in use.keys if k not in self._chunks], self._latest)
         now = self._latest = max(self._latest, self._clock())
-        if given_up:
-            self._give_up(given_up, now)
+        self._give_up(self.notes.take_given_up(MAX_TOUCHED), now)
         return now
 
     def drop(self, key: bytes) -> None:
@@ -163,17 +169,20 @@ class Ledger:
 
     def evict(self, count: int, may_go: Callable[[bytes], bool]) -> list[bytes]:
         """The ``count`` chunks that are worth least of those that ``may_go``; none at all if there
-        are fewer. They are still there: the caller drops them."""
+        are fewer, or if that would only make room for tenants above their share, whose own chunks
+        may not go. They are still there: the caller drops them."""
         now = self.settle()
-        self._lapse(now)
-        victims: dict[bytes, Reason] = {}
-        for reason, key in self._order(now, may_go):
-            if key not in victims and may_go(key):
-                victims[key] = reason
-                if len(victims) == count:
-                    self._evicted.update(victims.values())
-                    return list(victims)
-        return []
+        while True:
+            is_done = self._lapse(now)
+            victims: dict[bytes, Reason] = {}
+            for reason, key in self._order(now, may_go):
+                if key not in victims and may_go(key):
+                    victims[key] = reason
+                    if len(victims) == count:
+                        self._evicted.update(victims.values())
+                        return list(victims)
+            if is_done:
+                return []
 
     def holdings(self) -> Holdings:
         """O(labels), from any thread."""
@@ -188,7 +197,8 @@ class Ledger:
 
     def _use(
         self, keys: Sequence[bytes], claim: Claim, parents: Sequence[bytes], now: float
-    ) -> None:
+    ) -> int:
+        """How many chunks that were."""
         self._lapse(now)
         self._link(keys, parents)
         tail_first = self._prefix(keys)
@@ -200,9 +210,10 @@ class Ledger:
         for key, chunk in tail_first.items():
             self._enter(key, chunk, now)
             self._watch(key, chunk)
+        return len(tail_first)
 
-    def _give_up(self, keys: Sequence[bytes], now: float) -> None:
-        for key in reversed(keys):
+    def _give_up(self, keys: Iterable[bytes], now: float) -> None:
+        for key in keys:
             chunk = self._chunks.get(key)
             if chunk is not None and not chunk.is_claimed:
                 self._leave(key, chunk)
@@ -214,11 +225,16 @@ class Ledger:
     def _order(self, now: float, may_go: Callable[[bytes], bool]) -> Iterator[tuple[Reason, bytes]]:
         for key in self._expired:
             yield Reason.EXPIRED, key
-        if self._over and len(self._tenants) > 1 and not self._is_oldest_idle(now):
+        is_shared = len(self._tenants) > 1 and not self._is_oldest_idle(now)
+        if self._over and is_shared:
             for tenant in sorted(self._over, key=lambda each: -each.num_bytes):
                 yield from self._excess(tenant, now, may_go)
-        for key in self._queues.oldest_first(now):
-            yield Reason.OLDEST, key
+        queues = [self._queues]
+        if is_shared and self._are_all_greedy():
+            queues = [tenant.queues for tenant in (self._nobody, *self._over)]
+        for queue in queues:
+            for key in queue.oldest_first(now):
+                yield Reason.OLDEST, key
 
     def _excess(
         self, tenant: _Tenant, now: float, may_go: Callable[[bytes], bool]
@@ -233,10 +249,18 @@ class Ledger:
                 num_bytes -= self._chunks[key].num_bytes
                 yield Reason.OVER_SHARE, key
 
+    def _are_all_greedy(self) -> bool:
+        """Whether all that is on its way is of tenants that have their share already, with what has
+        come and is not theirs yet. Room for them is not taken from those within theirs."""
+        least = self._limits.tenant_bytes - self._nobody.num_bytes
+        return bool(self._expecting) and all(each.num_bytes >= least for each in self._expecting)
+
     def _is_oldest_idle(self, now: float) -> bool:
         """Whether a tenant that has gone owns the chunk unused longest."""
         oldest = next(self._queues.oldest_first(now), None)
-        return oldest is not None and (now - self._chunks[oldest].tenant.used_at > _IDLE_SECONDS)
+        if oldest is None or (tenant := self._chunks[oldest].tenant) is self._nobody:
+            return False
+        return now - tenant.used_at > _IDLE_SECONDS
 
     def _link(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> None:
         for key, parent in zip(keys, parents, strict=False):
@@ -308,9 +332,12 @@ class Ledger:
         chunk = self._chunks.get(key)
         return chunk is not None and chunk.watched_at == at
 
-    def _lapse(self, now: float) -> None:
-        """End the pins and times that are over. A chunk whose pin ends counts as just used."""
-        while self._changes and self._changes[0][0] <= now:
+    def _lapse(self, now: float) -> bool:
+        """End pins and times that are over, and say whether these were all. A chunk whose pin ends
+        counts as just used."""
+        for _ in range(MAX_TOUCHED):
+            if not (self._changes and self._changes[0][0] <= now):
+                return True
             change = heapq.heappop(self._changes)
             if not self._is_watched(change):
                 continue
@@ -326,6 +353,7 @@ class Ledger:
             self._enter(key, chunk, now)
             if not chunk.is_expired:
                 self._watch(key, chunk)
+        return False
 
     # -- places --------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What the engine's step has to tell the ledger, kept until somebody asks the ledger something.
 
-The step waits for no lock, and a prompt that is used a hundred times before anything has to go is
+The step waits for no walk, and a prompt that is used a hundred times before anything has to go is
 walked through once. What is told of a chunk that is still being stored is kept until it comes.
 """
 
@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lmcache_connector.plans import Claim, PrefixUse
 
-_MAX_USES = 1024
+MAX_USES = 1 << 14
+"""Kept at once; the oldest are forgotten."""
 _MAX_AWAITED, _MAX_CLAIMS = 1024, 16
 """Chunks that are being stored, and claims to each of them."""
 _STORE_SECONDS = 60.0
@@ -27,29 +28,31 @@ class Notes:
         self._uses: dict[PrefixUse, float] = {}  # the last one of each, and when it was
         self._given_up: dict[bytes, None] = {}
 
-    def use(self, use: PrefixUse) -> bool:
-        """O(1). False if there is no room: the ledger must be told of the others first."""
+    def use(self, use: PrefixUse) -> None:
+        """O(1)."""
         now = self._clock()
         with self._lock:
-            if self._uses.pop(use, None) is None and len(self._uses) >= _MAX_USES:
-                return False
+            self._uses.pop(use, None)
             self._uses[use] = now
-            return True
+            if len(self._uses) > MAX_USES:
+                del self._uses[next(iter(self._uses))]
 
     def give_up(self, keys: Iterable[bytes]) -> None:
         with self._lock:
             self._given_up |= dict.fromkeys(keys)
 
-    def take(self, limit: int | None = None) -> tuple[list[tuple[PrefixUse, float]], list[bytes]]:
-        """All uses or the oldest ``limit``, each with its time, and all that was given up."""
-        if not (self._uses or self._given_up):
-            return [], []
+    def take_use(self) -> tuple[PrefixUse, float] | None:
+        """The oldest one, and its time."""
         with self._lock:
-            uses = list(self._uses.items())[:limit]
-            for use, _ in uses:
-                del self._uses[use]
-            given_up, self._given_up = list(self._given_up), {}
-            return uses, given_up
+            if not self._uses:
+                return None
+            use = next(iter(self._uses))
+            return use, self._uses.pop(use)
+
+    def take_given_up(self, limit: int) -> list[bytes]:
+        """So many of what was given up, the first ones last."""
+        with self._lock:
+            return [self._given_up.popitem()[0] for _ in range(min(limit, len(self._given_up)))]
 
 
 class Awaited:

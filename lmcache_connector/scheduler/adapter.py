@@ -91,30 +91,53 @@ class SchedulerAdapter:
         self._metrics = metrics
         self._auditor = auditor
         self._loaded_adapters = loaded_adapters
+        self._clock = clock
+        self._to_compute: dict[str, Request] = {}
+        self._begin(PlannedJobs(settings.world_size))
+
+    def _begin(self, jobs: PlannedJobs) -> None:
+        """With no request and no job."""
+        settings, index, policy, tally = self._settings, self.index, self.policy, self.tally
         self._uses = PrefixUses(settings.parts, index)
-        self._jobs = PlannedJobs(settings.world_size)
-        self._loads = LoadPlanner(settings, index, policy, tally, self._jobs.new_id)
-        self._stores = StorePlanner(settings, index, tally, self._jobs.new_id, policy)
-        self._prefetcher = Prefetcher(settings, policy, tally, self._jobs.new_id)
+        self._jobs = jobs
+        self._loads = LoadPlanner(settings, index, policy, tally, jobs.new_id)
+        self._stores = StorePlanner(settings, index, tally, jobs.new_id, policy)
+        self._prefetcher = Prefetcher(settings, policy, tally, jobs.new_id)
         self._dispatcher = JobDispatcher(
             settings,
-            book=book,
+            book=self.book,
             index=index,
-            jobs=self._jobs,
+            jobs=jobs,
             loads=self._loads,
             stores=self._stores,
             prefetcher=self._prefetcher,
-            auditor=auditor,
+            auditor=self._auditor,
             witness=self.witness,
-            kv_events=kv_events,
+            kv_events=self.kv_events,
             spans=self.spans,
         )
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
         self._was_asked = False  # for hits, since the last plan
-        self._clock = clock
-        self._wait = StepWait(settings.step_wait_seconds, clock)
+        self._wait = StepWait(settings.step_wait_seconds, self._clock)
         self._ask_until: dict[str, float] = {}  # by request that vLLM was told to ask for again
+
+    def start_over(self) -> None:
+        """A call has raised, and what it has left half done is not known. Forget all requests and
+        jobs: the workers are to cancel theirs. Requests in flight bypass from now on, blocks are
+        vLLM's again, and nothing computed until now counts. What the tiers hold, what was measured,
+        and whose keys a root has stays."""
+        self.witness.forget_all()
+        self.book.forget_all()
+        self._auditor.forget_all()
+        self._loaded_adapters.forget()
+        self.index.forget_planned()
+        self.policy.forget_all()
+        self.spans.drop_all()
+        waiting = self._to_compute.items()
+        self._to_compute = {name: one for name, one in waiting if not one.is_finished()}
+        self._begin(PlannedJobs(self._settings.world_size, self._jobs.last_id))
+        self._dispatcher.in_use.freed_some()
 
     # -- hits ----------------------------------------------------------------------------------
 
@@ -124,7 +147,6 @@ class SchedulerAdapter:
         state = self._enter(request)
         if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
             return
-        self._auditor.ask(state, self.hits)
         if self._settings.loads:
             self.spans.begin(request, "lookup")
             self.hits.ask(state.lookup, first=0)
@@ -138,7 +160,7 @@ class SchedulerAdapter:
         self._was_asked = True
         if not self.is_idle:
             self._dispatcher.keep_read_blocks()
-        if request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or request.request_id in self._to_compute:
             return 0, False
         num_tokens = self._match(request, num_computed_tokens)
         if num_tokens is None:
@@ -152,21 +174,29 @@ class SchedulerAdapter:
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
-    ) -> None:
+    ) -> bool:
         """Plan the load of ``num_external_tokens`` into the request's blocks, listed per KV cache
-        group."""
+        group. ``False``: it was not offered."""
         self._ask_until.pop(request.request_id, None)
         state = self.book.get(request.request_id)
-        if num_external_tokens > 0 and state is not None and state.load.job is None:
-            self._dispatcher.plan_load(state, block_ids, num_external_tokens)
+        if state is None or state.load.end is None or state.load.job is not None:
+            return False
+        self._dispatcher.plan_load(state, block_ids, num_external_tokens)
+        return True
 
     def admitted(self, request: Request) -> None:
         """The step being planned computes of the request, unless it is waiting for its load."""
         self._ask_until.pop(request.request_id, None)
+        self._to_compute.pop(request.request_id, None)
         num_tokens = request.num_tokens - request.num_computed_tokens
         self.policy.request_admitted(request.request_id, num_tokens)
         if (state := self.book.get(request.request_id)) is not None:
             self._dispatcher.stop_prefetch(state)
+
+    def compute(self, request: Request) -> None:
+        """Offer the request no load until it has begun: it had one that came to nothing, and what
+        vLLM keeps free while it admits loads may be more than there is for another."""
+        self._to_compute[request.request_id] = request
 
     def redis_hit_tokens(self, request: Request) -> int:
         """Of the load planned last for this request: tokens that come from Redis."""
@@ -215,7 +245,7 @@ class SchedulerAdapter:
             prompt_tokens_left(scheduler_output, self.book) if prefill else 0,
             has_prefill=prefill is not None,
         )
-        adapters = self._loaded_adapters
+        adapters, weights = self._loaded_adapters, self.book.weights
         return self._jobs.take_plan(
             idle=not scheduled,
             prefill=prefill,
@@ -225,12 +255,19 @@ class SchedulerAdapter:
             unwanted=self._prefetcher.take_unwanted() if self._prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
             heard_adapters=adapters.heard,
+            weights_question=weights.take_question() if weights.question else 0,
+            heard_weights=weights.heard,
         )
 
-    def request_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again."""
+    def request_finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]], *, is_updating: bool = False
+    ) -> None:
+        """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again.
+        If vLLM ``is_updating`` from a step's output, they are kept until :meth:`take_events`, to be
+        handed out last."""
         self._scheduled.discard(request.request_id)
         self._ask_until.pop(request.request_id, None)
+        self._to_compute.pop(request.request_id, None)
         self.spans.drop(request, "lookup")
         self.policy.request_ended(request.request_id, len(self._scheduled))
         self._dispatcher.in_use.freed(block_ids)
@@ -238,11 +275,7 @@ class SchedulerAdapter:
             self._dispatcher.finish(state, block_ids)
         if self.is_idle:  # a user who steps the engine may reset it next
             self._dispatcher.unpin_all()
-
-    def keep_until_updated(self, request: Request) -> None:
-        """A request that has just finished gives its blocks back. Until :meth:`take_events`, those
-        that stores read are kept, to be handed out last."""
-        if (state := self.book.get(request.request_id)) is not None:
+        if state is not None and is_updating:
             self._dispatcher.keep_blocks_of(state)
 
     def take_events(self) -> Sequence[KvEvent]:
@@ -250,12 +283,7 @@ class SchedulerAdapter:
         has brought."""
         if self._dispatcher.held.is_holding:
             self._dispatcher.updated()
-        return self.kv_events.take() if self.kv_events.events else ()
-
-    def unpin_all(self) -> None:
-        """vLLM may have back the blocks that stores read: it is about to reset its cache."""
-        self._dispatcher.in_use.freed_some()
-        self._dispatcher.unpin_all()
+        return self.kv_events.take() if self.kv_events.has_news else ()
 
     @property
     def has_pinned_blocks(self) -> bool:
@@ -268,8 +296,9 @@ class SchedulerAdapter:
 
     @property
     def has_unattended_jobs(self) -> bool:
-        """Whether steps must go on, for a job to be reported that no request waits for."""
-        return self._jobs.has_unattended
+        """Whether steps must go on, for a job to be reported that no request waits for, or for the
+        weights after a reset."""
+        return self._jobs.has_unattended or self.book.weights.is_asked_for
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -284,27 +313,31 @@ class SchedulerAdapter:
             self.kv_events.apply(report)
             if report.adapters is not None:
                 self._learn_adapters(report.rank, report.adapters)
+            if report.weights is not None and self.book.weights.learn(report.rank, report.weights):
+                self._doubt_weights()
             for result in report.results:
                 self._dispatcher.report(report.rank, result)
+        if not self.book.weights.name:
+            self._name_weights()
         return self._dispatcher.take_short_loads()
 
     def take_metrics(self) -> Samples | None:
         """What there is to tell ``/metrics`` since the last call; ``None`` if nothing is."""
         return self._metrics.take(is_idle=not self._scheduled)
 
-    def reset_cache(self) -> None:
-        """From now on this instance hits nothing it stored before, unless its weights are known.
+    def before_reset(self) -> None:
+        """vLLM is about to reset its prefix cache. Trainers have it do so when they have changed
+        the weights: until all ranks have read theirs, nothing is stored or loaded. O(requests in
+        flight)."""
+        self._dispatcher.in_use.freed_some()
+        self.book.weights.reset(is_external=False)
+        self._doubt_weights()
 
-        vLLM tells a connector nothing of weight updates, neither when nor to what: it sees a reset.
-        A new label names the new weights: their keys are shared with all who have that label.
-        Without one this instance uses keys of its own, until an audit finds that the weights are
-        the same. Other instances keep theirs. O(requests in flight).
-        """
-        self._auditor.forget()
-        self.kv_events.clear()
-        self.witness.forget()
-        self._dispatcher.unpin_all()
-        self._dispatcher.abandon(self.book.reset())
+    def reset_cache(self) -> None:
+        """The user asks for a reset of this connector too: what weights have changed may be named
+        by a label. What is stored of the weights in memory stays a hit."""
+        self.book.weights.reset(is_external=True)
+        self._doubt_weights()
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
@@ -314,6 +347,7 @@ class SchedulerAdapter:
         self._prefetcher.check_integrity()
         assert not self.has_pinned_blocks, "pins left"
         assert not self._ask_until, "asks left"
+        assert not self._to_compute, "requests left to compute"
 
     def shutdown(self) -> None:
         self.hits.close()
@@ -354,9 +388,6 @@ class SchedulerAdapter:
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """How many tokens can be loaded after the computed ones; ``None``: ask again."""
-        found = self._auditor.find_shared(state, self.hits, num_computed_tokens, self._wait)
-        if found is PENDING:
-            return None
         if not (self._settings.loads and state.load.is_allowed):
             return 0
         self._dispatcher.cancel_overwritten()
@@ -366,6 +397,23 @@ class SchedulerAdapter:
         self._dispatcher.found(state, hit)
         hit = self._auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(state, num_computed_tokens, hit)
+
+    def _doubt_weights(self) -> None:
+        """What is computed from now on may be of other weights."""
+        self._auditor.doubt()
+        self.witness.forget()
+        self._dispatcher.unpin_all()
+        self._dispatcher.abandon(self.book.drop_all())
+
+    def _name_weights(self) -> None:
+        weights, start = self.book.weights, self.book.start
+        if start.hasher is None or not weights.settle(start.configuration):
+            return
+        if (before := self.book.epochs.name) != weights.name:
+            self.book.rename(weights.name)
+            if before:
+                self._auditor.forget()
+                self.kv_events.clear()
 
     def _wants_probe(self) -> bool:
         probe = self.policy.take_probe()

@@ -8,9 +8,6 @@ touches, since what follows is computed from it::
 
 Its blocks are read by an :class:`AuditJob` after the forward passes that fill them, under the same
 rules as a store's. The chunk is not stored meanwhile: the tier's copy must not be this one.
-
-On *probation*, after a reset, a request has keys of its own, and is looked up a second time under
-those from before. What it finds there it computes, and compares.
 """
 
 from __future__ import annotations
@@ -27,9 +24,7 @@ from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import part_key
-from lmcache_connector.lookup.background_lookup import PENDING, Pending
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import (
     AuditJob,
@@ -41,7 +36,6 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.scheduler.request_state import AuditSubject, RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import adapter_of
-from lmcache_connector.threads import StepWait
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +56,10 @@ class _OpenAudit:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What an audit says of a root. ``strict``: one on probation."""
+    """What an audit says of a root."""
 
     root: bytes
     verdict: Verdict
-    strict: bool
 
 
 class OwnChunks:
@@ -115,7 +108,6 @@ class Auditor:
         self._model = model
         self._own = OwnChunks()
         self._open: dict[int, _OpenAudit] = {}
-        self._on_trial: set[bytes] = set()  # roots on probation with an audit under way
         self._round = 0
         self._largest_error = 0.0
 
@@ -133,31 +125,6 @@ class Auditor:
             audit.is_decided = True
             self._choose(state, num_computed_tokens, hit)
         return hit if audit.chunk is None else hit.up_to(audit.chunk)
-
-    def ask(self, state: RequestState, hits: HitFinder) -> None:
-        """Ask slow tiers for what :meth:`find_shared` will want."""
-        if state.audit.shared is not None:
-            hits.ask(state.audit.shared, first=0)
-
-    def find_shared(
-        self, state: RequestState, hits: HitFinder, num_computed_tokens: int, wait: StepWait
-    ) -> Pending | None:
-        """On probation, choose a chunk that was stored before the reset. ``PENDING``: call again in
-        the next step."""
-        audit, root = state.audit, state.keys.identity.kv_root
-        if audit.shared is None or audit.is_decided or root in self._on_trial:
-            return None
-        audit.shared.keys.extend(state.request.all_token_ids)
-        hit = hits.find(audit.shared, num_computed_tokens, wait)
-        if hit is PENDING:
-            return PENDING
-        if hit:
-            chunk = self._telling_chunk(state, hit)
-            if chunk * self._settings.chunk_size >= num_computed_tokens:
-                audit.is_decided = True
-                key = self._key(audit.shared.keys, chunk)
-                self._set(state, chunk, key, AuditSubject(root, (), key in self._own, strict=True))
-        return None
 
     def _choose(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> None:
         chunk = self._telling_chunk(state, hit)
@@ -177,10 +144,7 @@ class Auditor:
         audit = state.audit
         audit.chunk, audit.key, audit.subject = chunk, key, subject
         audit.needs_redis = key not in self._index
-        if subject.strict:
-            self._on_trial.add(subject.root)
-        else:
-            self._sampler.begin(subject)
+        self._sampler.begin(subject)
 
     def _key(self, keys: RequestKeys, chunk: int) -> bytes:
         """What is compared: the model's first part stands for all."""
@@ -255,13 +219,22 @@ class Auditor:
         """The request will not compute the chunk: it ended, or was preempted."""
         audit = state.audit
         if audit.chunk is not None and audit.subject is not None:
-            self._end(audit.subject, is_answered=False)
+            self._sampler.end(audit.subject, is_answered=False)
         audit.drop()
 
-    def forget(self) -> None:
-        """A reset: what is under way says nothing, and nothing is known of any root."""
+    def forget_all(self) -> None:
+        """No audit is under way any more."""
+        self.doubt()
+        self.forget()
+        self._open.clear()
+
+    def doubt(self) -> None:
+        """The weights may be others: what is under way says nothing."""
         self._round += 1
-        self._on_trial.clear()
+        self._sampler.abandon()
+
+    def forget(self) -> None:
+        """The weights are others: nothing is known of any root."""
         self._sampler.forget()
 
     # -- results -------------------------------------------------------------------------------
@@ -274,14 +247,14 @@ class Auditor:
         verdict, error = self._judge(audit, results, is_own)
         if audit.round == self._round:
             is_answered = verdict is not Verdict.INCONCLUSIVE and is_own == subject.is_own
-            self._end(subject, is_answered=is_answered)
+            self._sampler.end(subject, is_answered=is_answered)
         self._tally.count("audits", verdict.value)
         if error is not None:
             self._largest_error = max(self._largest_error, error.largest)
             self._tally.set("audit_error", "last", value=error.largest)
             self._tally.set("audit_error", "largest", value=self._largest_error)
             self._log(audit, verdict, error)
-        return Finding(subject.root, verdict, subject.strict)
+        return Finding(subject.root, verdict)
 
     def _is_own(self, job: AuditJob, results: Collection[JobResult]) -> bool:
         return job.keys[0] in self._own and not any(result.redis_bytes for result in results)
@@ -293,15 +266,7 @@ class Auditor:
         if audit.round != self._round or not found or not all(found):
             return Verdict.INCONCLUSIVE, None
         error = combine(chain.from_iterable(found))
-        if audit.subject.strict:
-            return self._noise.judge_strictly(error), error
         return self._noise.judge(error, is_own=is_own), error
-
-    def _end(self, subject: AuditSubject, *, is_answered: bool) -> None:
-        if subject.strict:
-            self._on_trial.discard(subject.root)
-        else:
-            self._sampler.end(subject, is_answered=is_answered)
 
     def _log(self, audit: _OpenAudit, verdict: Verdict, error: ChunkError) -> None:
         num_samples = self._noise.num_samples
@@ -309,13 +274,6 @@ class Auditor:
             logger.info(
                 "Audit of a %s request: %s, %s; noise samples: %d",
                 audit.kind, verdict.value, error, num_samples,
-            )  # fmt: skip
-        elif audit.subject.strict:
-            logger.warning(
-                "Audit after the reset: the weights of %s are not those from before it (%s request,"
-                " %s; noise samples: %d). This instance keeps keys of its own and shares KV with no"
-                " other; name the weights with weights_label to share them again.",
-                self._model, audit.kind, error, num_samples,
             )  # fmt: skip
         else:
             logger.error(

@@ -105,6 +105,7 @@ class BlockWitness:
         self._names_tokens = settings.weak_block_hashes
         self._manager: CacheManager | None = None
         self._lineages: dict[int, bytes] = {}
+        self._pinned: dict[int, list[Block]] = {}  # by the list's id()
         self.reused: set[int] = set()
 
     def bind(self, manager: CacheManager) -> None:
@@ -136,6 +137,13 @@ class BlockWitness:
         """Vouch for no block that was filled until now."""
         self._lineages.clear()
 
+    def forget_all(self) -> None:
+        """Nor know of any store that reads some: all blocks are vLLM's again."""
+        self.forget()
+        self.reused.clear()
+        for blocks in list(self._pinned.values()):
+            self.unpin(blocks)
+
     def break_off(self, state: RequestState) -> None:
         """Nothing of the request counts any more, until it begins again."""
         state.witness.num_tokens = state.witness.num_vouched = state.witness.due_at = 0
@@ -164,15 +172,16 @@ class BlockWitness:
     # -- blocks that stores read -----------------------------------------------------------------
 
     def pin(self, block_ids: Iterable[int]) -> list[Block]:
-        """Nobody is handed these blocks until :meth:`unpin`."""
+        """Nobody is handed these blocks until :meth:`unpin` of the same list."""
         blocks = self._by_id(block_ids)
         if blocks and self._manager is not None:
             self._manager.block_pool.touch(blocks)
+            self._pinned[id(blocks)] = blocks
         return blocks
 
-    def unpin(self, blocks: Sequence[Block]) -> None:
+    def unpin(self, blocks: list[Block]) -> None:
         """Those that are free now are handed out after all other free blocks."""
-        if blocks and self._manager is not None:
+        if self._manager is not None and self._pinned.pop(id(blocks), []):
             self._manager.block_pool.unpin_blocks(reversed(blocks), self._on_reuse)
 
     # -- requests --------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from lmcache_connector.audit.limits import NoiseGauge
 from lmcache_connector.audit.root_epochs import RootEpochs
 from lmcache_connector.audit.sampler import AuditSampler
+from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.config.weights_label import names_weights_at_start, read_weights_label
+from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_events.log import KvEventLog, KvEventSink
 from lmcache_connector.kv_parts.part import Rule
@@ -36,6 +38,8 @@ from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
+from lmcache_connector.scheduler.weight_names import WeightFiles, WeightNames
+from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import Spans
 
 if TYPE_CHECKING:
@@ -46,7 +50,7 @@ if TYPE_CHECKING:
 def build_scheduler(
     config: ConnectorConfig,
     model: ModelDescription,
-    weights: str,
+    weights: WeightFiles,
     *,
     loads: bool,
     stores: bool,
@@ -57,14 +61,18 @@ def build_scheduler(
     find_adapter: Callable[[str], Path | None] = Path,
     spans: Spans | None = None,
 ) -> SchedulerAdapter:
-    """The scheduler side of an engine. ``weights`` names them. ``loads`` and ``stores``: what
+    """The scheduler side of an engine. ``weights`` is what they are loaded
+    from. ``loads`` and ``stores``: what
     ``kv_role`` allows. ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter``
     turns a LoRA adapter's path into the folder vLLM reads. ``num_batches`` steps are under way at
     once, of ``max_step_tokens`` at most."""
     settings = _settings(config, model, loads, stores, weak_block_hashes, num_batches)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model, num_batches, max_step_tokens)
-    events = KvEventLog(model.world_size) if kv_events else KvEventSink()
+    events = KvEventSink()
+    if kv_events:
+        lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
+        events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews)
     hits, metrics, redis = _make_hits(config, model, settings, index, policy, events, tally)
     loaded = LoadedAdapters(model.world_size)
     noise = NoiseGauge(model.parts[0].formats)
@@ -124,28 +132,31 @@ def _make_hits(
 def _make_book(
     config: ConnectorConfig,
     model: ModelDescription,
-    weights: str,
+    weights: WeightFiles,
     learn: Callable[[Sequence[RankStart]], None],
     adapters: AdapterReader,
     tally: Tally,
 ) -> RequestBook:
-    make_hasher = partial(_make_hasher, config, weights, model.lookahead)
+    make_hasher = partial(_make_hasher, config, model.lookahead)
+    kept = KeptDigests(user_cache_folder())
     return RequestBook(
         EngineStart(model.world_size, make_hasher, time.monotonic, learn),
+        WeightNames(
+            model.world_size,
+            weights,
+            kept.load(),
+            lambda found: start_thread("lmc-keep-digests", kept.add, found),
+            partial(read_weights_label, config.weights_label),
+            time.monotonic,
+        ),
         RequestIdentifier(
             config.require_cache_salt,
             adapters,
             config.chunk_size,
             lambda reason: tally.count("bypassed_requests", reason.value),
         ),
-        RootEpochs(
-            read_weights_label(config.weights_label),
-            lambda: uuid.uuid4().hex,
-            is_named=names_weights_at_start(config.weights_label),
-        ),
+        RootEpochs(lambda: uuid.uuid4().hex),
         tally,
-        partial(read_weights_label, config.weights_label),
-        audits=config.audit_share > 0 and config.share_after_reset == "audited",
     )
 
 
@@ -186,9 +197,9 @@ def _make_auditor(
 
 
 def _make_hasher(
-    config: ConnectorConfig, weights: str, lookahead: int, configuration: Mapping[str, str]
+    config: ConnectorConfig, lookahead: int, configuration: Mapping[str, str]
 ) -> PrefixHasher:
-    root = {"namespace": config.namespace, "weights": weights, "configuration": configuration}
+    root = {"namespace": config.namespace, "configuration": configuration}
     return PrefixHasher(root, config.chunk_size, config.hash_key_bytes, lookahead=lookahead)
 
 

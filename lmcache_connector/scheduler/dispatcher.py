@@ -134,7 +134,8 @@ class JobDispatcher:
         self._book.forget_if_done(state)
 
     def abandon(self, states: Iterable[RequestState]) -> None:
-        """These requests have other keys now: nobody wants what is loaded or audited for them."""
+        """These requests have other keys now, or none: nobody wants what is loaded or audited for
+        them."""
         for state in states:
             if state.load.job is not None:
                 self._jobs.cancel_load(state.load.job)
@@ -181,6 +182,8 @@ class JobDispatcher:
 
     def report(self, rank: int, result: JobResult) -> None:
         """What one rank says of one job."""
+        if result.job_id < self._jobs.first_id:
+            return
         planned, has_ended = self._jobs.report(result)
         if isinstance(planned.job, LoadJob) and result.outcome is Outcome.MISSING:
             key = planned.job.keys[result.num_chunks]

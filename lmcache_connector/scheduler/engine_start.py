@@ -35,6 +35,7 @@ class EngineStart:
         learn: Callable[[Sequence[RankStart]], None] = lambda starts: None,
     ) -> None:
         self.hasher: PrefixHasher | None = None
+        self.configuration: dict[str, str] = {}
         self._world_size = world_size
         self._make_hasher = make_hasher
         self._clock = clock
@@ -74,7 +75,8 @@ class EngineStart:
             if all(start.layer_widths for start in starts):
                 self._learn(starts)
             parts = sorted({part for start in starts for part in start.configuration})
-            self.hasher = self._make_hasher(dict(parts))
+            self.configuration = dict(parts)
+            self.hasher = self._make_hasher(self.configuration)
         return tuple(start.calibration for start in starts)
 
     def _give_up(self, why: str) -> None:

@@ -68,7 +68,7 @@ class HeldBlocks:
         self._is_short = False  # vLLM had to leave a request out
         self._waited_for: dict[int, _Hold] = {}  # by store of a finished request
         self._overdue: set[int] = set()  # stores
-        self._kept: list[Block] = []
+        self._kept: list[list[Block]] = []
         self._has_kept = False  # since `put_back`
         self._is_crowded = False  # a request waited to begin in the last step
 
@@ -78,7 +78,7 @@ class HeldBlocks:
 
     @property
     def num_kept(self) -> int:
-        return len(self._kept)
+        return sum(map(len, self._kept))
 
     def next_step(self) -> None:
         """A step is being planned."""
@@ -144,7 +144,7 @@ class HeldBlocks:
 
     def keep(self, block_ids: Iterable[int]) -> None:
         """Nobody is handed these blocks until :meth:`put_back`."""
-        self._kept += self._witness.pin(block_ids)
+        self._kept.append(self._witness.pin(block_ids))
         self.is_holding = True
 
     def keep_for_stores(self, jobs: PlannedJobs) -> None:
@@ -169,7 +169,8 @@ class HeldBlocks:
         """vLLM would hand out a finished request's blocks first where they are not in its prefix
         cache: now they are the last."""
         kept, self._kept, self._has_kept = self._kept, [], False
-        self._witness.unpin(kept)
+        for blocks in kept:
+            self._witness.unpin(blocks)
 
     # -- details ---------------------------------------------------------------------------------
 

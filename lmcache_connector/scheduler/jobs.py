@@ -31,12 +31,16 @@ class PlannedJob:
 
 
 class PlannedJobs:
-    """A job waits here for the step's plan, and then for the reports of ``num_ranks`` ranks."""
+    """A job waits here for the step's plan, and then for the reports of ``num_ranks`` ranks.
 
-    def __init__(self, num_ranks: int) -> None:
+    Jobs before ``first_id`` are nobody's any more. ``last_id``: of the last one.
+    """
+
+    def __init__(self, num_ranks: int, last_id: int = 0) -> None:
         self._num_ranks = num_ranks
         self._jobs: dict[int, PlannedJob] = {}
-        self._last_id = 0
+        self.first_id = last_id + 1
+        self.last_id = last_id
         # For the next plan.
         self._loads: list[LoadJob] = []
         self._prefetches: list[PrefetchJob] = []
@@ -50,8 +54,8 @@ class PlannedJobs:
 
     def new_id(self) -> int:
         """Greater than all before, over loads and stores together."""
-        self._last_id += 1
-        return self._last_id
+        self.last_id += 1
+        return self.last_id
 
     def add(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
         """Hand the job to the workers with the next plan."""
@@ -113,11 +117,13 @@ class PlannedJobs:
         unwanted: tuple[bytes, ...] = (),
         adapter_question: int = 0,
         heard_adapters: tuple[int, ...] = (),
+        weights_question: int = 0,
+        heard_weights: tuple[int, ...] = (),
     ) -> StepPlan | None:
         """The plan of a step: all that was added since the last one, and what is known of this.
         ``None``, as for nearly every decode step: nothing."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
-        more = self._prefetches or unwanted or uses
+        more = self._prefetches or unwanted or uses or weights_question
         if not (idle or new or more or prefill or probe or adapter_question or wanted):
             return None
         plan = StepPlan(
@@ -134,6 +140,8 @@ class PlannedJobs:
             unwanted=unwanted,
             adapter_question=adapter_question,
             heard_adapters=heard_adapters,
+            weights_question=weights_question,
+            heard_weights=heard_weights,
         )
         self._loads, self._stores, self._cancelled_loads, self._vacated_stores = [], [], [], []
         self._prefetches = []

@@ -1,22 +1,20 @@
 """The requests in flight, each under the keys that its root has now.
 
-A request is entered once all ranks have told which model they run, and its content is read. After a
-reset, or an audit that found other KV, its root has another epoch: the request goes on under other
-keys. On *probation* it is also looked up under the keys from before.
+A request is entered once all ranks have told which model they run and what its weights are, and its
+content is read. After an audit that found other KV, its root has another epoch: the request goes on
+under other keys. When the weights may be others, all requests are forgotten: they are computed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector.audit.limits import Verdict
-from lmcache_connector.audit.root_epochs import RootEpochs, RootState
-from lmcache_connector.errors import ConfigError
+from lmcache_connector.audit.root_epochs import RootEpochs
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import AdapterRef
 from lmcache_connector.requests.encoder_witness import EncoderWitness
@@ -24,8 +22,9 @@ from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentif
 from lmcache_connector.retention.hints import read_hints
 from lmcache_connector.scheduler.auditor import Finding
 from lmcache_connector.scheduler.engine_start import EngineStart
-from lmcache_connector.scheduler.request_state import AuditState, RequestState
+from lmcache_connector.scheduler.request_state import RequestState
 from lmcache_connector.scheduler.store_planner import adapter_of
+from lmcache_connector.scheduler.weight_names import WeightNames
 from lmcache_connector.threads import StepWait
 
 if TYPE_CHECKING:
@@ -33,49 +32,40 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AFTER_RESET = {
-    RootState.SHARED: "its weights have a new label, under which it shares KV from now on.",
-    RootState.PROBATION: "it loads nothing from before, and shares KV with no other instance, until"
-    " an audit finds that its weights are the same.",
-    RootState.APART: "it loads nothing from before, and shares KV with no other instance.",
-}
-
 
 class RequestBook:
-    """Owns which requests there are, and their keys. ``states``: all of them, by id. ``adapters``:
-    of those that vLLM has in its queue.
+    """Owns which requests there are, and their keys. ``states``: of those in flight, by id; once a
+    request has ended, another may have its id. ``adapters``: of those that vLLM has in its queue.
 
-    ``start`` makes the hasher, ``identifier`` says what makes a request's KV unique, ``epochs``
-    tells whose keys a root has. ``read_label()`` names the weights at a reset; it raises
-    ``ConfigError`` if it cannot. ``audits``: they shall find out what a reset leaves open.
+    ``start`` makes the hasher, ``weights`` names what it is made with, ``identifier`` says what
+    makes a request's KV unique, ``epochs`` tells whose keys a root has.
     """
 
     def __init__(
         self,
         start: EngineStart,
+        weights: WeightNames,
         identifier: RequestIdentifier,
         epochs: RootEpochs,
         tally: Tally,
-        read_label: Callable[[], str],
-        *,
-        audits: bool,
     ) -> None:
         self.start = start
+        self.weights = weights
         self.epochs = epochs
         self.adapters = identifier.adapters
         self._identifier = identifier
         self._encoders = EncoderWitness()
         self._tally = tally
-        self._read_label = read_label
-        self._audits = audits
         self._states: dict[str, RequestState] = {}
+        self._ended: dict[int, RequestState] = {}  # those with open jobs, by the state's id()
         self.states: Mapping[str, RequestState] = self._states
 
     def __len__(self) -> int:
         """Requests in flight, and finished ones with open jobs."""
-        return len(self._states)
+        return len(self._states) + len(self._ended)
 
     def get(self, request_id: str) -> RequestState | None:
+        """Of a request in flight; ``None`` if it bypasses us."""
         return self._states.get(request_id)
 
     # -- one request ---------------------------------------------------------------------------
@@ -87,8 +77,11 @@ class RequestBook:
         of it yet, though it was waited for as ``wait`` allows. ``None``: it bypasses us."""
         if self.start.hasher is None:
             return UNREAD if self.start.is_awaited() else None
+        if not self.weights.name:
+            return UNREAD if self.weights.is_awaited() else None
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
+            self._states.pop(request.request_id, None)
             identity = self._identifier.identify(request, wait)
             if not isinstance(identity, RequestIdentity):
                 return UNREAD if identity is UNREAD else None
@@ -115,29 +108,34 @@ class RequestBook:
 
     def is_shared(self, state: RequestState) -> bool:
         """Whether the request's keys are not this instance's alone."""
-        return state.keys.identity.weight_epoch == self.epochs.shared_epoch
+        return state.keys.identity.weights == self.epochs.name
 
     def has_current_keys(self, state: RequestState) -> bool:
         """Whether a later request would look for this one's keys."""
         identity = state.keys.identity
-        return identity.weight_epoch == self.epochs.epoch(identity.kv_root)
+        return identity.weights == self.epochs.epoch(identity.kv_root)
 
     def finish(self, request: Request) -> RequestState | None:
         """vLLM is done with the request. Returns it, unless it bypassed us or had finished."""
         self._identifier.forget(request)
-        state = self._states.get(request.request_id)
-        if state is None or state.is_finished:
-            return None
-        state.is_finished = True
-        state.lookup.cancel()
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            self._ended[id(state)] = state
+            state.is_finished = True
+            state.lookup.cancel()
         return state
 
     def forget_if_done(self, state: RequestState) -> None:
         """Nothing is kept of a finished request once its jobs have ended."""
-        if not state.is_finished or state.has_jobs:
-            return
-        if self._states.get(state.request.request_id) is state:
-            del self._states[state.request.request_id]
+        if not state.has_jobs:
+            self._ended.pop(id(state), None)
+
+    def forget_all(self) -> None:
+        """Nothing is known of any request any more."""
+        self._states.clear()
+        self._ended.clear()
+        self._encoders.clear()
+        self._identifier.forget_all()
 
     # -- all requests --------------------------------------------------------------------------
 
@@ -152,32 +150,31 @@ class RequestBook:
         if scheduler_output.free_encoder_mm_hashes or scheduler_output.scheduled_encoder_inputs:
             self._encoders.next_step(scheduler_output, self._identifier.multimodal)
 
-    def reset(self) -> list[RequestState]:
-        """The weights may have changed. Returns all requests, under the keys they have now."""
-        state = self.epochs.reset(self._label(), audits=self._audits)
-        logger.warning("The KV cache was reset: %s", _AFTER_RESET[state])
-        self._count_apart()
+    def drop_all(self) -> list[RequestState]:
+        """What is computed of these requests from now on may be of other weights than their keys
+        name. Returns them."""
+        states = list(self._states.values())
+        self._states.clear()
+        for state in states:
+            state.lookup.cancel()
         self._encoders.clear()
-        return self._rekey(self._states.values())
+        return states
+
+    def rename(self, weights: str) -> None:
+        """The weights have another name from now on: all roots are shared again."""
+        self.epochs.rename(weights)
+        self._count_apart()
 
     def follow(self, finding: Finding) -> list[RequestState] | None:
         """Do what an audit calls for. If what was loaded under the root may be wrong, returns its
         requests, under the keys they have now; else ``None``."""
-        root, verdict = finding.root, finding.verdict
-        # Of requests that queued on probation together, another may have ended it meanwhile.
-        state = self.epochs.state(root)
-        rekeyed = None
-        if verdict is Verdict.MISMATCH and finding.strict and state is not RootState.SHARED:
-            self.epochs.separate(root, keeps_keys=True)
-        elif verdict is Verdict.MISMATCH:
-            self.epochs.separate(root, keeps_keys=False)
-            rekeyed = self._rekey(
-                s for s in self._states.values() if s.keys.identity.kv_root == root
-            )
-        elif verdict is Verdict.MATCH and finding.strict and state is RootState.PROBATION:
-            self.epochs.restore(root)
-            logger.warning("An audit found the weights unchanged: KV is shared again.")
+        if finding.verdict is not Verdict.MISMATCH:
+            return None
+        self.epochs.separate(finding.root)
         self._count_apart()
+        rekeyed = [s for s in self._all if s.keys.identity.kv_root == finding.root]
+        for state in rekeyed:
+            state.reset(self._current_keys(state.keys.identity))
         return rekeyed
 
     def close(self) -> None:
@@ -185,40 +182,19 @@ class RequestBook:
 
     # -- details -------------------------------------------------------------------------------
 
+    @property
+    def _all(self) -> list[RequestState]:
+        return [*self._states.values(), *self._ended.values()]
+
     def _new_state(self, request: Request, identity: RequestIdentity) -> RequestState:
-        shared = None
-        if self.epochs.state(identity.kv_root) is RootState.PROBATION:
-            keys = self._keys(identity, self.epochs.shared_epoch)
-            keys.extend(request.all_token_ids)
-            shared = RequestLookup(request, keys, is_counted=True)
         hints = read_hints(identity.cache_salt, request.kv_transfer_params, request.kv_hints)
         self._tally.count("retention_hints", "taken", amount=hints.num_taken)
         self._tally.count("retention_hints", "ignored", amount=hints.num_ignored)
-        return RequestState(
-            request,
-            self._current_keys(identity),
-            claim=hints.claim,
-            audit=AuditState(shared=shared),
-        )
-
-    def _rekey(self, states: Iterable[RequestState]) -> list[RequestState]:
-        rekeyed = list(states)
-        for state in rekeyed:
-            state.reset(self._current_keys(state.keys.identity))
-        return rekeyed
+        return RequestState(request, self._current_keys(identity), claim=hints.claim)
 
     def _current_keys(self, identity: RequestIdentity) -> RequestKeys:
-        return self._keys(identity, self.epochs.epoch(identity.kv_root))
-
-    def _keys(self, identity: RequestIdentity, epoch: str) -> RequestKeys:
-        return RequestKeys(self.start.known_hasher, replace(identity, weight_epoch=epoch))
-
-    def _label(self) -> str:
-        try:
-            return self._read_label()
-        except ConfigError as error:
-            logger.error("%s. The weights count as unknown.", error)
-            return self.epochs.label
+        name = self.epochs.epoch(identity.kv_root)
+        return RequestKeys(self.start.known_hasher, replace(identity, weights=name))
 
     def _count_apart(self) -> None:
         self._tally.set("roots_apart", value=self.epochs.num_apart())

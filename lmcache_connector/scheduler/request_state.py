@@ -116,12 +116,11 @@ class StoreState:
 @dataclass(frozen=True, slots=True)
 class AuditSubject:
     """What a first audit is due for. ``kinds``: of the request. ``is_own``: this instance computed
-    the chunk itself. ``strict``: on probation."""
+    the chunk itself."""
 
     root: bytes
     kinds: tuple[bool, ...]
     is_own: bool
-    strict: bool = False
 
 
 @dataclass(slots=True)
@@ -129,8 +128,7 @@ class AuditState:
     """The audit of a request. Written by the :class:`Auditor`.
 
     ``chunk`` is left to compute, and compared with what is stored under ``key``; ``None``: no
-    audit, or none any more. ``is_computing``: its forward passes have begun. ``shared``: on
-    probation, how the request is looked up as if its root were shared.
+    audit, or none any more. ``is_computing``: its forward passes have begun.
     """
 
     is_decided: bool = False
@@ -139,14 +137,10 @@ class AuditState:
     needs_redis: bool = False
     subject: AuditSubject | None = None
     is_computing: bool = False
-    shared: RequestLookup | None = None
 
     def drop(self) -> None:
         """Nothing is to be audited any more. ``key`` stays: the chunk is not to be stored."""
         self.is_decided, self.chunk = True, None
-        if self.shared is not None:
-            self.shared.cancel()
-            self.shared = None
 
 
 @dataclass(slots=True)
@@ -188,7 +182,7 @@ class RequestState:
         self.store.restart()
 
     def reset(self, keys: RequestKeys) -> None:
-        """The cache was reset: the request goes on under other keys."""
+        """An audit found other KV: the request goes on under other keys."""
         self.keys = keys
         self.lookup.reset(keys)
         self.load.reset()

@@ -98,7 +98,7 @@ class ModelIdentity:
         """Chunk keys of a sequence, of the weights as they were at the last :meth:`refresh`."""
         assert self._hasher is not None
         label = read_weights_label(self._config.weights_label)
-        return RequestKeys(self._hasher, RequestIdentity(cache_salt, weight_epoch=label))
+        return RequestKeys(self._hasher, RequestIdentity(cache_salt, weights=label))
 
     def _make_hasher(
         self,

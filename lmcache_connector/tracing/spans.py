@@ -36,6 +36,9 @@ class Spans:
     def drop(self, request: Request, what: str) -> None:
         """It will not end any more."""
 
+    def drop_all(self) -> None:
+        """Nothing that has begun will end any more."""
+
 
 class RequestSpans(Spans):
     """``clock_ns`` reads nanoseconds since 1970, as spans have them."""
@@ -72,6 +75,9 @@ class RequestSpans(Spans):
 
     def drop(self, request: Request, what: str) -> None:
         self._take(request, what)
+
+    def drop_all(self) -> None:
+        self._begun.clear()
 
     def _take(self, request: Request, what: str) -> int | None:
         begun = self._begun.get(request.request_id, {})

@@ -7,9 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache_connector.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
+
+
+_TWO_CONNECTORS = (
+    "MultiConnector runs two LMCacheTieredConnectors: vLLM tells one of them when it hands a block "
+    "out again, and the other would store KV of other requests. Leave one out: one is enough for "
+    "memory and Redis, salts keep its tenants apart, and a namespace says which instances share"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,11 @@ def before_each_reset(manager: KVCacheManager, call: Callable[[], None]) -> None
 
     vLLM refuses a reset while a block is in use, and asks its connector only afterwards: what a
     connector holds for a moment must be let go of before that.
+
+    Raises ``UnsupportedError`` if another connector is called already.
     """
+    if "reset_prefix_cache" in vars(manager):
+        raise UnsupportedError(_TWO_CONNECTORS)
     reset = manager.reset_prefix_cache
 
     def reset_prefix_cache() -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.keys.kept_digests import KeptDigests
@@ -53,26 +55,71 @@ WEIGHTS_IN_SUBFOLDERS = frozenset(
 WEIGHTS_OF_OTHERS = ("audio_model_id", "text_model_id")
 
 
-def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> str:
-    """A digest of the weights if they are on this host's disk, else their name and revision.
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """What an engine's weights are loaded from. ``name``: a digest of ``files``, or what stands for
+    them; "" if nothing does."""
+
+    name: str
+    files: tuple[Path, ...] = ()
+
+    def changed_since(self, seconds: float) -> Path | None:
+        """A file, or a link or folder on the way to one, that was written, replaced or renamed
+        after that time, since 1970."""
+        places = {place for file in self.files for place in _on_the_way_to(file)}
+        return next((each for each in sorted(places) if _has_changed(each, seconds)), None)
+
+
+def weights_identity(vllm_config: VllmConfig, mode: str, cache_folder: Path) -> WeightFiles:
+    """Named by a digest if they are on this host's disk, else by their name and revision.
 
     ``mode`` is ``full`` or a name of the user's. Reads every file whose digest is not known
     (see :mod:`~lmcache_connector.keys.file_digests`): one process of an engine should call this.
+    Nothing names dummy weights: they differ from one tensor-parallel size to the other.
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
+    if "dummy" in str(vllm_config.load_config.load_format):
+        return WeightFiles("")
     if mode != "full":
-        return f"named:{mode}"
-    if "dummy" in str(load.load_format):
-        return f"dummy:{model.seed}"
+        return WeightFiles(f"named:{mode}")
     if files := _files_of_all(vllm_config):
-        return f"sha256:{files_digest(files, KeptDigests(cache_folder))}"
+        digest = files_digest(files, KeptDigests(cache_folder))
+        links = (_revision(each) for each, _ in _models(vllm_config))
+        return WeightFiles(f"sha256:{digest}", (*files.values(), *filter(None, links)))
     names = " and ".join(f"{_name(each)}@{each.revision}" for each, _ in _models(vllm_config))
     logger.warning(
         "The weights of %s are not on this host's disk: instances recognise each other by its name "
         "and revision alone. Set model_digest to a name of your own if that is not enough.",
         names,
     )
-    return f"remote:{names}"
+    return WeightFiles(f"remote:{names}")
+
+
+def _on_the_way_to(file: Path) -> Iterator[Path]:
+    """The file, the folders above it, and whatever its links lead through."""
+    for place in (file.absolute(), *file.absolute().parents):
+        yield place
+        if place.is_symlink():
+            target = place.parent / place.readlink()
+            yield from _on_the_way_to(target)
+
+
+def _has_changed(place: Path, seconds: float) -> bool:
+    """Renaming changes a folder's ctime alone; files that come and go in it, its mtime as well."""
+    try:
+        found = place.lstat()
+    except OSError:
+        return True
+    is_renamed = found.st_ctime > seconds
+    return is_renamed and (not S_ISDIR(found.st_mode) or found.st_mtime <= seconds)
+
+
+def _revision(model: ModelConfig) -> Path | None:
+    """The file of a Hugging Face cache that says which snapshot a branch is."""
+    path = _local_path(_name(model), model.revision, None)
+    if path is None or path.parent.name != "snapshots":
+        return None
+    found = path.parent.parent / "refs" / (model.revision or "main")
+    return found if found.is_file() else None
 
 
 def folder_identity(name: str, mode: str, cache_folder: Path) -> str:

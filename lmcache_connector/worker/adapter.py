@@ -39,6 +39,7 @@ from lmcache_connector.plans import (
 from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.requests.loaded_adapters import came_to_stay
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
+from lmcache_connector.vllm_compat.loaded_weights import FixedWeights, LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
 from lmcache_connector.worker.forward_timer import ForwardTimer
 from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
@@ -101,10 +102,12 @@ class WorkerAdapter:
         make_redis_tier: Callable[[], RedisTier] | None,
         clock: Callable[[], float] = time.monotonic,
         lora_loads: LoraLoads | NoLoraLoads | None = None,
+        weights: LoadedWeights | FixedWeights | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._lora_loads = lora_loads or NoLoraLoads()
+        self._weights = weights or FixedWeights()
         rank = settings.engine.rank
         parts = [PagedPart.from_kv_caches(part, rank, kv_caches) for part in settings.parts]
         device = next(iter(kv_caches.values())).device
@@ -131,6 +134,8 @@ class WorkerAdapter:
         self._gate = StepGate()
         self._before: Fence | None = None  # the end of all passes before the step's own
         self._refused: list[JobResult] = []
+        self._refused_loads: set[str] = set()  # their requests
+        self._is_outdated = False  # the plan: it names other weights than those in memory
         self._adapter_names: dict[int, tuple[Reading[str], ...]] = {}  # of open stores
         self._idle = False
         self._is_start_told = False
@@ -143,7 +148,9 @@ class WorkerAdapter:
 
         Whatever these stores have read by now is dropped: vLLM may have zeroed the blocks already.
         """
-        if plan.vacated_stores:
+        if plan.starts_over:
+            self._jobs.cancel()
+        elif plan.vacated_stores:
             self._jobs.cancel(plan.vacated_stores)
         self._gate.open()
 
@@ -164,6 +171,11 @@ class WorkerAdapter:
         """After the forward pass was submitted, so no load is for this pass."""
         self._timer.stop()
         self._idle = plan.idle
+        if plan.heard_weights:
+            heard = plan.heard_weights[self._settings.engine.rank]
+            self._is_outdated = heard != self._weights.version
+        if plan.weights_question:
+            self._weights.ask(plan.weights_question)
         if plan.probe:
             self._probe.request()
         if plan.wanted:
@@ -204,9 +216,10 @@ class WorkerAdapter:
         if not self._has_news():
             return _NO_NEWS
         ended = self._jobs.take_ended()
-        loaded = [queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)]
+        loaded = {queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)}
+        refused, self._refused_loads = self._refused_loads, set()
         return StepOutput(
-            finished_recving=frozenset(loaded),
+            finished_recving=frozenset(loaded | refused),
             report=self._report(ended),
         )
 
@@ -232,6 +245,7 @@ class WorkerAdapter:
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
         self._engine.close(seconds)
         self._lora_loads.close()
+        self._weights.close()
         self._copier.close()
 
     # -- jobs, on the lanes' threads -----------------------------------------------------------
@@ -303,6 +317,11 @@ class WorkerAdapter:
     # -- details -------------------------------------------------------------------------------
 
     def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
+        if self._is_outdated:
+            self._refused.append(_cancelled(job))
+            if isinstance(job, LoadJob):
+                self._refused_loads.add(job.request_id)
+            return
         if isinstance(job, StoreJob) and job.adapter is not None:
             names = self._lora_loads.names_of(job.adapter.number)
             if not names:
@@ -321,6 +340,7 @@ class WorkerAdapter:
             or self._timer.has_news
             or self._probe.has_news
             or self._lora_loads.has_news
+            or self._weights.has_news
             or self._refused
         )
 
@@ -329,9 +349,10 @@ class WorkerAdapter:
         start = self._start()
         forwards, redis = self._timer.take(), self._probe.take()
         self._count(ended, events)
-        adapters = self._lora_loads.take()
+        adapters, weights = self._lora_loads.take(), self._weights.take()
         refused, self._refused = self._refused, []
-        if not (ended or events or forwards or redis or written or adapters or refused or start):
+        told = events or forwards or redis or written or adapters or weights or start
+        if not (ended or refused or told):
             return None
         for queued in ended:
             self._adapter_names.pop(queued.job.job_id, None)
@@ -344,6 +365,7 @@ class WorkerAdapter:
             redis=redis,
             written=written,
             adapters=adapters,
+            weights=weights,
             start=start,
         )
 
@@ -383,7 +405,7 @@ class WorkerAdapter:
         )
 
 
-def _cancelled(job: StoreJob) -> JobResult:
+def _cancelled(job: LoadJob | StoreJob) -> JobResult:
     """Nothing of it was copied."""
     return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
 

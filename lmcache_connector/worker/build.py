@@ -21,6 +21,7 @@ from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.startup import banner
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.vllm_compat.identity import fingerprint
+from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, worker_on_stack
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
@@ -72,6 +73,7 @@ def build_worker(
         kv_caches,
         _redis_tier_maker(config, model),
         lora_loads=LoraLoads(lora_config) if lora_config is not None else None,
+        weights=LoadedWeights(worker_on_stack()),
     )
     if model.rank == 0:
         logger.info(

@@ -156,10 +156,10 @@ class JobQueue:
             waiting.append(queued)
             wake.notify_all()
 
-    def cancel(self, job_ids: Iterable[int]) -> None:
-        """Ask jobs to end early. What a cancelled store copied is dropped."""
+    def cancel(self, job_ids: Iterable[int] | None = None) -> None:
+        """Ask jobs, or all of them, to end early. What a cancelled store copied is dropped."""
         with self._lock:
-            for job_id in job_ids:
+            for job_id in self._open if job_ids is None else job_ids:
                 if job_id in self._open:
                     self._open[job_id].cancelled.set()
             for waiting in (self._cpu_loads, self._redis_loads, self._prefetches):
@@ -202,14 +202,14 @@ class JobQueue:
 
     def cancel_all(self, seconds: float) -> bool:
         """Cancel everything. False if a job still runs after ``seconds``."""
-        self.cancel(list(self._open))
+        self.cancel()
         with self._lock:
             self._begin_stores()
             return self._job_ended.wait_for(lambda: not self._open, timeout=seconds)
 
     def close(self, seconds: float) -> bool:
         """Cancel everything and stop the lanes. False if one is still busy after ``seconds``."""
-        self.cancel(list(self._open))
+        self.cancel()
         with self._lock:
             self._stopping = True
             self._begin_stores()

@@ -133,13 +133,15 @@ class LMCacheEngineAdapter:
     ) -> JobTransfer:
         """Copy the chunks the CPU tier lacks out of the paged cache; blocks the calling thread.
 
-        Chunks it has are not copied, but go on to Redis if the job says so. What does not pass the
+        Chunks it has are not copied, but go on to Redis if the job says so, and the events tell of
+        them: the scheduler side did not know. What does not pass the
         ``gate`` is dropped. ``parts``: the caches of this job. Raises what the copy raises.
         """
         parts = parts or self._parts
         transfers = []
         for run in job.runs:
             held = {key for key in run.keys if self.holds(key)}
+            self._changed.tell(held)
             missing = only(run, [i for i, key in enumerate(run.keys) if key not in held])
             transfer = RunTransfer(
                 part=run.part,
@@ -240,9 +242,7 @@ class LMCacheEngineAdapter:
         """Requests have these chunks in their prompts, wherever they take them from. The engine's
         step calls it: what it comes to is worked out when it counts."""
         for use in uses:
-            while not self._ledger.notes.use(use):
-                with self._cpu.cpu_lock:
-                    self._ledger.settle(limit=1)
+            self._ledger.notes.use(use)
 
     def fetch(self, job: PrefetchJob, cancelled: threading.Event, deadline: float) -> JobTransfer:
         """Bring what the CPU tier lacks of the job's chunks from Redis, if there is one.
@@ -293,8 +293,8 @@ class LMCacheEngineAdapter:
         return bool(self._changed.keys or (self._writes is not None and self._writes.written))
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Of each chunk that came to the CPU tier or left it since the last call, whether it is
-        there now."""
+        """Of each chunk that came to the CPU tier or left it since the last call, or that a store
+        found there, whether it is there now."""
         cache = self._cpu.hot_cache
         return tuple(
             CacheEvent(key, admitted=self._database.engine_key(key) in cache)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,6 +251,10 @@ class ChangedKeys:
 
     def close(self) -> None:
         """Nothing to stop: there is no thread."""
+
+    def tell(self, keys: Iterable[bytes]) -> None:
+        """Whether these are there is news, though nothing has changed."""
+        self.keys.extend(int.from_bytes(key, "big") for key in keys)
 
     def take(self) -> tuple[bytes, ...]:
         """Each once. What changes after this call is in the next."""

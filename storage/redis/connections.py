@@ -335,10 +335,10 @@ class Connections:
             detail = self._servers.redact(detail)
             logger.warning("redis %s: %s; leaving it alone for a while", node, detail)
 
-    def tend(self) -> None:
+    def tend(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
         """Begin to connect, ahead of need, to every node without a connection when it is time."""
         self._servers.refresh()
-        known = set(self._servers.topology.nodes())
+        known = set(filter(is_wanted, self._servers.topology.nodes()))
         for node in self._wires.keys() - known:
             self._close(node)
         for node in self._dials.keys() - known:

@@ -9,6 +9,9 @@ is looked at again, so a good value written meanwhile stays.
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline
@@ -31,6 +34,7 @@ from lmcache_connector.storage.redis.client.conversation import (
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.recent_keys import RecentKeys
+from lmcache_connector.storage.redis.topology import Node
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ _MAX_SUSPECTS = 1024
 # Removed in one go, between two bursts of writes.
 _AT_ONCE = 4
 _SECONDS = 5.0
+# An episode of removals, told in one line, ends when nothing was removed for so long.
+_QUIET_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +72,53 @@ class Suspect:
 
 
 class Healer:
-    """``add`` is for any thread, ``heal`` for one with ``connections`` of its own."""
+    """``add`` is for any thread, ``heal`` for one with ``connections`` of its own, which calls
+    ``report`` when it ends."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._suspects = RecentKeys[Suspect](_MAX_SUSPECTS)
         self._may_remove = True
+        self._lock = threading.Lock()
+        self._removed = Counter[Node]()
+        self._last_removal = 0.0
 
     def add(self, suspect: Suspect) -> None:
         self._suspects.add(suspect.name, suspect)
 
-    def heal(self, connections: Connections) -> None:
-        """Look again at a few suspects, and remove those that are still wrong."""
+    def heal(self, connections: Connections, is_mine: Callable[[Node], bool]) -> None:
+        """Look again at a few suspects, and remove those that are still wrong. The suspects of
+        other nodes are left to others."""
         for _ in range(_AT_ONCE):
             suspect = self._suspects.pop_oldest()
             if suspect is None or not self._may_remove:
-                return
-            self._heal(suspect, connections)
+                break
+            node = self._servers.topology.node_of(suspect.name)
+            if node is not None and is_mine(node):
+                self._heal(suspect, connections, node)
+            elif node is not None:
+                self.add(suspect)  # behind the others
+        if self._servers.clock() >= self._last_removal + _QUIET_SECONDS:
+            self.report()
 
-    def _heal(self, suspect: Suspect, connections: Connections) -> None:
+    def report(self) -> None:
+        """Log what was removed since the last report."""
+        with self._lock:
+            removed, self._removed = self._removed, Counter()
+        for node, count in removed.items():
+            logger.warning(
+                "redis %s: removed %d values that were not what their names say; "
+                "`lmcache-connector verify` reads all", node, count
+            )  # fmt: skip
+
+    def _heal(self, suspect: Suspect, connections: Connections, node: Node) -> None:
         clock = self._servers.clock
-        node = self._servers.topology.node_of(suspect.name)
-        if node is None:
-            return
         deadline = Deadline(clock() + _SECONDS, clock)
         try:
             if _remove(suspect, connections.get(node, deadline), deadline):
-                logger.warning("redis %s: removed a value that was not what its name says", node)
+                with self._lock:
+                    self._removed[node] += 1
+                    self._last_removal = clock()
         except UnavailableError:
             return
         except RefusedError as error:

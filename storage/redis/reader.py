@@ -131,7 +131,8 @@ class BadReplyError(Exception):
 
 
 class SingleReplies:
-    """Receives replies one by one. ``are_wanted``: some value was of another length than expected.
+    """Receives replies one by one. ``are_wanted``: in the batch that came last, some value was of
+    another length than expected.
 
     A payload goes straight into its chunk. What may be compressed goes into one buffer of the
     reader, which is as large as the largest payload asked for so far.
@@ -153,6 +154,7 @@ class SingleReplies:
         payload_bytes = len(request.payload)
         if num_bytes is None or not may_be_value(num_bytes, payload_bytes):
             raise BadReplyError(classify_mismatch(line + CRLF), line)
+        self.are_wanted |= num_bytes != HEADER_BYTES + payload_bytes
         stored = self._place(request, num_bytes - HEADER_BYTES)
         wire.receive_behind([request.header, stored, request.tail], deadline)
         if request.tail != CRLF:
@@ -248,7 +250,9 @@ class _Stream:
         if not self._in_flight:
             return False
         batch = self._in_flight[0]
-        if not self._replies.are_wanted:
+        if self._replies.are_wanted:
+            self._replies.are_wanted = False  # unless a value of this batch has another length
+        else:
             self._receive_at_once(batch)
         while batch.left:
             request, begun = batch.left[0], self._read.deadline.clock()

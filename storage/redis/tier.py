@@ -3,7 +3,8 @@
 The constructor starts all threads, and `RedisTier.close` ends them:
 
 - ``num_connections`` readers share every read (`reader`);
-- as many writers, but at most one for two cores, drain the write queue (`writer`).
+- as many writers, but at most one for two cores and at least one for each node, drain the write
+  queue (`writer`).
 
 No trouble with a server raises here. Whatever a server does, or fails to do, is a miss or a failed
 write. It is counted by cause and logged once per episode.
@@ -35,7 +36,7 @@ from lmcache_connector.storage.redis.reader import Reader
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WriteQueue
-from lmcache_connector.storage.redis.writer import Writer
+from lmcache_connector.storage.redis.writer import Lanes, WriteContext, Writers
 
 _POLL_SECONDS = 0.02
 # For threads to notice that they are to end, however short the time given.
@@ -97,13 +98,18 @@ class RedisTier:
         self._healer = Healer(self._servers)
         self._reads = ReadQueue()
         self._writes = WriteQueue(config.write_queue_bytes, clock)
+        self._lanes = Lanes()
         shards = tuple(part.shards for part in geometries.parts)
         sealer = Sealer(config.hash_key)
         self._read_plan = _plan(config, geometries, shards, sealer)
         self._write_plan = _plan(config, geometries, write_shards or shards, sealer)
         self._readers = [self._make_reader(i) for i in range(config.num_connections)]
-        self._writers = [self._make_writer(i) for i in range(_num_writers(config.num_connections))]
-        for thread in (*self._readers, *self._writers):
+        self._write_context = WriteContext(
+            self._servers, self._writes, self._write_plan, self._counters, self._notes,
+            self._compression.compress, self._healer, self._lanes,
+        )  # fmt: skip
+        self._writers = Writers(self._write_context, _num_writers(config.num_connections))
+        for thread in (*self._readers, self._writers):
             thread.start()
 
     def __repr__(self) -> str:
@@ -151,7 +157,7 @@ class RedisTier:
         if node is not None and self._servers.is_paused(node):
             dropped = [write]
         else:
-            dropped = self._writes.offer(write)
+            dropped = self._writes.offer(write, self._lanes.of(node))
         self._drop(dropped)
         return write not in dropped
 
@@ -173,11 +179,11 @@ class RedisTier:
         until = time.monotonic() + timeout
         self._writes.wait_empty(timeout)
         self._drop(self._writes.close())
-        for writer in self._writers:
-            writer.stop()
+        self._writers.stop()
         self._reads.close()
         until = max(until, time.monotonic() + _CLOSE_GRACE_SECONDS)
-        threads = (*self._readers, *self._writers)
+        self._writers.join(max(0.0, until - time.monotonic()))  # it starts no other any more
+        threads = (*self._readers, self._writers, *self._writers.threads())
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
@@ -202,24 +208,13 @@ class RedisTier:
 
     def take_write_times(self) -> list[tuple[int, float]]:
         """Bytes and seconds of each burst of writes since the last call, for metrics."""
-        return [times for writer in self._writers for times in writer.take_times()]
+        times = self._write_context.times
+        return [times.popleft() for _ in range(len(times))]
 
     def _make_reader(self, index: int) -> Reader:
         name = f"lmc-redis-read-{index}"
         observers = (self._found_spoiled, self._compression.received)
         return Reader(name, self._servers, self._reads, *observers)
-
-    def _make_writer(self, index: int) -> Writer:
-        return Writer(
-            f"lmc-redis-write-{index}",
-            self._servers,
-            self._writes,
-            self._write_plan,
-            self._counters,
-            self._notes,
-            self._compression.compress,
-            self._healer,
-        )
 
     def _greet(self, conversation: Conversation) -> None:
         self._compression.memory_is_full = look_at_memory(conversation)

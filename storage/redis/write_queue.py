@@ -1,7 +1,8 @@
-"""Chunks waiting to be written, bounded in bytes.
+"""Chunks waiting to be written, in a lane per node, bounded in bytes for all lanes together.
 
-When there is no room, the queue drops the chunk that is deepest in its prompt, and of several the
-newest: a prefix without its end is still of use, an end without its prefix is not.
+When there is no room, a lane drops the chunk that is deepest in its prompt, and of several the
+newest: a prefix without its end is still of use, an end without its prefix is not. A node that is
+much slower than the others makes room for them: its lane is the longest.
 
 On a machine whose cores compute the model, a writer takes time from a forward pass. So the queue
 can be told to hold its writes back while one runs, but not for long, and not when it fills up.
@@ -9,6 +10,7 @@ can be told to hold its writes back while one runs, but not for long, and not wh
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 import time
@@ -19,20 +21,29 @@ logger = logging.getLogger(__name__)
 
 OnDone = Callable[[bool], None]
 
+# Beside that of the chunks whose node is not known, which is `NO_LANE`.
+MAX_LANES, NO_LANE = 32, 0
 MAX_HOLD_SECONDS = 1.0
 # How late a writer may notice that a hold has ended.
 _HOLD_SLICE_SECONDS = 0.1
+# A lane makes room for another's chunk when it is so much longer.
+_LONGER = 2
+# Entries of a lane's heap that may be of chunks that have left the lane, beside as many as wait.
+_SLACK = 16
 
 
 @dataclass(eq=False)
 class PendingWrite:
     """A chunk to be written. ``buffer`` must not change before `finish`. ``order`` is the chunk's
-    index in its prompt; ``queued_at`` is a reading of the queue's clock, in seconds."""
+    index in its prompt. The queue sets the rest: its ``lane``, its place there, ``number``, and
+    ``queued_at``, a reading of the queue's clock, in seconds."""
 
     key: bytes
     buffer: memoryview
     order: int
     callbacks: list[OnDone] = field(default_factory=list)
+    lane: int = NO_LANE
+    number: int = 0
     queued_at: float = 0.0
 
     def finish(self, stored: bool) -> None:
@@ -44,17 +55,59 @@ class PendingWrite:
                 logger.exception("on_done of a write failed")
 
 
+class _Lane:
+    """``num_bytes`` counts those that were taken as well."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.changed = threading.Condition(lock)
+        self.waiting: dict[bytes, PendingWrite] = {}  # the oldest first
+        self.num_bytes = 0
+        self._deepest: list[tuple[int, int, bytes]] = []  # a heap; some have left the lane
+
+    def add(self, write: PendingWrite) -> None:
+        self.waiting[write.key] = write
+        if len(self._deepest) > 2 * len(self.waiting) + _SLACK:
+            self._deepest = [entry for entry in self._deepest if self._waits(entry)]
+            heapq.heapify(self._deepest)
+        heapq.heappush(self._deepest, (-write.order, -write.number, write.key))
+        self.changed.notify()
+
+    def pop_oldest(self) -> PendingWrite:
+        return self.waiting.pop(next(iter(self.waiting)))
+
+    def pop_deepest(self, num_bytes: int, order: int) -> list[PendingWrite]:
+        """Writes deeper than ``order`` that have ``num_bytes`` together; none if there are not
+        enough."""
+        entries: list[tuple[int, int, bytes]] = []
+        while num_bytes > 0 and self._deepest and -self._deepest[0][0] > order:
+            entry = heapq.heappop(self._deepest)
+            if self._waits(entry):
+                entries.append(entry)
+                num_bytes -= len(self.waiting[entry[2]].buffer)
+        if num_bytes > 0:
+            for entry in entries:
+                heapq.heappush(self._deepest, entry)
+            return []
+        return [self.waiting.pop(key) for _, _, key in entries]
+
+    def _waits(self, entry: tuple[int, int, bytes]) -> bool:
+        write = self.waiting.get(entry[2])
+        return write is not None and write.number == -entry[1]
+
+
 class WriteQueue:
     """Holds up to ``max_bytes`` of chunks. Writes that were taken still count until they are
-    finished. ``clock`` returns seconds. Thread-safe."""
+    finished. ``clock`` returns seconds. Thread-safe; no call walks through what waits."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
         self._hold_until = float("-inf")
-        self._changed = threading.Condition()
-        self._waiting: list[PendingWrite] = []
-        self._taken: list[PendingWrite] = []
+        self._lock = threading.Lock()
+        self._emptied = threading.Condition(self._lock)
+        self._lanes = [_Lane(self._lock) for _ in range(MAX_LANES + 1)]
+        self._pending: dict[bytes, PendingWrite] = {}  # waiting or taken
+        self._num_added = 0
         self._num_bytes = 0
         self._closed = False
 
@@ -66,94 +119,119 @@ class WriteQueue:
     def room_bytes(self) -> int:
         return self._max_bytes - self._num_bytes
 
-    def offer(self, write: PendingWrite) -> list[PendingWrite]:
+    def lane_bytes(self, lane: int) -> int:
+        return self._lanes[lane].num_bytes
+
+    def offer(self, write: PendingWrite, lane: int = NO_LANE) -> list[PendingWrite]:
         """Queue ``write``. Returns the writes for which there is no room, ``write`` itself or
         others; the caller finishes them. A chunk that is queued already only gets the callbacks."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return [write]
-            for other in (*self._waiting, *self._taken):
-                if other.key == write.key:
-                    other.callbacks += write.callbacks
-                    return []
-            dropped = self._make_room(write)
-            if write not in dropped:
+            if (other := self._pending.get(write.key)) is not None:
+                other.callbacks += write.callbacks
+                return []
+            dropped = self._make_room(write, self._lanes[lane])
+            if dropped != [write]:
                 write.queued_at = self._clock()
-                self._waiting.append(write)
-                self._num_bytes += len(write.buffer)
-                self._changed.notify()
+                self._pending[write.key] = write
+                self._add(write, lane)
             return dropped
 
     def hold(self, until: float) -> None:
         """Hand out nothing before ``until``, a reading of the clock in seconds.
 
         Writes that have waited for ``MAX_HOLD_SECONDS`` go out nevertheless, and so does everything
-        while the queue is more than half full.
+        of a lane that fills more than half of its share of the queue.
         """
         self._hold_until = until
 
-    def take(self, max_bytes: int, timeout: float) -> list[PendingWrite]:
-        """The oldest writes: up to ``max_bytes``, or one. Empty after ``timeout`` seconds."""
-        with self._changed:
-            if not self._waiting and not self._closed:
-                self._changed.wait(timeout)
+    def take(self, max_bytes: int, timeout: float, number: int = NO_LANE) -> list[PendingWrite]:
+        """The oldest writes of a lane: up to ``max_bytes``, or one. Empty after ``timeout``
+        seconds."""
+        with self._lock:
+            lane = self._lanes[number]
+            if not lane.waiting and not self._closed:
+                lane.changed.wait(timeout)
             end = self._clock() + timeout
-            while (held := self._held_seconds()) > 0.0:
+            while (held := self._held_seconds(lane)) > 0.0:
                 left = end - self._clock()
                 if left <= 0.0:
                     return []
-                self._changed.wait(min(held, left, _HOLD_SLICE_SECONDS))
+                lane.changed.wait(min(held, left, _HOLD_SLICE_SECONDS))
             size, taken = 0, list[PendingWrite]()
-            while self._waiting and size < max_bytes:
-                taken.append(self._waiting.pop(0))
+            while lane.waiting and (not taken or size < max_bytes):
+                taken.append(lane.pop_oldest())
                 size += len(taken[-1].buffer)
-            self._taken += taken
             return taken
+
+    def move(self, write: PendingWrite, lane: int) -> bool:
+        """A taken write belongs to another lane: it waits in that one, as the newest. False if the
+        queue is closed: it stays with whoever took it."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._count(self._lanes[write.lane], -len(write.buffer))
+            self._add(write, lane)
+            return True
 
     def finish(self, write: PendingWrite, stored: bool) -> None:
         """End a taken write: tell those who wait, then free its room."""
-        with self._changed:
-            self._taken.remove(write)  # from here on, `offer` adds no callback to it
+        with self._lock:
+            del self._pending[write.key]  # from here on, `offer` adds no callback to it
         write.finish(stored)
-        with self._changed:
-            self._num_bytes -= len(write.buffer)
-            self._changed.notify_all()
+        with self._lock:
+            self._count(self._lanes[write.lane], -len(write.buffer))
 
     def wait_empty(self, timeout: float) -> bool:
         """Wait until the queue is empty. False if that takes over ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._num_bytes, timeout)
+        with self._lock:
+            return self._emptied.wait_for(lambda: not self._num_bytes, timeout)
 
     def close(self) -> list[PendingWrite]:
         """Accept no more writes. Returns those not yet taken; the caller finishes them."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            left, self._waiting = self._waiting, []
-            self._num_bytes -= sum(len(write.buffer) for write in left)
-            self._changed.notify_all()
+            left = []
+            for lane in self._lanes:
+                left += self._forget(lane, [*lane.waiting.values()])
+                lane.waiting.clear()
+                lane.changed.notify_all()
             return left
 
-    def _held_seconds(self) -> float:
-        if not self._waiting or self._closed or 2 * self._num_bytes > self._max_bytes:
-            return 0.0
-        until = min(self._hold_until, self._waiting[0].queued_at + MAX_HOLD_SECONDS)
-        return until - self._clock()
+    def _add(self, write: PendingWrite, lane: int) -> None:
+        self._num_added += 1
+        write.lane, write.number = lane, self._num_added
+        self._count(self._lanes[lane], len(write.buffer))
+        self._lanes[lane].add(write)
 
-    def _make_room(self, write: PendingWrite) -> list[PendingWrite]:
+    def _count(self, lane: _Lane, num_bytes: int) -> None:
+        lane.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        if not self._num_bytes:
+            self._emptied.notify_all()
+
+    def _forget(self, lane: _Lane, writes: list[PendingWrite]) -> list[PendingWrite]:
+        for write in writes:
+            del self._pending[write.key]
+            self._count(lane, -len(write.buffer))
+        return writes
+
+    def _held_seconds(self, lane: _Lane) -> float:
+        num_lanes = sum(1 for each in self._lanes if each.num_bytes)
+        if not lane.waiting or self._closed or 2 * num_lanes * lane.num_bytes > self._max_bytes:
+            return 0.0
+        oldest = next(iter(lane.waiting.values()))
+        return min(self._hold_until, oldest.queued_at + MAX_HOLD_SECONDS) - self._clock()
+
+    def _make_room(self, write: PendingWrite, lane: _Lane) -> list[PendingWrite]:
         """The writes dropped to make ``write`` fit, or ``write`` itself if it cannot fit."""
         excess = self._num_bytes + len(write.buffer) - self._max_bytes
         if excess <= 0:
             return []
-        victims: list[PendingWrite] = []
-        ages = {id(write): age for age, write in enumerate(self._waiting)}
-        for victim in sorted(self._waiting, key=lambda w: (w.order, ages[id(w)]), reverse=True):
-            if excess <= 0 or victim.order <= write.order:
-                break
-            victims.append(victim)
-            excess -= len(victim.buffer)
-        if excess > 0:
-            return [write]
-        for victim in victims:
-            self._waiting.remove(victim)
-            self._num_bytes -= len(victim.buffer)
-        return victims
+        longest = max(self._lanes, key=lambda each: each.num_bytes)
+        if longest.num_bytes > _LONGER * (lane.num_bytes + len(write.buffer)):
+            victims = self._forget(longest, longest.pop_deepest(excess, order=-1))
+        else:
+            victims = self._forget(lane, lane.pop_deepest(excess, write.order))
+        return victims or [write]

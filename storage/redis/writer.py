@@ -1,6 +1,8 @@
-"""Threads that write chunks in the background, each value once.
+"""Threads that write chunks in the background, each value once, at least one for each node.
 
-A writer takes a run of chunks and writes those of one node in a `Burst`.
+A writer takes a run of its lane's chunks and writes those of one node in a `Burst`, which has a
+deadline. So a slow node costs its own chunks only, and one that misses the deadline again and again
+gets no writes for a while.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import logging
 import os
 import sys
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import WireError
+from lmcache_connector.net.wire import WireError, WireFault
 from lmcache_connector.storage.redis.burst import Burst, Compress, WriteRefusedError, WriterNotes
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
@@ -22,7 +25,7 @@ from lmcache_connector.storage.redis.counters import Counters, WriteEnd
 from lmcache_connector.storage.redis.healer import Healer
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_names import chunk_tag
-from lmcache_connector.storage.redis.write_queue import PendingWrite, WriteQueue
+from lmcache_connector.storage.redis.write_queue import MAX_LANES, NO_LANE, PendingWrite, WriteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +35,13 @@ _IDLE_SECONDS = 0.25
 _NICENESS = 10
 # Taken at once: their presence is asked in one round trip, during which nothing is written. More
 # where the last ones took next to no time, but then for no longer: others' claims shall not expire
-# meanwhile, nor forward passes share their cores.
-_MIN_TAKE_BYTES, _MAX_TAKE_BYTES = 32 << 20, 256 << 20
-_TAKE_SECONDS = 0.05
+# meanwhile, nor forward passes share their cores. Less where they took long.
+_QUICK_BYTES, _MAX_TAKE_BYTES = 32 << 20, 256 << 20
+_QUICK_SECONDS, _TAKE_SECONDS = 0.05, 0.5
+# Of a node to which nothing has been written yet.
+_ASSUMED_BYTES_PER_SECOND = 8 << 20
+# A burst may take so many write time-outs, and as long as its bytes take at this speed.
+_TIMEOUTS_PER_BURST, _MIN_BYTES_PER_SECOND = 2, 1 << 20
 # Kept for metrics until they are taken; the oldest are forgotten.
 _MAX_TIMES = 1024
 _MIN_SECONDS = 1e-6
@@ -44,129 +51,223 @@ _MIN_SECONDS = 1e-6
 _PAUSING_ERRORS = (b"-OOM ", b"-MISCONF ", b"-NOPERM ", b"-NOREPLICAS ")
 
 
-class Writer(threading.Thread):
-    """Drains the queue over connections of its own, and lets ``healer`` use them in between."""
+class Lanes:
+    """Which lane each node's chunks wait in: its own, unless there are more than ``MAX_LANES``
+    nodes. One thread calls `assign`."""
 
-    def __init__(
-        self,
-        name: str,
-        servers: Servers,
-        queue: WriteQueue,
-        plan: ValuePlan,
-        counters: Counters,
-        notes: WriterNotes,
-        compress: Compress,
-        healer: Healer,
-    ) -> None:
-        super().__init__(name=name, daemon=True)
-        self._servers = servers
-        self._connections = Connections(servers, servers.config.write_timeout_seconds)
-        self._queue = queue
-        self._plan = plan
-        self._counters = counters
-        self._notes = notes
-        self._compress = compress
-        self._healer = healer
+    def __init__(self) -> None:
+        self._lanes: dict[Node, int] = {}
+
+    def of(self, node: Node | None) -> int:
+        return self._lanes.get(node, NO_LANE) if node is not None else NO_LANE
+
+    def assign(self, nodes: Collection[Node]) -> set[int]:
+        """These are the nodes now. The lanes that are in use."""
+        lanes = {node: lane for node, lane in self._lanes.items() if node in nodes}
+        num_nodes = Counter(lanes.values())
+        for node in nodes:
+            if node not in lanes:
+                lanes[node] = min(range(NO_LANE + 1, MAX_LANES + 1), key=num_nodes.__getitem__)
+                num_nodes[lanes[node]] += 1
+        self._lanes = lanes
+        return set(lanes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class WriteContext:
+    """What the writers of a tier share. ``times``: bytes and seconds of each burst that succeeded,
+    until somebody takes them."""
+
+    servers: Servers
+    queue: WriteQueue
+    plan: ValuePlan
+    counters: Counters
+    notes: WriterNotes
+    compress: Compress
+    healer: Healer
+    lanes: Lanes
+    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
+
+    def node_of(self, write: PendingWrite) -> Node | None:
+        tag = chunk_tag(self.plan.config.namespace, write.key)
+        return self.servers.topology.node_of(tag)
+
+    def lane_of(self, write: PendingWrite) -> int:
+        return self.lanes.of(self.node_of(write))
+
+    def finish(self, write: PendingWrite, end: WriteEnd) -> None:
+        self.counters.count_write(end)
+        self.queue.finish(write, end.is_stored)
+
+    def deadline(self, seconds: float, cancelled: Callable[[], bool]) -> Deadline:
+        """From now."""
+        return Deadline(self.servers.clock() + seconds, self.servers.clock, cancelled)
+
+
+class Writers(threading.Thread):
+    """Sees to it that each lane has a writer, and that there are ``num_writers`` in all. What was
+    put while nothing was known of the servers waits here."""
+
+    def __init__(self, context: WriteContext, num_writers: int) -> None:
+        super().__init__(name="lmc-redis-writers", daemon=True)
+        self._context = context
+        self._num_writers = num_writers
         self._stopping = threading.Event()
-        self._times: deque[tuple[int, float]] = deque(maxlen=_MAX_TIMES)
-        self._bytes_per_second = 0.0
+        self._writers: list[Writer] = []
 
     def stop(self) -> None:
         """Give up what is being written within a moment."""
         self._stopping.set()
 
-    def take_times(self) -> list[tuple[int, float]]:
-        """Bytes written and seconds of each burst that succeeded since the last call."""
-        return [self._times.popleft() for _ in range(len(self._times))]
+    def threads(self) -> list[threading.Thread]:
+        """All that is left to end once this one has ended."""
+        return list(self._writers)
+
+    def run(self) -> None:
+        context, timeout = self._context, 0.0
+        seconds = context.servers.config.connect_timeout_seconds
+        while not self._stopping.is_set():
+            strays = context.queue.take(_MAX_TAKE_BYTES, timeout)
+            timeout = _IDLE_SECONDS
+            try:
+                wait = context.deadline(seconds, self._stopping.is_set) if strays else None
+                context.servers.refresh(wait)
+                self._start_writers()
+            except Exception:  # whatever it is, it may go better the next time
+                logger.exception("starting writers to redis failed")
+            for write in strays:
+                lane = context.lane_of(write)
+                if lane == NO_LANE or not context.queue.move(write, lane):
+                    context.finish(write, WriteEnd.FAILED)
+
+    def _start_writers(self) -> None:
+        lanes = self._context.lanes.assign(self._context.servers.topology.nodes())
+        running = Counter(writer.lane for writer in self._writers)
+        for lane in lanes:
+            for _ in range(running[lane], max(1, self._num_writers // len(lanes))):
+                writer = Writer(len(self._writers), lane, self._context, self._stopping)
+                with contextlib.suppress(RuntimeError):  # no thread to spare: again in a moment
+                    writer.start()
+                    self._writers.append(writer)
+
+
+class Writer(threading.Thread):
+    """Drains a lane over connections of its own, and heals suspects there in between, until
+    ``stopping`` is set."""
+
+    def __init__(
+        self, number: int, lane: int, context: WriteContext, stopping: threading.Event
+    ) -> None:
+        super().__init__(name=f"lmc-redis-write-{number}", daemon=True)
+        self.lane = lane
+        self._context = context
+        self._stopping = stopping
+        self._servers = context.servers
+        self._connections = Connections(self._servers, self._servers.config.write_timeout_seconds)
+        self._bytes_per_second = float(_ASSUMED_BYTES_PER_SECOND)
 
     def run(self) -> None:
         _lower_priority()
-        timeout = 0.0  # connect before there is anything to write
+        context, timeout = self._context, 0.0  # connect before there is anything to write
         while not self._stopping.is_set():
-            writes = self._queue.take(take_bytes(self._bytes_per_second), timeout)
+            taken = context.queue.take(take_bytes(self._bytes_per_second), timeout, self.lane)
             timeout = _IDLE_SECONDS
-            left = list(writes)
+            left = {write.key: write for write in taken}
             try:
-                if writes:
+                if left:
                     self._write(left)
                 else:
-                    self._connections.tend()
-                self._healer.heal(self._connections)
+                    self._connections.tend(self._is_mine)
+                context.healer.heal(self._connections, self._is_mine)
             except Exception:  # whatever it is, the next writes may fare better
                 logger.exception("writing to redis failed")
                 self._connections.close()
-            for write in left:
-                self._finish(write, WriteEnd.FAILED)
+            for write in left.values():
+                context.finish(write, WriteEnd.FAILED)
+        context.healer.report()
         self._connections.close()
 
-    def _write(self, left: list[PendingWrite]) -> None:
-        """Write what can be written. Finished writes leave ``left``."""
-        self._servers.refresh(self._connect_deadline())
+    def _is_mine(self, node: Node) -> bool:
+        return self._context.lanes.of(node) == self.lane
+
+    def _write(self, left: dict[bytes, PendingWrite]) -> None:
+        """Write what can be written. Finished writes, and those of other lanes, leave ``left``."""
+        self._servers.refresh()
         groups: dict[Node, list[PendingWrite]] = {}
-        for write in left:
-            node = self._servers.topology.node_of(chunk_tag(self._plan.config.namespace, write.key))
-            if node is not None:
+        for write in list(left.values()):
+            node = self._context.node_of(write)
+            if node is not None and self._is_mine(node):
                 groups.setdefault(node, []).append(write)
-        for node in sorted(groups, key=self._connections.has, reverse=True):
+            elif node is not None and self._context.queue.move(write, self._context.lanes.of(node)):
+                del left[write.key]
+        for node in groups:
             try:
                 self._run_burst(node, groups[node], left)
             except UnavailableError:
                 pass  # it was logged when it began
             except WriteRefusedError as error:
-                self._refused(node, error)
+                # A server that has no room, or grants no writes, has not failed: reads go on.
+                pauses = error.reply.startswith(_PAUSING_ERRORS)
+                self._connections.drop(node, str(error), blame=not pauses)
+                if pauses:
+                    self._pause(node, f"refuses writes, they pause: {error}", at_once=True)
             except WireError as error:
-                self._connections.drop(node, str(error), blame=error.is_peers_fault)
+                is_slow = error.fault is WireFault.DEADLINE
+                blame = error.is_peers_fault and not is_slow
+                self._connections.drop(node, str(error), blame=blame)
+                self._bytes_per_second = 0.0
+                if is_slow:  # its reads may be quick
+                    self._pause(node, "takes writes too slowly, they pause", at_once=False)
 
     def _run_burst(
-        self, node: Node, writes: Sequence[PendingWrite], left: list[PendingWrite]
+        self, node: Node, writes: Sequence[PendingWrite], left: dict[bytes, PendingWrite]
     ) -> None:
-        pause = self._servers.pause(node)
+        context, servers = self._context, self._servers
+        pause = servers.pause(node)
         if not pause.may_connect():
             raise UnavailableError("writes pause")
 
         def on_end(write: PendingWrite, end: WriteEnd) -> None:
-            left.remove(write)
-            self._finish(write, end)
+            del left[write.key]
+            context.finish(write, end)
 
-        # As long as bytes move, only `stop` ends a send; an answer has the wire's time-out.
-        deadline = Deadline(float("inf"), self._servers.clock, self._stopping.is_set)
-        wire = self._connections.get(node, self._connect_deadline())
-        burst = Burst(
-            self._plan, wire, deadline, self._counters, self._notes, self._compress, on_end
+        is_over = self._stopping.is_set
+        until = context.deadline(servers.config.connect_timeout_seconds, is_over)
+        wire = self._connections.get(node, until)
+        seconds = burst_seconds(
+            sum(len(write.buffer) for write in writes), servers.config.write_timeout_seconds
         )
-        started = self._servers.clock()
+        burst = Burst(
+            context.plan, wire, context.deadline(seconds, is_over), context.counters,
+            context.notes, context.compress, on_end,
+        )  # fmt: skip
+        started = servers.clock()
         burst.run(writes)
         if burst.num_bytes:
-            seconds = self._servers.clock() - started
-            self._times.append((burst.num_bytes, seconds))
+            seconds = servers.clock() - started
+            context.times.append((burst.num_bytes, seconds))
             self._bytes_per_second = burst.num_bytes / max(seconds, _MIN_SECONDS)
+        else:
+            self._bytes_per_second = max(self._bytes_per_second, _ASSUMED_BYTES_PER_SECOND)
         if burst.was_redirected:
-            self._servers.topology.mark_stale()
+            servers.topology.mark_stale()
         self._connections.succeeded(node)
         pause.succeeded()
 
-    def _connect_deadline(self) -> Deadline:
-        clock = self._servers.clock
-        until = clock() + self._servers.config.connect_timeout_seconds
-        return Deadline(until, clock, self._stopping.is_set)
-
-    def _refused(self, node: Node, error: WriteRefusedError) -> None:
-        """A server that has no room, or grants no writes, has not failed: reads go on."""
-        pauses = error.reply.startswith(_PAUSING_ERRORS)
-        self._connections.drop(node, str(error), blame=not pauses)
-        if pauses and self._servers.pause(node).failed(at_once=True):
-            detail = self._servers.redact(error)
-            logger.warning("redis %s refuses writes, they pause: %s", node, detail)
-
-    def _finish(self, write: PendingWrite, end: WriteEnd) -> None:
-        self._counters.count_write(end)
-        self._queue.finish(write, end.is_stored)
+    def _pause(self, node: Node, why: str, *, at_once: bool) -> None:
+        if self._servers.pause(node).failed(at_once=at_once):
+            logger.warning("redis %s %s", node, self._servers.redact(why))
 
 
 def take_bytes(bytes_per_second: float) -> int:
     """How much to take from the queue at once, by the speed of the last burst."""
-    wanted = min(_TAKE_SECONDS * bytes_per_second, _MAX_TAKE_BYTES)
-    return max(_MIN_TAKE_BYTES, int(wanted))
+    quick = min(_QUICK_SECONDS * bytes_per_second, _MAX_TAKE_BYTES)
+    return max(int(quick), int(min(_TAKE_SECONDS * bytes_per_second, _QUICK_BYTES)))
+
+
+def burst_seconds(num_bytes: int, write_timeout_seconds: float) -> float:
+    """How long a burst of chunks may take."""
+    return _TIMEOUTS_PER_BURST * write_timeout_seconds + num_bytes / _MIN_BYTES_PER_SECOND
 
 
 def _lower_priority() -> None:

@@ -53,6 +53,16 @@ def test_every_wrong_setting_is_named(cli: Cli) -> None:
     assert "hunter2" not in outcome.out + outcome.err
 
 
+def test_a_secret_is_judged_beside_all_else(cli: Cli) -> None:
+    """With a Redis or without, and whatever else is wrong."""
+    for settings in ({}, {"redis_url": "env:NO_SUCH_URL"}, {"redis_url": "htp://h", "cpu_gib": 0}):
+        outcome = cli("check", transfer(hash_key="hunter2-short", **settings))
+        assert outcome.code == 2
+        assert "'hash_key': hash_key needs at least 16 bytes" in outcome.out
+        assert all(f"'{name}': " in outcome.out for name in settings)
+        assert "hunter2" not in outcome.out + outcome.err
+
+
 def test_settings_that_nobody_wants_are_warned_of(cli: Cli) -> None:
     outcome = cli("check", transfer(redis_ttl_seconds=60), "--json")
     assert outcome.code == 0

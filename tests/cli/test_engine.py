@@ -72,6 +72,9 @@ def some_traffic(samples: Samples) -> None:
     samples.count("queried_tokens", amount=1000)
     samples.count("hit_tokens", "cpu", amount=512)
     samples.count("hit_tokens", "redis", amount=256)
+    samples.count("prefill_saved_tokens", amount=640)
+    samples.count("recomputed_tokens", amount=128)
+    samples.count("bypassed_requests", "no_salt", amount=3)
     samples.count("loaded_bytes", "redis", amount=1 << 20)
     samples.observe("load_seconds", "redis", value=0.5)
     samples.count("failed_loads", "deadline", amount=2)
@@ -85,14 +88,17 @@ def test_stats_adds_up_the_engines_of_one_server(cli: Cli, engine: Engine) -> No
     (found,) = cli("stats", engine.url, "--json").document["engines"]
     assert found["queried_tokens"] == 2000
     assert found["hit_tokens"] == {"cpu": 1024, "redis": 512}
-    assert found["hit_rate"] == 0.768
+    assert found["hit_rate"] == 0.64  # of what was loaded, not of what was to be
+    assert found["bypassed_requests"] == {"no_salt": 6}
     assert found["load"]["redis"]["bytes_per_second"] == 2 << 20
     assert 0.25 < found["load"]["redis"]["seconds_p50"] <= 0.5
     assert found["failed_loads"] == {"deadline": 4}
     assert found["circuits"] == {"h:1": "open"}
     assert found["cpu_capacity_bytes"] == 200
     people = cli("stats", engine.url).out
-    assert "hit rate 76.8% of 2,000 tokens" in people
+    assert "hit rate 64.0% of 2,000 tokens" in people
+    assert "; 256 more were to be loaded, lost and recomputed\n" in people
+    assert "requests that are not cached: no salt 6\n" in people
     assert "failed loads: deadline 4" in people
     assert "circuit open" in people
 
@@ -104,7 +110,8 @@ def test_top_shows_what_happens_between_two_looks(cli: Cli, engine: Engine) -> N
     outcome = cli("top", engine.url, "--count", "1", "--interval", "1", "--json")
     runner.join()
     (seen,) = outcome.document["engines"]
-    assert math.isclose(seen["hit_rate"], 0.768)
+    assert math.isclose(seen["hit_rate"], 0.64)
+    assert math.isclose(seen["lost_rate"], 0.128)
     assert math.isclose(
         seen["queried_tokens_per_second"] / seen["cpu_hit_tokens_per_second"], 1000 / 512
     )

@@ -56,6 +56,33 @@ def test_on_cpus_nothing_is_compiled_unless_asked_for(choice: str) -> None:
     assert [o for o in chosen if o.startswith(("--enforce", "--no-enforce", "-O"))] == [choice]
 
 
+@pytest.fixture
+def _twelve_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_connector.cli.engine.serve.available_memory", lambda: 12 << 30)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+
+
+@pytest.mark.usefixtures("_twelve_gib")
+@pytest.mark.parametrize(("cpu_gib", "kv_gib"), [("4", 2), ("8", 1.5), ("100", 1.5)])
+def test_on_cpus_vllm_gets_a_part_of_the_memory_that_is_left(cpu_gib: str, kv_gib: float) -> None:
+    """vLLM asks for 92 % of all memory else, and ends where others use some."""
+    document = dry_run("some/model", "--cpu-gib", cpu_gib)
+    command = document["command"]
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == str(int(kv_gib * 2**30))
+    (note,) = [note for note in document["notes"] if "--kv-cache-memory-bytes" in note]
+    assert f"{kv_gib:.1f} GiB" in note
+
+
+@pytest.mark.usefixtures("_twelve_gib")
+@pytest.mark.parametrize(
+    "choice", ["--kv_cache_memory_bytes=9", "--gpu-memory-utilization=0.5", "-tp=2"]
+)
+def test_a_choice_of_memory_is_left_alone(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--kv-cache-memory-bytes" not in line("some/model", choice)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert "--kv-cache-memory-bytes" not in line("some/model")
+
+
 def test_a_connector_costs_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dry_run("some/model")["environment"] == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
     for ranks in ("--tensor-parallel-size=2", "-tp=2", "-pp=2"):  # the engine's start says how many
@@ -130,10 +157,13 @@ def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
         (["--kv_transfer_config={}"], "--kv-transfer-config"),
         (["--kv-transfer-config.kv_role", "kv_both"], "--kv-transfer-config"),
         (["--model", "other/model"], "--model"),
+        (["--kv-offloading-size", "1"], "--kv-offloading-size"),
+        (["--kv_offloading_backend=lmcache"], "--kv-offloading-backend"),
+        (["--kv-off", "1"], "--kv-off"),
     ],
 )
 def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> None:
-    answer = CliRunner().invoke(app, ["serve", "some/model", *arguments, "--json"])
+    answer = CliRunner().invoke(app, ["serve", "some/model", *arguments, "--dry-run", "--json"])
     assert answer.exit_code == 2
     document = json.loads(answer.stdout)
     assert document["ok"] is False

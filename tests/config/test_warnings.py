@@ -87,7 +87,34 @@ def test_more_memory_than_there_is() -> None:
 
 
 def test_memory_is_read_where_linux_keeps_it(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 99 kB\nMemAvailable:   2048 kB\n")
-    assert available_memory(meminfo) == 2 << 20
+    write(tmp_path / "proc/meminfo", "MemTotal: 99 kB\nMemAvailable:   2048 kB\n")
+    assert available_memory(tmp_path) == 2 * MIB
     assert available_memory(tmp_path / "none") is None
+
+
+V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+V1 = (
+    *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    "total_inactive_file",
+)
+
+
+@pytest.mark.parametrize(("folder", "limit", "used", "reclaimable"), [V2, V1])
+def test_a_container_has_what_its_limit_leaves(
+    tmp_path: Path, folder: str, limit: str, used: str, reclaimable: str
+) -> None:
+    write(tmp_path / "proc/meminfo", f"MemAvailable: {4 * GIB // 1024} kB\n")
+    write(tmp_path / folder / limit, f"{3 * GIB}\n")
+    write(tmp_path / folder / used, f"{2 * GIB}\n")
+    assert available_memory(tmp_path) == GIB
+    write(tmp_path / folder / "memory.stat", f"anon 1\n{reclaimable} {GIB // 2}\n")
+    assert available_memory(tmp_path) == GIB * 3 // 2  # files that were read count as used
+    write(tmp_path / folder / limit, f"{9 * GIB}\n")
+    assert available_memory(tmp_path) == 4 * GIB
+    write(tmp_path / folder / limit, "max\n")
+    assert available_memory(tmp_path) == 4 * GIB
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

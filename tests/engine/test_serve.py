@@ -146,7 +146,9 @@ def test_top_watches_hits_as_they_happen(api: ApiServer) -> None:
     finally:
         stop.set()
         sender.join()
-    assert seen["hit_rate"] == pytest.approx(HIT_TOKENS / PROMPT_TOKENS)
+    # One request may be asked for in one look, and have its load reported in the next.
+    assert seen["hit_rate"] == pytest.approx(HIT_TOKENS / PROMPT_TOKENS, rel=0.25)
+    assert seen["lost_rate"] == 0
     assert seen["cpu_loaded_bytes_per_second"] > 0
     assert seen["redis_loaded_bytes_per_second"] == 0
 
@@ -154,13 +156,15 @@ def test_top_watches_hits_as_they_happen(api: ApiServer) -> None:
 def test_the_chat_example_finds_its_document_and_its_earlier_turns_again(api: ApiServer) -> None:
     words = 1000
     command = [sys.executable, str(ROOT / "examples" / "chat.py"), f"http://{api.address}"]
-    options = ("--words", str(words), "--users", "2", "--turns", "3", "--forget")
+    users = ("--users", "2", "--documents", "1")
+    options = ("--words", str(words), *users, "--turns", "3", "--forget")
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     turns = re.findall(
-        r"^turn (\d) user (\d): .* (\d+) prompt tokens: 0 GPU, (\d+) CPU tier, (\d+) Redis, ",
+        r"^turn (\d) user (\d): .* (\d+) prompt tokens: "
+        r"0 vLLM's cache, (\d+) CPU tier, (\d+) Redis, ",
         done.stdout,
         re.MULTILINE,
     )
@@ -194,7 +198,10 @@ def test_the_dashboard_and_the_alerts_ask_for_what_a_real_engine_exposes(api: Ap
 
 def test_the_log_line_is_one_line_for_people(api: ApiServer) -> None:
     lines = re.findall(r"KV Transfer metrics: (.*)", api.log)
-    assert any(re.search(r"hit tokens=\d+ of \d+ \(CPU \d+, Redis \d+\)", line) for line in lines)
+    assert any(
+        re.search(r"hit tokens=\d+ of \d+ \(planned: CPU \d+, Redis \d+; lost 0\)", line)
+        for line in lines
+    )
     assert any("loaded from CPU=" in line and "CPU tier=" in line for line in lines)
 
 

@@ -121,6 +121,17 @@ def test_it_remembers_a_bounded_number_of_blocks() -> None:
     assert told(pool, stored(Tier.REDIS, 0))[1:] != []
 
 
+def test_it_tells_of_a_bounded_number_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("examples.routers.pool_relay.MAX_TOPICS", 2)
+    pool = Pool("redis")
+    messages = [frames(stored(Tier.REDIS, 1), topic=f"kv@pod-a@model-{i}") for i in range(3)]
+    for message in messages[:2]:
+        assert len(list(pool.split(message))) == 2
+    with pytest.raises(ValueError, match="too many models"):
+        list(pool.split(messages[2]))
+    assert list(pool.split(messages[0])), "those that it knows go on"
+
+
 def test_sequence_numbers_have_no_gaps() -> None:
     pool = Pool("redis")
     messages = [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.kv_events.log import (
+    MAX_LEFT_BEHIND,
     BlockRun,
     BlocksRemoved,
     BlocksStored,
@@ -91,24 +93,167 @@ def test_after_a_reset_everything_is_gone_once() -> None:
     assert len(removed) == 3
 
 
-acts = st.lists(st.tuples(st.integers(0, 1), st.sampled_from("abc"), st.booleans()), max_size=40)
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def removed_from_redis(log: KvEventLog) -> list[str]:
+    """The chunks, by what `log_of` calls them."""
+    return [
+        event.hashes[0][:-1].decode()
+        for event in log.take()
+        if isinstance(event, BlocksRemoved) and event.tier is Tier.REDIS
+    ]
+
+
+def test_so_many_chunks_of_redis_are_remembered_and_the_rest_is_told_as_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody says what Redis evicts. Those go that were neither written nor used for longest."""
+    monkeypatch.setattr("lmcache_connector.kv_events.log.MAX_REDIS_CHUNKS", 3)
+    log = log_of("abcde")
+    log.apply(report(0, admitted="abcde", written="abc"))
+    log.apply(report(0, evicted="abcde"))
+    log.describe([b"a"], lambda i: blocks(b"a"))  # a job uses it
+    log.take()
+    log.describe([b"d", b"e"], lambda i: blocks(b"de"[i : i + 1]))
+    log.apply(report(0, written="d"))
+    assert removed_from_redis(log) == ["b"]
+    log.apply(report(0, written="e"))
+    assert removed_from_redis(log) == ["c"]
+    assert len(log) == 3
+
+
+def test_what_is_in_memory_as_well_is_still_known_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_connector.kv_events.log.MAX_REDIS_CHUNKS", 1)
+    log = log_of("ab")
+    log.apply(report(0, admitted="ab"))
+    log.apply(report(0, written="ab"))
+    assert removed_from_redis(log) == ["a"]
+    log.apply(report(0, evicted="a"))
+    assert log.take() == [BlocksRemoved(Tier.CPU, blocks(b"a").hashes)]
+
+
+@pytest.mark.parametrize("refresh_ttl", [False, True])
+def test_what_has_outlived_its_lifetime_is_told_as_gone(refresh_ttl: bool) -> None:
+    clock = Clock()
+    log = KvEventLog(1, 60.0, refresh_ttl=refresh_ttl, clock=clock)
+    log.describe([b"a", b"b"], lambda i: blocks(b"ab"[i : i + 1]))
+    log.apply(report(0, written="ab"))
+    clock.now += 50
+    log.describe([b"a"], lambda i: blocks(b"a"))  # a load of it
+    log.apply(report(0))
+    assert removed_from_redis(log) == []
+    clock.now += 10
+    log.apply(report(0))
+    assert removed_from_redis(log) == (["b"] if refresh_ttl else ["a", "b"])
+    clock.now += 50
+    log.apply(report(0))
+    assert removed_from_redis(log) == (["a"] if refresh_ttl else [])
+    assert len(log) == 0
+
+
+def many(log: KvEventLog, count: int) -> None:
+    for i in range(count):
+        log.describe([b"%d-" % i], lambda _, i=i: blocks(b"%d-" % i))  # type: ignore[misc]
+        log.apply(RankReport(0, (), (), written=(b"%d-" % i,)))
+    log.take()
+
+
+def test_a_reset_is_told_bit_by_bit() -> None:
+    log = KvEventLog(1)
+    many(log, 2000)
+    log.clear()
+    told: list[str] = []
+    while log.has_news:
+        now = removed_from_redis(log)
+        assert 0 < len(now) <= MAX_LEFT_BEHIND
+        told += now
+    assert sorted(told) == sorted(f"{i}-" for i in range(2000))
+
+
+def test_lifetimes_that_are_over_together_are_told_bit_by_bit() -> None:
+    clock = Clock()
+    log = KvEventLog(1, 60.0, clock=clock)
+    many(log, 2000)
+    clock.now += 60
+    told: list[str] = []
+    while len(log):
+        log.apply(report(0))
+        now = removed_from_redis(log)
+        assert 0 < len(now) <= MAX_LEFT_BEHIND
+        told += now
+    assert told == [f"{i}-" for i in range(2000)]
+
+
+def test_what_a_reset_left_behind_goes_before_the_same_blocks_come_again() -> None:
+    """Under another key; vLLM's names of the blocks are the same."""
+    log = log_of("a")
+    log.apply(report(0, written="a"))
+    log.take()
+    log.clear()
+    log.describe([b"new"], lambda i: blocks(b"a"))
+    log.apply(RankReport(0, (), (), written=(b"new",)))
+    a = blocks(b"a")
+    assert log.take() == [BlocksRemoved(Tier.REDIS, a.hashes), BlocksStored(Tier.REDIS, a)]
+    assert not log.has_news
+
+
+acts = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.sampled_from("abcd"),
+        st.sampled_from(["admitted", "evicted", "written", "missing", "reset"]),
+        st.booleans(),
+    ),
+    max_size=40,
+)
 
 
 @given(acts)
 def test_stored_and_removed_alternate_and_end_with_the_truth(
-    steps: list[tuple[int, str, bool]],
+    steps: list[tuple[int, str, str, bool]],
 ) -> None:
-    log = KvEventLog(2)
-    holders: dict[str, set[int]] = {key: set() for key in "abc"}
-    told: set[bytes] = set()
-    for rank, key, admitted in steps:
-        log.describe([key.encode()], lambda i, key=key: blocks(key.encode()))  # type: ignore[misc]
-        log.apply(report(rank, admitted=key) if admitted else report(rank, evicted=key))
-        (holders[key].add if admitted else holders[key].discard)(rank)
-        for event in log.take():
-            if isinstance(event, BlocksStored):
-                assert event.blocks.hashes[0] not in told
-                told.add(event.blocks.hashes[0])
+    """And never are more chunks of Redis known than the bound says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmcache_connector.kv_events.log.MAX_REDIS_CHUNKS", 3)
+        patch.setattr("lmcache_connector.kv_events.log.MAX_LEFT_BEHIND", 2)
+        log = KvEventLog(2)
+        holders: dict[tuple[Tier, str], set[int]] = {(t, k): set() for t in Tier for k in "abcd"}
+        told: set[tuple[Tier, bytes]] = set()
+
+        def take() -> None:
+            for event in log.take():
+                if isinstance(event, BlocksStored):
+                    assert (event.tier, event.blocks.hashes[0]) not in told
+                    told.add((event.tier, event.blocks.hashes[0]))
+                else:
+                    told.remove((event.tier, event.hashes[0]))
+
+        for rank, key, act, takes in steps:
+            if act == "reset":
+                log.clear()
+                holders = {place: set() for place in holders}
+            elif act == "missing":
+                log.missing(key.encode())
+                holders[Tier.REDIS, key].clear()
             else:
-                told.remove(event.hashes[0])
-    assert told == {f"{key}0".encode() for key, ranks in holders.items() if len(ranks) == 2}
+                log.describe([key.encode()], lambda i, key=key: blocks(key.encode()))  # type: ignore[misc]
+                log.apply(report(rank, **{act: key}))
+                held = holders[Tier.REDIS if act == "written" else Tier.CPU, key]
+                (held.discard if act == "evicted" else held.add)(rank)
+            if takes:
+                take()
+        while log.has_news:
+            take()
+        names = {
+            (tier, f"{key}0".encode()) for (tier, key), ranks in holders.items() if len(ranks) == 2
+        }
+        assert told <= names
+        assert {name for name in told if name[0] is Tier.CPU} == {
+            name for name in names if name[0] is Tier.CPU
+        }
+        assert len(names - told) <= 1  # of four in Redis three are remembered

@@ -20,8 +20,8 @@ class StaleError(Exception):
 class Mutant:
     """In ``file``, ``old`` becomes ``new``, which breaks what ``breaks`` says.
 
-    ``tests`` are asked first. ``simulation``: what the failure says that the simulation alone must
-    find it by; empty where it need not.
+    ``tests`` are asked first. ``simulation``: a pattern of the failure by which the simulation
+    alone must find it; empty where it need not.
     """
 
     name: str

@@ -55,24 +55,28 @@ def test_whom_a_request_may_name() -> None:
     assert P2PConfig().may_talk_to(local)
     assert not P2PConfig().may_talk_to(remote)
     assert P2PConfig(host="10.0.0.1", insecure=True).may_talk_to(remote)
-    chosen = parse_p2p_config({"host": "10.0.0.1", "peer_hosts": ["10.0.0.2"]})
+    chosen = P2PConfig(host="10.0.0.1", peer_hosts=("10.0.0.2",))
     assert chosen.may_talk_to(PeerAddress("10.0.0.2", 5))
     assert not chosen.may_talk_to(remote)
-    many = parse_p2p_config({"host": "10.0.0.1", "peer_hosts": ["10.0.0.0/29", "*.pods.example"]})
+    many = P2PConfig(host="10.0.0.1", peer_hosts=("10.0.0.0/29", "*.pods.example"))
     assert many.may_talk_to(remote)
     assert many.may_talk_to(PeerAddress("a.pods.example", 5))
+    assert many.may_be_dialled_from("192.0.2.1")  # a pod may have any address
     for host in ("10.0.0.9", "pods.example", "a.pods.example.org", "xpods.example"):
         assert not many.may_talk_to(PeerAddress(host, 5))
 
 
 @pytest.mark.parametrize("open_to_all", [{"host": "10.0.0.1"}, {"bind_host": "0.0.0.0"}])
 def test_whoever_is_reached_by_others_says_whom_it_trusts(open_to_all: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="set a 'secret' that all instances share"):
-        parse_p2p_config(open_to_all)
-    for trust in ({"secret": "x" * 16}, {"peer_hosts": ["10.0.0.2"]}, {"insecure": True}):
+    for extra in ({}, {"peer_hosts": ["10.0.0.2"]}):  # whose addresses prove nothing
+        with pytest.raises(ConfigError, match="set a 'secret' that all instances share"):
+            parse_p2p_config(open_to_all | extra)
+    for trust in ({"secret": "x" * 16}, {"insecure": True}):
         parse_p2p_config(open_to_all | trust)
     with pytest.raises(ConfigError, match="'checksum' cannot be off with a 'secret'"):
         parse_p2p_config({"secret": "x" * 16, "checksum": False})
+    with pytest.raises(ConfigError, match="'transport' 'nixl' needs a 'secret'"):
+        parse_p2p_config({"transport": "nixl"})
 
 
 def test_the_documentation_lists_every_key_with_its_default() -> None:

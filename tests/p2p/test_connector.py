@@ -71,13 +71,12 @@ class Reset:
 
 
 def test_a_reset_that_vllm_refuses_does_not_count() -> None:
-    """It is asked for again. Then both sides have been reset equally often, and go on."""
-    reset, other = Reset(), Reset()
+    """It is asked for again. Until then its weights are those of the start."""
+    reset = Reset()
     block = reset.pool.get_new_blocks(1)
     before = reset.digest("one")
     assert not reset()
     assert reset.digest("two") == before
     reset.pool.free_blocks(block)
     assert reset()
-    assert other()
-    assert reset.digest("three") == other.digest("three") != before
+    assert reset.digest("three") != before

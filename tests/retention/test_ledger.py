@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lmcache_connector.plans import Claim, PrefixUse
+from lmcache_connector.retention import ledger, notes
 from lmcache_connector.retention.bounds import Limits
-from lmcache_connector.retention.ledger import PIN_SECONDS, Ledger
+from lmcache_connector.retention.ledger import MAX_TOUCHED, PIN_SECONDS, Ledger
+from lmcache_connector.retention.notes import MAX_USES
+from tests.support.costs import lines_run
 
 SIZE = 10
 A, B = b"tenant a", b"tenant b"
@@ -388,6 +391,37 @@ def test_what_was_over_or_given_up_is_kept_where_a_request_waits_for_what_builds
     assert list(tier.going()) == ["y0", "x3", "x2", "x1", "x0"]
 
 
+def test_what_is_nobodys_makes_room_for_anybody() -> None:
+    tier = Tier(capacity=20, tenant_share=0.5)
+    tier.held.add(b"nobody's")
+    tier.ledger.admit(b"nobody's", SIZE)
+    tier.store(prompt("a", 8), Claim(A))
+    tier.store(prompt("b", 11), Claim(B))
+    tier.busy = set(prompt("b", 11))
+    tier.store([b"more"], Claim(B))
+    assert b"nobody's" not in tier.held
+    assert tier.has([b"more"]) == 1
+    assert tier.has(prompt("a", 8)) == 8
+
+
+def test_room_is_refused_without_a_walk_through_what_others_hold() -> None:
+    def cost(num_others: int) -> int:
+        tier = Tier(capacity=10**6, tenant_share=1e-5)  # ten chunks
+        for i in range(num_others):
+            tier.store(prompt(f"{i}-", 1), Claim(b"%d" % (i % 1000)))
+            tier.clock.now = 1000.0  # nobody is idle
+        tier.store(prompt("b", 20), Claim(B))
+        tier.ledger.expect(B, SIZE)
+        keys, found = set(prompt("b", 20)), list[bytes]()
+        lines = lines_run(
+            lambda: found.extend(tier.ledger.evict(1, lambda key: key not in keys)), ledger
+        )
+        assert found == []
+        return lines
+
+    assert cost(5000) == cost(50)
+
+
 def test_the_one_furthest_above_its_share_goes_first() -> None:
     tier = Tier(capacity=20, tenant_share=0.1)
     tier.store(prompt("a", 6), Claim(A))
@@ -429,16 +463,72 @@ def test_uses_by_the_million_that_nothing_follows_take_little_room() -> None:
     """vLLM's own cache serves them all: nothing is stored, loaded or evicted."""
     tier = Tier()
     tier.store(prompt("x", 3))
-    notes, num_told = tier.ledger.notes, 0
-    for i in range(10_000):
-        assert notes.use(PrefixUse(Claim(pin=True), (b"x2",)))  # one that is asked again and again
-        while not notes.use(PrefixUse(Claim(ttl_seconds=1.0 + i), (b"x2",))):
-            tier.ledger.settle(limit=1)
-            num_told += 1
-    assert num_told == 10_000 - 1023
-    uses, _ = notes.take()
-    assert len(uses) == 1024
-    assert uses[-1][0].claim.ttl_seconds == 10_000
+    notes = tier.ledger.notes
+    for i in range(2 * MAX_USES):
+        notes.use(PrefixUse(Claim(pin=True), (b"x2",)))  # one that is asked again and again
+        notes.use(PrefixUse(Claim(ttl_seconds=1.0 + i), (b"x2",)))
+    uses = []
+    while (use := notes.take_use()) is not None:
+        uses.append(use[0].claim)
+    assert len(uses) == MAX_USES
+    assert uses[-2:] == [Claim(pin=True), Claim(ttl_seconds=2.0 * MAX_USES)]
+
+
+def test_a_call_does_so_much_of_what_was_noted_however_much_that_is() -> None:
+    """Many uses of long prompts; the rest is done by the calls that follow."""
+
+    def cost(num_uses: int, length: int) -> int:
+        tier = Tier(capacity=10**6)
+        for i in range(0, num_uses, 100):
+            tier.store(prompt(f"x{i}-", length))
+        for i in range(num_uses):
+            last = prompt(f"x{i - i % 100}-", length)[-1:]
+            tier.ledger.notes.use(PrefixUse(Claim(b"", ttl_seconds=1000.0 + i), tuple(last)))
+        cost = lines_run(tier.ledger.settle, ledger, notes)
+        while tier.ledger.notes.take_use() is not None:
+            tier.ledger.settle()
+        return cost
+
+    few, many = cost(100, 100), cost(800, 400)
+    assert many < 1.3 * few, "8,192 chunks, and what is left of the last prompt"
+
+
+def test_times_that_are_over_together_end_bit_by_bit() -> None:
+    def cost(num_chunks: int) -> int:
+        tier = Tier(capacity=10**6)
+        tier.store(prompt("x", num_chunks), Claim(ttl_seconds=10))
+        tier.store([b"y"])
+        tier.clock.now += 20
+        found: list[bytes] = []
+        cost = lines_run(lambda: found.extend(tier.ledger.evict(1, lambda key: True)), ledger)
+        assert found == [prompt("x", num_chunks)[-1]]
+        return cost
+
+    assert cost(4 * MAX_TOUCHED) < 1.1 * cost(MAX_TOUCHED + 10)
+
+
+def test_many_pins_that_are_over_together_hold_nothing_back() -> None:
+    tier = Tier(capacity=3 * MAX_TOUCHED, pin_share=1.0)
+    keys = prompt("x", 2 * MAX_TOUCHED)
+    tier.store(keys, Claim(pin=True))
+    tier.clock.now += PIN_SECONDS
+    assert len(tier.ledger.evict(len(keys), lambda key: True)) == len(keys)
+
+
+def test_room_is_not_taken_from_others_for_a_tenant_whose_own_waits_to_be_written() -> None:
+    """However slow Redis is, it does not get more than its share that way."""
+    tier = Tier(capacity=20, tenant_share=0.5)
+    tier.store(prompt("a", 10), Claim(A))
+    for i in range(10):
+        keys = prompt(f"b{i}-", 3)
+        tier.busy |= set(keys)
+        tier.store(keys, Claim(B))
+    assert tier.has(prompt("a", 10)) == 10
+    tier.store(prompt("c", 3), Claim(b"c"))  # somebody within its share finds room
+    assert tier.has(prompt("c", 3)) == 3
+    tier.busy.clear()
+    tier.store(prompt("b", 3), Claim(B))
+    assert tier.has(prompt("b", 3)) == 3
 
 
 def test_times_that_grow_with_each_use_are_looked_at_once() -> None:

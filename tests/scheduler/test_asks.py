@@ -93,12 +93,8 @@ def unanswered(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.adapter.hits, "find", lambda *_: PENDING)
 
 
-def unaudited(engine: ShadowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.adapter._auditor, "find_shared", lambda *_: PENDING)
-
-
 @pytest.mark.parametrize("seconds", [0.01, 3.0])
-@pytest.mark.parametrize("cause", [unread, unread_again, unanswered, unaudited])
+@pytest.mark.parametrize("cause", [unread, unread_again, unanswered])
 def test_whatever_never_comes_a_request_is_computed(
     model: Path, monkeypatch: pytest.MonkeyPatch, cause: Callable[..., Any], seconds: float
 ) -> None:

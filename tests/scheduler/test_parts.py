@@ -65,12 +65,12 @@ def test_the_same_prompt_is_loaded_but_for_its_last_chunk(
     for length, hit in ((8 * CHUNK, 7), (8 * CHUNK - 1, 7), (7 * CHUNK + 1, 7), (7 * CHUNK, 6)):
         first = engine.add(tokens[:length], max_tokens=2)
         engine.run_until_idle()
-        assert engine.scheduler.reset_prefix_cache()
+        engine.forget_prefixes()
         before = engine.adapter.tally.total("hit_tokens")
         again = engine.add(tokens[:length], max_tokens=2)
         engine.run_until_idle()
         assert engine.adapter.tally.total("hit_tokens") - before == hit * CHUNK, length
-        assert engine.scheduler.reset_prefix_cache()
+        engine.forget_prefixes()
         for request_id in (first, again):
             engine.check_answer(request_id)
     engine.check_whole()
@@ -120,7 +120,7 @@ def stored(engine: ShadowEngine, part: int) -> list[int]:
 
 def serve(engine: ShadowEngine, tokens: list[int], max_tokens: int = 1) -> float:
     """One request after vLLM has forgotten its own prefix cache: how many tokens are loaded."""
-    assert engine.scheduler.reset_prefix_cache()
+    engine.forget_prefixes()
     before = engine.adapter.tally.total("hit_tokens")
     request_id = engine.add(tokens, max_tokens)
     engine.run_until_idle()
@@ -194,7 +194,7 @@ def test_once_no_request_runs_a_store_that_is_stuck_holds_up_no_reset(model: Pat
         engine.step()
     assert engine.adapter.has_unattended_jobs
     assert not engine.adapter.has_pinned_blocks
-    assert engine.scheduler.reset_prefix_cache()
+    engine.forget_prefixes()
     faults.stuck = False
     engine.run_until_idle()
     engine.check_whole()
@@ -208,7 +208,7 @@ def test_a_request_that_is_aborted_leaves_no_pin(model: Path) -> None:
     assert engine.adapter.has_pinned_blocks
     engine.abort(request_id)
     assert not engine.adapter.has_pinned_blocks
-    assert engine.scheduler.reset_prefix_cache()
+    engine.forget_prefixes()
 
 
 def test_states_are_stored_where_vllm_offers_them(model: Path) -> None:
@@ -245,7 +245,7 @@ def drop(engine: ShadowEngine, part: int, chunk: int) -> None:
         if run.part == part and chunk in run.chunks
     ]
     for rank in engine.ranks:
-        del rank.tier[keys[0]]
+        rank.tier.pop(keys[0], None)
 
 
 @pytest.mark.parametrize(

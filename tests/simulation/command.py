@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -40,8 +41,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="how many, one after the other")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long, without --seeds")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
-    parser.add_argument("--until", metavar="TEXT", help="stop at a failure that says so, no other")
+    parser.add_argument("--until", metavar="PATTERN", help="stop at a failure like it, no other")
     parser.add_argument("--replay", action="store_true", help="check that each seed repeats itself")
+    parser.add_argument("--everything", action="store_true", help="what is known not to hold, too")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--json", type=Path, help="write what was counted into this file")
     return parser.parse_args(argv)
@@ -49,9 +51,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _run(arguments: argparse.Namespace) -> int:
     """The exit status: 1 if a promise was broken."""
-    from tests.simulation import loading
+    from tests.simulation import known, loading
 
     loading.install()
+    if arguments.everything:
+        known.OFF.clear()
     from tests.simulation import setup
 
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +71,7 @@ def _run_one(arguments: argparse.Namespace, model: Path) -> int:
     from tests.simulation.world import run_world
 
     report = run_world(arguments.seed, model, print if arguments.trace else None)
-    _print(report)
+    _print(report, arguments)
     print(f"digest {report.digest}")
     return bool(report.failures)
 
@@ -121,7 +125,7 @@ def _run_share(arguments: argparse.Namespace, model: Path, job: int) -> Counter[
         numbers += report.counts
         numbers.update(seeds=1, failed=bool(report.failures), seconds=round(report.seconds))
         if report.failures:
-            _print(report)
+            _print(report, arguments)
     for seed in reversed(digests) if arguments.replay else ():
         if run_world(seed, model).digest != digests[seed]:
             numbers["unlike"] += 1
@@ -133,7 +137,7 @@ def _ends(arguments: argparse.Namespace, report: Report) -> bool:
     """Whether no further seed is to be run."""
     if arguments.keep_going:
         return False
-    return any((arguments.until or "") in failure for failure in report.failures)
+    return any(re.search(arguments.until or "", failure) for failure in report.failures)
 
 
 def _tidy(num_worlds: int) -> None:
@@ -158,9 +162,10 @@ def _is_over(arguments: argparse.Namespace, seed: int, started: float) -> bool:
     return time.monotonic() - started >= float(arguments.seconds)
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, arguments: argparse.Namespace) -> None:
+    more = " --everything" if arguments.everything else ""
     for failure in report.failures:
         print(f"seed {report.seed} FAILED {failure}")
     print(f"seed {report.seed}: {dict(report.counts)}")
     if report.failures:
-        print(f"again: python -m tests.simulation --seed {report.seed} --trace", flush=True)
+        print(f"again: python -m tests.simulation --seed {report.seed}{more} --trace", flush=True)

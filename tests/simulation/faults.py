@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from redis.crc import key_slot
+
+from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.simulation.kernel import Kernel
 from tests.simulation.network import Network
 from tests.simulation.redis_model import Cluster, Entry, RedisModel
@@ -19,14 +22,24 @@ from tests.simulation.redis_model import Cluster, Entry, RedisModel
 @dataclass(eq=False)
 class Deployment:
     """The servers of one world. ``url`` is what instances are configured with. ``damaged`` holds
-    values that a fault has put there, by name."""
+    values that a fault has put there, by name. ``sentinel`` names the master among the servers,
+    which have one set of data. ``slow``: one that takes little and never fails. ``liars`` have
+    answered with something else at times."""
 
     kernel: Kernel
     network: Network
     servers: list[RedisModel]
     url: str
     cluster: Cluster | None = None
+    sentinel: RedisModel | None = None
+    slow: RedisModel | None = None
     damaged: dict[bytes, bytes] = field(default_factory=dict)
+    liars: set[RedisModel] = field(default_factory=set)
+
+    def owner_of(self, key: bytes) -> RedisModel | None:
+        """Who of a cluster should have a chunk."""
+        assert self.cluster is not None
+        return self.cluster.owners.get(key_slot(chunk_tag("default", key)))
 
     @property
     def chance(self) -> random.Random:
@@ -145,9 +158,10 @@ class LoadingServer:
 class RefusingServer:
     """It answers every write with an error."""
 
+    read_only = b"-READONLY You can't write against a read only replica.\r\n"
     errors = (
+        read_only,
         b"-OOM command not allowed when used memory > 'maxmemory'.\r\n",
-        b"-READONLY You can't write against a read only replica.\r\n",
         b"-NOPERM this user has no permissions to run the command\r\n",
         b"-MISCONF Redis is configured to save RDB snapshots, but cannot.\r\n",
         b"-ERR something odd\r\n",
@@ -244,6 +258,7 @@ class LyingServer:
                     return reply[:at] + bytes([reply[at] ^ 1]) + reply[at + 1 :]
 
         server.tamper = tamper
+        world.liars.add(server)
 
     def end(self, world: Deployment, server: RedisModel) -> None:
         server.tamper = None
@@ -298,6 +313,27 @@ class OrphanedSlots:
             world.cluster.assign(slot, server)
 
 
+class Failover:
+    """The master is gone for a while, and comes back as a replica of another."""
+
+    def begin(self, world: Deployment, server: RedisModel) -> None:
+        if world.sentinel is None or world.sentinel.master is None:
+            return
+        old = world.sentinel.master
+        (new,) = (each for each in world.servers if each is not old)
+        old.stop(keep_data=True)
+        new.refusal = None
+        world.sentinel.master = new
+
+    def end(self, world: Deployment, server: RedisModel) -> None:
+        if world.sentinel is None:
+            return
+        for each in world.servers:
+            if each is not world.sentinel.master:
+                each.refusal = RefusingServer.read_only
+                each.start()
+
+
 ALL: tuple[type[Fault], ...] = (
     SlowPath,
     Trickle,
@@ -315,4 +351,5 @@ ALL: tuple[type[Fault], ...] = (
     LyingServer,
     MovingSlots,
     OrphanedSlots,
+    Failover,
 )

@@ -20,22 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import (
-    CacheConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from tests.simulation.passes import (
@@ -47,6 +38,7 @@ from tests.simulation.passes import (
     Work,
     digests_of,
 )
+from tests.support.vllm_configs import engine_config, make_scheduler
 
 _SCHEDULE_SECONDS = 300e-6
 _SUBMIT_SECONDS = 1500e-6
@@ -241,10 +233,7 @@ class GpuEngine:
     def _start(self) -> None:
         config = _vllm_config(self._model, self.shape)
         kv_cache = _kv_cache_config(self.shape)
-        kind = AsyncScheduler if self.shape.depth > 1 else Scheduler
-        self._scheduler = kind(
-            config, kv_cache, StructuredOutputManager(config), block_size=BLOCK_SIZE
-        )
+        self._scheduler = make_scheduler(config, kv_cache)
         self._worker = LMCacheTieredConnector(config, KVConnectorRole.WORKER, kv_cache)
         self._worker.register_kv_caches(self.device.kv_caches)
         found = self._worker.get_handshake_metadata()
@@ -253,21 +242,13 @@ class GpuEngine:
 
 
 def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
-    cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=False)
-    cache.num_gpu_blocks = shape.num_blocks
-    config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
-        ),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=64,
-            max_num_batched_tokens=shape.max_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-            scheduler_reserve_full_isl=False,
-        ),
-        cache_config=cache,
+    return engine_config(
+        model,
+        depth=shape.depth,
+        max_batched_tokens=shape.max_batched_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=64,
+        prefix_caching=False,
         kv_transfer_config=KVTransferConfig(
             kv_connector="LMCacheTieredConnector",
             kv_connector_module_path="lmcache_connector",
@@ -282,9 +263,6 @@ def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
             },
         ),
     )
-    # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
-    config.scheduler_config.async_scheduling = shape.depth > 1
-    return config
 
 
 def _kv_cache_config(shape: GpuShape) -> KVCacheConfig:

@@ -7,38 +7,23 @@ report goes back into the scheduler.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm.config import (
-    CacheConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.plans import (
+    AuditJob,
     JobResult,
     LoadJob,
     Outcome,
@@ -47,41 +32,27 @@ from lmcache_connector.plans import (
     StoreJob,
 )
 from tests.simulation import stdlib
+from tests.simulation.at_rest import AtRest, RouterView
 from tests.simulation.kernel import Kernel, Process, SimulationFailure
-from tests.simulation.kv_memory import KVMemory, next_cell
+from tests.simulation.kv_memory import next_cell
+from tests.simulation.rank import (
+    CHUNK_SIZE,
+    Pass,
+    Rank,
+    Shape,
+    Step,
+    config_of,
+    kv_cache_config,
+)
+from tests.simulation.weights import Weights
+from tests.support.vllm_configs import BLOCK_SIZE, make_scheduler
 
-BLOCK_SIZE, CHUNK_SIZE = 16, 32
-NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 2, 32
-WIDTH = 2 * HEAD_SIZE * 2  # bytes of K and V, one token and head, bfloat16
 VOCABULARY = 61
 STOP_TOKEN = 7
-MAX_MODEL_LEN = 512
 # What a call of the connector may take of an engine step.
 _MAX_CALL_SECONDS = 0.1
 # From a load's deadline to the report: steps under way, and a look every 5 ms.
 _REPORT_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Of one instance. ``depth``: steps scheduled ahead. Sizes in blocks and chunks, times in
-    seconds. ``settings``: ``kv_connector_extra_config``."""
-
-    world_size: int = 1
-    depth: int = 1
-    num_blocks: int = 40
-    cpu_chunks: int = 24
-    max_batched_tokens: int = 64
-    token_seconds: float = 0.0005
-    step_seconds: float = 0.004
-    copy_seconds: float = 0.0005
-    role: str = "kv_both"
-    settings: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def cpu_gib(self) -> float:
-        chunk = CHUNK_SIZE * NUM_LAYERS * (NUM_HEADS // self.world_size) * WIDTH
-        return self.cpu_chunks * chunk / 2**30
 
 
 @dataclass
@@ -102,7 +73,7 @@ class _Loading:
 
 
 class Instance:
-    """Runs in ``process``. ``names(key, cells)`` is told what each chunk key must hold."""
+    """Runs in ``process``. ``names``: see :meth:`Ledger.name`, of chunks that jobs move."""
 
     def __init__(
         self,
@@ -111,7 +82,8 @@ class Instance:
         model: Path,
         shape: Shape,
         redis_url: str,
-        names: Callable[[bytes, tuple[int, ...]], None],
+        names: Callable[..., None],
+        weights: Weights,
     ) -> None:
         self.kernel = kernel
         self.process = process
@@ -127,26 +99,43 @@ class Instance:
         self._asked: dict[str, Asked] = {}
         self._changed = stdlib.Event()
         self._stopping = False
+        self.num_resets = 0
+        self._weights = weights
+        self._new_weights: list[int] = []
         self._wants_eviction = False
         self._wants_reset = False
-        self._queue: deque[tuple[SchedulerOutput, _Step]] = deque()
+        self._queue: deque[tuple[SchedulerOutput, Step]] = deque()
+        self._requests: dict[str, Request] = {}
         self._streams: dict[str, list[int]] = {}
         self._cells: dict[str, list[int]] = {}
         self._loading: dict[int, _Loading] = {}
+        init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         kernel.spawn(process, self._run, "engine")
 
     # -- for clients, on any process -------------------------------------------------------------
 
-    def ask(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> Asked:
+    def ask(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        salt: str | None = None,
+        hints: dict[str, Any] | None = None,
+    ) -> Asked:
+        """``hints``: of the request, for the tiers."""
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(
-                max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN], ignore_eos=True
+                max_tokens=max_tokens,
+                stop_token_ids=[STOP_TOKEN],
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": hints} if hints else None,
             ),
             pooling_params=None,
             block_hasher=self._hasher,
+            cache_salt=salt,
         )
         asked = Asked(request, self.kernel.now, stdlib.Event())
         self._inbox.append(asked)
@@ -176,6 +165,11 @@ class Instance:
         self._wants_reset = True
         self._changed.set()
 
+    def load_weights(self, version: int) -> None:
+        """Once no request has blocks: that version of the weights, or the same again."""
+        self._new_weights.append(version)
+        self._changed.set()
+
     def keys_in_memory(self) -> set[bytes]:
         """Chunks that all ranks hold in their CPU tiers."""
         return set.intersection(*(rank.keys_in_memory() for rank in self._ranks))
@@ -197,16 +191,24 @@ class Instance:
             if self._scheduler.has_requests() or self._queue:
                 self._step()
             else:
+                self.at_rest.check(self.kernel.clock())
                 self._changed.wait()
         self._shut_down()
         self.is_down = True
 
     def _start(self) -> None:
         shape = self.shape
-        config = _vllm_config(self._model, shape.world_size, shape.depth, shape.max_batched_tokens)
-        self._scheduler = _scheduler(config, self._transfer(), shape)
+        self._scheduler = make_scheduler(
+            config_of(self._model, shape, self._transfer()), kv_cache_config(shape)
+        )
         self._ranks = [
-            _Rank(self.kernel, config, self._transfer(), shape, rank)
+            Rank(
+                self.kernel,
+                config_of(self._model, shape, self._transfer(), rank),
+                shape,
+                rank,
+                self._weights,
+            )
             for rank in range(shape.world_size)
         ]
         metadata = {
@@ -217,6 +219,11 @@ class Instance:
         if metadata:
             self._scheduler.connector.set_xfer_handshake_metadata_pp_aware(metadata)
         self._aggregator = KVOutputAggregator(shape.world_size)
+        view = None
+        if shape.kv_events:
+            view = self._scheduler.kv_event_publisher = RouterView()
+        index = self._scheduler.connector._scheduler_side.index
+        self.at_rest = AtRest(self._ranks, index, view)
 
     def _transfer(self) -> KVTransferConfig:
         return KVTransferConfig(
@@ -246,6 +253,7 @@ class Instance:
             asked = self._inbox.popleft()
             request = asked.request
             self._asked[request.request_id] = asked
+            self._requests[request.request_id] = request
             self._streams[request.request_id] = list(request.prompt_token_ids or ())
             self._cells[request.request_id] = []
             self._scheduler.add_request(request)
@@ -259,10 +267,19 @@ class Instance:
     def _evict(self) -> None:
         if self._wants_eviction:
             self._wants_eviction = False
+            self.at_rest.evicted_all()
             for rank in self._ranks:
                 rank.evict()
         if self._wants_reset and not self._asked:
             self._wants_reset = not self._scheduler.reset_prefix_cache(reset_connector=False)
+        if self._new_weights and not self._queue and self._scheduler.reset_prefix_cache():
+            self._weights.load(self._new_weights.pop())
+            self._scheduler.reset_prefix_cache(reset_connector=True)
+            self.num_resets += 1
+            self.at_rest.reset()
+            for request_id, asked in self._asked.items():  # none of it is computed any more
+                self._streams[request_id] = list(asked.request.all_token_ids)
+                self._cells[request_id] = []
 
     def _end(self, request_id: str) -> None:
         self._asked.pop(request_id).ended.set()
@@ -286,7 +303,7 @@ class Instance:
 
     # -- a step, as the ranks see it ---------------------------------------------------------------
 
-    def _describe(self, output: SchedulerOutput) -> _Step:
+    def _describe(self, output: SchedulerOutput) -> Step:
         plan: StepPlan = output.kv_connector_metadata.plan or StepPlan()
         manager = self._scheduler.kv_cache_manager
         tables = {r: list(manager.get_block_ids(r)[0]) for r in self._scheduler.requests}
@@ -295,14 +312,12 @@ class Instance:
         for request_id, count in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[request_id]
             end = request.num_computed_tokens
-            passes.append(_Pass(request_id, end - count, end, self._cells_of(request_id, end)))
+            passes.append(Pass(request_id, end - count, end, self._cells_of(request_id, end)))
         if self.kernel.is_traced:
             self._trace_step(plan, passes, tables)
-        return _Step(passes, tables)
+        return Step(passes, tables)
 
-    def _trace_step(
-        self, plan: StepPlan, passes: list[_Pass], tables: dict[str, list[int]]
-    ) -> None:
+    def _trace_step(self, plan: StepPlan, passes: list[Pass], tables: dict[str, list[int]]) -> None:
         if passes or plan.loads or plan.stores or plan.prefetches:
             shown = [f"{p.request_id}[{p.start}:{p.end}]{tables[p.request_id]}" for p in passes]
             self.kernel.trace(f"step: {' '.join(shown)}")
@@ -321,18 +336,33 @@ class Instance:
             (run,) = load.runs
             first = tables[load.request_id].index(run.block_ids[0][0]) * BLOCK_SIZE // CHUNK_SIZE
             assert run.chunks[0] == first
-            self._name_keys(load.request_id, run.keys, run.chunks)
+            self._name_keys(load.request_id, run.keys, run.chunks, load.claim.tenant)
         for prefetch in plan.prefetches:
             self.num_prefetched += len(prefetch.keys)
-            self._name_keys(prefetch.request_id, prefetch.keys, prefetch.runs[0].chunks)
+            chunks = prefetch.runs[0].chunks
+            self._name_keys(prefetch.request_id, prefetch.keys, chunks, prefetch.tenant)
         for store in plan.stores:
-            if store.request_id in self._streams:
-                self._name_keys(store.request_id, store.keys, store.runs[0].chunks)
+            chunks = store.runs[0].chunks
+            is_audit, tenant = isinstance(store, AuditJob), store.claim.tenant
+            self._name_keys(store.request_id, store.keys, chunks, tenant, is_audit=is_audit)
 
-    def _name_keys(self, request_id: str, keys: Sequence[bytes], indices: Sequence[int]) -> None:
+    def _name_keys(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        indices: Sequence[int],
+        tenant: bytes,
+        *,
+        is_audit: bool = False,
+    ) -> None:
+        request, is_common = self._requests[request_id], not (tenant or self.num_resets)
         for key, index in zip(keys, indices, strict=True):
+            first, last = (i * CHUNK_SIZE // BLOCK_SIZE for i in (index, index + 1))
+            self.at_rest.named(key, tenant, request.block_hashes[first:last])
+            if is_audit:  # it finds out whether the key names that chunk
+                continue
             cells = self._cells_of(request_id, (index + 1) * CHUNK_SIZE)
-            self._names(key, tuple(cells[index * CHUNK_SIZE :]))
+            self._names(key, tuple(cells[index * CHUNK_SIZE :]), is_common=is_common)
 
     def _cells_of(self, request_id: str, end: int) -> list[int]:
         """Tokens that are not sampled yet are known here: a sample is made from its cell."""
@@ -340,10 +370,12 @@ class Instance:
         while len(cells) < end:
             if len(cells) == len(stream):
                 stream.append(cells[-1] % VOCABULARY)
-            cells.append(next_cell(cells[-1] if cells else 0, stream[len(cells)]))
+            cells.append(
+                next_cell(cells[-1] if cells else self._weights.version, stream[len(cells)])
+            )
         return cells[:end]
 
-    def _execute(self, output: SchedulerOutput, step: _Step) -> None:
+    def _execute(self, output: SchedulerOutput, step: Step) -> None:
         metadata = output.kv_connector_metadata
         results = []
         for rank in self._ranks:
@@ -370,7 +402,7 @@ class Instance:
                     f"deadline of {loading.job.deadline_seconds:.3f} s"
                 )
 
-    def _sample(self, step: _Step) -> ModelRunnerOutput:
+    def _sample(self, step: Step) -> ModelRunnerOutput:
         ids = [one.request_id for one in step.passes]
         tokens = []
         for one in step.passes:
@@ -426,153 +458,3 @@ class Instance:
             raise SimulationFailure(f"{self.process.name}: blocks leaked")
         if self._loading:
             raise SimulationFailure(f"{self.process.name}: loads were never reported")
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """One request in one forward pass: compute positions ``[start, end)``."""
-
-    request_id: str
-    start: int
-    end: int
-    cells: list[int]  # of all positions up to ``end``
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """``tables``: whose blocks are whose, from here on."""
-
-    passes: list[_Pass]
-    tables: dict[str, list[int]]
-
-
-class _Rank:
-    """One worker process; it shares its instance's :class:`Process`, and dies with it."""
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        config: VllmConfig,
-        transfer: KVTransferConfig,
-        shape: Shape,
-        rank: int,
-    ) -> None:
-        self.rank = rank
-        self.token_seconds = shape.token_seconds
-        self._kernel = kernel
-        self._shape = shape
-        config = copy.copy(config)
-        config.parallel_config = copy.copy(config.parallel_config)
-        config.parallel_config.rank = rank
-        config.kv_transfer_config = transfer
-        share = NUM_HEADS // shape.world_size
-        heads = range(rank * share, (rank + 1) * share)
-        self.memory = KVMemory(NUM_LAYERS, shape.num_blocks, BLOCK_SIZE, heads, WIDTH)
-        self.connector = LMCacheTieredConnector(
-            config, KVConnectorRole.WORKER, _kv_cache_config(shape)
-        )
-        self.connector.register_kv_caches(self.memory.caches(torch.bfloat16))
-        worker: Any = self.connector._worker
-        self._engine = worker._engine
-
-    def run(
-        self, metadata: Any, step: _Step, check_call: Callable[[str, float], None]
-    ) -> KVConnectorOutput:
-        kernel, connector = self._kernel, self.connector
-        started = kernel.now
-        connector.handle_preemptions(metadata)
-        check_call("handle_preemptions", started)
-        connector.bind_connector_metadata(metadata)
-        self._forward(step)
-        started = kernel.now
-        connector.start_load_kv(None)
-        connector.wait_for_save()
-        output = KVConnectorOutput()
-        results = connector.get_transfer_results(set())
-        output.finished_sending = results.finished_sending
-        output.finished_recving = results.finished_recving
-        output.failed_recving = results.failed_recving
-        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
-        output.kv_connector_worker_meta = connector.build_connector_worker_meta()
-        connector.clear_connector_metadata()
-        check_call("the end of a step", started)
-        return output
-
-    def keys_in_memory(self) -> set[bytes]:
-        return {int(key.chunk_hash).to_bytes(32, "big") for key in self._engine._cpu.hot_cache}
-
-    def evict(self) -> None:
-        self._engine.forget_all()
-
-    def check_memory(self) -> None:
-        """After the end: every chunk was given back, and none was written since."""
-        pool = self._engine._cpu.pool
-        if pool.num_free != pool.num_chunks:
-            raise SimulationFailure(f"{pool.num_chunks - pool.num_free} chunks of memory leaked")
-        pool.check()
-
-    def _forward(self, step: _Step) -> None:
-        tokens = sum(one.end - one.start for one in step.passes)
-        seconds = 0.0002 + tokens * self.token_seconds
-        seconds += self._shape.step_seconds if step.passes else 0.0
-        # vLLM's kernels read and write somewhere in the middle of the pass.
-        self._kernel.sleep(seconds / 2)
-        for one in step.passes:  # in order: one may use what another computes
-            blocks = step.tables[one.request_id]
-            self.memory.check(blocks, 0, one.cells[: one.start], one.request_id)
-            self.memory.write(blocks, one.start, one.cells[one.start :])
-        self._kernel.sleep(seconds / 2)
-
-
-# -- configuration -------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=16)
-def _vllm_config(model: Path, world_size: int, depth: int, max_batched_tokens: int) -> VllmConfig:
-    init_none_hash(sha256)
-    config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
-        ),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=6,
-            max_num_batched_tokens=max_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-            scheduler_reserve_full_isl=False,
-        ),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=world_size,
-            distributed_executor_backend="mp" if world_size > 1 else None,
-        ),
-    )
-    # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
-    config.scheduler_config.async_scheduling = depth > 1
-    return config
-
-
-def _scheduler(config: VllmConfig, transfer: KVTransferConfig, shape: Shape) -> Scheduler:
-    config = copy.copy(config)
-    config.cache_config = copy.copy(config.cache_config)
-    config.cache_config.num_gpu_blocks = shape.num_blocks
-    config.kv_transfer_config = transfer
-    kind = AsyncScheduler if shape.depth > 1 else Scheduler
-    structured = StructuredOutputManager(config)
-    return kind(config, _kv_cache_config(shape), structured, block_size=BLOCK_SIZE)
-
-
-def _kv_cache_config(shape: Shape) -> KVCacheConfig:
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE,
-        num_kv_heads=NUM_HEADS // shape.world_size,
-        head_size=HEAD_SIZE,
-        dtype=torch.bfloat16,
-    )
-    layers = [f"model.layers.{i}.self_attn.attn" for i in range(NUM_LAYERS)]
-    return KVCacheConfig(
-        num_blocks=shape.num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
-    )

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+
+import blosc2
 
 from lmcache_connector.storage.redis.value_names import parse_value_name
 from tests.simulation.faults import Deployment
-from tests.simulation.instance import CHUNK_SIZE, WIDTH
 from tests.simulation.kernel import SimulationFailure
 from tests.simulation.kv_memory import cells_of, payload
+from tests.simulation.rank import CHUNK_SIZE, WIDTH
 from tests.simulation.redis_model import Entry, RedisModel
 
 _HEADER_BYTES = 128
+
+
+def _content(value: bytes) -> bytes:
+    """What a value holds, compressed or not; nothing if it is not as long as it says."""
+    stored, compressed = value[_HEADER_BYTES:], int.from_bytes(value[76:84], "little")
+    if not compressed:
+        return stored
+    return bytes(blosc2.decompress2(stored)) if len(stored) == compressed else b""
 
 
 class Ledger:
@@ -20,18 +31,24 @@ class Ledger:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._cells_of_key: dict[bytes, tuple[int, ...]] = {}
+        self._common: set[bytes] = set()
+        for server in deployment.servers:
+            server.on_removed = partial(self.removed, server)
 
-    def name(self, key: bytes, cells: tuple[int, ...]) -> None:
+    def name(self, key: bytes, cells: tuple[int, ...], *, is_common: bool) -> None:
+        """``is_common``: whoever asks for a prompt without a salt asks for this chunk."""
+        if is_common:
+            self._common.add(key)
         if self._cells_of_key.setdefault(key, cells) != cells:
             raise SimulationFailure("WRONG BYTES: one key names two different chunks")
 
     def keys_of(self, prompt: Sequence[int]) -> set[bytes]:
-        """Of the chunks of a prompt that some instance has named."""
+        """Of the common chunks of a prompt."""
         cells = cells_of(prompt)
         return {
             key
-            for key, held in self._cells_of_key.items()
-            if held[-1] in cells and len(held) == CHUNK_SIZE
+            for key in self._common
+            if (held := self._cells_of_key[key])[-1] in cells and len(held) == CHUNK_SIZE
         }
 
     def keys_in_redis(self) -> set[bytes]:
@@ -49,10 +66,19 @@ class Ledger:
             return True
         layers = range(parsed.layer_start, parsed.layer_end)
         right = payload(cells, layers, parsed.shard, WIDTH)
-        return entry.kind == b"string" and entry.value[_HEADER_BYTES:] == right
+        return entry.kind == b"string" and _content(entry.value) == right
 
-    def check(self) -> int:
-        """How many values are right. Raises if one is wrong that no fault has damaged."""
+    def removed(self, server: RedisModel, name: bytes, entry: Entry) -> None:
+        """A client has removed that from a server."""
+        parsed, deployment = parse_value_name(name), self._deployment
+        if parsed is None or parsed.key not in self._cells_of_key or server in deployment.liars:
+            return
+        if deployment.damaged.get(name) != entry.value and self.is_right(name, entry):
+            deployment.kernel.fail(f"REMOVED from {server.address[0]} although right: {name!r}")
+
+    def check(self, *, have_ttl: bool) -> int:
+        """How many values are right. Raises if one is wrong that no fault has damaged, or stays for
+        ever although all ``have_ttl``."""
         count = 0
         for server, name, _ in self._values():
             entry = server.entries[name]
@@ -60,6 +86,8 @@ class Ledger:
                 continue
             if not self.is_right(name, entry):
                 raise SimulationFailure(f"WRONG BYTES stored as {name!r}")
+            if have_ttl and entry.expires_at is None:
+                raise SimulationFailure(f"TTL: {name!r} has none")
             count += 1
         return count
 

@@ -3,60 +3,93 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from tests.simulation.faults import Deployment
-from tests.simulation.instance import CHUNK_SIZE, VOCABULARY, Shape
+from tests.simulation.faults import Deployment, RefusingServer
+from tests.simulation.instance import VOCABULARY
 from tests.simulation.kernel import Kernel
-from tests.simulation.network import Network
+from tests.simulation.known import OFF
+from tests.simulation.network import Network, Path
+from tests.simulation.rank import CHUNK_SIZE, Shape
 from tests.simulation.redis_model import Cluster, RedisModel
 
+SLOW_BYTES_PER_SECOND = 1.5e5
+"""Less than instances compute, and enough that no time-out of a second is met."""
 _PAIR = ["kv_producer", "kv_consumer"]
 
 
 @dataclass
 class Client:
-    """Asks for one prompt of a family, on some instance."""
+    """Asks for one prompt of a family, on some instance. ``abort_after``: seconds after which
+    nobody wants the answer any more."""
 
-    start: float
     prompt: tuple[int, ...]
     max_tokens: int
-    abort_after: float | None
+    start: float = 0.0
+    abort_after: float | None = None
+    salt: str | None = None
+    hints: dict[str, Any] | None = None
 
 
 @dataclass
 class Plan:
-    """``roles``: one for each instance. ``families``: prompts begin with one of them."""
+    """``roles``: one for each instance. ``families``: prompts begin with one of them. ``resets``:
+    how often an instance gets new weights, or the same again."""
 
     shape: Shape
     roles: list[str]
     families: list[tuple[int, ...]]
     clients: list[Client] = field(default_factory=list)
+    resets: int = 0
 
 
 def deploy(kernel: Kernel, network: Network) -> Deployment:
     chance = kernel.chance
-    is_cluster = chance.random() < 0.3
+    kind = chance.choices(["single", "cluster", "sentinel"], [0.6, 0.3, 0.1])[0]
     servers = [
         RedisModel(
             kernel,
             network,
             (f"redis{i}", 6379 + i),
             max_bytes=chance.choice([1 << 40, 1 << 20]),
-            evicts=True,
+            password=b"word" if kind == "sentinel" else None,
         )
-        for i in range(3 if is_cluster else 1)
+        for i in range({"single": 1, "cluster": 3, "sentinel": 2}[kind])
     ]
-    if not is_cluster:
+    if kind == "cluster":
+        return _cluster(kernel, network, servers)
+    if kind == "single":
         return Deployment(kernel, network, servers, "redis://redis0:6379")
-    cluster = Cluster(servers)
+    master, replica = servers
+    replica.entries, replica.refusal = master.entries, RefusingServer.read_only
+    sentinel = RedisModel(kernel, network, ("sentinel0", 26379), master=master)
+    url = "redis+sentinel://:word@sentinel0:26379/main"
+    return Deployment(kernel, network, servers, url, sentinel=sentinel)
+
+
+def _cluster(kernel: Kernel, network: Network, servers: list[RedisModel]) -> Deployment:
+    chance, url = kernel.chance, "redis+cluster://"
+    url += ",".join(f"{server.address[0]}:{server.address[1]}" for server in servers)
+    odd = chance.choice([None, None, "old slot map", "slow node"])
+    odd = None if odd in OFF else odd
+    members = servers[1:] if odd == "old slot map" else servers
+    cluster = Cluster(members)
     cluster.spread()
-    for server in servers:
+    for server in members:
         server.cluster = cluster
-    url = "redis+cluster://" + ",".join(f"{s.address[0]}:{s.address[1]}" for s in servers)
-    return Deployment(kernel, network, servers, url, cluster)
+    deployment = Deployment(kernel, network, servers, url, cluster)
+    if odd == "old slot map":  # it has left the cluster, and remembers it with one node less
+        servers[0].cluster = Cluster(servers[1:2])
+        servers[0].cluster.spread()
+    elif odd == "slow node":
+        deployment.slow = servers[2]
+        for server in servers:  # what is not there was not written
+            server.max_bytes = 1 << 40
+        network.paths[servers[2].address] = Path(bytes_per_second=SLOW_BYTES_PER_SECOND)
+    return deployment
 
 
-def draw_plan(kernel: Kernel) -> Plan:
+def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
     chance = kernel.chance
     settings = {
         "compute_or_load": chance.choice(["always", "auto"]),
@@ -72,6 +105,14 @@ def draw_plan(kernel: Kernel) -> Plan:
         settings["redis_admission"] = chance.choice(["reused", "worth"])
     if chance.random() < 0.2:
         settings["prefetch_mib"] = 0
+    if chance.random() < 0.3:
+        settings["redis_codec"] = chance.choice(["auto", "blosc2"])
+    if deployment.slow is not None:
+        settings |= {"redis_timeout_seconds": 1.0, "redis_admission": "all"}
+        settings.pop("redis_ttl_seconds", None)
+        settings.pop("redis_ttl_refresh", None)
+    if has_tenants := chance.random() < 0.3:
+        settings |= {"tenant_share": chance.choice([0.3, 0.6]), "pin_share": 0.5}
     shape = Shape(
         world_size=chance.choice([1, 1, 2]),
         depth=chance.choice([1, 2]),
@@ -79,21 +120,31 @@ def draw_plan(kernel: Kernel) -> Plan:
         cpu_chunks=chance.choice([8, 24]),
         max_batched_tokens=chance.choice([64, 256]),
         token_seconds=chance.choice([0.0002, 0.001]),
+        kv_events=chance.random() < 0.3,
         settings=settings,
     )
     families = [_tokens(kernel, chance.randint(64, 200)) for _ in range(chance.choice([2, 3]))]
     rushes = [chance.uniform(0.0, 2.5) for _ in range(3)]
     clients = [
         Client(
-            start=chance.choice(rushes) + chance.uniform(0.0, 0.1),
             prompt=(*chance.choice(families), *_tokens(kernel, chance.randrange(40))),
             max_tokens=chance.choice([1, 1, 2, 2, 3, 33]),
+            start=chance.choice(rushes) + chance.uniform(0.0, 0.1),
             abort_after=chance.uniform(0.0, 0.5) if chance.random() < 0.15 else None,
+            salt=chance.choice([None, "one", "two"]) if has_tenants else None,
+            hints=_hints(kernel) if has_tenants else None,
         )
         for _ in range(chance.randint(4, 10))
     ]
     roles = chance.choice([["kv_both"], ["kv_both"] * 2, ["kv_both"] * 2, _PAIR])
-    return Plan(shape, list(roles), families, clients)
+    resets = chance.choice([0, 0, 0, 0, 1, 3])
+    return Plan(shape, list(roles), families, clients, resets)
+
+
+def _hints(kernel: Kernel) -> dict[str, Any] | None:
+    chance = kernel.chance
+    hints = {"pin": True, "ttl_seconds": chance.choice([0.5, 60.0]), "priority": 2}
+    return {name: hints[name] for name in hints if chance.random() < 0.4} or None
 
 
 def _tokens(kernel: Kernel, count: int) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ _HEALING_SECONDS = 240.0
 wrote every half a minute."""
 _SLOWNESS = 5.0
 """Loads must pay, or nobody reads what Redis holds, and what nobody reads is not healed."""
+_FLOOD_SECONDS = 5.0
+_WRITTEN_SHARE = 0.5
 
 Tokens = tuple[int, ...]
 
@@ -73,6 +75,23 @@ class Recovery:
             self.kernel.sleep(1.0)
         self.hits(reader, writer, prompt)
         self.counts["healed"] += num_spoiled
+
+    def writes_go_on(self, writer: Instance) -> None:
+        """While one server is slow and never fails, the others get what they should have."""
+        kernel, slow, start = self.kernel, self.deployment.slow, self.kernel.now
+        prompts, offered = list[Tokens](), set[bytes]()
+        while kernel.now < start + _FLOOD_SECONDS:
+            prompts.append(tuple(kernel.chance.randrange(60) for _ in range(160)))
+            self.ask(writer, prompts[-1], 1)
+            offered |= self.ledger.keys_of(prompts[-1])
+        theirs = {key for key in offered if self.deployment.owner_of(key) is not slow}
+        share = len(theirs & self.ledger.keys_in_redis()) / max(1, len(theirs))
+        kernel.trace(f"{share:.2f} of {len(theirs)} chunks written beside a slow server")
+        if share < _WRITTEN_SHARE:
+            raise SimulationFailure(
+                f"WRITES STOPPED: {share:.0%} of {len(theirs)} chunks for healthy servers are there"
+            )
+        self.counts["written beside a slow server"] += len(theirs)
 
     def _ask_both(self, reader: Instance, writer: Instance, prompt: Tokens) -> None:
         if writer is not reader:

@@ -87,7 +87,9 @@ class RedisModel:
 
     ``is_frozen``: it accepts and never answers. ``refusal``: its answer to every write.
     ``is_loading``: it answers everything with ``-LOADING``. ``tamper(command, reply)`` may change
-    what goes out. ``seconds_per_command``: how slow it is.
+    what goes out. ``seconds_per_command``: how slow it is. ``password``: without it, nobody is
+    answered. ``master``: whom it names, as a sentinel. ``on_removed(name, entry)`` is told what
+    clients remove.
     """
 
     kernel: Kernel
@@ -101,6 +103,9 @@ class RedisModel:
     refusal: bytes | None = None
     tamper: Callable[[Sequence[bytes], bytes], bytes] | None = None
     seconds_per_command: float = _SECONDS_PER_COMMAND
+    password: bytes | None = None
+    master: RedisModel | None = None
+    on_removed: Callable[[bytes, Entry], None] = lambda name, entry: None
 
     def __post_init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
@@ -178,6 +183,8 @@ class RedisModel:
         handler = _COMMANDS.get(verb)
         if handler is None:
             return b"-ERR unknown command '%b'\r\n" % verb
+        if self.password is not None and not (session.is_known or verb == b"AUTH"):
+            return b"-NOAUTH Authentication required.\r\n"
         if self.is_loading and verb not in (b"HELLO", b"AUTH", b"CLIENT"):
             return b"-LOADING Redis is loading the dataset in memory\r\n"
         self._expire()
@@ -293,7 +300,9 @@ class RedisModel:
         return b"+%b\r\n" % (entry.kind if entry is not None else b"none")
 
     def _del(self, session: Session, args: Sequence[bytes]) -> bytes:
-        removed = [name for name in args if self.entries.pop(name, None) is not None]
+        removed = [name for name in args if name in self.entries]
+        for name in removed:
+            self.on_removed(name, self.entries.pop(name))
         self._num_removed.update(removed)
         return b":%d\r\n" % len(removed)
 
@@ -357,6 +366,18 @@ class RedisModel:
     def _ok(self, session: Session, args: Sequence[bytes]) -> bytes:
         return b"+OK\r\n"
 
+    def _auth(self, session: Session, args: Sequence[bytes]) -> bytes:
+        if self.password is None:
+            return b"-ERR AUTH <password> called without any password configured\r\n"
+        session.is_known = args[-1] == self.password
+        return b"+OK\r\n" if session.is_known else b"-WRONGPASS invalid username or password\r\n"
+
+    def _sentinel(self, session: Session, args: Sequence[bytes]) -> bytes:
+        if self.master is None:
+            return b"*-1\r\n"
+        host, port = self.master.address
+        return b"*2\r\n" + _bulk(host.encode()) + _bulk(b"%d" % port)
+
     def _pong(self, session: Session, args: Sequence[bytes]) -> bytes:
         return b"+PONG\r\n"
 
@@ -387,6 +408,7 @@ class Session:
 
     buffer: bytearray = field(default_factory=bytearray)
     asking: bool = False
+    is_known: bool = False
     watched: dict[bytes, tuple[Entry | None, int]] = field(default_factory=dict)
     queue: list[Callable[[], bytes]] | None = None
     is_broken: bool = False
@@ -407,7 +429,8 @@ _COMMANDS: dict[bytes, _Handler] = {
     b"PTTL": RedisModel._pttl,
     b"INFO": RedisModel._info,
     b"HELLO": RedisModel._hello,
-    b"AUTH": RedisModel._ok,
+    b"AUTH": RedisModel._auth,
+    b"SENTINEL": RedisModel._sentinel,
     b"SELECT": RedisModel._ok,
     b"CLIENT": RedisModel._ok,
     b"PING": RedisModel._pong,

@@ -49,7 +49,7 @@ def _run(seconds: float, jobs: int, folder: Path) -> None:
     numbers: dict[str, int] = json.loads(file.read_text())
     # Else they were not worth much.
     assert numbers["seeds"] > 20
-    used = ("hits from redis", "hits from memory", "fetched ahead")
+    used = ("hits from redis", "hits from memory", "fetched ahead", "pinned", "resets")
     for name in ("requests", *used, "values checked", "healed"):
         assert numbers.get(name), numbers
 

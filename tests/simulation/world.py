@@ -4,6 +4,8 @@
   the end every value in Redis that no fault has damaged.
 - **No request is lost**, whatever Redis does; each ends with the right tokens.
 - **No wait past its deadline**: of a load, of a read, of a call inside an engine step.
+- **At rest all agree**: index, memory, owners, pins, and what routers were told; see `at_rest`.
+- **Nothing right is removed** from Redis, and nothing stays there for ever that should not.
 - **Nothing leaks**: blocks, jobs, CPU memory, threads, connections.
 - **Liveness**: once faults are over, hits from Redis come back within a bound, and so do values
   that were lost or spoiled; see `recovery`.
@@ -27,6 +29,7 @@ from tests.simulation.network import Network
 from tests.simulation.plan import Client, deploy, draw_plan
 from tests.simulation.recovery import Recovery
 from tests.simulation.stdlib import RUNTIME
+from tests.simulation.weights import Weights
 
 _MAX_SECONDS = 1200.0  # of one world, simulated
 _START_SECONDS = 30.0
@@ -90,7 +93,7 @@ class World:
         self._outside = kernel.new_process("outside")
         self._deployment = deploy(kernel, network)
         self._ledger = Ledger(self._deployment)
-        self._plan = draw_plan(kernel)
+        self._plan = draw_plan(kernel, self._deployment)
         self.director = kernel.spawn(self._outside, self._direct, "director")
 
     # -- the course of events ----------------------------------------------------------------------
@@ -105,6 +108,7 @@ class World:
         threads.append(self._thread(self._be_short_of_memory))
         if kernel.chance.random() < 0.2:
             threads.append(self._thread(self._be_crash))
+        threads += [self._thread(self._be_trainer) for _ in range(plan.resets)]
         for thread in threads:
             thread.join()
         self.kernel.trace("faults are over")
@@ -115,26 +119,22 @@ class World:
         process = self.kernel.new_process(f"instance{len(self.instances)}")
         process.num_cores = self.kernel.chance.choice([2, 4])
         shape, url = replace(self._plan.shape, role=role), self._deployment.url
-        instance = Instance(self.kernel, process, self._model, shape, url, self._ledger.name)
+        weights, names = Weights(), self._ledger.name
+        instance = Instance(self.kernel, process, self._model, shape, url, names, weights)
         self.instances.append(instance)
         return instance
 
     def _be_client(self, client: Client) -> None:
         self.kernel.sleep(client.start)
         instance = self.kernel.chance.choice(self._alive)
-        self._ask(instance, client.prompt, client.max_tokens, client.abort_after)
+        self._ask(instance, client)
 
-    def _ask(
-        self,
-        instance: Instance,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        abort_after: float | None = None,
-    ) -> None:
-        """Wait for the answer. ``abort_after``: seconds after which nobody wants it any more."""
+    def _ask(self, instance: Instance, client: Client) -> None:
+        """Wait for the answer."""
         kernel = self.kernel
         self.counts["requests"] += 1
-        asked = instance.ask(f"r{self.counts['requests']}", prompt, max_tokens)
+        name, abort_after = f"r{self.counts['requests']}", client.abort_after
+        asked = instance.ask(name, client.prompt, client.max_tokens, client.salt, client.hints)
         if abort_after is not None and not asked.ended.wait(abort_after):
             instance.abort(asked)
             self.counts["aborts"] += 1
@@ -144,6 +144,9 @@ class World:
                 return
             if kernel.now > until:
                 raise SimulationFailure(f"REQUEST LOST: {asked.request.request_id}")
+
+    def _ask_for(self, instance: Instance, prompt: tuple[int, ...], max_tokens: int) -> None:
+        self._ask(instance, Client(prompt, max_tokens))
 
     def _be_trouble(self) -> None:
         kernel, deployment = self.kernel, self._deployment
@@ -164,6 +167,17 @@ class World:
             self.kernel.sleep(chance.uniform(0.0, 0.5))
             instance = chance.choice(self._alive)
             chance.choice([instance.evict_all, instance.evict_blocks])()
+
+    def _be_trainer(self) -> None:
+        """Some instance gets new weights, or the same again."""
+        chance = self.kernel.chance
+        self.kernel.sleep(chance.uniform(0.2, 2.5))
+        instance = chance.choice(self._alive)
+        before = instance.num_resets
+        instance.load_weights(chance.randrange(3))
+        while instance.process.alive and instance.num_resets == before:
+            self.kernel.sleep(0.01)
+        self.counts["resets"] += 1
 
     def _be_crash(self) -> None:
         kernel = self.kernel
@@ -187,14 +201,21 @@ class World:
         chance = self.kernel.chance
         writer = chance.choice([i for i in self._alive if i.shape.role != "kv_consumer"])
         reader = writer if writer.shape.role == "kv_both" else self._consumers[0]
-        recovery = Recovery(self.kernel, self._deployment, self._ledger, self._ask, self.counts)
+        if self._plan.resets and reader is not writer:
+            return  # whether they have the same weights is another question
+        recovery = Recovery(self.kernel, self._deployment, self._ledger, self._ask_for, self.counts)
         prompt = (*chance.choice(self._plan.families), 1, 2, 3)
         ending = chance.random()
-        if ending < 0.4:
+        if self._deployment.slow is not None:  # what is slow to load need not be loaded
+            recovery.writes_go_on(writer)
+            return
+        if ending < 0.4 and not self._plan.resets:
             reader = self._start_instance(reader.shape.role)
             self._wait(lambda: reader.is_up, _START_SECONDS, "START")
         recovery.hits(reader, writer, prompt)
-        if ending > 0.9:
+        if writer.num_resets:
+            return  # what it has in memory from before, nobody asks for
+        elif ending > 0.9:
             recovery.offers(writer, prompt)
         elif ending > 0.7:
             recovery.names(reader, writer, prompt)
@@ -215,6 +236,7 @@ class World:
         for instance in alive:
             if left := [task for task in instance.process.tasks if not task.is_done]:
                 raise SimulationFailure(f"THREADS LEAKED: {left}")
+            self.counts["pinned"] += instance.at_rest.num_pinned
             self.counts["hits from redis"] += instance.num_redis_hits
             self.counts["hits from memory"] += instance.num_cpu_hits
             self.counts["fetched ahead"] += instance.num_prefetched
@@ -223,7 +245,8 @@ class World:
         links = [link for link in RUNTIME.network.open_links() if link.process in processes]
         if links:
             raise SimulationFailure(f"CONNECTIONS LEAKED: {[link.address for link in links]}")
-        self.counts["values checked"] += self._ledger.check()
+        have_ttl = "redis_ttl_seconds" in self._plan.shape.settings
+        self.counts["values checked"] += self._ledger.check(have_ttl=have_ttl)
 
     def _wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         until = self.kernel.now + seconds

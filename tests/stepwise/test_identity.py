@@ -54,8 +54,8 @@ def test_vllm_never_has_such_a_key() -> None:
     identity.refresh()
     own = identity.keys()
     own.extend(IDS)
-    hasher = _make_hasher(config, weights_in_memory(tiny()), 0, {"engine": "vllm"})
-    theirs = RequestKeys(hasher, RequestIdentity())
+    hasher = _make_hasher(config, 0, {"engine": "vllm"})
+    theirs = RequestKeys(hasher, RequestIdentity(weights=weights_in_memory(tiny())))
     theirs.extend(IDS)
     assert "engine" in identity.root
     assert len(own.keys) == len(theirs.keys) == 1

@@ -51,7 +51,7 @@ def fingerprint(model: Path, model_digest: str = "full", **args: Any) -> str:
     groups = [KVCacheGroupSpec(layers, spec)]
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     described = describe_model(config, cache, chunk_size=128)
-    weights = weights_identity(config, model_digest, model.parent / "kept")
+    weights = weights_identity(config, model_digest, model.parent / "kept").name
     return identity.fingerprint({"weights": weights, **described.configuration})
 
 

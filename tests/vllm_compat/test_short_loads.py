@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.errors import UnsupportedError
+from tests.support.doubles import shadow_config
+from tests.support.doubles.shadow_config import build_scheduler
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
 
@@ -33,3 +36,18 @@ def test_no_request_fails_and_the_policy_stays_the_users(model: Path, known_toke
     transfer = engine.scheduler.vllm_config.kv_transfer_config
     assert transfer is not None
     assert transfer.kv_load_failure_policy == "fail"
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_two_tiered_connectors_in_one_engine_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, beside: int
+) -> None:
+    """vLLM keeps one watcher of a block's reuse: the other connector would not hear of it."""
+    ours = {
+        "kv_connector": "LMCacheTieredConnector",
+        "kv_connector_module_path": "lmcache_connector",
+        "kv_role": "kv_both",
+    }
+    monkeypatch.setattr(shadow_config, "FOREIGN", ours)
+    with pytest.raises(UnsupportedError, match="Leave one out: one is enough"):
+        build_scheduler(model, Shape(beside=beside))

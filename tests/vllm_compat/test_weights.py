@@ -27,7 +27,7 @@ def identity(folder: Path, load_format: str = "auto", **model: Any) -> str:
     config.load_config.load_format = load_format
     for name, value in model.items():
         setattr(config.model_config, name, value)
-    return weights_identity(config, "full", folder.parent / "kept")
+    return weights_identity(config, "full", folder.parent / "kept").name
 
 
 def shards(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_models_a_model_is_made_of_count(folder: Path, model: Path, tmp_path: Pa
     weights.write_bytes(b"trained on")
     assert weights_identity(config, "full", tmp_path / "kept") != before
     config.model_config.hf_config.text_model_id = "nobody/has-this"
-    assert weights_identity(config, "full", tmp_path / "kept").startswith("remote:")
+    assert weights_identity(config, "full", tmp_path / "kept").name.startswith("remote:")
 
 
 def test_a_file_of_scales_counts(folder: Path, tmp_path: Path) -> None:

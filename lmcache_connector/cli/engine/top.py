@@ -98,8 +98,8 @@ def measured(now: Snapshot, before: Snapshot | None, seconds: float) -> dict[str
         value = now.total(PREFIX + name, **labels)
         base = before.total(PREFIX + name, **labels) if before is not None else value
         found[key] = max(0.0, value - base if value >= base else value) / max(seconds, 1e-9)
-    hits = sum(found[f"{tier}_hit_tokens_per_second"] for tier in TIERS)
-    found["hit_rate"] = ratio(hits, found["queried_tokens_per_second"])
+    for rate, part in (("hit_rate", "saved"), ("lost_rate", "recomputed")):
+        found[rate] = ratio(found[f"{part}_tokens_per_second"], found["queried_tokens_per_second"])
     for name in ("queued_jobs", "write_queue_bytes", "cpu_used_bytes", "cpu_capacity_bytes"):
         found[name] = now.total(PREFIX + name)
     found["running_requests"] = now.total("vllm:num_requests_running")
@@ -132,11 +132,11 @@ def _row(engine: Watched) -> tuple[str, ...]:
     if engine.problem is not None:
         return (engine.url, "away")
     now = engine.now
-    rate, capacity = now["hit_rate"], now["cpu_capacity_bytes"]
+    rate, lost, capacity = now["hit_rate"], now["lost_rate"], now["cpu_capacity_bytes"]
     states = set(now["circuits"].values())
     return (
         engine.url,
-        "-" if rate is None else f"{rate:.0%}",
+        "-" if rate is None else f"{rate:.0%}" + (f", {lost:.0%} lost" if lost else ""),
         sparkline(engine.hit_rates, 1.0),
         f"{now['saved_tokens_per_second']:,.0f} tok/s",
         f"{size(now['cpu_loaded_bytes_per_second'])}/s",

@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from lmcache_connector.p2p.control.messages import Packet, pack
 
+WELCOME_BYTES = 32
 _CLIENT, _SERVER, _SESSION = b"client", b"server", b"session"
 
 
@@ -67,7 +68,7 @@ class SessionKey:
         return True
 
 
-def proves(given: bytes, expected: bytes) -> bool:
+def proves(given: bytes | bytearray, expected: bytes) -> bool:
     return hmac.compare_digest(given, expected)
 
 
@@ -79,6 +80,11 @@ def answer(key: bytes, challenge: bytes) -> bytes:
 def frame_key(key: bytes, challenge: bytes) -> bytes:
     """What tags the frames of one data connection, from the client to the server."""
     return _mac(key, b"frames from the client" + challenge)
+
+
+def welcome(key: bytes) -> bytes:
+    """What whoever listens for frames with this key says first."""
+    return _mac(key, b"welcome")
 
 
 def _mac(key: bytes, data: bytes) -> bytes:

@@ -84,7 +84,8 @@ class _Client:
 
 
 class ControlServer:
-    """Listens on ``host:port`` at once. Raises ``PeerError`` if the port is taken."""
+    """Listens on ``host:port`` at once. Raises ``PeerError`` if the port is taken. ``may_be_at``:
+    whether a peer may dial from an address; others are not listened to."""
 
     def __init__(
         self,
@@ -94,7 +95,9 @@ class ControlServer:
         secret: bytes,
         handle: Handler,
         clock: Callable[[], float] = time.monotonic,
+        may_be_at: Callable[[str], bool] = lambda address: True,
     ) -> None:
+        self._may_be_at = may_be_at
         self._card = card
         self._secret = secret
         self._handle = handle
@@ -153,16 +156,19 @@ class ControlServer:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, (address, *_) = self._listener.accept()
         except OSError as error:
             logger.debug("A control connection was not accepted: %s", error)
             self._stopping.wait(_POLL_SECONDS)  # out of descriptors: it would be ready at once
             return
         try:
+            if not self._may_be_at(address):
+                raise OSError(f"{address} is not among the peers of this instance")
             sock.setblocking(False)
             keep_alive(sock)
             self._selector.register(sock, selectors.EVENT_READ)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            logger.debug("A control connection was not accepted: %s", error)
             sock.close()
             return
         self._clients[sock] = _Client(sock, self._clock() + _HANDSHAKE_SECONDS)
@@ -242,7 +248,6 @@ class ControlServer:
         raise RefusedError("say hello first")
 
     def _welcome(self, client: _Client, hello: messages.Hello, packet: Packet) -> bytes:
-        check_peer(self._card, hello.card)
         nonce = os.urandom(messages.NONCE_BYTES)
         transcript = Transcript.of(packet.body, nonce, messages.encode(self._card))
         dialled = PeerAddress(hello.host, hello.port)
@@ -254,6 +259,7 @@ class ControlServer:
     def _admit(self, client: _Client, pending: _Pending, message: messages.Prove) -> bytes:
         if not proves(message.proof, pending.transcript.client_proof(self._secret)):
             raise RefusedError("you do not know the shared secret")
+        check_peer(self._card, pending.card)  # not before: it takes work, and tells of the model
         if pending.dialled != self._card.address:
             raise RefusedError(f"you dialled {pending.dialled}, and I am {self._card.address}")
         if len(self._admitted) >= _MAX_SESSIONS:

@@ -4,15 +4,16 @@ A connection is the TCP transport's (:mod:`lmcache_connector.p2p.data.tcp`), whi
 session and carries the heads of frames. The sender begins it with what a peer needs to read its
 memory, tagged with the connection's key. Behind each head it says where the payload lies::
 
-    sender    metadata: length u32 | bytes | tag 32s           once
-              count u32 | (address u64 | length u64) * count   behind a head
-    receiver  b"?"  I am still reading                         sender  b"!"
-              b"R"  I have read it                             sender  b"C"  it was there until now
-              b"I"  send it here                               sender  the payload
+    sender    metadata: length u32 | bytes | tag 32s                     once
+              count u32 | (address u64 | length u64) * count | tag 32s   behind a head
+    receiver  b"?"  I am still reading         sender  b"!"
+              b"R"  I have read it             sender  b"C"  it was there until now
+              b"I"  send it here               sender  the payload
               b"S"  nobody wants it
 
-A ``count`` of 0: the payload follows here, as its memory is not registered. Nothing counts as
-received before the sender's ``b"C"``, so what it gave up and used anew is never taken for KV.
+A ``count`` of 0: the payload follows here, without a tag, as its memory is not registered. Else
+there are as many places as the frame has heads, of their sizes. Nothing counts as received before
+the sender's ``b"C"``, so what it gave up and used anew is never taken for KV.
 """
 
 from __future__ import annotations
@@ -55,36 +56,40 @@ class NixlTransport(TcpTransport):
         self._nixl.close(seconds)
 
     def _sending_path(self, wire: Wire, key: bytes) -> _NixlPath:
-        path = self._path(wire)
+        path = self._path(wire, key)
         metadata = self._nixl.metadata()
         try:
-            wire.send([_SIZE.pack(len(metadata)), metadata, _tag(key, metadata)], path.soon())
+            wire.send([_SIZE.pack(len(metadata)), metadata, path.tag(metadata)], path.soon())
         except WireError as error:
             raise PeerError(f"NIXL was not introduced: {error}", Reason.LOST) from error
         return path
 
     def _receiving_path(self, wire: Wire, key: bytes) -> _NixlPath:
-        path = self._path(wire)
+        path = self._path(wire, key)
         (size,) = _SIZE.unpack(path.take(_SIZE.size))
         if size > MAX_METADATA_BYTES:
             raise PeerError(f"NIXL metadata of {size} bytes is not believed", Reason.PROTOCOL)
-        metadata, tag = path.take(size), path.take(_TAG_BYTES)
-        if not hmac.compare_digest(tag, _tag(key, metadata)):
-            raise PeerError("NIXL metadata that the peer did not send", Reason.PROTOCOL)
-        path.metadata = metadata
+        path.metadata = path.take_tagged(size)
         return path
 
-    def _path(self, wire: Wire) -> _NixlPath:
-        return _NixlPath(wire, self._nixl, self._stall_seconds, self._clock)
+    def _path(self, wire: Wire, key: bytes) -> _NixlPath:
+        return _NixlPath(wire, key, self._nixl, self._stall_seconds, self._clock)
 
 
 class _NixlPath:
     """``metadata``: the sender's; none once its memory could not be read. Belongs to one thread."""
 
     def __init__(
-        self, wire: Wire, nixl: Nixl, stall_seconds: float, clock: Callable[[], float]
+        self,
+        wire: Wire,
+        key: bytes,
+        nixl: Nixl,
+        stall_seconds: float,
+        clock: Callable[[], float],
     ) -> None:
         self._wire = wire
+        self._key = key
+        self._num_tags = 0
         self._inline = WirePath(wire, clock)
         self._nixl = nixl
         self._stall_seconds = stall_seconds
@@ -101,6 +106,18 @@ class _NixlPath:
         self._wire.receive([memoryview(data)], self.soon())
         return bytes(data)
 
+    def tag(self, data: bytes) -> bytes:
+        """Of the next bytes on this connection that have one."""
+        self._num_tags += 1
+        return blake3(b"nixl %d " % self._num_tags + data, key=self._key).digest()
+
+    def take_tagged(self, num_bytes: int) -> bytes:
+        """What the peer owes, as it was sent. Raises ``PeerError``."""
+        data, tag = self.take(num_bytes), self.take(_TAG_BYTES)
+        if not hmac.compare_digest(tag, self.tag(data)):
+            raise PeerError("bytes that the peer did not send so", Reason.PROTOCOL)
+        return data
+
     # -- the sender ----------------------------------------------------------------------------
 
     def send(self, head: bytes, views: Sequence[memoryview]) -> None:
@@ -110,21 +127,23 @@ class _NixlPath:
             return
         self._nixl.wake()
         places = runs.astype("<u8").tobytes()
-        self._wire.send([head, _SIZE.pack(len(runs)), places], no_deadline(self._clock))
-        while (said := self.take(1)) == _STILL_READING:
+        said = [head, _SIZE.pack(len(runs)), places, self.tag(places)]
+        self._wire.send(said, no_deadline(self._clock))
+        while (answer := self.take(1)) == _STILL_READING:
             self._nixl.wake()
             self._wire.send([_STILL_HERE], self.soon())
-        if said == _READ:
+        if answer == _READ:
             self._wire.send([_CONFIRMED], self.soon())
-        elif said == _SEND_IT:
+        elif answer == _SEND_IT:
             self._wire.send(views, no_deadline(self._clock))
-        elif said != _SKIP:
+        elif answer != _SKIP:
             raise PeerError("the receiver of a frame said something else", Reason.PROTOCOL)
 
     # -- the receiver --------------------------------------------------------------------------
 
     def receive(self, views: Sequence[memoryview], deadline: Deadline) -> None:
-        remote, local = self._places(), runs_of(views)
+        local = runs_of(views)
+        remote = self._places(len(local))
         if remote is None:
             self._inline.receive(views, deadline)
         elif self._can_read(local, remote, deadline):
@@ -136,7 +155,7 @@ class _NixlPath:
             self._inline.receive(views, deadline)
 
     def discard(self, num_bytes: int, deadline: Deadline) -> None:
-        if self._places() is None:
+        if self._places(_MAX_RUNS) is None:
             self._inline.discard(num_bytes, deadline)
         else:
             self._wire.send([_SKIP], self.soon())
@@ -158,13 +177,13 @@ class _NixlPath:
             return False
         return True
 
-    def _places(self) -> Runs | None:
+    def _places(self, max_count: int) -> Runs | None:
         (count,) = _SIZE.unpack(self.take(_SIZE.size))
-        if count > _MAX_RUNS:
+        if count > max_count:
             raise PeerError(f"a frame in {count} places is not believed", Reason.PROTOCOL)
         if not count:
             return None
-        return np.frombuffer(self.take(16 * count), "<u8").astype(np.uint64).reshape(-1, 2)
+        return np.frombuffer(self.take_tagged(16 * count), "<u8").astype(np.uint64).reshape(-1, 2)
 
     def _go_on(self, deadline: Deadline) -> None:
         """Whether the sender is still there."""
@@ -176,7 +195,3 @@ class _NixlPath:
                 raise PeerError("the sender of a frame said something else", Reason.PROTOCOL)
         except WireError as error:
             raise PeerError(f"the sender of a frame is silent: {error}", Reason.LOST) from error
-
-
-def _tag(key: bytes, metadata: bytes) -> bytes:
-    return blake3(b"nixl" + metadata, key=key).digest()

@@ -316,9 +316,9 @@ def _described(runs: Runs) -> Any:
 
 def _batches(local: Runs, remote: Runs) -> Iterator[tuple[Runs, Runs]]:
     """Both in parts of about ``_BATCH_BYTES``; a longer run is cut."""
-    mine, theirs = _cut(local), _cut(remote)
-    if len(mine) != len(theirs) or not np.array_equal(mine[:, 1], theirs[:, 1]):
+    if not np.array_equal(local[:, 1], remote[:, 1]):
         raise PeerError("what is to be read has another size here than there", Reason.PROTOCOL)
+    mine, theirs = _cut(local), _cut(remote)
     number = (np.cumsum(mine[:, 1]) - 1) // np.uint64(_BATCH_BYTES)
     edges = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(mine)]
     for first, last in pairwise(edges):

@@ -19,7 +19,13 @@ from typing import Protocol
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError
-from lmcache_connector.p2p.control.handshake import answer, frame_key, proves
+from lmcache_connector.p2p.control.handshake import (
+    WELCOME_BYTES,
+    answer,
+    frame_key,
+    proves,
+    welcome,
+)
 from lmcache_connector.p2p.control.sockets import connected_socket, keep_alive, listening_socket
 from lmcache_connector.p2p.data.base import KeyOf, Landing, Session, Sink
 from lmcache_connector.p2p.data.frame import HEAD_BYTES, Frame, FrameKey, unpack_head
@@ -33,7 +39,6 @@ _MAGIC = b"LMPD"
 _VERSION = 2
 _CHALLENGE_BYTES = 32
 _GREETING = struct.Struct("<4sH16s32s")
-_WELCOME = b"\x06"
 _HANDSHAKE_SECONDS = 2.0
 _POLL_MILLISECONDS = 100
 _MAX_CONNECTIONS = 1024
@@ -74,16 +79,18 @@ class TcpTransport:
         deadline = Deadline(self._clock() + seconds, self._clock)
         wire = Wire(connected_socket(host, port, seconds), self._clock, self._stall_seconds)
         try:
-            challenge, welcome = bytearray(_CHALLENGE_BYTES), bytearray(1)
+            challenge, welcomed = bytearray(_CHALLENGE_BYTES), bytearray(WELCOME_BYTES)
             wire.receive([memoryview(challenge)], deadline)
             proof = answer(session.key, bytes(challenge))
             wire.send([_GREETING.pack(_MAGIC, _VERSION, session.name, proof)], deadline)
-            wire.receive([memoryview(welcome)], deadline)
+            wire.receive([memoryview(welcomed)], deadline)
         except WireError as error:
             wire.close()
             raise PeerError(f"{host}:{port} let no data connection in: {error}") from error
         key = frame_key(session.key, bytes(challenge))
         try:
+            if not proves(welcomed, welcome(key)):
+                raise PeerError(f"who listens at {host}:{port} is not the peer of this session")
             path = self._sending_path(wire, key)
         except PeerError:
             wire.close()
@@ -173,7 +180,7 @@ class TcpTransport:
             session, key = self._let_in(wire, key_of)
             with self._lock:
                 self._strangers.pop(sock, None)
-            wire.send([_WELCOME], no_deadline(self._clock))
+            wire.send([welcome(key)], no_deadline(self._clock))
             path = self._receiving_path(wire, key)
             self._receive(sock, wire, path, session, FrameKey(key), sink)
         except (WireError, OSError) as error:

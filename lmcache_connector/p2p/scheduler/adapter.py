@@ -6,6 +6,7 @@ Runs on the engine's scheduler thread only.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -47,7 +48,8 @@ class Identifier(Protocol):
 
 
 class P2PSchedulerAdapter:
-    """``tally`` counts everything under the names of the metrics."""
+    """``tally`` counts everything under the names of the metrics. ``weights_epoch``: the weights in
+    memory, by a name that no other weights have; empty for those of the start."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class P2PSchedulerAdapter:
         self._unread: dict[str, Produce | Consume] = {}  # what they want, by request
         self._producing = ProducingRequests(settings, self.tally, clock)
         self._consuming = ConsumingRequests(settings, self.tally, spans)
-        self._num_resets = 0
+        self.weights_epoch = ""
         self._settings = settings
         self._hosts: dict[int, str] = {}  # of ranks
         self._holding: set[int] = set()  # ranks whose paged cache can be read
@@ -118,9 +120,9 @@ class P2PSchedulerAdapter:
         return self._producing.finish(request.request_id, block_ids, is_served=is_served)
 
     def reset_cache(self) -> None:
-        """End all hand-overs in flight. Instances hand over only if they were reset equally often:
-        what was computed before is not to be mixed with what comes."""
-        self._num_resets += 1
+        """End all hand-overs in flight. The weights may be others from now on, so nobody takes what
+        is computed with them, until ``weights_epoch`` says which they are."""
+        self.weights_epoch = f"since {secrets.token_hex(16)}"
         self.end_handovers()
 
     def end_handovers(self) -> None:
@@ -197,7 +199,7 @@ class P2PSchedulerAdapter:
 
     def _digest(self, request: Request, identity: RequestIdentity) -> bytes:
         """What both instances call the prompt with everything that makes its KV unique."""
-        identity = replace(identity, weight_epoch=f"reset {self._num_resets}")
+        identity = replace(identity, weights=self.weights_epoch)
         tokens = request.all_token_ids[: request.num_prompt_tokens]
         hasher = PrefixHasher(self._model_root, len(tokens))
         extras = identity.extras(0, len(tokens)) if identity.has_extras else b""

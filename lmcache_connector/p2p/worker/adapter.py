@@ -116,7 +116,8 @@ class P2PWorkerAdapter:
         card = msgspec.structs.replace(settings.card, transports=ports)
         self._dialer.card = card
         port = card.port + card.rank
-        self._server = ControlServer(host, port, card, config.secret_bytes, self._answer)
+        secret, may_be_at = config.secret_bytes, config.may_be_dialled_from
+        self._server = ControlServer(host, port, card, secret, self._answer, self._clock, may_be_at)
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ def _nixl(
     """With all memory that KV leaves from or lands in. Raises ``PeerError`` if it must be there and
     is not."""
     config = settings.config
-    if config.transport == "tcp" or not (config.transport == "nixl" or config.knows_its_peers):
+    if config.transport == "tcp" or config.secret is None:  # peers read and write all of it
         return None
     try:
         nixl = Nixl(f"lmcache-{settings.card.rank}", clock, is_local=_is_local(config))

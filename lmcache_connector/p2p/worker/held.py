@@ -17,7 +17,7 @@ from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.messages import CacheForm, Message
 from lmcache_connector.p2p.control.peers import Overlap, Peer, overlap, ranks_of
 from lmcache_connector.p2p.crew import Crew
-from lmcache_connector.p2p.data.frame import NO_DIGEST, digest_of
+from lmcache_connector.p2p.data.frame import BLAKE3_BYTES, digest_of
 from lmcache_connector.p2p.data.nixl_agent import Nixl
 from lmcache_connector.p2p.memory.cache_form import bytes_at, runs
 from lmcache_connector.p2p.plans import HandoverHold, HeldPrompt
@@ -218,11 +218,7 @@ class HeldPrompts:
         """Have the digests made, once."""
         if asked in held.digests or held.over:
             return
-        if self._settings.digest_bytes == NO_DIGEST:
-            held.digests[asked] = ()
-        elif len(held.digests) < _MAX_DIGESTS and self._crew.submit(
-            partial(self._make, held, asked)
-        ):
+        if len(held.digests) < _MAX_DIGESTS and self._crew.submit(partial(self._make, held, asked)):
             held.digests[asked] = None
             held.num_digesting += 1
 
@@ -251,12 +247,13 @@ class HeldPrompts:
             self._changed.notify_all()
 
     def _digests(self, prompt: HeldPrompt, part: Overlap, first_block: int) -> tuple[bytes, ...]:
-        own, size = self._settings.own, self._settings.digest_bytes
+        own = self._settings.own
         heads = [own.read_shards.index(head) for head in part.heads]
         ids = prompt.block_ids[first_block:]
         layers = self._form.layers[
             part.first_layer - own.layer_start : part.last_layer - own.layer_start
         ]
         return tuple(
-            digest_of(bytes_at(runs(self._form, layer, ids, heads)), size) for layer in layers
+            digest_of(bytes_at(runs(self._form, layer, ids, heads)), BLAKE3_BYTES)
+            for layer in layers
         )

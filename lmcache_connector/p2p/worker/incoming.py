@@ -20,6 +20,8 @@ from lmcache_connector.p2p.memory.outgoing import RingMemory
 from lmcache_connector.p2p.plans import HandoverLoad
 from lmcache_connector.p2p.reasons import Cause, Reason
 
+_NOTHING, _CLAIMED, _RECEIVED = 0, 1, 2
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -42,17 +44,18 @@ class Ticket:
 class Incoming:
     """Memory, and a map of what has arrived in it. Guarded by the receive buffer's lock.
 
-    ``claimed``, ``received``: bool ``[heads, layers, blocks]``, for bytes under way and bytes that
-    are there. ``num_loaded``: segments that the request has, or does not need; frames of those and
-    of segments without a place yet are not taken. ``tickets``: by session. ``checks``: by segment.
-    Times are on the buffer's clock. ``pins`` keep the memory while it is written or read.
+    ``cells``: uint8 ``[heads, layers, blocks]``, under way or there. ``num_missing``: int32
+    ``[blocks]``, heads and layers of a block that are not there. ``num_loaded``: segments that the
+    request has, or does not need; frames of those and of segments without a place yet are not
+    taken. ``tickets``: by session. ``checks``: by segment. Times are on the buffer's clock.
+    ``pins`` keep the memory while it is written or read.
     """
 
     offer: Offer
     memory: RingMemory
     expires_at: float
-    claimed: npt.NDArray[np.bool_] = field(init=False)
-    received: npt.NDArray[np.bool_] = field(init=False)
+    cells: npt.NDArray[np.uint8] = field(init=False)
+    num_missing: npt.NDArray[np.int32] = field(init=False)
     num_loaded: int = 0
     tickets: dict[bytes, Ticket] = field(default_factory=dict)
     checks: defaultdict[int, list[Check]] = field(default_factory=lambda: defaultdict(list))
@@ -65,8 +68,9 @@ class Incoming:
 
     def __post_init__(self) -> None:
         geometry = self.memory.geometry
-        shape = len(geometry.shards), len(geometry.layer_widths), self.memory.ring.num_blocks
-        self.claimed, self.received = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+        num_heads, num_layers = len(geometry.shards), len(geometry.layer_widths)
+        self.cells = np.zeros((num_heads, num_layers, self.num_blocks), np.uint8)
+        self.num_missing = np.full(self.num_blocks, num_heads * num_layers, np.int32)
 
     @property
     def num_blocks(self) -> int:
@@ -91,8 +95,12 @@ class Incoming:
 
     def usable_end(self, first_block: int) -> int:
         """The block up to which all layers and heads are there, from ``first_block`` on."""
-        there = np.asarray(self.received[:, :, first_block:].all(axis=(0, 1)))
-        return first_block + (len(there) if there.all() else int(there.argmin()))
+        missing = self.num_missing[first_block:] > 0
+        return first_block + (int(missing.argmax()) if missing.any() else len(missing))
+
+    def has(self, first_block: int, last_block: int) -> bool:
+        """Whether all of these blocks is there."""
+        return not self.num_missing[first_block:last_block].any()
 
     def has_segment(self, first_block: int) -> bool:
         """Whether the segment that is to be loaded next has arrived, from ``first_block`` on."""
@@ -100,16 +108,17 @@ class Incoming:
         if ring.is_whole or self.num_loaded >= ring.num_segments:
             return False
         start, end = self.num_loaded * ring.segment_blocks, ring.end_of(self.num_loaded)
-        return bool(self.received[:, :, max(start, first_block) : end].all())
+        return self.has(max(start, first_block), end)
 
-    def part_of(
-        self, part: Overlap, of: npt.NDArray[np.bool_] | None = None
-    ) -> npt.NDArray[np.bool_]:
-        """The view of ``received``, or ``of`` another map, that one producer rank fills."""
+    def has_part(self, part: Overlap) -> bool:
+        """Whether all that one producer rank sends is there."""
+        return bool((self._cells_of(part) == _RECEIVED).all())
+
+    def _cells_of(self, part: Overlap) -> npt.NDArray[np.uint8]:
         first = self.memory.geometry.shards.index(part.heads[0])
         start = self.memory.geometry.layer_start
         layers = slice(part.first_layer - start, part.last_layer - start)
-        return (self.received if of is None else of)[first : first + len(part.heads), layers]
+        return self.cells[first : first + len(part.heads), layers]
 
     def claim(self, frame: Frame) -> list[slice] | None:
         """Where a frame's payload goes, head by head; ``None`` if it is not needed any more.
@@ -130,18 +139,19 @@ class Incoming:
         if self.memory.ring.segment_of(frame.first_block) < self.num_loaded:
             return None
         place = self._place(frame)
-        if self.claimed[place].any():
+        if self.cells[place].any():
             raise _bad_frame("a frame that was sent before")
-        self.claimed[place] = True
+        self.cells[place] = _CLAIMED
         return runs
 
     def unclaim(self, frame: Frame) -> None:
         """The frame did not arrive."""
-        self.claimed[self._place(frame)] = False
+        self.cells[self._place(frame)] = _NOTHING
 
     def mark(self, frame: Frame, now: float) -> None:
         """The frame's payload is in its place."""
-        self.received[self._place(frame)] = True
+        self.cells[self._place(frame)] = _RECEIVED
+        self.num_missing[frame.first_block : frame.last_block] -= frame.num_heads
         checks = self.checks[self.memory.ring.segment_of(frame.first_block)]
         for head, digest in zip(frame.heads, frame.digests, strict=False):
             checks.append(Check(frame.layer, head, frame.first_block, frame.last_block, digest))
@@ -150,8 +160,9 @@ class Incoming:
 
     def begin_anew(self, part: Overlap) -> None:
         """What one producer rank has sent does not count any more."""
-        self.part_of(part)[:] = False
-        self.part_of(part, self.claimed)[:] = False
+        cells = self._cells_of(part)
+        self.num_missing += (cells == _RECEIVED).sum(axis=(0, 1), dtype=np.int32)
+        cells[:] = _NOTHING
         for segment, checks in self.checks.items():
             self.checks[segment] = [
                 c for c in checks if c.layer not in part.layers() or c.head not in part.heads

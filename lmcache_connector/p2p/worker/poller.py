@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.2
 _LOOK_SECONDS = 0.02  # what is to be read is not announced
+_MAX_ASKS_PER_SECOND = 500  # for what one producer was asked for before
 _IDLE_SECONDS = 60.0
 _MAX_PRODUCERS = 64
 _MAX_FORGETS = 1024
@@ -40,14 +41,15 @@ _TOO_MANY = Cause(Reason.REFUSED, "requests name too many producers at a time")
 
 @dataclass(eq=False)
 class _PolledProducer:
-    """One producer instance. ``forgets``: transfers it may forget. ``kept``: those whose leases are
-    renewed, with the time of the last renewal. Guarded by ``changed``. ``split``: what some ranks
-    held in their blocks, and others did not, when they were asked last."""
+    """One producer instance. ``asked``: for these, since ``asked_at``. ``forgets``: what it may
+    forget. ``kept``: those whose leases are renewed, with the time of the last renewal. Guarded by
+    ``changed``. ``split``: what some ranks held in their blocks, and others did not, when they were
+    asked last."""
 
     source: PeerAddress
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: list[Waiting] = field(default_factory=list)
-    asked: list[Waiting] = field(default_factory=list)
+    asked: set[Waiting] = field(default_factory=set)
     split: list[Waiting] = field(default_factory=list)
     forgets: list[messages.Forget] = field(default_factory=list)
     kept: dict[str, float] = field(default_factory=dict)
@@ -55,6 +57,12 @@ class _PolledProducer:
     has_news: bool = False
     closed: bool = False
     ask_seconds: float = _ASK_SECONDS
+    asked_at: float = 0.0
+
+    @property
+    def pause_seconds(self) -> float:
+        """Between two times that it is asked for all."""
+        return max(self.ask_seconds, len(self.waiting) / _MAX_ASKS_PER_SECOND)
 
     def tell(self) -> None:
         self.has_news = True
@@ -210,7 +218,7 @@ class Poller:
                 self._leave(sessions, places)
                 sessions, places, idle_seconds = [], None, 0.0  # who names it next dials anew
                 if is_old and cause.reason is Reason.LOST:
-                    producer.asked = []  # another instance may be there by now
+                    producer.asked = set()  # another instance may be there by now
                 else:
                     self._lose(todo.waiting, cause)
         finally:
@@ -225,7 +233,7 @@ class Poller:
         while not self._stopping:
             with self._lock, producer.changed:  # nobody may add to what is being closed
                 producer.has_news = False
-                todo = self._todo(producer, self._clock() - since)
+                todo = self._todo(producer)
                 if todo.waiting or todo.tell:
                     return todo
                 is_idle = not producer.waiting and not producer.kept
@@ -233,19 +241,19 @@ class Poller:
                     producer.closed = True
                     return None
                 pause = idle_seconds if is_idle else self._keep_seconds
-                pause = producer.ask_seconds if producer.waiting else pause
+                pause = producer.pause_seconds if producer.waiting else pause
             with producer.changed:
                 producer.changed.wait_for(lambda: producer.has_news or self._stopping, pause)
         producer.closed = True
         return None
 
-    def _todo(self, producer: _PolledProducer, quiet_seconds: float) -> _Todo:
+    def _todo(self, producer: _PolledProducer) -> _Todo:
         producer.waiting = [w for w in producer.waiting if not self._buffer.is_over(w)]
         producer.split = [w for w in producer.split if w in producer.waiting]
-        is_new = any(w not in producer.asked for w in producer.waiting)
-        waiting: list[Waiting] = []
-        if is_new or quiet_seconds >= producer.ask_seconds:
-            waiting = producer.asked = list(producer.waiting)
+        if self._clock() - producer.asked_at >= producer.pause_seconds:
+            producer.asked, producer.asked_at = set(), self._clock()
+        waiting = [w for w in producer.waiting if w not in producer.asked]
+        producer.asked = set(producer.waiting)
         kept = producer.take_kept(self._clock(), self._keep_seconds)
         return _Todo(waiting, [*kept, *producer.take_forgets()])
 
@@ -307,7 +315,7 @@ class Poller:
     def _read_no_more(self, producer: _PolledProducer, places: Sequence[Place] | None) -> None:
         """Ask at once for what was to be read."""
         self._leave([], places)
-        producer.asked, producer.ask_seconds = [], _ASK_SECONDS
+        producer.asked, producer.ask_seconds = set(), _ASK_SECONDS
 
     def _leave(self, sessions: list[PeerSession], places: Sequence[Place] | None) -> None:
         _close(sessions)

@@ -200,20 +200,8 @@ class Reader:
             answer = session.ask(messages.HaveRead(load.transfer_id, load.first_block))
         if not isinstance(answer, messages.Proof):
             return _LET_GO
-        size = self._settings.digest_bytes
-        if not answer.digests and size != BLAKE3_BYTES:
-            return None
-        sizes = {len(digest) for digest in answer.digests}
-        is_safe = size != BLAKE3_BYTES or sizes == {BLAKE3_BYTES}
-        intact = (
-            is_safe
-            and len(answer.digests) == len(layers)
-            and all(
-                digest_of(bytes_at(layer.local), len(digest)) == digest
-                for layer, digest in zip(layers, answer.digests, strict=True)
-            )
-        )
-        return None if intact else _DAMAGED
+        digests = tuple(digest_of(bytes_at(layer.local), BLAKE3_BYTES) for layer in layers)
+        return None if answer.digests == digests else _DAMAGED
 
     def _check_is_wanted(self, waiting: Waiting) -> None:
         if waiting.cause is not None:

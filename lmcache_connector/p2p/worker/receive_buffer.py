@@ -264,7 +264,7 @@ class ReceiveBuffer:
         with self.changed:
             for incoming in list(self._incoming.values()):
                 ticket = incoming.tickets.get(session)
-                if ticket is None or incoming.part_of(ticket.part).all():
+                if ticket is None or incoming.has_part(ticket.part):
                     continue
                 waiting = self._waiting.get(incoming.offer.transfer_id)
                 if waiting is None:
@@ -346,8 +346,7 @@ class ReceiveBuffer:
         incoming = self._incoming.get(waiting.load.transfer_id)
         if incoming is None or waiting.unusable:
             return False
-        needed = min(waiting.load.first_block, incoming.num_blocks)
-        return bool(incoming.received[:, :, needed:].all())
+        return incoming.has(waiting.load.first_block, incoming.num_blocks)
 
     def _has_segment(self, waiting: Waiting) -> bool:
         incoming = self._incoming.get(waiting.load.transfer_id)

@@ -245,14 +245,14 @@ class SendBuffer:
             outgoing = self._transfers.get(transfer_id)
             if outgoing is None or outgoing.failed is not None:
                 return []
-            # What was freed had reached all of the audience: nobody can join it any more.
-            if not outgoing.num_freed:
-                outgoing.audience = frozenset(parts)
+            if outgoing.num_freed:  # whoever is not in the audience by now lacks what was freed
+                return []
+            outgoing.audience |= frozenset(parts)
             chosen = parts if only is None else {k: v for k, v in parts.items() if k == only}
             new = [
                 Delivery(outgoing, to, part, first_block)
                 for to, part in chosen.items()
-                if to not in outgoing.deliveries and not outgoing.num_freed
+                if to not in outgoing.deliveries
             ]
             outgoing.deliveries |= {delivery.to: delivery for delivery in new}
             return new
@@ -331,7 +331,7 @@ class SendBuffer:
 
     def _take_part(self, delivery: Delivery) -> Part | None:
         with self.changed:
-            if delivery.transfer.failed is not None or delivery.over:
+            if delivery.over:
                 return None
             delivery.cut()
             if not delivery.parts:
@@ -378,12 +378,14 @@ class SendBuffer:
         self._tidy(outgoing)
 
     def _tidy(self, outgoing: Outgoing) -> None:
-        """Free the memory of what is over."""
+        """Free the memory of what is over. From then on nothing is sent from it."""
         if outgoing.released or outgoing.pins or outgoing.num_copying:
             return
         if outgoing.failed is None and not outgoing.is_delivered:
             return
         outgoing.released = True
+        for delivery in outgoing.deliveries.values():
+            delivery.over = True
         self._host_buffer.give(outgoing.memory.region)
         if self._transfers.get(outgoing.transfer_id) is outgoing:  # and not begun anew
             del self._transfers[outgoing.transfer_id]

@@ -26,6 +26,7 @@ from lmcache_connector.p2p.crew import Crew
 from lmcache_connector.p2p.data.frame import Frame, digest_of
 from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.memory.outgoing import Delivery, Destination, Part
+from lmcache_connector.p2p.reasons import Reason
 from lmcache_connector.p2p.worker.send_buffer import SendBuffer
 from lmcache_connector.p2p.worker.session import Connect, PeerSession
 from lmcache_connector.threads import start_thread
@@ -33,6 +34,7 @@ from lmcache_connector.threads import start_thread
 logger = logging.getLogger(__name__)
 
 _BUSY_SECONDS = 0.02
+_MAX_BUSY_PER_SECOND = 200  # questions to one consumer that has no room
 _IDLE_SECONDS = 60.0
 _WAKE_SECONDS = 0.5
 _MAX_COURIERS = 256
@@ -61,7 +63,7 @@ class _Courier:
         self.deliveries = [
             d for d in self.deliveries if not d.over or (d.transfer.failed and d.ticket)
         ]
-        self.busy_until = {d: t for d, t in self.busy_until.items() if d in self.deliveries}
+        self.busy_until = {d: t for d, t in self.busy_until.items() if not d.over}
         for delivery in self.deliveries:
             is_free = self.busy_until.get(delivery, 0.0) <= now
             if delivery.transfer.failed or (is_free and delivery.is_behind):
@@ -257,7 +259,8 @@ class Sender:
 
     def _wait_for_room(self, courier: _Courier, delivery: Delivery) -> None:
         with self._buffer.changed:
-            courier.busy_until[delivery] = self._clock() + _BUSY_SECONDS
+            pause = max(_BUSY_SECONDS, len(courier.busy_until) / _MAX_BUSY_PER_SECOND)
+            courier.busy_until[delivery] = self._clock() + pause
             self._buffer.block(delivery)
 
     def _give_up(self, courier: _Courier) -> None:
@@ -276,11 +279,16 @@ def _send(session: PeerSession, delivery: Delivery, part: Part) -> None:
     blocks = part.first_block, part.last_block
     views = [outgoing.run(piece.layer, head, *blocks) for head in heads]
     digests: tuple[bytes, ...] = ()
-    if piece.digests and blocks == (piece.first_block, piece.last_block):
+    if piece.digests:
         places = map(outgoing.memory.geometry.shards.index, heads)
         digests = tuple(piece.digests[place] for place in places)
-    elif piece.digests:
-        size = len(piece.digests[0])
+    if digests and blocks != (piece.first_block, piece.last_block):
+        size = len(digests[0])
+        if part.first_block == max(piece.first_block, delivery.first_block):  # once per piece
+            whole = piece.first_block, piece.last_block
+            saved = [outgoing.run(piece.layer, head, *whole) for head in heads]
+            if digests != tuple(digest_of([run], size) for run in saved):
+                raise PeerError("memory is not as its prompt was saved", Reason.BAD_CHECKSUM)
         digests = tuple(digest_of([view], size) for view in views)
     assert delivery.ticket is not None
     frame = Frame(

@@ -66,7 +66,11 @@ SCHEDULING: tuple[Use, ...] = (
         "CachedRequestData",
         members=("num_computed_tokens", "req_ids"),
     ),
-    Use("vllm.v1.outputs", "KVConnectorOutput", members=("kv_connector_worker_meta",)),
+    Use(
+        "vllm.v1.outputs",
+        "KVConnectorOutput",
+        members=("finished_recving", "kv_connector_worker_meta"),
+    ),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", members=("blocks", "get_block_ids")),
     Use(
         "vllm.v1.core.kv_cache_manager",

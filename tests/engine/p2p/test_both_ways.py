@@ -20,6 +20,7 @@ from tests.support.prompts import random_prompt
 pytestmark = [needs_nixl, pytest.mark.soak]  # tests/p2p/worker/test_both_ways.py is quick
 _WANTS = {"do_remote_decode": True, "do_remote_prefill": False}
 _SETTINGS: dict[str, Any] = {
+    "secret": "shared by these two",
     "lease_seconds": 4.0,
     "kv_buffer_size": 1 << 16,
     "overflow_bytes": 0,

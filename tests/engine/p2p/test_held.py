@@ -194,14 +194,23 @@ def reset_until_done(probe: EngineProbe) -> list[bool]:
     return answers
 
 
-def test_resets_that_are_tried_again_separate_nobody(engines: Engines) -> None:
-    """vLLM makes none while a prompt is held. Then it does, on either side."""
+def name_weights(probe: EngineProbe, name: str) -> None:
+    """Say which weights it has, after a reset."""
+    probe.connector._scheduler.weights_epoch = name
+
+
+def test_what_was_reset_hands_over_once_its_weights_have_a_name(engines: Engines) -> None:
+    """vLLM resets nothing while a prompt is held. Then it does, on either side."""
     (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
     rest(engines)
     prefill.call(prefill_only, Ask(engines.name(), random_prompt(40, 700), 1))
     answers = prefill.call(reset_until_done)
     assert (answers[0], answers[-1]) == (False, True)
     assert decode.call(reset_until_done) == [True]
+    _, served = engines.hand_over(random_prompt(42, 700))
+    assert served.served.external_hit_tokens == 0
+    for engine in (prefill, decode):
+        engine.call(name_weights, "after the reset")
     check(*engines.hand_over(random_prompt(41, 700)), 700)
     rest(engines)
 
@@ -262,7 +271,7 @@ def successor(
     port = engines.decode[0][1]
     folder = tmp_path_factory.mktemp("successor")
     with running(tiny_model, folder, [kv_transfer("kv_consumer", port, **_SETTINGS)]) as (decode,):
-        decode.call(reset_until_done)  # as the other one was
+        decode.call(name_weights, "after the reset")
         engines.decode[0] = decode, port
         yield
 

@@ -57,7 +57,7 @@ def router(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         servers = []
         for place, role in enumerate(("kv_producer", "kv_consumer")):
             environment = {"VLLM_CPU_OMP_THREADS_BIND": str(cores[place % len(cores)])}
-            transfer = kv_transfer(role, free_ports(1))
+            transfer = kv_transfer(role, free_ports(1), secret="shared by these two")
             log = folder / f"{role}.log"
             servers.append(
                 stack.enter_context(

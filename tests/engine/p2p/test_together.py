@@ -101,7 +101,8 @@ def test_other_tensor_parallel_sizes(
     tiny_model: Path, tmp_path: Path, sizes: tuple[int, int]
 ) -> None:
     ports = free_ports(2), free_ports(2)
-    transfers = [kv_transfer("kv_producer", ports[0]), kv_transfer("kv_consumer", ports[1])]
+    roles = zip(("kv_producer", "kv_consumer"), ports, strict=True)
+    transfers = [kv_transfer(role, port, secret="shared by these two") for role, port in roles]
     with running(tiny_model, tmp_path, transfers, tensor_parallel_size=list(sizes)) as pair:
         engines = Engines([(pair[0], ports[0])], [(pair[1], ports[1])], count())
         for way, hand_over in enumerate((engines.hand_over, engines.hand_over_by_params)):
@@ -120,7 +121,9 @@ def test_a_hundred_requests_and_one_engine_of_four_killed(
     it had not answered are asked of the other one, as a router does."""
     ports = [free_ports(1) for _ in range(4)]
     roles = ["kv_producer"] * 2 + ["kv_consumer"] * 2
-    transfers = [kv_transfer(role, port) for role, port in zip(roles, ports, strict=True)]
+    secret = "shared by all of them"
+    pairs = zip(roles, ports, strict=True)
+    transfers = [kv_transfer(role, port, secret=secret) for role, port in pairs]
     lengths = (200 + 37 * i % 1500 for i in range(100))
     prompts = [random_prompt(n, n + (n % 128 == 0)) for n in lengths]
     with running(

@@ -40,7 +40,7 @@ def test_who_does_not_know_the_secret_is_not_let_in(connect: Connect, secret: by
     [
         ({"model": {"weights": "v", "dtype": "bf16"}}, "the models differ in weights"),
         ({"model": {"weights": "v"}}, "the models differ in dtype, weights"),
-        ({"block_size": 32}, "blocks of 32 and of 16 tokens"),
+        ({"block_size": 32}, "blocks of 16 and of 32 tokens"),
         ({"num_kv_heads": 2}, "KV heads"),
         ({"layer_counts": (1, 2)}, "layers"),
         ({"tp_size": 3}, "3 tensor ranks"),
@@ -139,6 +139,26 @@ def test_who_dialled_another_address_is_sent_to_the_right_one(server: PeerAddres
         prove = messages.Prove(transcript.client_proof(SECRET))
         raw.sendall(messages.pack(2, messages.encode(prove)))
         assert _refusal(_received(raw)) == f"you dialled 127.0.0.1:9, and I am {server}"
+
+
+def test_a_card_is_judged_after_the_proof(server: PeerAddress) -> None:
+    """Before it nobody makes work of ranks that cannot be, or hears how his model differs."""
+    card = msgspec.structs.replace(CARD, model=CARD.model | {"weights": "guessed"}, tp_size=4096)
+    hello = messages.encode(messages.Hello(os.urandom(32), card, server.host, server.port))
+    with socket.create_connection((server.host, server.port), 5) as raw:
+        raw.sendall(messages.pack(1, hello))
+        welcome = messages.decode(_received(raw))
+        assert isinstance(welcome, messages.Welcome)
+        raw.sendall(messages.pack(2, messages.encode(messages.Prove(bytes(32)))))
+        assert _refusal(_received(raw)) == "you do not know the shared secret"
+    with socket.create_connection((server.host, server.port), 5) as raw:
+        raw.sendall(messages.pack(1, hello))
+        welcome = messages.decode(_received(raw))
+        assert isinstance(welcome, messages.Welcome)
+        transcript = Transcript.of(hello, welcome.nonce, messages.encode(welcome.card))
+        prove = messages.Prove(transcript.client_proof(SECRET))
+        raw.sendall(messages.pack(2, messages.encode(prove)))
+        assert _refusal(_received(raw)) == "the models differ in weights"
 
 
 def test_garbage_on_the_port_disturbs_nobody(connect: Connect, server: PeerAddress) -> None:

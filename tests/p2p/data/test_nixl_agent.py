@@ -131,7 +131,7 @@ def test_nothing_lands_after_a_read_was_given_up(method: Method) -> None:
     theirs.close()
     assert ours.poll(2 * PATIENCE_SECONDS)
     assert ours.recv_bytes() == b"done"
-    process.join(10)
+    process.join(PATIENCE_SECONDS)
     assert process.exitcode == 0
 
 

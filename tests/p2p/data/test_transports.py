@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.data.base import Outlet, Session, Transport
 from lmcache_connector.p2p.data.nixl import NixlTransport
 from lmcache_connector.p2p.data.nixl_agent import Nixl
-from lmcache_connector.p2p.data.tcp import TcpTransport
+from lmcache_connector.p2p.data.tcp import _GREETING, TcpTransport
 from lmcache_connector.p2p.errors import PeerError
 from tests.p2p.data.conftest import SESSION, Collector, frame_of, key_of
+from tests.support.engines.p2p_relay import Relay
 from tests.support.nixl import needs_nixl
 
 
@@ -131,6 +136,23 @@ class TestContract:
                 pair.transport().connect("127.0.0.1", port, session, 2.0)
         assert sink.losses == []
 
+    def test_who_listens_without_the_session_gets_nothing(self, pair: Pair) -> None:
+        """In the peer's place, at its address: lets everybody in."""
+        with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
+
+            def listen() -> bytes:
+                sock, _ = impostor.accept()
+                with sock:
+                    sock.sendall(bytes(32))
+                    sock.recv(_GREETING.size, socket.MSG_WAITALL)
+                    sock.sendall(b"\x06" * 32)
+                    return sock.recv(1)
+
+            said = pool.submit(listen)
+            with pytest.raises(PeerError, match="not the peer of this session"):
+                pair.transport().connect("127.0.0.1", impostor.getsockname()[1], SESSION, 5.0)
+            assert said.result(5) == b""
+
     def test_nobody_there_is_bounded(self, pair: Pair) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             started = time.monotonic()
@@ -146,3 +168,56 @@ class TestContract:
         receiving.close(5)
         sink.wait(lambda: bool(sink.losses))
         outlet.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("field", ["count", "address", "length"])
+def test_places_that_were_altered_end_the_connection(field: str) -> None:
+    """By somebody on the path. Nothing is allocated, cut or read by what he says."""
+    arena, kinds = Arena(1 << 20), ("receiver", "sender")
+    nixls = [Nixl(kind) for kind in kinds]
+    for nixl in nixls:
+        arena.register(nixl)
+    receiving, sending = (NixlTransport(nixl, 2.0, time.monotonic) for nixl in nixls)
+    sink, payload = Collector(arena.room), arena.room(4096)
+    frame = frame_of([bytes(payload)])
+    head_bytes = len(frame.pack(1)) + 32
+
+    def alter(data: bytes) -> bytes:
+        altered = bytearray(data)
+        if b"LMPF" in data:
+            at = data.index(b"LMPF") + head_bytes
+            count, address, length = struct.unpack_from("<IQQ", data, at)
+            said = {"count": count, "address": address, "length": length}
+            said |= {field: {"count": 60000, "address": address + 1, "length": 1 << 44}[field]}
+            struct.pack_into("<IQQ", altered, at, *said.values())
+        return bytes(altered)
+
+    port = receiving.listen("127.0.0.1", 0, sink, key_of)
+    with Relay(PeerAddress("127.0.0.1", port), alter) as relay:
+        outlet = sending.connect("127.0.0.1", relay.address.port, SESSION, 5.0)
+        with pytest.raises(PeerError):
+            outlet.send(frame, [payload])
+        sink.wait(lambda: bool(sink.losses))
+        outlet.close()
+    words = "60000 places" if field == "count" else "did not send so"
+    assert [words in text for text in sink.losses] == [True]
+    for transport in (sending, receiving):
+        transport.close(5)
+
+
+@needs_nixl
+@pytest.mark.parametrize("size", [1, 1 << 44])
+def test_another_size_there_than_here_is_not_read(size: int) -> None:
+    """Also of a peer that knows the secret."""
+    memory = np.zeros(4096, np.uint8)
+    here = np.array([(memory.ctypes.data, 4096)], np.uint64)
+    there = np.array([(memory.ctypes.data, size)], np.uint64)
+    nixl = Nixl("test")
+    nixl.register(memory.ctypes.data, len(memory))
+    tracemalloc.start()
+    with pytest.raises(PeerError, match="another size here than there"):
+        nixl.read(nixl.metadata(), here, there, lambda: None)
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+    nixl.close(5)

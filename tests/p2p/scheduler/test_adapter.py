@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, HandoverResult, RankHost
@@ -346,15 +348,30 @@ class TestConsumer:
         side.reset_cache()
         assert step(side, {}, {}).cancelled_loads == ("r",)
 
-    def test_a_reset_on_one_side_only_separates_them(self) -> None:
+    @pytest.mark.parametrize("resets", [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)])
+    def test_what_was_reset_may_have_other_weights(self, resets: tuple[int, int]) -> None:
+        """Also if the other side was reset as often: it may have slept, and its weights are old."""
         side, request = make("consumer"), wants("r", 50)
-        side.reset_cache()
+        producer, sent = make(), asks_for_decode("s", 50)
+        for _ in range(resets[0]):
+            side.reset_cache()
+        for _ in range(resets[1]):
+            producer.reset_cache()
         begin(side, request)
         side.update_state_after_alloc(request, lambda: [1, 2, 3, 4], 50)
-        producer, sent = make(), asks_for_decode("s", 50)
         begin(producer, sent)
         start = step(producer, {sent: 50}, {"s": [1, 2, 3, 4]}).starts[0]
-        assert step(side, {}, {}).loads[0].digest != start.digest
+        load = step(side, {}, {}).loads[0]
+        assert (load.digest == start.digest) is (resets == (0, 0))
+
+    def test_weights_of_one_name_are_the_same(self) -> None:
+        digests = set()
+        for name in ("step 7", "step 7", "step 8"):
+            side = make()
+            side.reset_cache()
+            side.weights_epoch = name
+            digests.add(begin_and_start(side, asks_for_decode("r", 40)).digest)
+        assert len(digests) == 2
 
 
 class BeingRead(PlainRequests):

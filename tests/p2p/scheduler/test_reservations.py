@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.metrics.tally import Tally
@@ -11,6 +11,7 @@ from lmcache_connector.p2p.scheduler.reservations import Reservations
 CAPACITY = 100
 
 
+@settings(deadline=None)  # of wall time, which a busy machine takes
 @given(
     st.lists(
         st.tuples(

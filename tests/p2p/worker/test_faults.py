@@ -64,7 +64,7 @@ def faulty_pair(
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[FakeInstance, FakeInstance, FaultProxy]]:
-    with faulty_pair() as pair:
+    with faulty_pair(stall_seconds=2.0, unknown_grace_seconds=2.0) as pair:
         yield pair
 
 
@@ -155,7 +155,8 @@ def test_another_prompt_is_not_taken(pair: Pair) -> None:
     prefill, decode, _ = pair
     for mode, target in (("a", decode.address), ("b", None)):
         prefill.prefill(f"other {mode}", SHUFFLED, target)
-        time.sleep(0.2 if target else 0)  # let the push arrive first
+        if target is not None:
+            decode.until(lambda: decode.used_bytes > 0)  # the push comes first
         decode.load(f"other {mode}", OTHERS, prefill.address, digest=bytes(32))
         (result,) = decode.finish(f"request of other {mode}", 5.0)
         assert result.num_blocks == 0

@@ -8,9 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from lmcache_connector.p2p.control import messages
+from lmcache_connector.p2p.control.client import ControlClient
+from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
+from lmcache_connector.p2p.errors import RefusedError
 from lmcache_connector.p2p.plans import Arrival, Drop, HandoverPlan, Release
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker import adapter, producer
@@ -19,6 +24,7 @@ from tests.support.engines.p2p_instances import (
     NUM_HEADS,
     NUM_LAYERS,
     OTHERS,
+    SECRET,
     SHUFFLED,
     WIDTH,
     FakeInstance,
@@ -31,16 +37,9 @@ from tests.support.nixl import needs_nixl
 pytestmark = needs_nixl
 
 
-@pytest.fixture(
-    scope="module", params=["auto", "nixl", "nixl with a secret", "nixl without digests"]
-)
+@pytest.fixture(scope="module", params=["auto", "nixl"])
 def settings(request: pytest.FixtureRequest) -> dict[str, object]:
-    transport, _, rest = request.param.partition(" ")
-    more: dict[str, dict[str, object]] = {
-        "with a secret": {"secret": "known to both of them"},
-        "without digests": {"checksum": False},
-    }
-    return {"transport": transport, **more.get(rest, {})}
+    return {"transport": request.param}
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +127,7 @@ def test_other_tensor_parallel_sizes(sizes: tuple[int, int]) -> None:
 def test_a_consumer_without_nixl_gets_frames() -> None:
     with (
         running_instance(produces=True, transport="auto") as prefill,
-        running_instance(consumes=True, transport="tcp") as decode,
+        running_instance(consumes=True, secret=SECRET) as decode,
     ):
         prefill.hold("staged", SHUFFLED)
         decode.load("staged", OTHERS, prefill.address)
@@ -171,7 +170,7 @@ def test_a_prompt_stays_in_its_blocks_while_there_is_no_room_for_frames() -> Non
     full = {"transport": "auto", "kv_buffer_size": num_bytes, "overflow_bytes": 0}
     with (
         running_instance(produces=True, **full) as prefill,  # type: ignore[arg-type]
-        running_instance(consumes=True, transport="tcp") as decode,
+        running_instance(consumes=True, secret=SECRET) as decode,
     ):
         prefill.prefill("first", SHUFFLED)
         assert prefill.used_bytes == num_bytes
@@ -233,13 +232,8 @@ def test_blocks_that_were_let_go_meanwhile_are_no_hit(
 
 
 def test_damaged_bytes_are_no_hit(
-    prefill: FakeInstance,
-    decode: FakeInstance,
-    settings: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if settings.get("checksum") is False:
-        return  # then nobody looks
     prefill.hold("damaged", SHUFFLED, seed=8)
 
     def damage(local: Runs) -> None:
@@ -274,19 +268,17 @@ def test_an_abort_while_it_is_read_waits_for_the_read(
     prefill.until(lambda: "request of aborted" in prefill.sent)
 
 
-@pytest.mark.parametrize(
-    ("config", "is_used"),
-    [
-        ({"insecure": True}, False),
-        ({"peer_hosts": ("10.9.8.7",)}, False),
-        ({"secret": "known to both of them"}, True),
-    ],
-)
-def test_strangers_are_not_let_into_memory(config: dict[str, object], is_used: bool) -> None:
-    """Who is let in by NIXL reads and writes all of it: not without a secret, unless told to."""
-    where: dict[str, object] = {"host": "10.9.8.7", "bind_host": "127.0.0.1", "transport": "auto"}
-    with running_instance(produces=True, **where, **config) as instance:  # type: ignore[arg-type]
-        assert (instance.ranks[0].worker._nixl is not None) is is_used
+@pytest.mark.parametrize("host", ["10.9.8.7", "127.0.0.1"])
+@pytest.mark.parametrize("secret", [None, "known to both of them"])
+def test_strangers_are_not_let_into_memory(host: str, secret: str | None) -> None:
+    """Who is let in by NIXL reads and writes all of it. Any user of a machine reaches loopback."""
+    where: dict[str, Any] = {"host": host, "bind_host": "127.0.0.1", "insecure": True}
+    with running_instance(produces=True, transport="auto", secret=secret, **where) as instance:
+        worker = instance.ranks[0].worker
+        assert (worker._nixl is not None) is (secret is not None)
+        card = msgspec.structs.replace(worker._dialer.card, engine_id="a stranger's")
+        with pytest.raises(RefusedError):
+            ControlClient(instance.address, card, b"", 5.0).ask(messages.Show())
 
 
 def test_who_shares_no_link_gets_frames_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,14 +325,9 @@ def test_blocks_of_the_same_name_once_more_are_others(
 
 
 def test_digests_that_take_long_are_waited_for(
-    prefill: FakeInstance,
-    decode: FakeInstance,
-    settings: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for the proof still reads: the blocks are not taken from it."""
-    if settings.get("checksum") is False:
-        return  # there are none
     (role,) = prefill.ranks[0].worker._roles
     assert isinstance(role, producer.Producer)
     held = role._held
@@ -396,3 +383,28 @@ def test_reads_that_nixl_does_not_do_cost_no_hand_over(
             decode.load(name, OTHERS, prefill.address)
             check_all_arrived(prefill, decode, name)
         prefill.until(lambda: prefill.used_bytes == 0)
+
+
+def test_a_producer_is_asked_seldom_however_many_prompts_wait(
+    prefill: FakeInstance, decode: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is computed yet."""
+    (role,) = prefill.ranks[0].worker._roles
+    answer, num_asked = role.answer, 0
+
+    def count(peer: Peer, message: messages.Message) -> messages.Message | None:
+        nonlocal num_asked
+        num_asked += isinstance(message, messages.Want)
+        return answer(peer, message)
+
+    monkeypatch.setattr(role, "answer", count)
+    names = [f"waits {i}" for i in range(100)]
+    prefill.step(HandoverPlan(announced=tuple(names)))
+    started = time.monotonic()
+    for name in names:
+        decode.load(name, [1], prefill.address)
+    decode.until(lambda: num_asked > 500)
+    assert num_asked <= 200 + 600 * (time.monotonic() - started)
+    decode.step(HandoverPlan(cancelled_loads=tuple(f"request of {name}" for name in names)))
+    for name in names:
+        decode.finish(f"request of {name}")

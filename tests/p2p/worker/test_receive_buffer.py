@@ -123,6 +123,26 @@ def test_a_frame_fits_or_ends_the_connection(numbers: list[int], head_bytes: int
     assert all(len(view) == num_blocks * BLOCK_BYTES == head_bytes for view in landing.views)
 
 
+@pytest.mark.parametrize("last", range(HEADS * LAYERS))
+def test_a_block_is_there_once_all_heads_of_all_layers_are(last: int) -> None:
+    """Each comes in a frame of its own, and one of them last."""
+    buffer = make()
+    ticket, waiting = accepted(buffer, OFFER, peer()), buffer.expect(load())
+    frames = [
+        Frame(ticket, layer, head, 1, 0, 3, 3 * BLOCK_BYTES)
+        for layer in range(LAYERS)
+        for head in range(HEADS)
+    ]
+    missing = frames.pop(last)
+    for sent in frames:
+        assert fill(buffer, b"session", sent, 1)
+    assert not buffer.is_over(waiting)
+    assert buffer._incoming["t"].usable_end(0) == 0
+    assert fill(buffer, b"session", missing, 1)
+    assert buffer.is_over(waiting)
+    assert buffer._incoming["t"].usable_end(0) == 3
+
+
 def test_only_who_has_the_ticket_may_send() -> None:
     buffer = make()
     ticket = accepted(buffer, OFFER, peer())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,9 +16,11 @@ import pytest
 from lmcache_connector.kv_layout.topology import all_ranks
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.p2p.control.messages import Message
+from lmcache_connector.p2p.control.peers import Overlap, overlap
 from lmcache_connector.p2p.errors import AddressError, PeerError
 from lmcache_connector.p2p.memory.host_buffer import HostBuffer
-from lmcache_connector.p2p.memory.outgoing import Outgoing, Piece
+from lmcache_connector.p2p.memory.outgoing import Destination, Outgoing, Piece
 from lmcache_connector.p2p.plans import Start
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.ring import Ring
@@ -27,6 +29,7 @@ from lmcache_connector.p2p.worker.sender import Sender
 from lmcache_connector.p2p.worker.session import PeerSession
 from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.p2p.control.conftest import CARD
+from tests.support.redis.server_groups import wait_until
 
 (OWN,) = all_ranks(tp_size=1, layer_counts=CARD.layer_counts, num_kv_heads=CARD.num_kv_heads)
 
@@ -45,7 +48,7 @@ class Peers:
 
 @contextmanager
 def sending(peers: Peers) -> Iterator[tuple[SendBuffer, Sender]]:
-    buffer = SendBuffer(HostBuffer(1 << 16, 0, pinned=False), 60.0, time.monotonic)
+    buffer = SendBuffer(HostBuffer(1 << 20, 0, pinned=False), 60.0, time.monotonic)
     sender = Sender(buffer, OWN, peers.connect, time.monotonic)
     try:
         yield buffer, sender
@@ -124,6 +127,52 @@ def test_a_frame_that_cannot_be_sent_leaves_nothing_pinned() -> None:
             assert outgoing.pins == 0
         buffer.decline("t", Cause(Reason.ABORTED, "enough"))
         assert outgoing.released
+
+
+@pytest.mark.parametrize("is_sending", [False, True])
+def test_nothing_is_sent_from_memory_that_was_given_back(is_sending: bool) -> None:
+    """A transfer fails just before its next part is taken. What is under way keeps the memory."""
+    buffer = SendBuffer(HostBuffer(1 << 16, 0, pinned=False), 60.0, time.monotonic)
+    outgoing = save(buffer, "t")
+    first, second = (Destination(PeerAddress(CARD.host, port), "theirs", 0) for port in (1, 2))
+    parts = dict.fromkeys((first, second), overlap(OWN, OWN))
+    deliveries = buffer.route("t", cast(dict[Destination, Overlap], parts))
+    for delivery in deliveries:
+        buffer.accepted(delivery, messages.Accepted(1, 1, 1))
+    with ExitStack() as sending_it:
+        if is_sending:
+            assert sending_it.enter_context(buffer.next_part(deliveries[0])) is not None
+        buffer.decline("t", Cause(Reason.ABORTED, "enough"))
+        assert outgoing.released is not is_sending
+    assert outgoing.released
+    with buffer.next_part(deliveries[1]) as part:
+        assert part is None
+
+
+class Full(Peers):
+    """A consumer without room, which counts what it is asked."""
+
+    num_asked = 0
+
+    def connect(self, address: PeerAddress) -> PeerSession:
+        session: Any = SimpleNamespace(card=CARD, ask=self._answer, close=lambda: None)
+        return cast(PeerSession, session)
+
+    def _answer(self, message: Message) -> Message:
+        self.num_asked += 1
+        return messages.Busy()
+
+
+def test_a_full_consumer_is_asked_seldom_however_many_prompts_wait() -> None:
+    peers = Full()
+    with sending(peers) as (buffer, sender):
+        started = time.monotonic()
+        for name in map(str, range(100)):
+            save(buffer, name)
+            sender.fetch(name, CARD, 0)
+        wait_until(lambda: peers.num_asked > 300, "it is not asked again")
+        num_asked, seconds = peers.num_asked, time.monotonic() - started
+        assert num_asked <= 100 + 250 * seconds
 
 
 def test_addresses_start_no_more_threads_than_there_may_be() -> None:

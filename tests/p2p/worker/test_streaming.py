@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.p2p.plans import Arrival, HandoverHold, HandoverPlan, Release
-from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.p2p.reasons import Reason
 from tests.support.engines.p2p_instances import (
     BLOCK_SIZE,
     NUM_HEADS,
@@ -109,10 +109,10 @@ def test_what_came_before_a_break_is_used() -> None:
     """The second half of the prompt is never computed."""
     with (
         running_instance(produces=True, **SMALL) as prefill,
-        running_instance(consumes=True, **SMALL) as decode,
+        running_instance(consumes=True, unknown_grace_seconds=1.0, **SMALL) as decode,
     ):
         prefill.prefill("cut", SENT[:23], num_tokens=45 * BLOCK_SIZE)
-        decode.load("cut", RECEIVED, prefill.address, seconds=2.0)
+        decode.load("cut", RECEIVED, prefill.address)
         (result,) = decode.finish("request of cut")
         assert result.cause is not None
         assert (result.num_blocks, result.cause.reason) == (23, Reason.NOT_ARRIVED)
@@ -187,4 +187,23 @@ def test_requests_dial_nobody_outside_peer_hosts() -> None:
         assert result.cause is not None
         assert result.cause.reason is Reason.REFUSED
         assert "not among the peers" in result.cause.text
-        assert isinstance(result.cause, Cause)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "is_let_in"),
+    [
+        (("10.0.0.1",), False),
+        (("10.0.0.0/8", "::1"), False),
+        (("10.0.0.0/8", "127.0.0.0/8"), True),
+    ],
+)
+def test_nobody_dials_in_from_outside_peer_hosts(hosts: tuple[str, ...], is_let_in: bool) -> None:
+    with (
+        running_instance(produces=True, peer_hosts=hosts) as prefill,
+        running_instance(consumes=True) as decode,
+    ):
+        prefill.prefill("x", SENT)
+        decode.load("x", RECEIVED, prefill.address)
+        (result,) = decode.finish("request of x")
+        assert result.num_blocks == (len(SENT) if is_let_in else 0)
+        assert result.cause is None or result.cause.reason is Reason.LOST

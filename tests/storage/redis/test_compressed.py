@@ -94,6 +94,18 @@ def test_both_kinds_in_turn_cost_no_miss(
             assert_no_miss(reader)
 
 
+def test_values_of_the_expected_length_come_at_once_again(valkey: Server) -> None:
+    """After a batch of others: receiving them one by one takes several times as long."""
+    with open_tier(valkey.url) as plain, open_tier(valkey.url, codec="blosc2") as small:
+        assert all(put_all(small, range(3), kv_data))
+        assert all(put_all(plain, range(3, 6), kv_data))
+    with open_tier(valkey.url, num_connections=1) as tier:
+        (reader,) = tier._readers
+        for chunks, are_wanted in ((range(3), True), (range(3, 6), False), (range(3), True)):
+            assert get_all(tier, chunks)[0] == [True] * 3
+            assert reader._replies.are_wanted is are_wanted
+
+
 def test_large_values_of_both_kinds(valkey: Server) -> None:
     """Values of 3 MiB, which come in many pieces."""
     geometry = ChunkGeometry(128, 0, (2048,) * 12, (0, 1), 2, "bfloat16")

@@ -116,7 +116,7 @@ class Caller:
             hits, data = get_all(tier, [index], seconds=2 * TIMEOUT_SECONDS)
             assert not hits[0] or data[0] == chunk_data(index)
         names = {thread.name for thread in threading.enumerate()}
-        assert {"lmc-redis-read-0", "lmc-redis-write-0"} <= names
+        assert {"lmc-redis-read-0", "lmc-redis-writers"} <= names
         tier.close(0.2)
         ends.wait(4)
 

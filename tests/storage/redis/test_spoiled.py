@@ -86,6 +86,22 @@ def test_one_who_only_reads_makes_room_for_one_who_writes(valkey: Server, spoil:
         assert get_all(reader, range(3)) == ([True] * 3, [chunk_data(i) for i in range(3)])
 
 
+def test_an_episode_of_damage_is_one_line(valkey: Server, caplog: pytest.LogCaptureFixture) -> None:
+    num_chunks = 12
+    with open_tier(valkey.url) as writer:
+        assert all(put_all(writer, range(num_chunks)))
+    names = [a_name(valkey, index) for index in range(num_chunks)]
+    with open_tier(valkey.url) as reader, valkey.client() as client:
+        for name in names:
+            a_flipped_bit(valkey, name)
+        for index in range(num_chunks):  # one after the other, as requests find them
+            assert get_all(reader, [index])[0] == [False]
+        wait_until(lambda: not client.exists(*names), "the values were not removed")
+    lines = [r.message for r in caplog.records if "removed" in r.message]
+    assert len(lines) == 1
+    assert f"removed {num_chunks} values" in lines[0]
+
+
 @pytest.mark.parametrize("spoil", [another_type, another_length, empty])
 def test_a_writer_replaces_what_cannot_be_the_value(valkey: Server, spoil: Spoil) -> None:
     with open_tier(valkey.url, claim_seconds=0.001) as writer:

@@ -16,6 +16,7 @@ from lmcache_connector.storage.redis.topology import ClusterTopology
 from lmcache_connector.storage.redis.value_names import chunk_tag, probe_key
 from tests.support.redis.chunks import (
     PARTS,
+    Ends,
     chunk_data,
     chunk_key,
     config,
@@ -179,6 +180,44 @@ class TestCluster:
         after = [connections(master) for master in cluster.masters if master is not lost]
         assert all(ids <= now for ids, now in zip(before, after, strict=True))
         lookup.close()
+
+    def test_a_look_up_learns_where_a_slot_has_gone(self, cluster: Cluster) -> None:
+        """From the redirection alone: nothing else tells it to look at the map again."""
+        lookup = RedisLookup(config(cluster.url), [PARTS])
+        slot = slot_of(7)
+        away = next(master for master in cluster.masters if master is not cluster.owner(slot))
+
+        def finds() -> bool:
+            return lookup.exists_prefix([chunk_key(7)], time.monotonic() + 0.5) == 1
+
+        with open_tier(cluster.url) as tier:
+            put_all(tier, [7])
+        wait_until(finds, "not found at first")
+        cluster.migrate(slot, away)
+        try:
+            wait_until(finds, "the look-up goes on asking the old master")
+        finally:
+            self._migrate_back(cluster, slot, away)
+            lookup.close()
+
+    def test_a_silent_master_holds_up_no_writes_to_the_others(self, cluster: Cluster) -> None:
+        """However long it is waited for, and with one writer for all of them."""
+        silent = cluster.masters[1]
+        there = [i for i in range(40) if cluster.owner(slot_of(i)) is silent]
+        elsewhere = [i for i in range(40) if i not in there]
+        with open_tier(cluster.url, num_connections=1, write_timeout_seconds=600.0) as tier:
+            wait_until(lambda: all(put_all(tier, [there[0], elsewhere[0]])), "not writable")
+            assert silent.process is not None
+            silent.process.send_signal(signal.SIGSTOP)
+            try:
+                ends = Ends()
+                for i in there:
+                    assert tier.put(chunk_key(i), memoryview(chunk_data(i)), ends, i)
+                assert put_all(tier, elsewhere) == [True] * len(elsewhere)
+                assert ends.results == []
+            finally:
+                silent.process.send_signal(signal.SIGCONT)
+            assert ends.wait(len(there)) == [True] * len(there)
 
     @pytest.mark.parametrize("trouble", ["unmapped", "migrating"])
     @pytest.mark.parametrize("whose", ["a chunk's", "the probe's"])

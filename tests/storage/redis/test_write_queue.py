@@ -3,7 +3,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.storage.redis.write_queue import MAX_HOLD_SECONDS, PendingWrite, WriteQueue
+from lmcache_connector.storage.redis import write_queue
+from lmcache_connector.storage.redis.write_queue import (
+    MAX_HOLD_SECONDS,
+    NO_LANE,
+    PendingWrite,
+    WriteQueue,
+)
+from tests.support.costs import lines_run
+
+SLOW, QUICK = 1, 2
 
 
 def write(name: int, order: int, size: int = 10) -> PendingWrite:
@@ -19,7 +28,7 @@ def test_first_in_first_out_up_to_the_bytes_asked_for() -> None:
     for i in range(5):
         assert queue.offer(write(i, i)) == []
     assert names(queue.take(25, 0.0)) == [0, 1, 2]
-    assert names(queue.take(1, 0.0)) == [3]
+    assert names(queue.take(0, 0.0)) == [3]
     assert names(queue.take(100, 0.0)) == [4]
     assert queue.take(100, 0.0) == []
 
@@ -40,6 +49,8 @@ def test_nothing_is_dropped_for_what_will_not_fit_anyway() -> None:
         queue.offer(write(name, order))
     assert names(queue.offer(write(3, 0, size=31))) == [3]
     assert queue.num_bytes == 30
+    assert names(queue.offer(write(4, 5, size=21))) == [4]
+    assert names(queue.offer(write(5, 5))) == [2], "it still knows which is the deepest"
 
 
 def test_what_is_being_written_still_takes_room() -> None:
@@ -123,23 +134,112 @@ def test_closing_hands_back_what_waits() -> None:
     assert names(queue.offer(write(2, 2))) == [2]
 
 
+def test_each_node_has_a_lane() -> None:
+    queue = WriteQueue(100)
+    queue.offer(write(0, 0), SLOW)
+    queue.offer(write(1, 0), QUICK)
+    assert names(queue.take(100, 0.0, QUICK)) == [1]
+    assert queue.take(100, 0.0, QUICK) == []
+    assert names(queue.take(100, 0.0, SLOW)) == [0]
+    assert queue.lane_bytes(SLOW) == 10
+
+
+def test_a_node_that_fills_the_queue_makes_room_for_another() -> None:
+    """Until its lane is twice as long, whatever stands where in its prompt."""
+    queue = WriteQueue(90)
+    for name in range(9):
+        assert queue.offer(write(name, name), SLOW) == []
+    dropped = [queue.offer(write(name, 20), QUICK) for name in range(10, 14)]
+    assert [names(each) for each in dropped] == [[8], [7], [6], [13]]
+    assert names(queue.offer(write(14, 1), SLOW)) == [5], "a lane makes its own room else"
+    assert names(queue.offer(write(15, 1), QUICK)) == [12]
+
+
+def test_a_node_that_fills_the_queue_ends_nobody_elses_hold() -> None:
+    clock = Clock()
+    queue = WriteQueue(100, clock)
+    queue.hold(float("inf"))
+    for name in range(8):
+        queue.offer(write(name, name), SLOW)
+    queue.offer(write(8, 0), QUICK)
+    assert queue.take(100, 0.0, QUICK) == []
+    assert names(queue.take(10, 0.0, SLOW)) == [0]
+
+
+def test_what_belongs_to_another_lane_is_moved_there() -> None:
+    queue = WriteQueue(100)
+    queue.offer(write(0, 0))
+    queue.offer(write(1, 1))
+    first, second = queue.take(100, 0.0)
+    assert queue.move(first, QUICK)
+    assert queue.lane_bytes(NO_LANE) == queue.lane_bytes(QUICK) == 10
+    assert names(queue.take(100, 0.0, QUICK)) == [0]
+    assert names(queue.close()) == []
+    assert not queue.move(second, QUICK), "it would be nobody's"
+    for each in (first, second):
+        queue.finish(each, False)
+    assert queue.num_bytes == 0
+
+
+def test_what_has_gone_takes_no_room() -> None:
+    queue = WriteQueue(1000)
+    for order in range(1000):
+        queue.offer(write(order % 256, order), QUICK)
+        (taken,) = queue.take(1, 0.0, QUICK)
+        queue.finish(taken, True)
+    assert max(len(lane._deepest) for lane in queue._lanes) < 50
+
+
+def test_an_offer_costs_the_same_however_much_waits() -> None:
+    """With room, without any, and of what is queued already; deep chunks and shallow ones."""
+
+    def costs(num_waiting: int) -> list[int]:
+        queue = WriteQueue(num_waiting * 10)
+
+        def offer(number: int, order: int) -> int:
+            offered = PendingWrite(b"%d" % number, memoryview(bytes(10)), order, [])
+            return lines_run(lambda: queue.offer(offered, QUICK), write_queue)
+
+        found = [max(offer(i, i % 100) for i in range(num_waiting))]
+        found += [offer(10**6, 1), offer(10**6 + 1, 200), offer(7, 7)]
+        # What was taken leaves its entry in the heap, and that is looked at once.
+        taken = queue.take(num_waiting * 5, 0.0, QUICK)
+        for each in taken:
+            queue.finish(each, True)
+        total = sum(offer(10**7 + i, i % 7) for i in range(num_waiting))
+        return [*found, total // num_waiting]
+
+    few, many = costs(100), costs(10_000)
+    assert max(few[1:]) <= 100
+    assert all(b <= a + 20 for a, b in zip(few[1:], many[1:], strict=True))
+
+
 @given(
     st.lists(
-        st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans()), min_size=1, max_size=60
+        st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans(), st.integers(0, 2)),
+        min_size=1,
+        max_size=60,
     )
 )
-def test_never_over_its_bound_and_nothing_is_lost(steps: list[tuple[int, int, bool]]) -> None:
+def test_never_over_its_bound_and_nothing_is_lost(
+    steps: list[tuple[int, int, bool, int]],
+) -> None:
+    lanes = (NO_LANE, SLOW, QUICK)
     queue = WriteQueue(100)
     ended: list[PendingWrite] = []
     offered = []
-    for name, (order, size, take) in enumerate(steps):
+    for name, (order, size, take, where) in enumerate(steps):
         offered.append(write(name, order, size))
-        ended += queue.offer(offered[-1])
+        ended += queue.offer(offered[-1], lanes[where])
         assert queue.num_bytes <= 100
         if take:
-            for taken in queue.take(30, 0.0):
+            for taken in queue.take(30, 0.0, lanes[where]):
+                if size % 3 and queue.move(taken, QUICK):
+                    continue
                 queue.finish(taken, True)
                 ended.append(taken)
+        assert queue.num_bytes == sum(queue.lane_bytes(lane) for lane in lanes)
     ended += queue.close()
     assert sorted(names(ended)) == sorted(names(offered))
     assert queue.num_bytes == 0
+    assert not queue._pending

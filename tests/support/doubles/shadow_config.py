@@ -7,19 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import (
-    CacheConfig,
-    KVEventsConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -29,10 +19,10 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.doubles.foreign_connector import FOREIGN
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.vllm_configs import engine_config, make_scheduler
 
 MAX_MODEL_LEN = 512
 
@@ -70,51 +60,36 @@ class Shape:
 
 def build_scheduler(model: Path, shape: Shape) -> Scheduler:
     init_none_hash(sha256)
-    cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=shape.prefix_caching)
-    cache.num_gpu_blocks = shape.num_blocks
-    model_config = ModelConfig(
-        model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
-    )
-    config = VllmConfig(
-        model_config=model_config,
-        speculative_config=_eagle(model_config, shape) if shape.lookahead else None,
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=6,
-            max_num_batched_tokens=shape.max_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-            scheduler_reserve_full_isl=False,
-        ),
-        cache_config=cache,
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=shape.world_size,
-            distributed_executor_backend="mp" if shape.world_size > 1 else None,
-        ),
+    config = engine_config(
+        model,
+        depth=shape.depth,
+        max_batched_tokens=shape.max_batched_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        world_size=shape.world_size,
+        prefix_caching=shape.prefix_caching,
+        kv_events=shape.kv_events,
+        speculative_config=_eagle(model, shape) if shape.lookahead else None,
         kv_transfer_config=_transfer(shape),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        if shape.kv_events
-        else None,
     )
     if "s" in shape.groups:
         config.cache_config.mamba_cache_mode = "align"
-    # The CPU platform switches this off; what it means to the scheduler is the same everywhere.
-    config.scheduler_config.async_scheduling = shape.depth > 1
     kv_cache = KVCacheConfig(
         num_blocks=shape.num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[_group(shape, i, code) for i, code in enumerate(shape.groups)],
     )
-    scheduler = AsyncScheduler if shape.depth > 1 else Scheduler
-    built = scheduler(config, kv_cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)
+    built = make_scheduler(config, kv_cache)
     built.needs_kv_cache_zeroing = shape.zeroes
     for manager in built.kv_cache_manager.coordinator.single_type_managers:
         manager._record_new_block_ids = shape.zeroes
     return built
 
 
-def _eagle(target: ModelConfig, shape: Shape) -> SpeculativeConfig:
+def _eagle(model: Path, shape: Shape) -> SpeculativeConfig:
     """A head of the model's own form. Nothing is read of it but its configuration."""
+    target = ModelConfig(
+        model=str(model), tokenizer=str(model), max_model_len=MAX_MODEL_LEN, seed=0
+    )
     parallel = ParallelConfig(tensor_parallel_size=1)
     return SpeculativeConfig(
         method="eagle",

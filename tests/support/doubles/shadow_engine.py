@@ -43,6 +43,7 @@ from lmcache_connector.plans import (
     RankStart,
     StepPlan,
     StoreJob,
+    WeightsInMemory,
 )
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
@@ -105,6 +106,7 @@ class ShadowEngine:
             connectors = connectors[0].sub_connectors
         (ours,) = [c for c in connectors if isinstance(c, LMCacheTieredConnector)]
         self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
+        self.connector = ours
         self.adapter: SchedulerAdapter = ours._scheduler_side
         self.parts = self.adapter._settings.parts
         if not reads_requests:
@@ -146,8 +148,10 @@ class ShadowEngine:
                 self.report_start(rank)
 
     def report_start(self, rank: int, configuration: tuple[tuple[str, str], ...] = ()) -> None:
-        start = RankStart(configuration, Calibration())
-        self.adapter.update_from_reports([RankReport(rank, (), (), start=start)])
+        start, digest = RankStart(configuration, Calibration()), str(self.version)
+        weights = WeightsInMemory(digest=digest, first_digest=digest)
+        report = RankReport(rank, (), (), weights=weights, start=start)
+        self.adapter.update_from_reports([report])
 
     # -- what a client does ----------------------------------------------------------------------
 
@@ -163,11 +167,12 @@ class ShadowEngine:
         sends: bool = False,
         bypasses: bool = False,
         lora_request: LoRARequest | None = None,
+        request_id: str = "",
         **more: Any,
     ) -> str:
         """``offer``, ``sends``: what the other connector does with it. ``bypasses``: what its KV is
         computed from, nobody knows but it."""
-        request_id = f"r{len(self.requests)}"
+        request_id = request_id or f"r{len(self.requests)}"
         version = self.adapters[adapter] if adapter else 0
         if bypasses:
             version = -1
@@ -222,6 +227,12 @@ class ShadowEngine:
     def share_redis_of(self, other: ShadowEngine) -> None:
         for mine, theirs in zip(self.ranks, other.ranks, strict=True):
             mine.remote = theirs.remote
+
+    def forget_prefixes(self) -> None:
+        """vLLM's own, and wait until the weights have their name again."""
+        assert self.scheduler.reset_prefix_cache()
+        while not self.adapter.book.weights.name:
+            self.step()
 
     def reset(self, preempt: bool = False, new_weights: bool = True) -> bool:
         """New weights, if wanted, and if vLLM says that no old KV is left."""
@@ -321,7 +332,7 @@ class ShadowEngine:
             end = self.requests[request_id].num_computed_tokens
             passes.append(self._pass(request_id, end - count, end))
         zeroed = tuple(output.new_block_ids_to_zero or ())
-        return Step(plan, tuple(passes), tables, zeroed, foreign)
+        return Step(plan, tuple(passes), tables, zeroed, foreign, str(self.version))
 
     def _plans_of(self, output: SchedulerOutput) -> tuple[StepPlan, ForeignWork]:
         metadata = output.kv_connector_metadata

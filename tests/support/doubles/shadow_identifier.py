@@ -59,5 +59,8 @@ class ShadowIdentifier:
     def forget(self, request: Request) -> None:
         """Nothing is remembered."""
 
+    def forget_all(self) -> None:
+        """Nothing is remembered."""
+
     def close(self) -> None:
         """Nothing runs."""

@@ -29,6 +29,7 @@ from lmcache_connector.plans import (
     RankReport,
     StepPlan,
     StoreJob,
+    WeightsInMemory,
 )
 from tests.support.doubles.shadow_memory import (
     BLOCK_SIZE,
@@ -109,7 +110,7 @@ class Step:
     cache group.
 
     ``zeroed``: blocks that are zeroed before the plan is handed over. ``foreign``: what another
-    connector has to do, with the right cells of each of its loads.
+    connector has to do, with the right cells of each of its loads. ``weights``: a digest of them.
     """
 
     plan: StepPlan
@@ -117,6 +118,7 @@ class Step:
     tables: Mapping[str, BlockIds]
     zeroed: tuple[int, ...] = ()
     foreign: ForeignWork = NO_FOREIGN_WORK
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,8 @@ class ShadowRank:
         self._tables: Mapping[str, BlockIds] = {}
         self.tier: OrderedDict[bytes, Cells] = OrderedDict()
         self._events: list[CacheEvent] = []
+        self._question = 0
+        self._reads_weights = False
         self._stores: deque[StoreJob] = deque()
         self._loads: deque[LoadJob] = deque()
         self._fetch: deque[LoadJob] = deque()
@@ -191,9 +195,12 @@ class ShadowRank:
         self._gate_is_closed = bool(step.zeroed) and self.faults.has_gate
         self.memory.zero(step.zeroed)
         self.run_some_jobs()
-        self._cancelled.update(self._open.intersection(step.plan.vacated_stores))
+        vacated = self._open if step.plan.starts_over else step.plan.vacated_stores
+        self._cancelled.update(self._open.intersection(vacated))
         self._open_gate()
         self._tables = step.tables
+        if step.plan.weights_question:
+            self._question, self._reads_weights = step.plan.weights_question, True
         self.foreign.begin(step.foreign)
         for one in step.passes:
             self._forward(one)
@@ -211,7 +218,7 @@ class ShadowRank:
         self.run_some_jobs()
         if step.plan.idle:
             self._run_one()
-        return self._report()
+        return self._report(self._read_weights(step))
 
     def run_some_jobs(self) -> None:
         while self.chance.random() >= self.faults.slow and self._run_one():
@@ -266,7 +273,7 @@ class ShadowRank:
         if isinstance(job, LoadJob) and job.needs_redis:
             self._fetch.append(job)
         else:
-            if isinstance(job, LoadJob) and job.after_job >= job.job_id:
+            if isinstance(job, LoadJob) and job.after_job >= job.job_id > 0:
                 raise WrongKV("a load waits for a later job")
             if isinstance(job, StoreJob):
                 self._stores.append(job)
@@ -332,6 +339,8 @@ class ShadowRank:
             key, cells = run.keys[i], self.book.cells[run.keys[i]]
             if any(self._value(run, i, group) != cells for group in groups):
                 raise WrongKV(f"{job.request_id} stores other KV than chunk {i}'s key names")
+            if key in self.tier:
+                self._events.append(CacheEvent(key, True))
             if self.chance.random() < self.faults.no_memory:
                 return JobResult(job.job_id, Outcome.MISSING, number, 0, 0, 0.0)
             self._admit(key, cells)
@@ -363,6 +372,8 @@ class ShadowRank:
             return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
         self._check_owned(job)
         fail_at = len(job.keys)
+        if not job.keys:
+            return JobResult(job.job_id, Outcome.DEADLINE, 0, 0, 0, 0.0)
         if self.chance.random() < self.faults.failed_load:
             fail_at = self.chance.randrange(len(job.keys))
         done = 0
@@ -424,7 +435,14 @@ class ShadowRank:
 
     # -- reports -----------------------------------------------------------------------------------
 
-    def _report(self) -> StepReport:
+    def _read_weights(self, step: Step) -> WeightsInMemory | None:
+        """At once, or with a later step."""
+        if not self._reads_weights or self.chance.random() < self.faults.slow:
+            return None
+        self._reads_weights = False
+        return WeightsInMemory(question=self._question, digest=step.weights)
+
+    def _report(self, weights: WeightsInMemory | None) -> StepReport:
         done, self._done = self._done, []
         events, self._events = self._events, []
         results = tuple(result for _, result in done)
@@ -434,5 +452,7 @@ class ShadowRank:
             sent,
             received | own,
             lost,
-            RankReport(self.rank, tuple(events), results) if done or events else None,
+            RankReport(self.rank, tuple(events), results, weights=weights)
+            if done or events or weights
+            else None,
         )

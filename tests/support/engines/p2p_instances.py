@@ -43,6 +43,7 @@ NUM_LAYERS = 3
 NUM_HEADS = 4
 LAYERS = [f"layer.{i}" for i in range(NUM_LAYERS)]
 DIGEST = bytes(range(32))
+SECRET = "known to all of them"
 PATIENCE_SECONDS = 60.0
 SHUFFLED = [9, 3, 4, 30, 2, 11, 60]
 OTHERS = [5, 50, 6, 7, 31, 8, 1]
@@ -254,8 +255,11 @@ def running_instance(
     **config: object,
 ) -> Iterator[FakeInstance]:
     """All ranks of one instance, on free ports unless ``port`` is the first. ``config``: settings
-    other than the tests' own."""
-    defaults = {"stall_seconds": 1.0, "kv_buffer_size": 1 << 24, "transport": "tcp"}
+    other than the tests' own, in which no silence of a busy machine is a fault."""
+    defaults = {"kv_buffer_size": 1 << 24, "transport": "tcp"}
+    defaults |= {"stall_seconds": 20.0, "unknown_grace_seconds": 20.0}
+    if config.get("transport", "tcp") != "tcp":
+        defaults["secret"] = SECRET
     settings = P2PConfig(**{**defaults, **config})  # type: ignore[arg-type]
     address = PeerAddress("127.0.0.1", port or free_ports(tp_size))
     instance = FakeInstance(address, [])

@@ -58,12 +58,17 @@ class SlowLink:
 
 
 class SlowProxy:
-    """Listens on ``port`` of loopback and forwards to ``target_port``."""
+    """Listens on ``port`` of loopback and forwards to ``target_port``. ``is_narrow``: little is on
+    its way at once, so that whoever sends notices how slow the link is, and no connection waits for
+    what others, closed ones too, have on their way."""
 
-    def __init__(self, target_port: int, link: SlowLink) -> None:
+    def __init__(self, target_port: int, link: SlowLink, *, is_narrow: bool = False) -> None:
         self._target_port = target_port
         self._link = link
+        self._max_pieces = 1 if is_narrow else _MAX_PIECES
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if is_narrow:  # those that it accepts have the same
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PIECE_BYTES)
         self.port: int = self._listener.getsockname()[1]
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -90,11 +95,13 @@ class SlowProxy:
             except OSError:
                 continue
             self._open |= {client, server}
+            if self._max_pieces == 1:
+                there, back = _Direction(self._link), _Direction(self._link)
             self._forward(client, server, there)
             self._forward(server, client, back)
 
     def _forward(self, source: socket.socket, target: socket.socket, direction: _Direction) -> None:
-        pieces: _Pieces = queue.Queue(_MAX_PIECES)
+        pieces: _Pieces = queue.Queue(self._max_pieces)
         receiver = threading.Thread(target=self._receive, args=(source, pieces), daemon=True)
         arguments = (source, target, pieces, direction)
         sender = threading.Thread(target=self._send, args=arguments, daemon=True)

@@ -1,0 +1,136 @@
+"""Keeps vLLM's engine going when the scheduler side raises: it starts over, and costs hits.
+
+vLLM's calls raise nothing. A call that has failed gives the answer of a connector that has nothing,
+and the scheduler side forgets all requests and jobs at once. The next plan tells the workers to
+cancel what they have. What vLLM was promised by then is kept here, out of reach of the failure: a
+request that waits for a load is computed once no rank writes its blocks any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lmcache_connector.plans import LoadJob, StepPlan
+from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.vllm_compat.short_loads import ShortLoad, compute_the_rest
+
+if TYPE_CHECKING:
+    from lmcache_connector.vllm_compat.api.names import KVCacheManager, Request
+
+logger = logging.getLogger(__name__)
+
+_EPISODE_SECONDS = 60.0
+"""Failures that follow each other sooner are one episode, and logged once."""
+
+CallT = TypeVar("CallT", bound=Callable[..., Any])
+
+
+def costs_hits(answer: object = None) -> Callable[[CallT], CallT]:
+    """A call of vLLM's that answers so if the scheduler side raises. Its object has a ``_guard``;
+    without one it is of a worker, and nothing is guarded."""
+
+    def decorate(call: CallT) -> CallT:
+        @functools.wraps(call)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            guard: SchedulerGuard | None = self._guard
+            if guard is None:
+                return call(self, *args, **kwargs)
+            if guard.is_down:
+                return answer
+            try:
+                return call(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - logged there
+                guard.failed(call.__name__, error)
+                return answer
+
+        return guarded  # type: ignore[return-value]
+
+    return decorate
+
+
+class SchedulerGuard:
+    """``has_news``: for the next plan. ``is_down``: starting over has failed, too; it is tried
+    again with every plan. ``unsent``: loads promised since the last plan, by request."""
+
+    def __init__(self, side: SchedulerAdapter, clock: Callable[[], float] = time.monotonic) -> None:
+        self.has_news = False
+        self.is_down = False
+        self._side = side
+        self._clock = clock
+        self._failed_at = float("-inf")
+        self._must_reset = False
+        self._starts_over = False  # and the workers must hear of it
+        # Loads that vLLM waits for; false once what they bring does not count.
+        self._promised: dict[str, tuple[Request, bool]] = {}
+        self.unsent: list[str] = []
+        self._refused: list[str] = []  # promised, and no worker will hear of a job
+        self._last_id = 0
+
+    def failed(self, call: str, error: Exception) -> None:
+        """A call has raised."""
+        now = self._clock()
+        if now - self._failed_at > _EPISODE_SECONDS:
+            logger.error(
+                "LMCacheTieredConnector: %s failed. Requests in flight go on without the KV cache "
+                "tiers; please report this.", call, exc_info=error,
+            )  # fmt: skip
+        self._failed_at = now
+        self._side.tally.count("scheduler_failures")
+        self._must_reset |= call == "reset_cache"
+        self._refused += self.unsent
+        self.unsent.clear()
+        self._promised = {name: (one[0], False) for name, one in self._promised.items()}
+        self.has_news = self._starts_over = True
+        self._start_over()
+
+    def promised(self, request: Request, *, is_planned: bool) -> None:
+        """vLLM waits for a load from now on."""
+        self._promised[request.request_id] = request, is_planned
+        if is_planned:
+            self.unsent.append(request.request_id)
+        else:
+            self._refused.append(request.request_id)
+            self.has_news = True
+
+    def add_news(self, plan: StepPlan | None, *, is_idle: bool) -> StepPlan:
+        """The plan with what the workers must hear of failures."""
+        if self.is_down:
+            self._start_over()
+        plan = plan or StepPlan(idle=is_idle)
+        loads = tuple(map(self._empty_load, self._refused))
+        plan = replace(plan, starts_over=self._starts_over, loads=(*loads, *plan.loads))
+        self._refused.clear()
+        self.has_news = self._starts_over = self.is_down
+        return plan
+
+    def ended(self, request_ids: Iterable[str], manager: KVCacheManager | None) -> None:
+        """All ranks have let go of the blocks of these loads. To be called before vLLM learns of
+        it."""
+        for request_id in request_ids:
+            request, counts = self._promised.pop(request_id, (None, True))
+            if request is None or manager is None or counts:
+                continue
+            if not request.is_finished():
+                compute_the_rest(ShortLoad(request, 0), manager)
+                self._side.compute(request)
+
+    def _start_over(self) -> None:
+        try:
+            self._side.start_over()
+            if self._must_reset:
+                self._side.reset_cache()
+            self.is_down = self._must_reset = False
+        except Exception:  # nothing of ours runs then, until it can
+            if not self.is_down:
+                logger.exception("LMCacheTieredConnector could not start over")
+            self.is_down = True
+
+    def _empty_load(self, request_id: str) -> LoadJob:
+        """It ends at once and brings nothing."""
+        self._last_id -= 1
+        return LoadJob(self._last_id, request_id, (), 0.0, needs_redis=False, after_job=0)

@@ -1,0 +1,197 @@
+"""The name of the weights that an engine computes with, by what its ranks have in memory.
+
+::
+
+             start, reset, a call that may change weights        all ranks have read them
+    (known) ------------------------------------------> unknown ------------------------> known
+
+At start the files name the weights, so that engines of every parallel size share. Later the same
+bytes keep their name, and other bytes are named by their digests: engines that were updated alike
+share by themselves. While the name is unknown nothing is stored, and nothing loaded.
+
+The files may have changed while they were loaded. So the bytes that files gave are kept on this
+host, and bytes that do not fit them are named by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+
+from lmcache_connector.errors import ConfigError
+from lmcache_connector.keys.prefix_hash import canonical_bytes
+from lmcache_connector.plans import WeightsInMemory
+
+logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 0.25
+_ASKED_SECONDS = 10.0
+_MAX_NAMES = 64
+
+
+class WeightFiles(Protocol):
+    """What an engine's weights are loaded from."""
+
+    @property
+    def name(self) -> str:
+        """A digest of the files, or what stands for it; "" if nothing does."""
+        ...
+
+    def changed_since(self, seconds: float) -> Path | None:
+        """One that was changed after that time, since 1970."""
+        ...
+
+
+class WeightNames:
+    """``name``: of the weights, "" while it is unknown. ``question``: goes with the next plan; 0:
+    none. ``heard``: of each rank, the version of its weights that is known here. ``kept``: what
+    earlier starts on this host had in memory, by a digest of where it came from; ``keep`` is told
+    more of it, and does not wait for a disk.
+
+    ``read_label()`` is the user's name for weights after an update; it raises ``ConfigError`` if
+    there is none to be read. A label stands for what digests cannot tell: that engines of other
+    parallel sizes have the same weights.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        files: WeightFiles,
+        kept: Mapping[str, str],
+        keep: Callable[[Mapping[str, str]], object],
+        read_label: Callable[[], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = ""
+        self.question = 0
+        self.heard = (-1,) * world_size
+        self._files = files
+        self._kept = kept
+        self._keep = keep
+        self._read_label = read_label
+        self._clock = clock
+        self._ranks: dict[int, WeightsInMemory] = {}
+        self._num_questions = 0
+        self._asked_until = 0.0
+        self._give_up_at: float | None = None
+        self._is_external = False  # there was an external reset since the weights had a name
+        self._names: dict[str, str] = {}  # of all weights that this engine has had, by digest
+        self._digest_before = ""  # of those at the last external reset
+        self._label = ""
+        self._label = self._new_label = self._read()  # what it says at start is of other weights
+
+    def is_awaited(self) -> bool:
+        """Whether a request shall wait for the name: for a moment only, then it is computed."""
+        now = self._clock()
+        if self._give_up_at is None:
+            self._give_up_at = now + _WAIT_SECONDS
+        return now < self._give_up_at
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether ranks were asked a moment ago, and have not answered: steps carry that."""
+        return not self.name and self._clock() < self._asked_until
+
+    def reset(self, *, is_external: bool) -> None:
+        """vLLM's prefix cache was reset: the weights may be others. ``is_external``: this connector
+        was reset too. Only then is the label read."""
+        self._num_questions += 1
+        self.question, self.name = self._num_questions, ""
+        self._asked_until = self._clock() + _ASKED_SECONDS
+        self._is_external |= is_external
+        if is_external:
+            self._new_label = self._read()
+
+    def take_question(self) -> int:
+        """The question, which goes with the plan being made."""
+        question, self.question = self.question, 0
+        return question
+
+    def learn(self, rank: int, weights: WeightsInMemory) -> bool:
+        """What one rank says. Whether it raises a doubt: what was computed since the last word of
+        that rank may be of other weights than the name says."""
+        version = self.heard[rank]
+        self._ranks[rank] = weights
+        self.heard = (*self.heard[:rank], weights.version, *self.heard[rank + 1 :])
+        is_doubtful = bool(self.name) and (weights.digest is None or weights.version != version)
+        if is_doubtful:
+            self.name = ""
+        return is_doubtful
+
+    def settle(self, configuration: object) -> bool:
+        """Name the weights, if all ranks have read them. ``configuration``: what else decides how
+        files come to memory. Whether there is a name."""
+        ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
+        have_answered = len(ranks) == len(self.heard) and all(
+            each.digest is not None and each.question >= self._num_questions for each in ranks
+        )
+        if have_answered and not self.name:
+            self._give_up_at = None
+            self._name(ranks, configuration)
+        return bool(self.name)
+
+    # -- details -------------------------------------------------------------------------------
+
+    def _name(self, ranks: list[WeightsInMemory], configuration: object) -> None:
+        digest = _hex([each.digest for each in ranks])
+        why = ""
+        if not self._names and all(each.first_digest is not None for each in ranks):
+            first = self._digest_before = _hex([each.first_digest for each in ranks])
+            self._names[first], why = self._first_name(first, ranks, configuration)
+        if digest not in self._names:
+            self._names[digest] = f"memory:{digest}"
+            are_visible = all(each.is_visible for each in ranks)
+            why = f"the weights in memory {'have changed' if are_visible else 'cannot be seen'}"
+            if len(self._names) > _MAX_NAMES:
+                del self._names[next(iter(self._names))]
+        if self._is_external:
+            self._relabel(digest)
+        if why:
+            logger.warning(
+                "LMCacheTieredConnector: %s: KV is shared with instances that have the same", why
+            )
+        self.name = self._names[digest]
+        logger.info("LMCacheTieredConnector: weights %s", self.name)
+
+    def _relabel(self, digest: str) -> None:
+        """A new label names weights that are not those of the last external reset."""
+        self._is_external = False
+        before, self._digest_before = self._digest_before, digest
+        if digest == before or self._new_label == self._label:
+            return
+        self._label = self._new_label
+        if self._names[digest].startswith("memory:"):
+            self._names[digest] = f"label:{_hex([self._files.name, self._label])}"
+            logger.warning("LMCacheTieredConnector: the weights are %r by their label", self._label)
+
+    def _first_name(
+        self, digest: str, ranks: list[WeightsInMemory], configuration: object
+    ) -> tuple[str, str]:
+        """The name of the weights an engine starts with, and why it is not that of their files."""
+        own, files = f"memory:{digest}", self._files.name
+        if not files:
+            return own, ""
+        loaded_after = min(each.loaded_after for each in ranks)
+        if (changed := self._files.changed_since(loaded_after)) is not None:
+            return own, f"{changed} changed while the weights were loaded, or later"
+        if all(each.is_visible for each in ranks):
+            key = _hex([files, configuration, [each.device for each in ranks]])
+            if self._kept.get(key, digest) != digest:
+                return own, "the weights in memory are not what their files gave at earlier starts"
+            self._keep({key: digest})
+        return files, ""
+
+    def _read(self) -> str:
+        try:
+            return self._read_label()
+        except ConfigError as error:
+            logger.error("%s. The weights have no label.", error)
+            return self._label
+
+
+def _hex(value: object) -> str:
+    return str(blake3(canonical_bytes(value)).hexdigest())

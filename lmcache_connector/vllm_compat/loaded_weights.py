@@ -1,0 +1,338 @@
+"""The weights one rank has in memory, digested when they are loaded and when they may have changed.
+
+vLLM tells a connector nothing of its weights. The worker that initialises a connector is on the
+call stack; its methods that may change weights, and its models' ``load_weights``, are replaced on
+these very objects. Weights that are changed in another way are found at the next reset of vLLM's
+prefix cache: the scheduler side then asks all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from lmcache_connector.plans import WeightsInMemory
+from lmcache_connector.requests.background_read import BackgroundReads, Reading
+from lmcache_connector.vllm_compat.tensor_digest import (
+    has_hidden_weights,
+    model_digest,
+    tensor_digest,
+)
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+_MAY_CHANGE_WEIGHTS = (
+    "apply_model",
+    "elastic_ep_execute",
+    "finish_weight_update",
+    "load_model",
+    "reload_weights",
+    "start_draft_weight_update",
+    "start_weight_update",
+    "update_weights",
+)
+_MADE_AT = "_lmcache_connector_made_at"
+_DIGEST = "_lmcache_connector_digest"
+_LET_GO_SECONDS = 30.0
+
+
+class LoadedWeights:
+    """Digests of what ``worker`` computes with. ``None``: whose weights cannot be seen.
+
+    ``has_news`` is a plain attribute: cheap to look at in every step. Runs on the worker's thread;
+    weights are read on another.
+    """
+
+    def __init__(self, worker: WorkerBase | None) -> None:
+        self._worker = worker
+        self._models = _models_of(worker) if worker is not None else {}
+        self._is_visible = bool(self._models) and (
+            _hidden.is_watched or not has_hidden_weights(self._models)
+        )
+        self._reads = BackgroundReads("lmc-weights")
+        self._reading: Reading[str] = Reading()
+        self._num_reads = 0
+        self._first_digest: str | None = None
+        self._question = 0
+        self._num_calls = 0  # under way, one inside the other
+        self._is_asleep = False
+        self._put_back: list[Callable[[], None]] = []
+        self.version = 0
+        """Counts the calls that may have changed the weights."""
+        self.has_news = True
+        if worker is not None:
+            self._watch(worker)
+        self._read()
+
+    def ask(self, question: int) -> None:
+        """Something may have changed the weights unseen: read them again."""
+        self._question = question
+        self._read()
+
+    def take(self) -> WeightsInMemory | None:
+        """What is in memory, if there is something to tell of it."""
+        if not self.has_news:
+            return None
+        self.has_news = False
+        return WeightsInMemory(
+            version=self.version,
+            question=self._question,
+            digest=self._reading.value if self._reading.is_done else None,
+            first_digest=self._first_digest,
+            is_visible=self._is_visible,
+            device=_device(self._models),
+            loaded_after=getattr(self._worker, _MADE_AT, None) or psutil.Process().create_time(),
+        )
+
+    def close(self) -> None:
+        for put_back in self._put_back:
+            put_back()
+        self.version += 1  # which ends a read under way
+        self._reads.close()
+
+    # -- details -------------------------------------------------------------------------------
+
+    def _watch(self, worker: Any) -> None:
+        for name in _MAY_CHANGE_WEIGHTS:
+            self._wrap(worker, name, self._around)
+        self._wrap(worker.model_runner, "reload_weights", self._around)
+        self._wrap(worker, "sleep", self._around_sleep)
+        self._wrap(worker, "wake_up", self._around_wake_up)
+        self._watch_models(worker)
+
+    def _watch_models(self, worker: Any) -> None:
+        self._models = _models_of(worker)
+        for model in self._models.values():
+            if "load_weights" not in vars(model):
+                self._wrap(model, "load_weights", self._around)
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        call = getattr(owner, name, None)
+        if call is None:
+            return
+
+        @wraps(call)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return around(partial(call, *args, **kwargs), *args, **kwargs)
+
+        object.__setattr__(owner, name, watched)
+        self._put_back.append(lambda: vars(owner).pop(name, None))
+
+    def _around(self, call: Callable[[], Any], *_: Any, **__: Any) -> Any:
+        self.version += 1
+        self._num_calls += 1
+        self._read()
+        try:
+            return call()
+        finally:
+            self.version += 1
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._watch_models(self._worker)
+                self._read()
+
+    def _around_sleep(self, call: Callable[[], Any], *_: Any, **__: Any) -> Any:
+        """The memory of the weights may be taken away: nothing reads it then."""
+        self._is_asleep = True
+        self._read()
+        self._reads.submit(lambda: None).wait(_LET_GO_SECONDS)  # behind one that is ending
+        return self._around(call)
+
+    def _around_wake_up(
+        self, call: Callable[[], Any], tags: list[str] | None = None, **__: Any
+    ) -> Any:
+        wakes = tags is None or "weights" in tags
+        try:
+            return self._around(call)
+        finally:
+            if wakes and self._is_asleep:
+                self._is_asleep = False
+                self._read()
+
+    def _read(self) -> None:
+        """Begin to read the weights as they are now, if they are there and nobody is changing them.
+        What an earlier read finds tells nothing any more."""
+        self._num_reads += 1
+        self._reading = Reading()
+        self.has_news = True
+        if self._is_asleep or self._num_calls:
+            return
+        version, models, fence = self.version, self._models, _fence(self._models)
+        is_first = self._num_reads == 1
+
+        def is_over() -> bool:
+            return self.version != version or self._is_asleep
+
+        def read() -> str | None:
+            try:
+                digest = self._digest(models, fence, is_over)
+            except Exception:  # whatever this device or this kind of tensor lacks
+                logger.exception("The weights in memory cannot be read")
+                self._is_visible = False
+                digest = f"unseen:{uuid.uuid4().hex}"
+            if is_over():
+                return None
+            if is_first:
+                self._first_digest = digest
+            return digest
+
+        def tell() -> None:
+            self.has_news = True
+
+        self._reading = self._reads.submit(read, tell)
+
+    def _digest(
+        self, models: dict[str, torch.nn.Module], fence: Any, is_over: Callable[[], bool]
+    ) -> str | None:
+        if not self._is_visible:
+            return f"unseen:{uuid.uuid4().hex}"
+        if fence is None:
+            return model_digest(models, _hidden.digests(), is_over)
+        with torch.cuda.device(fence.device), torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_event(fence)
+            return model_digest(models, _hidden.digests(), is_over)
+
+
+class FixedWeights:
+    """Weights that nobody changes, for engines that are not vLLM's."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.has_news = True
+        self._question = 0
+
+    def ask(self, question: int) -> None:
+        """They are the same."""
+        self._question, self.has_news = question, True
+
+    def take(self) -> WeightsInMemory | None:
+        """What there is to tell."""
+        if not self.has_news:
+            return None
+        self.has_news = False
+        return WeightsInMemory(question=self._question)
+
+    def close(self) -> None:
+        """Nothing is watched."""
+
+
+def worker_on_stack() -> WorkerBase | None:
+    """vLLM's worker that initialises this connector right now; ``None`` if another does."""
+    workers = sys.modules.get("vllm.v1.worker.worker_base")
+    frame = sys._getframe()
+    while workers is not None and frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, workers.WorkerBase):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def watch_loading() -> None:
+    """Before any model is loaded: note when each worker is made, and digest the weights that vLLM
+    hands to oneDNN. Called in every process of vLLM's; imports nothing that is not there."""
+    workers = sys.modules.get("vllm.v1.worker.worker_base")
+    if workers is not None and _MADE_AT not in vars(workers.WorkerBase):
+        init = workers.WorkerBase.__init__
+
+        @wraps(init)
+        def made(worker: Any, *args: Any, **kwargs: Any) -> None:
+            setattr(worker, _MADE_AT, time.time())
+            init(worker, *args, **kwargs)
+
+        setattr(workers.WorkerBase, _MADE_AT, None)
+        workers.WorkerBase.__init__ = made
+    _hidden.watch()
+
+
+class _HiddenWeights:
+    """Weights that oneDNN keeps, as they were handed to it: nothing changes them afterwards.
+
+    One per process, as is what it watches: a module of vLLM's. Listed in the order of their making.
+    """
+
+    _MAKERS = ("create_onednn_mm", "create_onednn_scaled_mm")
+
+    def __init__(self) -> None:
+        self._handlers: list[weakref.ref[Any]] = []
+        self.is_watched = False
+
+    def watch(self) -> None:
+        from vllm.platforms import current_platform
+
+        if self.is_watched or not current_platform.is_cpu():
+            return
+        self.is_watched = True
+        from vllm import _custom_ops
+
+        for name in self._MAKERS:
+            if (make := getattr(_custom_ops, name, None)) is not None:
+                setattr(_custom_ops, name, self._digesting(make))
+
+    def digests(self) -> Iterator[bytes]:
+        self._handlers = [each for each in self._handlers if each() is not None]
+        for each in self._handlers:
+            if (handler := each()) is not None:
+                yield getattr(handler, _DIGEST)
+
+    def _digesting(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(make)
+        def watched(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            scales = [each for each in args if isinstance(each, torch.Tensor)]
+            found = b"".join(tensor_digest(each) for each in (weight, *scales))
+            handler = make(weight, *args, **kwargs)
+            setattr(handler, _DIGEST, found)
+            self._handlers.append(weakref.ref(handler))
+            return handler
+
+        return watched
+
+
+_hidden = _HiddenWeights()
+
+
+def _models_of(worker: Any) -> dict[str, torch.nn.Module]:
+    runner = worker.model_runner
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    found = {"model": worker.get_model(), "drafter": getattr(drafter, "model", None)}
+    return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
+
+
+def _device(models: dict[str, torch.nn.Module]) -> str:
+    """What of the machine decides how vLLM keeps weights in memory, with the versions."""
+    parameter = next((p for model in models.values() for p in model.parameters()), None)
+    if parameter is not None and parameter.is_cuda:
+        name = torch.cuda.get_device_name(parameter.device)
+    else:
+        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{platform.node()} {name} torch {torch.__version__} vllm {_vllm_version()}"
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _fence(models: dict[str, torch.nn.Module]) -> Any:
+    """Behind all that writes weights on a GPU by now; ``None`` on a CPU."""
+    parameter = next((p for model in models.values() for p in model.parameters()), None)
+    if parameter is None or not parameter.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(parameter.device))
+    return event

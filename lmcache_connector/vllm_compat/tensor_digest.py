@@ -1,0 +1,93 @@
+"""A digest of the tensors a model computes with, by name, form and content.
+
+128 bits or more of each tensor, exact for a change of one element, and dependent on where every
+element lies. BLAKE3 reads the bytes of tensors in host memory, without the interpreter lock. A
+kernel reads those on a GPU where they are (:mod:`~lmcache_connector.vllm_compat.tensor_sums`): the
+two digests of one content differ, and so does the KV of the two devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from lmcache_connector.keys.prefix_hash import canonical_bytes
+
+
+def model_digest(
+    models: Mapping[str, torch.nn.Module],
+    packed: Iterable[bytes],
+    is_over: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """Hexadecimal, 256 bits; ``None`` once ``is_over()`` says that nobody wants it.
+
+    Reads every parameter and buffer of ``models``, and the tensors that their compiled linear
+    layers keep for themselves. ``packed``: digests of weights that no tensor holds any more.
+    """
+    found = blake3()
+    known: dict[object, bytes] = {}  # several names may share one tensor
+    for name, tensor in _tensors(models):
+        if is_over():
+            return None
+        form = [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in known:
+            known[place] = tensor_digest(tensor)
+        found.update(canonical_bytes([form, known[place].hex()]))
+    found.update(canonical_bytes([each.hex() for each in packed]))
+    return str(found.hexdigest())
+
+
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Of the elements in the order of memory: 32 bytes, or 16 of a tensor on a GPU."""
+    tensor = _in_memory_order(tensor.detach())
+    if tensor.numel() == 0:
+        return b""
+    if tensor.is_cuda:
+        from lmcache_connector.vllm_compat.tensor_sums import sums_digest
+
+        return sums_digest(tensor)
+    tensor = tensor.cpu()
+    num_bytes = tensor.numel() * tensor.element_size()
+    content = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
+    return bytes(blake3(memoryview(content).cast("B")).digest())
+
+
+def has_hidden_weights(models: Mapping[str, torch.nn.Module]) -> bool:
+    """Whether some weights are in no tensor: vLLM's build for CPUs hands those of most linear
+    layers to oneDNN, and leaves an empty parameter behind."""
+    return any(
+        not parameter.numel() and parameter.device.type == "cpu"
+        for model in models.values()
+        for parameter in model.parameters()
+    )
+
+
+def _tensors(models: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for title, model in models.items():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            yield f"{title}/{name}", parameter
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            yield f"{title}/{name}", buffer
+        for name, module in model.named_modules():
+            for index, value in enumerate(_closure(vars(module).get("cpu_linear"))):
+                if isinstance(value, torch.Tensor):
+                    yield f"{title}/{name}/packed {index}", value
+
+
+def _closure(function: Any) -> list[Any]:
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells]
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous: a view with its axes in the order of their strides, a copy where that leaves
+    gaps."""
+    if tensor.is_contiguous():
+        return tensor
+    axes = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    return tensor.permute(axes).contiguous()

@@ -1,0 +1,194 @@
+"""Weights that change under a running engine, or while it loads them: nobody is served KV of other
+ones, and engines that have the same share."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.asks import Ask, ask_all
+from tests.support.engines.audits import build_retrained_model
+from tests.support.engines.calls import check_integrity, wait_for_writes
+from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.tiny_variants import build_seeing_model
+from tests.support.engines.updates import (
+    flip_one_bit,
+    live_on_another_host,
+    load_rows,
+    move_weights,
+    reload_from,
+    replace_files_after_loading,
+    weights_name,
+)
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+
+NUM_TOKENS, HIT = 700, 2 * CHUNK_SIZE
+
+
+@pytest.fixture(scope="module")
+def engine(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
+    with start(sharing(valkey)) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+@pytest.fixture(scope="module")
+def twin(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
+    with start(sharing(valkey)) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+def sharing(valkey: Server, **settings: Any) -> dict[str, Any]:
+    return kv_transfer(redis_url=valkey.url, lookup_deadline_seconds=10.0, **settings)
+
+
+def test_the_same_weights_share_at_once_after_every_reset(engine: VllmInstance) -> None:
+    prompt, name = random_prompt(1, NUM_TOKENS), engine.call(weights_name)
+    cold = engine.serve(prompt)
+    for _ in range(3):
+        engine.reset_prefix_cache()
+        hit = engine.serve(prompt)
+        assert hit.external_hit_tokens == HIT
+        assert hit.block_digests[:4] == cold.block_digests[:4]
+    assert engine.call(weights_name) == name
+    assert name.startswith("sha256:")
+
+
+@pytest.mark.parametrize("strength", [0.02, 0.00001])
+def test_after_an_update_no_request_gets_kv_of_before(
+    engine: VllmInstance, twin: VllmInstance, strength: float
+) -> None:
+    """vLLM's own reset with its defaults, as trainers call it. An engine that was updated alike
+    shares what is computed then."""
+    prompt = random_prompt(int(1 / strength), NUM_TOKENS)
+    old = engine.serve(prompt)
+    engine.reset_prefix_cache()
+    assert engine.serve(prompt).external_hit_tokens == HIT
+    for each in (engine, twin):
+        assert each.call(move_weights, strength) > 0
+        each.reset_prefix_cache()
+    new = engine.serve(prompt)
+    assert new.external_hit_tokens == 0
+    assert new.block_digests[:4] != old.block_digests[:4]
+    for _ in range(29):
+        engine.reset_prefix_cache()
+        again = engine.serve(prompt)
+        assert again.external_hit_tokens == HIT
+        assert again.block_digests[:4] == new.block_digests[:4]
+    engine.call(wait_for_writes)
+    shared = twin.serve(prompt)
+    assert shared.external_hit_tokens == HIT
+    assert shared.block_digests[:4] == new.block_digests[:4]
+
+
+def test_one_bit_is_an_update(engine: VllmInstance) -> None:
+    prompt = random_prompt(3, NUM_TOKENS)
+    engine.serve(prompt)
+    name = engine.call(weights_name)
+    engine.call(flip_one_bit)
+    engine.reset_prefix_cache()
+    assert engine.serve(prompt).external_hit_tokens == 0
+    engine.call(flip_one_bit)
+    engine.reset_prefix_cache()
+    assert engine.serve(prompt).external_hit_tokens == HIT
+    assert engine.call(weights_name) == name
+
+
+def test_weights_that_are_loaded_without_a_reset_are_noticed(engine: VllmInstance) -> None:
+    prompt, other = random_prompt(4, NUM_TOKENS), random_prompt(5, NUM_TOKENS)
+    old = engine.serve(prompt)
+    name = engine.call(weights_name)
+    engine.call(load_rows, 0.5)
+    assert engine.call(weights_name) != name
+    engine.serve(other)  # vLLM's own cache may have what it computed before
+    engine.reset_prefix_cache()
+    new = engine.serve(prompt)
+    assert new.external_hit_tokens == 0
+    assert new.block_digests[:4] != old.block_digests[:4]
+
+
+def test_a_reload_from_disk_changes_what_only_onednn_has(
+    start: StartInstance, tiny_model: Path, tmp_path: Path
+) -> None:
+    """vLLM's build for CPUs keeps most weights where no tensor shows them."""
+    folder = tmp_path / "other"
+    build_retrained_model(folder, tiny_model, 1.0)
+    prompt = random_prompt(6, NUM_TOKENS)
+    with start(kv_transfer()) as engine:
+        old, name = engine.serve(prompt), engine.call(weights_name)
+        engine.call(reload_from, folder)
+        engine.reset_prefix_cache()
+        new = engine.serve(prompt)
+        assert new.external_hit_tokens == 0
+        assert new.block_digests[:4] != old.block_digests[:4]
+        engine.call(reload_from, tiny_model)
+        engine.reset_prefix_cache()
+        back = engine.serve(prompt)
+        assert back.external_hit_tokens == HIT
+        assert back.block_digests[:4] == old.block_digests[:4]
+        assert engine.call(weights_name) == name
+
+
+def test_an_update_of_the_vision_encoder_alone_is_one(start: StartInstance, tmp_path: Path) -> None:
+    folder = build_seeing_model(tmp_path / "model")
+    with start(kv_transfer(), folder, max_model_len=2048) as seeing:
+        asks = [Ask([max(3, token) for token in random_prompt(7, NUM_TOKENS)], image=1)]
+        seeing.call(ask_all, asks)
+        seeing.reset_prefix_cache()
+        assert seeing.call(ask_all, asks).loaded_tokens > 0
+        assert seeing.call(move_weights, 0.02, "vision") > 0
+        for _ in range(2):  # a request with text alone proves nothing of images
+            seeing.reset_prefix_cache()
+            seeing.call(ask_all, [Ask(random_prompt(8, NUM_TOKENS))])
+        seeing.reset_prefix_cache()
+        assert seeing.call(ask_all, asks).loaded_tokens == 0
+
+
+def test_a_checkpoint_that_arrives_during_the_start_gives_no_name(
+    start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path
+) -> None:
+    latest = Path(shutil.copytree(tiny_model, tmp_path / "latest"))
+    other = tmp_path / "other"
+    build_retrained_model(other, tiny_model, 1.0)
+    prompt, transfer = random_prompt(9, NUM_TOKENS), sharing(valkey, namespace="arrives")
+    prepare = partial(set_environment, {"FOLDER": str(latest), "OTHER": str(other)})
+    with start(transfer, latest, prepare=partial(_replacing, prepare)) as one:
+        one.serve(prompt)
+        one.call(wait_for_writes)
+        assert one.call(weights_name).startswith("memory:")
+        assert "changed while the weights were loaded" in one.log
+    with start(transfer, latest) as two:
+        assert two.serve(prompt).external_hit_tokens == 0
+        assert two.call(weights_name).startswith("sha256:")
+
+
+def _replacing(prepare: partial[None]) -> None:
+    prepare()
+    replace_files_after_loading()
+
+
+def test_memory_that_is_not_what_its_files_gave_before_has_a_name_of_its_own(
+    start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Here two checkpoints under one name of the user's, on one host. On another host only audits
+    could tell."""
+    other = tmp_path / "other"
+    build_retrained_model(other, tiny_model, 1.0)
+    prompt = random_prompt(10, NUM_TOKENS)
+    transfer = sharing(valkey, namespace="named", model_digest="one name for all")
+    with start(transfer) as one:
+        one.serve(prompt)
+        one.call(wait_for_writes)
+    with start(transfer, other) as two:
+        assert two.serve(prompt).external_hit_tokens == 0
+        assert "not what their files gave at earlier starts" in two.log
+    with start(transfer, other, prepare=live_on_another_host) as three:
+        assert three.serve(prompt).external_hit_tokens > 0

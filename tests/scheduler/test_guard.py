@@ -1,0 +1,264 @@
+"""Whatever the scheduler side raises, in whichever call: the engine goes on, and no KV is wrong.
+
+vLLM's real scheduler makes the calls. One raises somewhere inside our scheduler side, at the
+beginning of a function that a seed picks: what was done by then is left half done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+import lmcache_connector
+from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_worker import VOCABULARY, Faults
+
+# All that vLLM calls of a scheduler side once it has started, as of KVConnectorBase_V1.
+CALLS = (
+    "build_connector_meta",
+    "get_external_cache_hit_sources",
+    "get_kv_connector_stats",
+    "get_num_new_matched_tokens",
+    "has_pending_block_frees",
+    "has_pending_push_work",
+    "on_new_request",
+    "request_finished_all_groups",
+    "reset_cache",
+    "take_events",
+    "update_connector_output",
+    "update_state_after_alloc",
+)
+# Of the base's, those that vLLM answers itself, calls at start, at the end, or of workers.
+NOT_OURS = {
+    "bind_gpu_block_pool",
+    "bind_kv_cache_manager",
+    "build_kv_connector_stats",
+    "build_prom_metrics",
+    "get_finished_count",
+    "get_loaded_kv_cache_group_ids",
+    "get_required_kvcache_layout",
+    "register_finished_partial_tail",
+    "request_finished",
+    "requires_kv_delivery",
+    "requires_piecewise_for_cudagraph",
+    "set_xfer_handshake_metadata",
+    "set_xfer_handshake_metadata_pp_aware",
+    "supports_divergent_local_hybrid_hits",
+}
+SHAPES = {
+    "plain": Shape(num_blocks=30),
+    "async, redis": Shape(depth=2, redis=True, num_blocks=30, audit_share=0.3),
+    "two ranks": Shape(world_size=2, num_blocks=30),
+    "windows": Shape(groups=("w40", "full"), num_blocks=50, tier_chunks=30, zeroes=True),
+    "first of two": Shape(beside=0, num_blocks=30),
+    "second of two, deep": Shape(beside=1, depth=3, num_blocks=30, kv_events=True),
+}
+_PRODUCT = str(Path(lmcache_connector.__file__).parent)
+_BOUNDARY = tuple(
+    f"{_PRODUCT}/{name}"
+    for name in ("connector", "scheduler/guard.py", "vllm_compat/short_loads.py")
+)
+
+
+class PlantedError(Exception):
+    """In the product's place."""
+
+
+class Planter:
+    """Has a call of vLLM's raise at the ``depth``-th function of the product that it enters: the
+    first from the ``number``-th on that enters so many. ``has_raised``: whether one did."""
+
+    def __init__(self, connector: Any, call: str, number: int, depth: int) -> None:
+        self.has_raised = False
+        self._calls = itertools.count()
+        self._number = number
+        self._depth = depth
+        original = getattr(connector, call)
+
+        def planted(*args: Any, **kwargs: Any) -> Any:
+            if self.has_raised or next(self._calls) < self._number:
+                return original(*args, **kwargs)
+            with self._raising():
+                return original(*args, **kwargs)
+
+        setattr(connector, call, planted)
+
+    @contextmanager
+    def _raising(self) -> Iterator[None]:
+        entered = itertools.count(1)
+
+        def see(frame: FrameType, event: str, _: Any) -> None:
+            file = frame.f_code.co_filename
+            if not file.startswith(_PRODUCT) or file.startswith(_BOUNDARY):
+                return
+            if not self.has_raised and next(entered) >= self._depth:
+                self.has_raised = True
+                raise PlantedError
+
+        sys.settrace(see)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=length)
+
+
+class Life:
+    """Requests that share prefixes come, are aborted, and end; vLLM forgets, and is reset."""
+
+    def __init__(self, engine: ShadowEngine, chance: random.Random) -> None:
+        self.engine = engine
+        self.chance = chance
+        self.aborted: set[str] = set()
+
+    def live(self, num_acts: int) -> None:
+        acts: list[Callable[[], Any]]
+        acts = [self.add, self.engine.step, self.abort, self.forget, self.reset]
+        for _ in range(num_acts):
+            self.chance.choices(acts, [14, 60, 3, 4, 2])[0]()
+        self.rest()
+
+    def add(self) -> None:
+        if len(self.engine.live) < 8:
+            size = self.engine.shape.chunk_size
+            tokens = prompt(self.chance.randrange(3), self.chance.choice([size, 3 * size, 100]))
+            self.engine.add([*tokens, 1], self.chance.choice([1, 3, size]))
+
+    def abort(self) -> None:
+        if self.engine.live:
+            victim = self.chance.choice(self.engine.live)
+            self.aborted.add(victim)
+            self.engine.abort(victim)
+
+    def forget(self) -> None:
+        self.engine.run_until_idle()
+        self.engine.scheduler.reset_prefix_cache()
+
+    def reset(self) -> None:
+        self.engine.reset(preempt=self.chance.random() < 0.5)
+
+    def rest(self) -> None:
+        self.engine.run_until_idle()
+        self.engine.add([1], 1)  # what was cancelled is reported
+        self.engine.run_until_idle()
+        self.engine.check_whole()
+        for name in self.engine.requests.keys() - self.aborted:
+            self.engine.check_answer(name)
+
+
+def test_all_calls_of_vLLM_are_known() -> None:
+    scheduler_side = Path(sys.modules[KVConnectorBase_V1.__module__].__file__ or "").read_text()
+    after = scheduler_side.partition("# Scheduler-side methods")[2]
+    assert after
+    named = {
+        name
+        for name in vars(KVConnectorBase_V1)
+        if f"def {name}(" in after and not name.startswith("_")
+    }
+    assert named <= {*CALLS, *NOT_OURS}
+    assert {"request_finished_all_groups", "get_kv_connector_stats"} <= {*CALLS}
+
+
+def a_life(model: Path, call: str, shape: Shape, chance: random.Random, at: int) -> bool:
+    """Whether the call was made often enough to raise."""
+    faults = Faults(failed_load=0.2, no_memory=0.1, slow=0.5, others_lie=shape.beside is not None)
+    engine = ShadowEngine(model, shape, chance.randrange(1 << 32), faults)
+    planter = Planter(engine.connector, call, at, chance.choice([1, 1, 2, 3, 5, 8, 13]))
+    life = Life(engine, chance)
+    life.live(70)
+    loads = engine.adapter.tally.total("load_jobs")
+    faults.failed_load = faults.no_memory = 0.0
+    for _ in range(3):
+        engine.add([*prompt(99, 100), 1], 1)
+        life.rest()
+        assert engine.scheduler.reset_prefix_cache()
+    assert engine.adapter.tally.total("load_jobs") > loads, "the cache is not used any more"
+    return planter.has_raised
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_raises_costs_hits_alone(model: Path, call: str, shape: str) -> None:
+    """Blocks are let go of, no request hangs, and no KV is wrong."""
+    for at in (0, 30):
+        a_life(model, call, SHAPES[shape], random.Random(f"{call} {shape} {at}"), at)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("call", CALLS)
+def test_nor_in_any_of_many_lives(model: Path, call: str, shape: str) -> None:
+    num_raised = 0
+    for number in range(60):
+        chance = random.Random(f"{call} {shape} {number}")
+        num_raised += a_life(model, call, SHAPES[shape], chance, chance.choice([0, 3, 10, 60]))
+    assert num_raised > 0
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_side_that_always_raises_and_cannot_start_over_is_left_alone(
+    model: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ShadowEngine(model, SHAPES["async, redis"], 0, Faults(slow=0.5))
+    life = Life(engine, random.Random(1))
+    life.live(60)
+    planter = Planter(engine.connector, call, 0, 1)
+
+    def raising() -> None:
+        planter.has_raised = False  # it raises the next time as well
+        raise PlantedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.adapter, "start_over", raising)
+        for _ in range(60):
+            life.add()
+            engine.step()
+    life.engine.run_until_idle()
+    engine.add([1], 1)
+    life.rest()
+
+
+def test_a_request_may_have_the_id_of_one_whose_stores_are_open(model: Path) -> None:
+    """As routers want them that need equal ids. This one's content is hidden: it bypasses."""
+    faults = Faults(slow=1.0)
+    engine = ShadowEngine(model, Shape(num_blocks=60), 0, faults)
+    engine.add(prompt(1, 300), 1, request_id="same")
+    engine.step()
+    engine.step()
+    assert engine.adapter._jobs.has_unattended
+    engine.abort("same")
+    engine.add(prompt(2, 300), 5, request_id="same", bypasses=True)
+    for _ in range(8):
+        engine.step()
+    assert engine.adapter.tally.total("scheduler_failures") == 0
+    faults.slow = 0.0
+    engine.run_until_idle()
+    engine.check_answer("same")
+    engine.check_whole()
+
+
+def test_failures_are_logged_once_per_episode_and_counted(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ShadowEngine(model, Shape(), 0)
+    guard, now = engine.connector._guard, [100.0]
+    assert guard is not None
+    monkeypatch.setattr(guard, "_clock", lambda: now[0])
+    for seconds in (0.0, 1.0, 50.0, 61.0):
+        now[0] += seconds
+        guard.failed("take_events", PlantedError("mine"))
+    assert caplog.text.count("take_events failed") == 2
+    assert engine.adapter.tally.total("scheduler_failures") == 4

@@ -1,0 +1,179 @@
+"""The name of an engine's weights, by any history of what its ranks have in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_connector.plans import WeightsInMemory
+from lmcache_connector.scheduler.weight_names import WeightNames
+
+
+@dataclass
+class Files:
+    name: str = "sha256:files"
+    changed: Path | None = None
+
+    def changed_since(self, seconds: float) -> Path | None:
+        return self.changed
+
+
+@dataclass
+class Engine:
+    """Ranks that answer, one after the other."""
+
+    files: Files = field(default_factory=Files)
+    kept: dict[str, str] = field(default_factory=dict)
+    label: str = ""
+    world_size: int = 2
+    is_visible: bool = True
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.names = WeightNames(
+            self.world_size,
+            self.files,
+            self.kept,
+            self.kept.update,
+            lambda: self.label,
+            lambda: self.now,
+        )
+        self.version = 0
+
+    def answer(self, weights: str, first: str | None = "one") -> str:
+        """All ranks have these weights. Returns their name."""
+        question = self.names.take_question()
+        assert not self.names.name
+        for rank in range(self.world_size):
+            told = WeightsInMemory(
+                self.version,
+                question or self.names._num_questions,
+                f"{weights} of rank {rank}",
+                None if first is None else f"{first} of rank {rank}",
+                self.is_visible,
+            )
+            self.names.learn(rank, told)
+            self.names.settle("configuration")
+        return self.names.name
+
+    def reset(self, weights: str, *, is_external: bool = False) -> str:
+        self.names.reset(is_external=is_external)
+        assert not self.names.name
+        return self.answer(weights)
+
+
+def test_files_name_the_weights_at_start() -> None:
+    assert Engine().answer("one") == "sha256:files"
+
+
+def test_equal_bytes_keep_their_name_and_others_are_named_by_themselves() -> None:
+    engine, twin = Engine(), Engine()
+    for each in (engine, twin):
+        each.answer("one")
+        assert each.reset("one") == "sha256:files"
+        assert each.reset("two").startswith("memory:")
+    assert engine.names.name == twin.names.name
+    assert engine.reset("three") != twin.names.name
+    assert engine.reset("one") == "sha256:files"
+
+
+def test_weights_that_were_changed_before_they_were_read_are_not_those_of_the_files() -> None:
+    assert Engine().answer("two", first=None).startswith("memory:")
+    engine = Engine()
+    assert engine.answer("two", first="one").startswith("memory:")
+    assert engine.reset("one") == "sha256:files"
+
+
+def test_files_that_changed_name_nothing() -> None:
+    engine = Engine(files=Files(changed=Path("/model")))
+    assert engine.answer("one").startswith("memory:")
+    assert not engine.kept
+
+
+def test_memory_that_does_not_fit_its_files_has_a_name_of_its_own() -> None:
+    kept: dict[str, str] = {}
+    assert Engine(kept=kept).answer("one") == "sha256:files"
+    other = Engine(kept=kept)
+    assert other.answer("two", first="two").startswith("memory:")
+    assert Engine(kept=kept).answer("one") == "sha256:files"
+
+
+def test_nothing_names_weights_that_nobody_sees_after_a_reset() -> None:
+    engine = Engine(is_visible=False)
+    assert engine.answer("unseen 1", first="unseen 1") == "sha256:files"
+    assert not engine.kept
+    names = {engine.reset(f"unseen {n}") for n in range(2, 4)}
+    assert len(names) == 2
+    assert "sha256:files" not in names
+
+
+def test_a_label_names_weights_that_have_changed_since_the_last_external_reset() -> None:
+    engine = Engine(label="of an earlier run")
+    assert engine.answer("one") == "sha256:files"
+    engine.label = "step 1"
+    assert engine.reset("one", is_external=True) == "sha256:files", "a pause before the update"
+    labelled = engine.reset("two", is_external=True)
+    assert labelled.startswith("label:")
+    engine.label = "step 2"
+    assert engine.reset("two", is_external=True) == labelled, "its bytes say no"
+    assert engine.reset("three", is_external=True) not in (labelled, "sha256:files")
+    assert engine.names.name.startswith("label:")
+    assert engine.reset("four", is_external=True).startswith("memory:"), "an old label"
+
+
+def test_a_label_is_read_at_external_resets_only() -> None:
+    engine = Engine()
+    engine.answer("one")
+    engine.label = "step 1"
+    assert engine.reset("two").startswith("memory:")
+    assert engine.reset("two", is_external=True).startswith("label:")
+
+
+def test_engines_of_other_sizes_share_by_label_alone() -> None:
+    names = set()
+    for world_size in (1, 2, 4):
+        engine = Engine(world_size=world_size)
+        engine.answer("one")
+        engine.label = "step 1"
+        names.add(engine.reset("two", is_external=True))
+    assert len(names) == 1
+
+
+def test_a_call_that_may_change_weights_raises_a_doubt_until_all_are_read() -> None:
+    engine = Engine()
+    engine.answer("one")
+    assert engine.names.learn(0, WeightsInMemory(2, 0, None, None))
+    assert not engine.names.settle("configuration")
+    engine.version = 2
+    assert engine.answer("one") == "sha256:files"
+    engine.names.learn(1, WeightsInMemory(4, 0, "two of rank 1"))
+    assert not engine.names.name, "read by the time it is told"
+
+
+def test_a_request_waits_a_moment_however_often_the_weights_change() -> None:
+    engine = Engine()
+    engine.answer("one")
+    waited = 0
+    engine.names.reset(is_external=False)
+    while engine.names.is_awaited():
+        engine.names.reset(is_external=False)
+        engine.now += 0.1
+        waited += 1
+    assert waited == 3
+    engine.answer("two")
+    engine.names.reset(is_external=False)
+    assert engine.names.is_awaited()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2))))
+def test_two_engines_share_only_what_both_have(history: list[tuple[int, bool, int]]) -> None:
+    """One name never stands for two contents, whatever labels say: those differ in the label."""
+    engine, contents = Engine(), {"sha256:files": "0"}
+    engine.answer("0", first="0")
+    for weights, is_external, label in history:
+        engine.label = f"{weights} {label}"
+        name = engine.reset(str(weights), is_external=is_external)
+        assert contents.setdefault(name, str(weights)) == str(weights)

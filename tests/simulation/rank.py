@@ -1,0 +1,195 @@
+"""One rank of an instance: our real worker side over checked memory, and how it is configured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+
+from lmcache_connector.connector import LMCacheTieredConnector
+from lmcache_connector.retention.bounds import Holdings
+from tests.simulation.kernel import Kernel, SimulationFailure
+from tests.simulation.kv_memory import KVMemory
+from tests.simulation.weights import Weights, Worker
+from tests.support.vllm_configs import BLOCK_SIZE, engine_config
+
+CHUNK_SIZE = 32
+NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 2, 32
+WIDTH = 2 * HEAD_SIZE * 2  # bytes of K and V, one token and head, bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one instance. ``depth``: steps scheduled ahead. Sizes in blocks and chunks, times in
+    seconds. ``settings``: ``kv_connector_extra_config``."""
+
+    world_size: int = 1
+    depth: int = 1
+    num_blocks: int = 40
+    cpu_chunks: int = 24
+    max_batched_tokens: int = 64
+    token_seconds: float = 0.0005
+    step_seconds: float = 0.004
+    copy_seconds: float = 0.0005
+    role: str = "kv_both"
+    kv_events: bool = False
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of each rank."""
+        return CHUNK_SIZE * NUM_LAYERS * (NUM_HEADS // self.world_size) * WIDTH
+
+    @property
+    def cpu_gib(self) -> float:
+        return self.cpu_chunks * self.chunk_bytes / 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One request in one forward pass: compute positions ``[start, end)``."""
+
+    request_id: str
+    start: int
+    end: int
+    cells: list[int]  # of all positions up to ``end``
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """``tables``: whose blocks are whose, from here on."""
+
+    passes: list[Pass]
+    tables: dict[str, list[int]]
+
+
+class Rank:
+    """One worker process; it shares its instance's :class:`Process`, and dies with it."""
+
+    def __init__(
+        self, kernel: Kernel, config: VllmConfig, shape: Shape, rank: int, weights: Weights
+    ) -> None:
+        self.rank = rank
+        self.chunk_bytes = shape.chunk_bytes
+        self.token_seconds = shape.token_seconds
+        self._kernel = kernel
+        self._shape = shape
+        share = NUM_HEADS // shape.world_size
+        heads = range(rank * share, (rank + 1) * share)
+        self.memory = KVMemory(NUM_LAYERS, shape.num_blocks, BLOCK_SIZE, heads, WIDTH)
+        self.connector = LMCacheTieredConnector(
+            config, KVConnectorRole.WORKER, kv_cache_config(shape)
+        )
+        Worker(weights).initialize(self.connector, self.memory.caches(torch.bfloat16))
+        worker: Any = self.connector._worker
+        self._engine = worker._engine
+
+    def run(
+        self, metadata: Any, step: Step, check_call: Callable[[str, float], None]
+    ) -> KVConnectorOutput:
+        kernel, connector = self._kernel, self.connector
+        started = kernel.now
+        connector.handle_preemptions(metadata)
+        check_call("handle_preemptions", started)
+        connector.bind_connector_metadata(metadata)
+        self._forward(step)
+        started = kernel.now
+        connector.start_load_kv(None)
+        connector.wait_for_save()
+        output = KVConnectorOutput()
+        results = connector.get_transfer_results(set())
+        output.finished_sending = results.finished_sending
+        output.finished_recving = results.finished_recving
+        output.failed_recving = results.failed_recving
+        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        check_call("the end of a step", started)
+        return output
+
+    def pins(self) -> dict[bytes, float]:
+        """Until when each pinned chunk is, on the process's clock."""
+        chunks = self._engine._ledger._chunks.items()
+        return {key: chunk.pinned_until for key, chunk in chunks if chunk.pinned_until is not None}
+
+    def keys_in_memory(self) -> set[bytes]:
+        return {int(key.chunk_hash).to_bytes(32, "big") for key in self._engine._cpu.hot_cache}
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next step has something to tell."""
+        return bool(self._engine.has_news)
+
+    @property
+    def holdings(self) -> Holdings:
+        return self._engine.holdings()  # type: ignore[no-any-return]
+
+    def evict(self) -> None:
+        self._engine.forget_all()
+
+    def check_memory(self) -> None:
+        """After the end: every chunk was given back, and none was written since."""
+        pool = self._engine._cpu.pool
+        if pool.num_free != pool.num_chunks:
+            raise SimulationFailure(f"{pool.num_chunks - pool.num_free} chunks of memory leaked")
+        pool.check()
+
+    def _forward(self, step: Step) -> None:
+        tokens = sum(one.end - one.start for one in step.passes)
+        seconds = 0.0002 + tokens * self.token_seconds
+        seconds += self._shape.step_seconds if step.passes else 0.0
+        # vLLM's kernels read and write somewhere in the middle of the pass.
+        self._kernel.sleep(seconds / 2)
+        for one in step.passes:  # in order: one may use what another computes
+            blocks = step.tables[one.request_id]
+            self.memory.check(blocks, 0, one.cells[: one.start], one.request_id)
+            self.memory.write(blocks, one.start, one.cells[one.start :])
+        self._kernel.sleep(seconds / 2)
+
+
+# -- configuration -------------------------------------------------------------------------------
+
+
+_engine_config = lru_cache(maxsize=64)(engine_config)
+
+
+def config_of(model: Path, shape: Shape, transfer: KVTransferConfig, rank: int = 0) -> VllmConfig:
+    """Making one takes as long as a tenth of a world: those of a kind share the most of it."""
+    config = copy.copy(
+        _engine_config(
+            model,
+            depth=shape.depth,
+            max_batched_tokens=shape.max_batched_tokens,
+            world_size=shape.world_size,
+            kv_events=shape.kv_events,
+        )
+    )
+    config.cache_config = copy.copy(config.cache_config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.rank = rank
+    config.kv_transfer_config = transfer
+    return config
+
+
+def kv_cache_config(shape: Shape) -> KVCacheConfig:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE,
+        num_kv_heads=NUM_HEADS // shape.world_size,
+        head_size=HEAD_SIZE,
+        dtype=torch.bfloat16,
+    )
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(NUM_LAYERS)]
+    return KVCacheConfig(
+        num_blocks=shape.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+    )

