@@ -31,8 +31,6 @@ from lmcache_connector.vllm_compat.tensor_digest import (
     tensor_digest,
 )
 
-logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 

@@ -1,4 +1,4 @@
-"""Digests of tensors on a GPU: the kernel against numpy, by Triton's interpreter and on a device."""
+"""Digests of tensors on a GPU: the kernel against numpy, interpreted by Triton and on a device."""
 
 from __future__ import annotations
 
