@@ -23,16 +23,18 @@ import torch
 
 from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.requests.background_read import BackgroundReads, Reading
+from lmcache_connector.vllm_compat.api.contract import Feature
+from lmcache_connector.vllm_compat.api.versions import missing_late
 from lmcache_connector.vllm_compat.tensor_digest import (
     has_hidden_weights,
     model_digest,
     tensor_digest,
 )
 
-logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
+
+logger = logging.getLogger(__name__)
 
 _MAY_CHANGE_WEIGHTS = (
     "apply_model",
@@ -106,6 +108,8 @@ class LoadedWeights:
     # -- details -------------------------------------------------------------------------------
 
     def _watch(self, worker: Any) -> None:
+        if absent := missing_late(Feature.WEIGHT_UPDATES):
+            logger.warning("%s (this vLLM lacks %s).", Feature.WEIGHT_UPDATES, ", ".join(absent))
         for name in _MAY_CHANGE_WEIGHTS:
             self._wrap(worker, name, self._around)
         self._wrap(worker.model_runner, "reload_weights", self._around)
@@ -276,12 +280,14 @@ class _HiddenWeights:
 
         if self.is_watched or not current_platform.is_cpu():
             return
+        if absent := missing_late(Feature.PACKED_WEIGHTS):
+            logger.warning("%s (this vLLM lacks %s).", Feature.PACKED_WEIGHTS, ", ".join(absent))
+            return
         self.is_watched = True
         from vllm import _custom_ops
 
         for name in self._MAKERS:
-            if (make := getattr(_custom_ops, name, None)) is not None:
-                setattr(_custom_ops, name, self._digesting(make))
+            setattr(_custom_ops, name, self._digesting(getattr(_custom_ops, name)))
 
     def digests(self) -> Iterator[bytes]:
         self._handlers = [each for each in self._handlers if each() is not None]
