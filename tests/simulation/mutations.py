@@ -186,7 +186,7 @@ def routers_are_told_half() -> None:
 
 def resets_ignored() -> None:
     """KV of other weights has the keys it had before."""
-    from lmcache_connector.scheduler.weight_names import WeightNames
+    from lmcache_connector.weight_names import WeightNames
 
     WeightNames.reset = lambda self, *_, **__: None  # type: ignore[method-assign]
 
