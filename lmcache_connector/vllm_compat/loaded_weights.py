@@ -25,6 +25,7 @@ from lmcache_connector.requests.background_read import BackgroundReads, Reading
 from lmcache_connector.vllm_compat.tensor_digest import (
     has_hidden_weights,
     model_digest,
+    model_form,
     tensor_digest,
 )
 
@@ -37,6 +38,7 @@ _MAY_CHANGE_WEIGHTS = (
     "finish_weight_update",
     "load_model",
     "reload_weights",
+    "reset_weights",
     "start_draft_weight_update",
     "start_weight_update",
     "update_weights",
@@ -59,6 +61,7 @@ class LoadedWeights:
         self._is_visible = bool(self._models) and (
             _hidden.is_watched or not has_hidden_weights(self._models)
         )
+        self._form = f"{_device(self._models)} {model_form(self._models)}"
         self._reads = BackgroundReads("lmc-weights")
         self._reading: Reading[str] = Reading()
         self._num_reads = 0
@@ -90,7 +93,7 @@ class LoadedWeights:
             digest=self._reading.value if self._reading.is_done else None,
             first_digest=self._first_digest,
             is_visible=self._is_visible,
-            device=_device(self._models),
+            form=self._form,
             loaded_after=getattr(self._worker, _MADE_AT, None) or psutil.Process().create_time(),
         )
 
