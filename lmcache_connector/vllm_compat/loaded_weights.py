@@ -171,10 +171,12 @@ class LoadedWeights:
         if self._is_asleep or self._num_calls:
             return
         version, models, fence = self.version, self._models, _fence(self._models)
-        is_first = self._num_reads == 1
+        number = self._num_reads
+        is_first = number == 1  # the files' own: it goes on, whatever is asked meanwhile
 
         def is_over() -> bool:
-            return self.version != version or self._is_asleep
+            is_late = self._num_reads != number and not is_first
+            return is_late or self.version != version or self._is_asleep
 
         def read() -> str | None:
             digest = self._digest(models, fence, is_over)

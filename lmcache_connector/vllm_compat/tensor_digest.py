@@ -17,6 +17,10 @@ from blake3 import blake3
 
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 
+# What vLLM makes of a parameter of MLA and computes with beside it. Whoever loads other weights in
+# place may leave these as they were.
+_DERIVED = ("W_UK_T", "W_UV")
+
 
 def model_digest(
     models: Mapping[str, torch.nn.Module],
@@ -83,6 +87,9 @@ def _tensors(models: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch
             for index, value in enumerate(_closure(vars(module).get("cpu_linear"))):
                 if isinstance(value, torch.Tensor):
                     yield f"{title}/{name}/packed {index}", value
+            for derived in _DERIVED:
+                if isinstance(value := vars(module).get(derived), torch.Tensor):
+                    yield f"{title}/{name}/{derived}", value
 
 
 def _form(name: str, tensor: torch.Tensor) -> list[Any]:

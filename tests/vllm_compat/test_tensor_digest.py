@@ -25,3 +25,11 @@ def test_words_of_a_tensor_that_begins_anywhere_in_its_storage(offset: int) -> N
     data = words.numpy().tobytes() + rest.numpy().tobytes()
     assert data == tensor.contiguous().view(torch.int16).numpy().tobytes()
     assert rest.numel() == 2
+
+
+def test_what_mla_derives_of_its_weights_counts() -> None:
+    layer = torch.nn.Linear(4, 6)
+    vars(layer)["W_UV"] = layer.weight.detach().clone()
+    before = model_digest({"model": layer}, ())
+    layer.W_UV += 1
+    assert model_digest({"model": layer}, ()) != before
