@@ -12,16 +12,16 @@ import torch
 
 from lmcache_connector.vllm_compat import loaded_weights
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights
+from lmcache_connector.vllm_compat.tensor_digest import model_digest
 
 
 def test_a_storm_of_resets_leaves_no_queue_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = loaded_weights.model_digest
     started, go_on, whole = threading.Event(), threading.Event(), list[bool]()
 
     def slow(models: Any, packed: Any, is_over: Callable[[], bool]) -> str | None:
         started.set()
         go_on.wait(30)
-        digest = read(models, packed, is_over)
+        digest = model_digest(models, packed, is_over)
         whole.append(digest is not None)
         return digest
 
