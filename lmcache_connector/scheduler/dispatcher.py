@@ -142,6 +142,13 @@ class JobDispatcher:
             self.stop_prefetch(state)
             self._auditor.drop(state)
 
+    def drop_unsent_stores(self) -> None:
+        """What they would read may have been computed with other weights than their keys name: vLLM
+        tells of the end of a request before it hands over what ranks report of the same step."""
+        for planned in self._jobs.drop_unsent_stores():
+            self._index.settle(planned.job.keys, planned.job.job_id)
+            self._end(planned)
+
     # -- blocks that stores read -----------------------------------------------------------------
 
     @property

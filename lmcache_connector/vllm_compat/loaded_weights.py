@@ -28,6 +28,7 @@ from lmcache_connector.vllm_compat.api.versions import missing_late
 from lmcache_connector.vllm_compat.tensor_digest import (
     has_hidden_weights,
     model_digest,
+    model_form,
     tensor_digest,
 )
 
@@ -42,6 +43,7 @@ _MAY_CHANGE_WEIGHTS = (
     "finish_weight_update",
     "load_model",
     "reload_weights",
+    "reset_weights",
     "start_draft_weight_update",
     "start_weight_update",
     "update_weights",
@@ -64,6 +66,7 @@ class LoadedWeights:
         self._is_visible = bool(self._models) and (
             _hidden.is_watched or not has_hidden_weights(self._models)
         )
+        self._form = f"{_device(self._models)} {model_form(self._models)}"
         self._reads = BackgroundReads("lmc-weights")
         self._reading: Reading[str] = Reading()
         self._num_reads = 0
@@ -96,7 +99,7 @@ class LoadedWeights:
             digest=self._reading.value if self._reading.is_done else None,
             first_digest=self._first_digest,
             is_visible=self._is_visible,
-            device=_device(self._models),
+            form=self._form,
             loaded_after=getattr(self._worker, _MADE_AT, None) or psutil.Process().create_time(),
         )
 
@@ -177,10 +180,12 @@ class LoadedWeights:
         if self._is_asleep or self._num_calls:
             return
         version, models, fence = self.version, self._models, _fence(self._models)
-        is_first = self._num_reads == 1
+        number = self._num_reads
+        is_first = number == 1  # the files' own: it goes on, whatever is asked meanwhile
 
         def is_over() -> bool:
-            return self.version != version or self._is_asleep
+            is_late = self._num_reads != number and not is_first
+            return is_late or self.version != version or self._is_asleep
 
         def read() -> str | None:
             try:
