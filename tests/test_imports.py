@@ -43,7 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kv_layout", "config", "lookup"),
     ("audit", "cost_model", "kv_events", "storage/redis", "requests", "retention", "tracing"),
     ("storage", "storage/redis/client"),
-    ("kv_parts",),
+    ("kv_parts", "weight_names"),
     ("keys", "plans", "metrics", "net", "threads"),
     ("vllm_compat/api",),
     ("errors",),

@@ -38,9 +38,9 @@ from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
-from lmcache_connector.scheduler.weight_names import WeightFiles, WeightNames
 from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import Spans
+from lmcache_connector.weight_names import WeightFiles, WeightNames
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.lookup import RedisLookup

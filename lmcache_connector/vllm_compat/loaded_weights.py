@@ -72,6 +72,7 @@ class LoadedWeights:
         self._num_calls = 0  # under way, one inside the other
         self._is_asleep = False
         self._put_back: list[Callable[[], None]] = []
+        self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.version = 0
         """Counts the calls that may have changed the weights."""
         self.has_news = True
@@ -120,7 +121,8 @@ class LoadedWeights:
     def _watch_models(self, worker: Any) -> None:
         self._models = _models_of(worker)
         for model in self._models.values():
-            if "load_weights" not in vars(model):
+            if model not in self._watched:  # another connector's watch is none of ours
+                self._watched.add(model)
                 self._wrap(model, "load_weights", self._around)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:

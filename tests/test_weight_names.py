@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.plans import WeightsInMemory
-from lmcache_connector.scheduler.weight_names import WeightNames
+from lmcache_connector.weight_names import WeightNames
 
 
 @dataclass

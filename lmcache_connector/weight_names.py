@@ -152,10 +152,10 @@ class WeightNames:
             self._relabel(digest)
         if why:
             logger.warning(
-                "LMCacheTieredConnector: %s: KV is shared with instances that have the same", why
+                "lmcache-connector: %s: KV is shared with instances that have the same", why
             )
         self.name = self._names[digest]
-        logger.info("LMCacheTieredConnector: weights %s", self.name)
+        logger.info("lmcache-connector: weights %s", self.name)
 
     def _relabel(self, digest: str) -> None:
         """A new label names weights that are not those of the last external reset."""
@@ -166,7 +166,7 @@ class WeightNames:
         self._label = self._new_label
         if self._names[digest].startswith("memory:"):
             self._names[digest] = f"label:{_hex([self._files.name, self._label])}"
-            logger.warning("LMCacheTieredConnector: the weights are %r by their label", self._label)
+            logger.warning("lmcache-connector: the weights are %r by their label", self._label)
 
     def _first_name(
         self, digest: str, ranks: list[WeightsInMemory], configuration: object
