@@ -180,7 +180,7 @@ def test_models_with_weights_in_subfolders_are_vllms() -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """A checkpoint behind a link to a folder that is a link too: latest -> snapshots -> of step 1."""
+    """A checkpoint behind a link to one of two folders: latest -> snapshots/1."""
 
     latest: Path
     snapshots: Path
