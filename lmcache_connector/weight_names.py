@@ -46,17 +46,11 @@ class WeightFiles(Protocol):
         ...
 
 
-class KeptNames(Protocol):
-    """Digests by digest, kept from one start to the next."""
-
-    def load(self) -> Mapping[str, str]: ...
-
-    def add(self, digests: Mapping[str, str]) -> None: ...
-
-
 class WeightNames:
     """``name``: of the weights, "" while it is unknown. ``question``: goes with the next plan; 0:
-    none. ``heard``: of each rank, the version of its weights that is known here.
+    none. ``heard``: of each rank, the version of its weights that is known here. ``kept``: what
+    earlier starts on this host had in memory, by a digest of where it came from; ``keep`` is told
+    more of it, and does not wait for a disk.
 
     ``read_label()`` is the user's name for weights after an update; it raises ``ConfigError`` if
     there is none to be read. A label stands for what digests cannot tell: that engines of other
@@ -67,7 +61,8 @@ class WeightNames:
         self,
         world_size: int,
         files: WeightFiles,
-        kept: KeptNames,
+        kept: Mapping[str, str],
+        keep: Callable[[Mapping[str, str]], object],
         read_label: Callable[[], str],
         clock: Callable[[], float],
     ) -> None:
@@ -76,6 +71,7 @@ class WeightNames:
         self.heard = (-1,) * world_size
         self._files = files
         self._kept = kept
+        self._keep = keep
         self._read_label = read_label
         self._clock = clock
         self._ranks: dict[int, WeightsInMemory] = {}
@@ -184,9 +180,9 @@ class WeightNames:
             return own, f"{changed} changed while the weights were loaded, or later"
         if all(each.is_visible for each in ranks):
             key = _hex([files, configuration, [each.device for each in ranks]])
-            if self._kept.load().get(key, digest) != digest:
+            if self._kept.get(key, digest) != digest:
                 return own, "the weights in memory are not what their files gave at earlier starts"
-            self._kept.add({key: digest})
+            self._keep({key: digest})
         return files, ""
 
     def _read(self) -> str:

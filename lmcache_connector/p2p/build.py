@@ -20,6 +20,7 @@ from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, worker_on_stack
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
@@ -83,7 +84,7 @@ def describe(
     _check_is_handed_over(model, kv_cache_config)
     ranks = model.parts[0].ranks
     weights = weights_identity(vllm_config, config.model_digest, user_cache_folder())
-    identity = {"namespace": config.namespace, "weights": weights.name} | model.configuration
+    identity: dict[str, object] = {"namespace": config.namespace, "weights": weights.name}
     first_rank = engine_index(parallel) * model.world_size
     tp_size = parallel.tensor_parallel_size
     address = PeerAddress(config.host, transfer.kv_port + first_rank)
@@ -92,7 +93,7 @@ def describe(
         host=address.host,
         port=address.port,
         rank=model.rank,
-        model=model_digests(identity),
+        model=model_digests(identity | model.configuration),
         block_size=block_size,
         tp_size=tp_size,
         layer_counts=tuple(rank.num_layers for rank in ranks[::tp_size]),
@@ -156,6 +157,7 @@ def make_scheduler(instance: Instance, config: P2PConfig, spans: Spans) -> P2PSc
         pushes=config.send_type != "GET",
         may_talk_to=config.may_talk_to,
     )
+    kept = KeptDigests(user_cache_folder())
     return P2PSchedulerAdapter(
         settings,
         router,
@@ -164,7 +166,8 @@ def make_scheduler(instance: Instance, config: P2PConfig, spans: Spans) -> P2PSc
         WeightNames(
             model.world_size,
             instance.weights,
-            KeptDigests(user_cache_folder()),
+            kept.load(),
+            lambda found: start_thread("lmc-keep-digests", kept.add, found),
             lambda: "",
             time.monotonic,
         ),

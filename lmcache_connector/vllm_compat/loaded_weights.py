@@ -8,6 +8,7 @@ prefix cache: the scheduler side then asks all ranks.
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 import time
@@ -27,6 +28,8 @@ from lmcache_connector.vllm_compat.tensor_digest import (
     model_digest,
     tensor_digest,
 )
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
@@ -176,7 +179,12 @@ class LoadedWeights:
             return self.version != version or self._is_asleep
 
         def read() -> str | None:
-            digest = self._digest(models, fence, is_over)
+            try:
+                digest = self._digest(models, fence, is_over)
+            except Exception:  # whatever this device or this kind of tensor lacks
+                logger.exception("The weights in memory cannot be read")
+                self._is_visible = False
+                digest = f"unseen:{uuid.uuid4().hex}"
             if is_over():
                 return None
             if is_first:

@@ -45,6 +45,8 @@ def sums_digest(tensor: torch.Tensor) -> bytes:
     """16 bytes, of a contiguous tensor, after all that its device's current stream has to do."""
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     data = tensor.reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 4:
+        data = data.clone()  # words begin where words may
     num_whole = data.numel() // 4 * 4
     words = data[:num_whole].view(torch.int32)
     if num_whole:

@@ -132,7 +132,7 @@ def old_maps_are_kept() -> None:
     from lmcache_connector.storage.redis.lookup import RedisLookup
 
     RedisLookup._number = (  # type: ignore[method-assign]
-        lambda self, line: int(line[1:]) if line[:1] == b":" and line[1:].isdigit() else 0
+        lambda self, line, node: int(line[1:]) if line[:1] == b":" and line[1:].isdigit() else 0
     )
 
 

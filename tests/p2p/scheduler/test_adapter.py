@@ -18,7 +18,7 @@ from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.requests.identifier import UNREAD, Bypass, NotYet
 from lmcache_connector.weight_names import WeightNames
-from tests.test_weight_names import Files, Kept
+from tests.test_weight_names import Files
 
 OWN = PeerAddress("127.0.0.1", 5)
 BLOCK = 16
@@ -89,7 +89,7 @@ def make(
         may_talk_to=lambda _: True,
     )
     clock = clock or Clock()
-    weights = WeightNames(2, Files(), Kept(), lambda: "", clock)
+    weights = WeightNames(2, Files(), {}, lambda found: None, lambda: "", clock)
     side = P2PSchedulerAdapter(
         settings, router, {"model": 1}, weights, {}, identifier or PlainRequests(), clock
     )
