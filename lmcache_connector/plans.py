@@ -59,7 +59,7 @@ class WeightsInMemory:
     ``version`` counts the calls that may have changed them. ``digest`` is ``None`` while they are
     being read; it says nothing about their content unless ``is_visible``. ``first_digest``: of
     those that were loaded at start; ``None`` if they were changed before they were read.
-    ``question``: the last one this answers. ``device``: what else decides how vLLM keeps them.
+    ``question``: the last one this answers. ``form``: how vLLM keeps them, and on what machine.
     ``loaded_after``: they were read from the disk after this time, in seconds since 1970.
     """
 
@@ -68,7 +68,7 @@ class WeightsInMemory:
     digest: str | None = ""
     first_digest: str | None = ""
     is_visible: bool = True
-    device: str = ""
+    form: str = ""
     loaded_after: float = float("inf")
 
 

@@ -179,7 +179,7 @@ class WeightNames:
         if (changed := self._files.changed_since(loaded_after)) is not None:
             return own, f"{changed} changed while the weights were loaded, or later"
         if all(each.is_visible for each in ranks):
-            key = _hex([files, configuration, [each.device for each in ranks]])
+            key = _hex([files, configuration, [each.form for each in ranks]])
             if self._kept.get(key, digest) != digest:
                 return own, "the weights in memory are not what their files gave at earlier starts"
             self._keep({key: digest})

@@ -132,6 +132,7 @@ class SchedulerAdapter:
         self._auditor.forget_all()
         self._loaded_adapters.forget()
         self.index.forget_planned()
+        self.kv_events.forget_jobs()
         self.policy.forget_all()
         self.spans.drop_all()
         waiting = self._to_compute.items()
@@ -314,6 +315,7 @@ class SchedulerAdapter:
             if report.adapters is not None:
                 self._learn_adapters(report.rank, report.adapters)
             if report.weights is not None and self.book.weights.learn(report.rank, report.weights):
+                self._dispatcher.drop_unsent_stores()
                 self._doubt_weights()
             for result in report.results:
                 self._dispatcher.report(report.rank, result)

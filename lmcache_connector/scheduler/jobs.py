@@ -91,6 +91,12 @@ class PlannedJobs:
         self._stores = [job for job in self._stores if job.job_id in self._jobs]
         return vacated
 
+    def drop_unsent_stores(self) -> list[PlannedJob]:
+        """Stores and audits that no worker has heard of yet end with that."""
+        dropped = [self._jobs.pop(job.job_id) for job in self._stores]
+        self._stores = []
+        return dropped
+
     def blocks_read_of(self, state: RequestState) -> list[int]:
         """Blocks that the request's open stores read."""
         planned = [self._jobs[job_id] for job_id in state.store.job_ids]

@@ -23,16 +23,19 @@ import torch
 
 from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.requests.background_read import BackgroundReads, Reading
+from lmcache_connector.vllm_compat.api.contract import Feature
+from lmcache_connector.vllm_compat.api.versions import missing_late
 from lmcache_connector.vllm_compat.tensor_digest import (
     has_hidden_weights,
     model_digest,
+    model_form,
     tensor_digest,
 )
 
-logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
+
+logger = logging.getLogger(__name__)
 
 _MAY_CHANGE_WEIGHTS = (
     "apply_model",
@@ -40,6 +43,7 @@ _MAY_CHANGE_WEIGHTS = (
     "finish_weight_update",
     "load_model",
     "reload_weights",
+    "reset_weights",
     "start_draft_weight_update",
     "start_weight_update",
     "update_weights",
@@ -62,6 +66,7 @@ class LoadedWeights:
         self._is_visible = bool(self._models) and (
             _hidden.is_watched or not has_hidden_weights(self._models)
         )
+        self._form = f"{_device(self._models)} {model_form(self._models)}"
         self._reads = BackgroundReads("lmc-weights")
         self._reading: Reading[str] = Reading()
         self._num_reads = 0
@@ -94,7 +99,7 @@ class LoadedWeights:
             digest=self._reading.value if self._reading.is_done else None,
             first_digest=self._first_digest,
             is_visible=self._is_visible,
-            device=_device(self._models),
+            form=self._form,
             loaded_after=getattr(self._worker, _MADE_AT, None) or psutil.Process().create_time(),
         )
 
@@ -107,6 +112,8 @@ class LoadedWeights:
     # -- details -------------------------------------------------------------------------------
 
     def _watch(self, worker: Any) -> None:
+        if absent := missing_late(Feature.WEIGHT_UPDATES):
+            logger.warning("%s (this vLLM lacks %s).", Feature.WEIGHT_UPDATES, ", ".join(absent))
         for name in _MAY_CHANGE_WEIGHTS:
             self._wrap(worker, name, self._around)
         self._wrap(worker.model_runner, "reload_weights", self._around)
@@ -173,10 +180,12 @@ class LoadedWeights:
         if self._is_asleep or self._num_calls:
             return
         version, models, fence = self.version, self._models, _fence(self._models)
-        is_first = self._num_reads == 1
+        number = self._num_reads
+        is_first = number == 1  # the files' own: it goes on, whatever is asked meanwhile
 
         def is_over() -> bool:
-            return self.version != version or self._is_asleep
+            is_late = self._num_reads != number and not is_first
+            return is_late or self.version != version or self._is_asleep
 
         def read() -> str | None:
             try:
@@ -278,12 +287,14 @@ class _HiddenWeights:
 
         if self.is_watched or not current_platform.is_cpu():
             return
+        if absent := missing_late(Feature.PACKED_WEIGHTS):
+            logger.warning("%s (this vLLM lacks %s).", Feature.PACKED_WEIGHTS, ", ".join(absent))
+            return
         self.is_watched = True
         from vllm import _custom_ops
 
         for name in self._MAKERS:
-            if (make := getattr(_custom_ops, name, None)) is not None:
-                setattr(_custom_ops, name, self._digesting(make))
+            setattr(_custom_ops, name, self._digesting(getattr(_custom_ops, name)))
 
     def digests(self) -> Iterator[bytes]:
         self._handlers = [each for each in self._handlers if each() is not None]

@@ -17,6 +17,10 @@ from blake3 import blake3
 
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 
+# What vLLM makes of a parameter of MLA and computes with beside it. Whoever loads other weights in
+# place may leave these as they were.
+_DERIVED = ("W_UK_T", "W_UV")
+
 
 def model_digest(
     models: Mapping[str, torch.nn.Module],
@@ -33,13 +37,19 @@ def model_digest(
     for name, tensor in _tensors(models):
         if is_over():
             return None
-        form = [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if place not in known:
             known[place] = tensor_digest(tensor)
-        found.update(canonical_bytes([form, known[place].hex()]))
+        found.update(canonical_bytes([_form(name, tensor), known[place].hex()]))
     found.update(canonical_bytes([each.hex() for each in packed]))
     return str(found.hexdigest())
+
+
+def model_form(models: Mapping[str, torch.nn.Module]) -> str:
+    """Hexadecimal: how ``models`` keep their weights, whatever these are. One checkpoint comes to
+    memory under other names with LoRA, without its vision encoder, or in stages of a pipeline."""
+    forms = [[*_form(name, tensor), tensor.device.type] for name, tensor in _tensors(models)]
+    return str(blake3(canonical_bytes(forms)).hexdigest())
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
@@ -77,6 +87,13 @@ def _tensors(models: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch
             for index, value in enumerate(_closure(vars(module).get("cpu_linear"))):
                 if isinstance(value, torch.Tensor):
                     yield f"{title}/{name}/packed {index}", value
+            for derived in _DERIVED:
+                if isinstance(value := vars(module).get(derived), torch.Tensor):
+                    yield f"{title}/{name}/{derived}", value
+
+
+def _form(name: str, tensor: torch.Tensor) -> list[Any]:
+    return [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
 
 
 def _closure(function: Any) -> list[Any]:

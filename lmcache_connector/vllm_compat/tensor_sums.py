@@ -44,16 +44,21 @@ def _sum_words(words, num_words, sums, STEP_0: tl.constexpr, STEP_1: tl.constexp
 def sums_digest(tensor: torch.Tensor) -> bytes:
     """16 bytes, of a contiguous tensor, after all that its device's current stream has to do."""
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    data = tensor.reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 4:
-        data = data.clone()  # words begin where words may
-    num_whole = data.numel() // 4 * 4
-    words = data[:num_whole].view(torch.int32)
-    if num_whole:
+    words, rest = split_words(tensor)
+    if words.numel():
         grid = (triton.cdiv(words.numel(), _WORDS_PER_PROGRAM),)
         _sum_words[grid](words, words.numel(), sums, *STEPS, _WORDS_PER_PROGRAM)
-    rest = bytes(data[num_whole:].cpu().numpy())
-    return bytes(sums.cpu().numpy().astype("<i8").tobytes()) + rest
+    return bytes(sums.cpu().numpy().astype("<i8").tobytes()) + bytes(rest.cpu().numpy())
+
+
+def split_words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of a contiguous tensor, wherever it begins in its storage: words of 4, and up to 3
+    that are left."""
+    data = tensor.reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 4:
+        data = data.clone()
+    num_whole = data.numel() // 4 * 4
+    return data[:num_whole].view(torch.int32), data[num_whole:]
 
 
 def reference_sums(data: bytes) -> bytes:

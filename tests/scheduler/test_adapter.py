@@ -14,7 +14,7 @@ from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored
 from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.metrics.samples import split_key
 from lmcache_connector.metrics.table import METRICS
-from lmcache_connector.plans import Outcome
+from lmcache_connector.plans import Outcome, WeightsInMemory
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import VOCABULARY, Faults
@@ -225,6 +225,23 @@ def test_instances_with_the_same_weights_share_whenever_they_were_reset(model: P
     assert stored_keys(two) == as_loaded
     assert two.reset()
     assert stored_keys(two) == updated
+
+
+def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path) -> None:
+    """vLLM tells of the end of a request before it hands over what ranks report of that step."""
+    for is_updated in (False, True):
+        engine = ShadowEngine(model, Shape(), 0, Faults(slow=0.0))
+        engine.add(prompt(1, CHUNK - 1), max_tokens=2)
+        engine.step()
+        if is_updated:
+            told = iter([WeightsInMemory(version=2, digest="others")])
+            vars(engine.ranks[0])["_read_weights"] = lambda _, told=told: next(told, None)
+        engine.step()
+        assert not engine.live
+        num_plans = len(engine.plans)
+        engine.run_until_idle()
+        assert any(plan.stores for plan in engine.plans[num_plans:]) != is_updated
+        engine.check_whole()
 
 
 def test_a_reset_takes_back_what_routers_were_told(

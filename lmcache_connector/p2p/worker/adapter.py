@@ -143,8 +143,9 @@ class P2PWorkerAdapter:
             self._dialer.card = card
             self._server.introduce_as(card)
         heard = plan.heard_weights[self._settings.card.rank] if plan.heard_weights else None
-        others = {start.transfer_id for start in plan.starts}
-        others.update(save.transfer_id for save in plan.saves)
+        others = {each.transfer_id for each in plan.starts} | {
+            each.transfer_id for each in plan.saves
+        }
         for role in self._roles:
             role.start_forward(plan)
             if others and heard not in (None, self._weights.version):

@@ -89,7 +89,7 @@ def make(
         may_talk_to=lambda _: True,
     )
     clock = clock or Clock()
-    weights = WeightNames(2, Files(), {}, lambda found: None, lambda: "", clock)
+    weights = WeightNames(2, Files(), {}, lambda _: None, lambda: "", clock)
     side = P2PSchedulerAdapter(
         settings, router, {"model": 1}, weights, {}, identifier or PlainRequests(), clock
     )
