@@ -84,11 +84,7 @@ def describe(
     _check_is_handed_over(model, kv_cache_config)
     ranks = model.parts[0].ranks
     weights = weights_identity(vllm_config, config.model_digest, user_cache_folder())
-    identity: dict[str, object] = {
-        "namespace": config.namespace,
-        "weights": weights.name,
-        **model.configuration,
-    }
+    identity: dict[str, object] = {"namespace": config.namespace, "weights": weights.name}
     first_rank = engine_index(parallel) * model.world_size
     tp_size = parallel.tensor_parallel_size
     address = PeerAddress(config.host, transfer.kv_port + first_rank)
