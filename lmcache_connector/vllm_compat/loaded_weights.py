@@ -24,7 +24,11 @@ import torch
 from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.requests.background_read import BackgroundReads, Reading
 from lmcache_connector.vllm_compat.api.contract import Feature
-from lmcache_connector.vllm_compat.api.versions import missing_late
+from lmcache_connector.vllm_compat.api.versions import (
+    VLLM_PACKAGE,
+    installed_version,
+    missing_late,
+)
 from lmcache_connector.vllm_compat.tensor_digest import (
     has_hidden_weights,
     model_digest,
@@ -332,13 +336,8 @@ def _device(models: dict[str, torch.nn.Module]) -> str:
         name = torch.cuda.get_device_name(parameter.device)
     else:
         name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{platform.node()} {name} torch {torch.__version__} vllm {_vllm_version()}"
-
-
-def _vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
+    vllm = installed_version(VLLM_PACKAGE)
+    return f"{platform.node()} {name} torch {torch.__version__} vllm {vllm}"
 
 
 def _fence(models: dict[str, torch.nn.Module]) -> Any:

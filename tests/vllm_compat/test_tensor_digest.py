@@ -74,6 +74,11 @@ def test_axes_in_another_order_are_read_in_that_of_memory(axes: list[int]) -> No
     assert (digest(w=view) == digest(w=tensor)) == (axes == [0, 1, 2])
 
 
+def test_a_transposed_matrix_is_another() -> None:
+    square = counted(3, 3)
+    assert digest(w=square.t()) != digest(w=square)
+
+
 def test_a_view_with_gaps_is_its_own_elements() -> None:
     table = counted(8, 6)
     view = table[1::2, :4]
