@@ -176,8 +176,8 @@ class LMCacheEngineAdapter:
         parts: Sequence[PagedPart] = (),
     ) -> JobTransfer:
         """Copy chunks into the paged cache; the first ``num_chunks`` of the result arrived whole.
-        Nothing follows a run that did not, and the events tell of what it lacks. A run that takes much of the CPU tier's memory is loaded
-        in pieces, so that a prompt may be larger than that.
+        Nothing follows a run that did not, and the events tell of what it lacks. A run that takes
+        much of the CPU tier's memory is loaded in pieces, so that a prompt may be larger than that.
 
         ``deadline`` is a reading of ``time.monotonic``. A load that was planned from the CPU tier
         never asks Redis: if a chunk was evicted meanwhile, a slow Redis shall not hold up the lane
