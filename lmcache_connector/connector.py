@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.connector_base import NO_PLAN, ConnectorBase, PlanMetadata
+from lmcache_connector.failures import FailureLog
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.metrics.prometheus import ConnectorStats, TieredStats
-from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
+from lmcache_connector.plans import StepPlan
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
 from lmcache_connector.scheduler.guard import SchedulerGuard, costs_hits
@@ -56,6 +57,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._failures = FailureLog()
         config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
         self._config = config.model_copy(
             update={
@@ -81,7 +83,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 spans=make_spans(vllm_config),
             )
-            self._guard = SchedulerGuard(self._scheduler)
+            self._guard = SchedulerGuard(self._scheduler, self._failures)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -198,6 +200,22 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             kv_events=self._wants_kv_events,
         )
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        try:
+            self._step_output = output = (self._worker or self._worker_side).finish_step()
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._worker_failed("finish_step", error)
+            self._step_output = output = self._worker_side.finish_failed_step()
+        return set(), set(output.finished_recving)
+
+    def _worker_failed(self, call: str, error: Exception, plan: StepPlan | None = None) -> None:
+        """It costs the jobs under way, and those of the plan."""
+        self._failures.note(call, error)
+        try:
+            self._worker_side.start_over(call, plan)
+        except Exception:
+            logger.exception("LMCacheTieredConnector could not start over")
+
     def has_connector_metadata(self) -> bool:
         """``False`` spares every layer of every forward pass two calls that would do nothing."""
         return False
@@ -211,18 +229,18 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     # -- metrics -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        scheduler, guard = self._scheduler, self._guard
-        if scheduler is None or guard is None:
-            return super().get_kv_connector_stats()
+        guard, side = self._guard, self._scheduler or self._worker
+        if side is None or (guard is not None and guard.is_down):
+            return None
         try:
-            samples = None if guard.is_down else scheduler.take_metrics()
+            samples = side.take_metrics()
             return self._stats_type.of(samples) if samples is not None else None
         except Exception as error:  # noqa: BLE001 - logged there
-            guard.failed("get_kv_connector_stats", error)
+            if guard is not None:
+                guard.failed("get_kv_connector_stats", error)
+            else:
+                self._failures.note("get_kv_connector_stats", error)
             return None
-
-    def _take_samples(self) -> Samples | None:
-        return self._worker.take_metrics() if self._worker is not None else None
 
     # -- details -------------------------------------------------------------------------------
 

@@ -254,7 +254,7 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         if not isinstance(kv_connector_metadata, PlanMetadata):
             return
         if kv_connector_metadata.plan is not None:
-            self._worker_side.handle_preemptions(kv_connector_metadata.plan)
+            self._tell("handle_preemptions", kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The last call before the forward pass."""
@@ -266,12 +266,17 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         if plan is not None:
             super().bind_connector_metadata(connector_metadata)
             self._step = _Step(plan)
-        self._worker.start_forward(plan)
+        try:
+            self._worker.start_forward(plan)
+        except Exception as error:  # noqa: BLE001 - raised again unless it is seen to
+            self._worker_failed("start_forward", error, plan)
+            self._step = None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._step is not None and not self._step.loads_started:
             self._step.loads_started = True
-            self._worker_side.start_loads(self._step.plan)
+            if not self._tell("start_loads", self._step.plan):
+                self._step = None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: what a forward pass reads has arrived before it starts."""
@@ -289,7 +294,7 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         """Before ``get_finished``, or after it where a speculator runs in between."""
         if self._step is not None and not self._step.forward_ended:
             self._step.forward_ended = True
-            self._worker_side.end_forward(self._step.plan)
+            self._tell("end_forward", self._step.plan)
 
     def clear_connector_metadata(self) -> None:
         """The last call of a step."""
@@ -350,10 +355,24 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         step, self._step = self._step, None
         if step is None:
             return
-        if not step.loads_started:
-            self._worker_side.start_loads(step.plan)
+        if not step.loads_started and not self._tell("start_loads", step.plan):
+            return
         if not step.forward_ended:
-            self._worker_side.end_forward(step.plan)
+            self._tell("end_forward", step.plan)
+
+    def _tell(self, call: str, plan: Any) -> bool:
+        """Call the worker side with a plan. ``False``: it has raised."""
+        worker = self._worker_side
+        try:
+            getattr(worker, call)(plan)
+        except Exception as error:  # noqa: BLE001 - raised again unless it is seen to
+            self._worker_failed(call, error, plan)
+            return False
+        return True
+
+    def _worker_failed(self, call: str, error: Exception, plan: Any = None) -> None:
+        """The worker side has raised. What is left of the plan is not called."""
+        raise error
 
     def _workers_here(self) -> list[WorkerT]:
         """The worker sides of this connector in the scheduler's process, if they are there."""

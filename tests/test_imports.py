@@ -44,7 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("audit", "cost_model", "kv_events", "storage/redis", "requests", "retention", "tracing"),
     ("storage", "storage/redis/client"),
     ("kv_parts", "weight_names"),
-    ("keys", "plans", "metrics", "net", "threads"),
+    ("failures", "keys", "plans", "metrics", "net", "threads"),
     ("vllm_compat/api",),
     ("errors",),
 )

@@ -133,6 +133,7 @@ class SchedulerAdapter:
         self._loaded_adapters.forget()
         self.index.forget_planned()
         self.kv_events.forget_jobs()
+        self.book.weights.reset(is_external=False)  # a question or an answer may be lost
         self.policy.forget_all()
         self.spans.drop_all()
         waiting = self._to_compute.items()

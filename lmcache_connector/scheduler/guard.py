@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lmcache_connector.failures import FailureLog
 from lmcache_connector.plans import LoadJob, StepPlan
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.vllm_compat.short_loads import ShortLoad, compute_the_rest
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import KVCacheManager, Request
 
 logger = logging.getLogger(__name__)
-
-_EPISODE_SECONDS = 60.0
-"""Failures that follow each other sooner are one episode, and logged once."""
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 
@@ -57,12 +54,11 @@ class SchedulerGuard:
     """``has_news``: for the next plan. ``is_down``: starting over has failed, too; it is tried
     again with every plan. ``unsent``: loads promised since the last plan, by request."""
 
-    def __init__(self, side: SchedulerAdapter, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, side: SchedulerAdapter, failures: FailureLog) -> None:
         self.has_news = False
         self.is_down = False
         self._side = side
-        self._clock = clock
-        self._failed_at = float("-inf")
+        self._failures = failures
         self._must_reset = False
         self._starts_over = False  # and the workers must hear of it
         # Loads that vLLM waits for; false once what they bring does not count.
@@ -73,13 +69,7 @@ class SchedulerGuard:
 
     def failed(self, call: str, error: Exception) -> None:
         """A call has raised."""
-        now = self._clock()
-        if now - self._failed_at > _EPISODE_SECONDS:
-            logger.error(
-                "LMCacheTieredConnector: %s failed. Requests in flight go on without the KV cache "
-                "tiers; please report this.", call, exc_info=error,
-            )  # fmt: skip
-        self._failed_at = now
+        self._failures.note(call, error)
         self._side.tally.count("scheduler_failures")
         self._must_reset |= call == "reset_cache"
         self._refused += self.unsent

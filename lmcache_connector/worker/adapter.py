@@ -133,8 +133,7 @@ class WorkerAdapter:
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._gate = StepGate()
         self._before: Fence | None = None  # the end of all passes before the step's own
-        self._refused: list[JobResult] = []
-        self._refused_loads: set[str] = set()  # their requests
+        self._ended: list[QueuedJob] = []  # and not reported
         self._is_outdated = False  # the plan: it names other weights than those in memory
         self._adapter_names: dict[int, tuple[Reading[str], ...]] = {}  # of open stores
         self._idle = False
@@ -215,13 +214,30 @@ class WorkerAdapter:
             self._gate.close()
         if not self._has_news():
             return _NO_NEWS
-        ended = self._jobs.take_ended()
-        loaded = {queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)}
-        refused, self._refused_loads = self._refused_loads, set()
-        return StepOutput(
-            finished_recving=frozenset(loaded | refused),
-            report=self._report(ended),
-        )
+        self._ended += self._jobs.take_ended()
+        return self._output(self._report(self._ended))
+
+    def finish_failed_step(self) -> StepOutput[RankReport]:
+        """What :meth:`finish_step` has raised with: the jobs that have ended, and nothing else."""
+        self._ended += self._jobs.take_ended()
+        return self._output(RankReport(self._settings.engine.rank, (), _results(self._ended)))
+
+    def start_over(self, call: str, plan: StepPlan | None) -> None:
+        """``call`` has raised, and what it has left half done is not known. All jobs are cancelled,
+        and those of the plan that were not begun."""
+        self._jobs.cancel()
+        if plan is not None and call == "end_forward":
+            self._jobs.refuse(plan.later_stores())
+        elif plan is not None and call != "handle_preemptions":
+            self._jobs.refuse((*plan.loads, *plan.stores, *plan.prefetches))
+        self._gate.open()
+        self._before, self._idle = None, False
+        # What was about to be told, and asked, may be lost.
+        self._is_start_told, self._weights.has_news = False, True
+        if plan is not None and plan.weights_question:
+            self._weights.ask(plan.weights_question)
+        if plan is not None and plan.adapter_question:
+            self._lora_loads.ask(plan.adapter_question)
 
     def take_metrics(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""
@@ -254,7 +270,7 @@ class WorkerAdapter:
         started = self._clock()
         job = queued.job
         if isinstance(job, StoreJob) and not self._was_computed_with_its_adapter(job):
-            return _cancelled(job)
+            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
         if isinstance(job, AuditJob):
             return self._audit(queued, job)
         if isinstance(job, PrefetchJob):
@@ -318,14 +334,12 @@ class WorkerAdapter:
 
     def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
         if self._is_outdated:
-            self._refused.append(_cancelled(job))
-            if isinstance(job, LoadJob):
-                self._refused_loads.add(job.request_id)
+            self._jobs.refuse((job,))
             return
         if isinstance(job, StoreJob) and job.adapter is not None:
             names = self._lora_loads.names_of(job.adapter.number)
             if not names:
-                self._refused.append(_cancelled(job))
+                self._jobs.refuse((job,))
                 return
             self._adapter_names[job.job_id] = names
         self._jobs.submit(job, fence)
@@ -341,26 +355,27 @@ class WorkerAdapter:
             or self._probe.has_news
             or self._lora_loads.has_news
             or self._weights.has_news
-            or self._refused
         )
+
+    def _output(self, report: RankReport | None) -> StepOutput[RankReport]:
+        ended, self._ended = self._ended, []
+        loaded = [queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)]
+        return StepOutput(finished_recving=frozenset(loaded), report=report)
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
         events, written = self._engine.take_events(), self._engine.take_written()
         start = self._start()
         forwards, redis = self._timer.take(), self._probe.take()
         self._count(ended, events)
-        adapters, weights = self._lora_loads.take(), self._weights.take()
-        refused, self._refused = self._refused, []
-        told = events or forwards or redis or written or adapters or weights or start
-        if not (ended or refused or told):
-            return None
         for queued in ended:
             self._adapter_names.pop(queued.job.job_id, None)
-        results = [queued.result for queued in ended if queued.result is not None]
+        weights, adapters = self._weights.take(), self._lora_loads.take()
+        if not (ended or events or forwards or redis or written or adapters or weights or start):
+            return None
         return RankReport(
             rank=self._settings.engine.rank,
             events=events,
-            results=(*results, *refused),
+            results=_results(ended),
             forwards=forwards,
             redis=redis,
             written=written,
@@ -405,9 +420,8 @@ class WorkerAdapter:
         )
 
 
-def _cancelled(job: LoadJob | StoreJob) -> JobResult:
-    """Nothing of it was copied."""
-    return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+def _results(ended: Sequence[QueuedJob]) -> tuple[JobResult, ...]:
+    return tuple(queued.result for queued in ended if queued.result is not None)
 
 
 def _hold_nothing(until: float) -> None:

@@ -156,6 +156,17 @@ class JobQueue:
             waiting.append(queued)
             wake.notify_all()
 
+    def refuse(self, jobs: Iterable[Job]) -> None:
+        """Those of these jobs that were not submitted end at once, cancelled."""
+        now = self._clock()
+        with self._lock:
+            known = {*self._open, *(queued.job.job_id for queued in self._ended)}
+            for job in jobs:
+                if job.job_id not in known:
+                    result = JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+                    self._ended.append(QueuedJob(job, None, now, now, now, result=result))
+                    self.is_busy = True
+
     def cancel(self, job_ids: Iterable[int] | None = None) -> None:
         """Ask jobs, or all of them, to end early. What a cancelled store copied is dropped."""
         with self._lock:
@@ -302,10 +313,10 @@ class JobQueue:
             self._end_waiting(self._prefetches, self._prefetches[0], Outcome.DEADLINE)
 
     def _end_waiting(self, waiting: list[QueuedJob], queued: QueuedJob, outcome: Outcome) -> None:
-        waiting.remove(queued)
         waited = self._clock() - queued.submitted_at
         result = JobResult(queued.job.job_id, outcome, 0, 0, 0, 0.0, waited_seconds=waited)
         self._end(queued, result)
+        waiting.remove(queued)
 
     def _seconds_to_wait(self, waiting: list[QueuedJob]) -> float:
         seconds = self._seconds_to_a_deadline()

@@ -13,6 +13,7 @@ from tests.support.engines.calls import check_integrity, forget_unseen, worker_o
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
+from tests.support.planted import Planter
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server, free_port
 from tests.support.redis.values import value_names, wait_for_values
@@ -259,3 +260,51 @@ def seconds_to_shut_down(probe: EngineProbe) -> float:
     started = time.monotonic()
     probe.shutdown()
     return time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("side", "call"),
+    [
+        ("scheduler", "build_connector_meta"),
+        ("scheduler", "update_connector_output"),
+        ("scheduler", "get_num_new_matched_tokens"),
+        ("worker", "start_forward"),
+        ("worker", "start_loads"),
+        ("worker", "finish_step"),
+    ],
+)
+def test_a_side_that_raises_under_load_costs_hits_alone(
+    reader: VllmInstance, written: dict[int, Served], side: str, call: str
+) -> None:
+    seeds = range(4, 8)
+    prompts = [random_prompt(seed, NUM_TOKENS) for seed in seeds]
+    for seed in seeds:
+        serve_and_compare(reader, written[seed], seed)
+    for served, seed in zip(
+        reader.call(serve_with_an_error, prompts, side, call), seeds, strict=True
+    ):
+        assert served.token_ids[0] == written[seed].token_ids[0]
+    reader.call(check_integrity)
+    for seed in seeds:
+        reader.call(EngineProbe.reset_prefix_cache)
+        hit = serve_and_compare(reader, written[seed], seed)
+        assert hit.external_hit_tokens == FULL
+        assert (
+            hit.block_digests[: FULL // BLOCK_SIZE]
+            == (written[seed].block_digests[: FULL // BLOCK_SIZE])
+        )
+
+
+def serve_with_an_error(
+    probe: EngineProbe, prompts: list[list[int]], side: str, call: str
+) -> list[Served]:
+    """One call raises somewhere inside while these requests, all hits, are under way."""
+    probe.reset_prefix_cache()
+    before = probe.external_hit_tokens()
+    owner = probe.connector if side == "scheduler" else worker_of(probe)
+    planter = Planter(owner, call, 1, 2)
+    served = probe.serve_many(prompts)
+    delattr(owner, call)
+    assert planter.has_raised
+    assert probe.external_hit_tokens() > before, "nothing was under way"
+    return served

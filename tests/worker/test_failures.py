@@ -1,0 +1,210 @@
+"""Whatever a worker side raises, in whichever call: the engine goes on, and no KV is wrong.
+
+The connector, the worker side, LMCache, the Redis tier and Valkey are real; only vLLM is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_connector.connector import LMCacheTieredConnector
+from lmcache_connector.connector_base import PlanMetadata
+from lmcache_connector.failures import FailureLog
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, PrefetchJob, StepPlan, StoreJob
+from tests.support.jobs import load_job, store_job
+from tests.support.planted import PlantedError, Planter
+from tests.support.redis.servers import running_valkey
+from tests.worker.test_adapter import KEYS, Instance, make_instance
+
+CALLS = ("handle_preemptions", "start_forward", "start_loads", "end_forward", "finish_step")
+LOADED = range(16, 24)  # blocks
+
+
+class Rank:
+    """Steps the connector of one rank as vLLM does, and notes what it tells."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.connector = object.__new__(LMCacheTieredConnector)
+        self.connector._scheduler, self.connector._worker = None, instance.worker
+        self.connector._step = self.connector._step_output = None
+        self.connector._failures = FailureLog()
+        self.results: dict[int, JobResult] = {}
+        self.num_told: Counter[str] = Counter()
+        self.admitted: set[bytes] = set()
+        self._ids = itertools.count(1)
+
+    def step(self, plan: StepPlan | None) -> None:
+        metadata = PlanMetadata(plan)
+        self.connector.handle_preemptions(metadata)
+        self.connector.bind_connector_metadata(metadata)
+        self.connector.start_load_kv(None)
+        self.connector.wait_for_save()
+        self.num_told.update(self.connector.get_finished(set())[1] or ())
+        meta = self.connector.build_connector_worker_meta()
+        for report in meta.reports if meta is not None else ():
+            for result in report.results:
+                assert result.job_id not in self.results, "reported twice"
+                self.results[result.job_id] = result
+        self.connector.get_kv_connector_stats()
+        self.connector.clear_connector_metadata()
+
+    def store(self) -> StoreJob:
+        job_id = next(self._ids)
+        return store_job(job_id, f"r{job_id}", KEYS[:4], (tuple(range(8)),))
+
+    def load(self) -> LoadJob:
+        job_id = next(self._ids)
+        return load_job(job_id, f"r{job_id}", KEYS[:4], (tuple(LOADED),), deadline_seconds=20.0)
+
+    def prefetch(self) -> PrefetchJob:
+        job_id = next(self._ids)
+        return PrefetchJob(job_id, f"r{job_id}", self.load().runs, 20.0)
+
+    def finish(self, *jobs: LoadJob | StoreJob | PrefetchJob) -> None:
+        """Until all are reported, and each load's request once."""
+        until = time.monotonic() + 20
+        while not all(job.job_id in self.results for job in jobs):
+            assert time.monotonic() < until, "a job does not end"
+            self.step(StepPlan(idle=True))
+        self.step(None)
+        loads = [job for job in jobs if isinstance(job, LoadJob)]
+        assert [self.num_told[job.request_id] for job in loads] == [1] * len(loads)
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[Rank]:
+    with running_valkey() as valkey:
+        rank = Rank(make_instance(valkey.port))
+        yield rank
+        rank.instance.worker.shutdown()
+
+
+def check_hit(rank: Rank) -> None:
+    """A load brings what was stored."""
+    store, load = rank.store(), rank.load()
+    rank.step(StepPlan(stores=(store,)))
+    rank.finish(store)
+    forget(rank)
+    rank.step(StepPlan(loads=(load,)))
+    rank.finish(load)
+    assert rank.results[load.job_id].outcome is Outcome.DONE
+    same = map(torch.equal, rank.instance.blocks(LOADED), rank.instance.blocks(range(8)))
+    assert all(same)
+
+
+def forget(rank: Rank) -> list[torch.Tensor]:
+    """What the loads' blocks hold from now on."""
+    for layer in rank.instance.cache.values():
+        layer[list(LOADED)] = 0
+    return rank.instance.blocks(LOADED)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_raises_costs_its_jobs_alone(
+    rank: Rank, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every job is reported once; a load that was not whole is a failed one, and nothing writes its
+    blocks afterwards."""
+    check_hit(rank)
+    num_failed = 0
+    for depth in range(1, 40):
+        early, late, load, first = rank.store(), rank.prefetch(), rank.load(), rank.load()
+        store = rank.store()
+        rank.step(StepPlan(loads=(first,), stores=(early,)))
+        forget(rank)
+        with monkeypatch.context() as patch:
+            patch.setattr(rank.instance.worker, call, getattr(rank.instance.worker, call))
+            planter = Planter(rank.instance.worker, call, 0, depth)
+            rank.step(StepPlan(loads=(load,), stores=(store,), prefetches=(late,)))
+            rank.finish(early, late, load, first, store)
+        after = rank.instance.blocks(LOADED)
+        if (outcome := rank.results[load.job_id].outcome) is Outcome.DONE:
+            assert all(map(torch.equal, after, rank.instance.blocks(range(8))))
+        else:
+            assert outcome is Outcome.CANCELLED
+            num_failed += planter.has_raised
+        check_hit(rank)
+        if not planter.has_raised:
+            break
+    assert depth > 1
+    assert num_failed or call in {"handle_preemptions", "end_forward", "finish_step"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_one_that_always_raises_refuses_all_jobs(
+    rank: Rank, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raising(*_: Any) -> None:
+        raise PlantedError
+
+    rank.connector._failures = FailureLog()
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.instance.worker, call, raising)
+        for _ in range(3):
+            load, store, fetch = rank.load(), rank.store(), rank.prefetch()
+            rank.step(StepPlan(loads=(load,), stores=(store,), prefetches=(fetch,)))
+            rank.finish(load, store, fetch)
+            if call in {"start_forward", "start_loads"}:
+                assert rank.results[load.job_id].outcome is Outcome.CANCELLED
+    assert caplog.text.count(f"{call} failed") == 1
+    check_hit(rank)
+
+
+def test_a_fence_that_cannot_be_made_lets_no_load_begin_without_it(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward passes of earlier steps may still use the blocks."""
+    check_hit(rank)
+    store, load = rank.store(), rank.load()
+    kept = forget(rank)
+
+    def raising() -> None:
+        raise PlantedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.instance.worker._copier, "fence", raising)
+        load = LoadJob(load.job_id, load.request_id, load.runs, 20.0, False, 0, after_passes=True)
+        rank.step(StepPlan(loads=(load,), stores=(store,)))
+        rank.finish(load, store)
+    outcomes = {rank.results[job.job_id].outcome for job in (load, store)}
+    assert outcomes == {Outcome.CANCELLED}
+    assert all(map(torch.equal, kept, rank.instance.blocks(LOADED)))
+    check_hit(rank)
+
+
+def test_what_the_first_report_was_to_tell_is_told_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running_valkey() as valkey:
+        rank = Rank(make_instance(valkey.port))
+        with monkeypatch.context() as patch:
+            patch.setattr(rank.instance.worker._timer, "take", lambda: 1 / 0)
+            rank.step(None)
+        told = []
+        monkeypatch.setattr(rank.instance.worker, "_output", lambda report: told.append(report))
+        rank.instance.worker.finish_step()
+        (report,) = told
+        assert report.start is not None
+        assert report.weights is not None
+        rank.instance.worker.shutdown()
+
+
+def test_a_plan_that_starts_over_cancels_what_is_open(rank: Rank) -> None:
+    """And one that brings an empty load for a request that waits reports its end at once."""
+    check_hit(rank)
+    kept = forget(rank)
+    load, empty = rank.load(), LoadJob(-1, "waits", (), 0.0, needs_redis=False, after_job=0)
+    rank.step(StepPlan(loads=(load,)))
+    rank.step(StepPlan(starts_over=True, loads=(empty,)))
+    rank.finish(load, empty)
+    assert rank.results[-1].num_chunks == 0
+    assert kept
+    check_hit(rank)
