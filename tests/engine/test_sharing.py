@@ -230,9 +230,9 @@ def delete_after_lookup(
     adapter = probe.connector._scheduler
     update = adapter.update_state_after_alloc
 
-    def vanish(*args: Any) -> None:
+    def vanish(*args: Any) -> Any:
         redis.Redis(port=port).delete(*names)
-        update(*args)
+        return update(*args)
 
     adapter.update_state_after_alloc = vanish
     try:
