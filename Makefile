@@ -26,7 +26,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format pytest bench field gpu soak matrix newer contract docs pictures clean
+.PHONY: help venv demo test lint format pytest bench field gpu soak mutants matrix newer contract docs pictures clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ gpu: ## Test and measure on a CUDA GPU, offline (requirements-gpu.txt); ARGS=--r
 
 soak: $(STAMP) ## Run the long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+mutants: $(STAMP) ## Plant bugs, one at a time, and see which test finds each (an hour); ARGS="name folder/ --json -"
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 # The oldest vLLM that is supported, laid over the environment: it shares torch with the newest.
 OLDEST_VLLM := 0.31.0

@@ -153,7 +153,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler_side.witness.bind(kv_cache_manager)
-        before_each_reset(kv_cache_manager, self._before_reset)
+        before_each_reset(kv_cache_manager, self._before_reset, is_alone=True)
 
     @costs_hits()
     def _before_reset(self) -> None:

@@ -49,6 +49,7 @@ BENCHMARKS = {
     "ttft": "time to first token cold and from each tier, against vLLM alone and LMCache's own",
     "redis": "chunks to and from a real Redis or Valkey server",
     "sharing": "what engines of one shape wrote, read by engines of another",
+    "weights": "naming weights by what is in memory, against a copy; a hit right after a reset",
     "transformers": "generate of Hugging Face transformers: cold, from each tier, and plain",
 }
 COMMANDS = {

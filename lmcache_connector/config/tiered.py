@@ -94,7 +94,8 @@ class ConnectorConfig(StrictSettings):
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
     """Share of hits whose last chunk is computed as well and compared; 0 audits nothing."""
     weights_label: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """``file:PATH``: names updated weights for engines of other parallel sizes, read at resets."""
+    """``file:PATH`` of a name for updated weights, by which engines of other parallel sizes share.
+    Read at resets of the external cache."""
     model_digest: ModelDigest = "full"
     """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
     shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0

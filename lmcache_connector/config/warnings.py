@@ -79,9 +79,13 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
     """Settings that have no effect, or leave the connector without one."""
     if config.audit_share == 0:
         yield StartupWarning(
-            "audit_share 0 audits no hit: wrong KV would go unnoticed, and after a reset nothing "
-            "is shared without a new weights_label",
-            "leave it out",
+            "audit_share 0 audits no hit, so wrong KV would go unnoticed", "leave it out"
+        )
+    if config.weights_label is not None and not config.weights_label.startswith("file:"):
+        yield StartupWarning(
+            f"weights_label {config.weights_label!r} never changes, so it names no update of the "
+            "weights",
+            "set file:PATH and write each label to that file, or leave it out",
         )
     if config.redis_codec == "auto" and kv_role == "kv_producer":
         yield StartupWarning(

@@ -10,12 +10,6 @@ from lmcache_connector.errors import ConfigError
 _MAX_BYTES = 4096
 
 
-def names_weights_at_start(setting: str | None) -> bool:
-    """Whether the label is about the weights an engine starts with. A file's is about weights that
-    were updated: an engine that starts again beside it has those of its own disk."""
-    return not (setting or "").startswith("file:")
-
-
 def read_weights_label(setting: str | None) -> str:
     """The label now: ``setting`` itself, or what the file of ``file:PATH`` holds; "" without one.
 

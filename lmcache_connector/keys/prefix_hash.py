@@ -65,7 +65,7 @@ class PrefixHasher:
         self._model_root = canonical_bytes(form | ({"lookahead": lookahead} if lookahead else {}))
 
     def root_key(self, request_root: Mapping[str, object]) -> bytes:
-        """``key_0`` of a request: its salt, its LoRA identity, its weight epoch, ..."""
+        """``key_0`` of a request: its salt, its LoRA identity, its weights' name, ..."""
         hasher = blake3(derive_key_context=_ROOT_CONTEXT)
         hasher.update(len(self._model_root).to_bytes(8, "little"))
         hasher.update(self._model_root)

@@ -7,7 +7,7 @@ removed, too, when its lifetime is over, and when ``MAX_REDIS_CHUNKS`` others ha
 used since: it may still be there, and a router's credit is all that is lost.
 
 Runs on the scheduler's thread. Keeps a description, some 12 bytes a token, of every chunk that is
-in a tier, or on its way there.
+in a tier, or that an open job may bring there.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ KvEvent = BlocksStored | BlocksRemoved
 class _Chunk:
     blocks: BlockRun
     holders: dict[Tier, int] = field(default_factory=dict)  # bit sets of ranks
+    jobs: set[int] = field(default_factory=set)  # open ones that may bring it
 
     @property
-    def is_nowhere(self) -> bool:
-        return not any(self.holders.values())
+    def is_over(self) -> bool:
+        return not (self.jobs or any(self.holders.values()))
 
 
 class KvEventSink:
@@ -78,7 +79,9 @@ class KvEventSink:
     has_news: bool = False
     """Whether :meth:`take` would return something."""
 
-    def describe(self, keys: Sequence[bytes], describe: Callable[[int], BlockRun]) -> None:
+    def describe(
+        self, keys: Sequence[bytes], job_id: int, describe: Callable[[int], BlockRun]
+    ) -> None:
         """Before a job that may bring these chunks to a tier; ``describe(i)`` describes the i-th,
         and is called if it is new."""
 
@@ -91,8 +94,11 @@ class KvEventSink:
     def missing(self, key: bytes) -> None:
         """Learn that Redis was asked for a chunk and does not have it."""
 
-    def settle(self, keys: Iterable[bytes]) -> None:
-        """Forget what a job that has ended brought nowhere."""
+    def settle(self, keys: Iterable[bytes], job_id: int) -> None:
+        """A job has ended: forget what it brought nowhere, unless another may bring it."""
+
+    def forget_jobs(self) -> None:
+        """No job is open any more."""
 
     def clear(self) -> None:
         """Nothing stored before can be hit any more."""
@@ -133,12 +139,15 @@ class KvEventLog(KvEventSink):
         """Chunks described."""
         return len(self._chunks)
 
-    def describe(self, keys: Sequence[bytes], describe: Callable[[int], BlockRun]) -> None:
+    def describe(
+        self, keys: Sequence[bytes], job_id: int, describe: Callable[[int], BlockRun]
+    ) -> None:
         for i, key in enumerate(keys):
             if key not in self._chunks:
                 self._chunks[key] = _Chunk(describe(i))
             elif key in self._in_redis and self._uses_count:
                 self._renew(key)
+            self._chunks[key].jobs.add(job_id)
 
     def apply(self, report: RankReport) -> None:
         over = self._clock() - self._ttl_seconds
@@ -166,18 +175,24 @@ class KvEventLog(KvEventSink):
             self._in_redis.pop(key, None)
         if before == self._all_ranks:
             self._news.append(_removed(tier, chunk))
-        if chunk.is_nowhere:
+        if chunk.is_over:
             del self._chunks[key]
 
     def missing(self, key: bytes) -> None:
         for rank in range(self._all_ranks.bit_length()):
             self.gone(Tier.REDIS, rank, key)
 
-    def settle(self, keys: Iterable[bytes]) -> None:
+    def settle(self, keys: Iterable[bytes], job_id: int) -> None:
         for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is not None and chunk.is_nowhere:
-                del self._chunks[key]
+            if (chunk := self._chunks.get(key)) is not None:
+                chunk.jobs.discard(job_id)
+                if chunk.is_over:
+                    del self._chunks[key]
+
+    def forget_jobs(self) -> None:
+        for chunk in self._chunks.values():
+            chunk.jobs.clear()
+        self._chunks = {key: chunk for key, chunk in self._chunks.items() if not chunk.is_over}
 
     def clear(self) -> None:
         if self._chunks:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.config.folders import user_cache_folder
+from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.kv_layout.part_layout import PartLayout
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.p2p.config import P2PConfig
@@ -18,12 +20,15 @@ from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
+from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import Spans
+from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, worker_on_stack
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.parts import block_size_of
 from lmcache_connector.vllm_compat.support import first_spec, unsupported
-from lmcache_connector.vllm_compat.weights import weights_identity
+from lmcache_connector.vllm_compat.weights import WeightFiles, weights_identity
+from lmcache_connector.weight_names import WeightNames
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +40,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Instance:
     """What hand-overs need to know of one rank of an engine. ``card`` names no transports yet.
-    ``weights`` is the part of the model's identity that all processes see from the start.
+    ``weights`` is what those of the start are loaded from.
     ``max_blocks``, ``first_rank``, ``machine_host``: see :class:`P2PWorkerSettings`.
     ``engine_header``: see :func:`engine_header`."""
 
     model: ModelDescription
-    weights: dict[str, object]
+    weights: WeightFiles
     transfer: KVTransferConfig
     card: Card
     max_blocks: int
@@ -78,10 +83,8 @@ def describe(
     model = describe_model(vllm_config, kv_cache_config, chunk_size=block_size)
     _check_is_handed_over(model, kv_cache_config)
     ranks = model.parts[0].ranks
-    weights: dict[str, object] = {
-        "namespace": config.namespace,
-        "weights": weights_identity(vllm_config, config.model_digest, user_cache_folder()).name,
-    }
+    weights = weights_identity(vllm_config, config.model_digest, user_cache_folder())
+    identity: dict[str, object] = {"namespace": config.namespace, "weights": weights.name}
     first_rank = engine_index(parallel) * model.world_size
     tp_size = parallel.tensor_parallel_size
     address = PeerAddress(config.host, transfer.kv_port + first_rank)
@@ -90,7 +93,7 @@ def describe(
         host=address.host,
         port=address.port,
         rank=model.rank,
-        model=model_digests(weights | model.configuration),
+        model=model_digests(identity | model.configuration),
         block_size=block_size,
         tp_size=tp_size,
         layer_counts=tuple(rank.num_layers for rank in ranks[::tp_size]),
@@ -154,10 +157,21 @@ def make_scheduler(instance: Instance, config: P2PConfig, spans: Spans) -> P2PSc
         pushes=config.send_type != "GET",
         may_talk_to=config.may_talk_to,
     )
+    kept = KeptDigests(user_cache_folder())
     return P2PSchedulerAdapter(
         settings,
         router,
-        instance.weights,  # the ranks compare their configurations when they meet
+        # The ranks compare their configurations when they meet.
+        {"namespace": config.namespace, "files": instance.weights.name},
+        WeightNames(
+            model.world_size,
+            instance.weights,
+            kept.load(),
+            lambda found: start_thread("lmc-keep-digests", kept.add, found),
+            lambda: "",
+            time.monotonic,
+        ),
+        model.configuration,
         RequestIdentifier(require_cache_salt=False, adapters=AdapterReader()),
         spans=spans,
     )
@@ -186,7 +200,8 @@ def make_worker(
         first_rank=instance.first_rank,
         machine_host=instance.machine_host,
     )
-    return P2PWorkerAdapter(settings, kv_caches)
+    weights = LoadedWeights(worker_on_stack())
+    return P2PWorkerAdapter(settings, kv_caches, weights=weights)
 
 
 def make_heartbeat(instance: Instance, config: P2PConfig) -> Heartbeat | None:

@@ -16,6 +16,7 @@ from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.metrics import METRICS, log_fields
 from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, RequestStatus
+from lmcache_connector.vllm_compat.short_loads import before_each_reset
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         AttentionMetadata,
         KVCacheBlocks,
         KVCacheConfig,
+        KVCacheManager,
         Request,
         VllmConfig,
     )
@@ -81,16 +83,13 @@ class LMCacheP2PConnector(ConnectorBase[P2PSchedulerAdapter, "P2PWorkerAdapter"]
         is_served = request.status in _SERVED
         return self._scheduler_side.request_finished(request, block_ids[0], is_served=is_served)
 
-    def reset_cache(self) -> bool:
-        """vLLM asks for it after its own reset, which it refuses while a block is in use. That one
-        is none: it is asked for again, once hand-overs have let go of their blocks."""
-        pool = self._kv_cache_manager.block_pool
-        if pool.get_num_free_blocks() == len(pool.blocks) - 1:  # all but the one that is no block
-            return super().reset_cache()
-        self._scheduler_side.end_handovers()
-        for worker in self._workers_here():
-            worker.let_go()
-        return False
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        before_each_reset(kv_cache_manager, self._scheduler_side.reset_cache)
+
+    def has_pending_push_work(self) -> bool:
+        """Steps go on until the ranks have read their weights after a reset."""
+        return self._scheduler_side.weights.is_asked_for
 
     # -- worker side ---------------------------------------------------------------------------
 

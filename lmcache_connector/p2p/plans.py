@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.reasons import Cause, Reason
+from lmcache_connector.plans import WeightsInMemory
+
+OTHER_WEIGHTS = Cause(Reason.RESET, "its weights may be others")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,8 @@ class HandoverPlan:
     ``cancelled_loads``: by request. ``idle``: no forward pass runs. ``waits_for_room``: a prompt
     is not begun because the buffers are full. ``reset``: let go of all prompts that are held.
     ``rank_hosts``: where the ranks of this instance
-    listen, told once, if they are on several machines."""
+    listen, told once, if they are on several machines. ``weights_question``, ``heard_weights``: see
+    :class:`StepPlan`."""
 
     announced: tuple[str, ...] = ()
     starts: tuple[Start, ...] = ()
@@ -120,6 +124,8 @@ class HandoverPlan:
     waits_for_room: bool = False
     reset: bool = False
     rank_hosts: tuple[str, ...] = ()
+    weights_question: int = 0
+    heard_weights: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +155,11 @@ class RankHost:
 @dataclass(frozen=True, slots=True)
 class HandoverReport:
     """One rank's news. ``released``: transfers whose memory is free again. ``unsent``: those of
-    them that reached nobody, or not whole, with the reason. ``start``: in the first report."""
+    them that reached nobody, or not whole, with the reason. ``start``: in the first report.
+    ``weights``: of a rank, if there is something to tell of them."""
 
     loads: tuple[HandoverResult, ...] = ()
     released: tuple[str, ...] = ()
     unsent: tuple[tuple[str, Reason], ...] = ()
     start: RankHost | None = None
+    weights: tuple[int, WeightsInMemory] | None = None

@@ -132,6 +132,7 @@ class SchedulerAdapter:
         self._auditor.forget_all()
         self._loaded_adapters.forget()
         self.index.forget_planned()
+        self.kv_events.forget_jobs()
         self.policy.forget_all()
         self.spans.drop_all()
         waiting = self._to_compute.items()

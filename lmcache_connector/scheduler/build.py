@@ -38,8 +38,9 @@ from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
-from lmcache_connector.scheduler.weight_names import WeightFiles, WeightNames
+from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import Spans
+from lmcache_connector.weight_names import WeightFiles, WeightNames
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -137,12 +138,14 @@ def _make_book(
     tally: Tally,
 ) -> RequestBook:
     make_hasher = partial(_make_hasher, config, model.lookahead)
+    kept = KeptDigests(user_cache_folder())
     return RequestBook(
         EngineStart(model.world_size, make_hasher, time.monotonic, learn),
         WeightNames(
             model.world_size,
             weights,
-            KeptDigests(user_cache_folder()),
+            kept.load(),
+            lambda found: start_thread("lmc-keep-digests", kept.add, found),
             partial(read_weights_label, config.weights_label),
             time.monotonic,
         ),

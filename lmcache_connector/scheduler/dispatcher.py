@@ -195,7 +195,7 @@ class JobDispatcher:
         if isinstance(planned.job, LoadJob) and result.outcome is Outcome.MISSING:
             key = planned.job.keys[result.num_chunks]
             planned.state.lookup.lose(key)
-            self._learn_missing(rank, key)
+            self._kv_events.gone(Tier.REDIS, rank, key)
         if has_ended:
             self._end(planned)
 
@@ -277,7 +277,8 @@ class JobDispatcher:
     def _start(self, state: RequestState, job: LoadJob | StoreJob | PrefetchJob) -> None:
         for run in job.runs if self._book.has_current_keys(state) else ():
             if run.part == 0:  # the others have no events: a chunk is told of once
-                self._kv_events.describe(run.keys, partial(self._describe, state, run))
+                describe = partial(self._describe, state, run)
+                self._kv_events.describe(run.keys, job.job_id, describe)
         self._auditor.learn(job)
         if self._spans.is_on:
             self._spans.begin(state.request, _span_name(job))
@@ -292,12 +293,6 @@ class JobDispatcher:
         return describe_chunk(
             state.request, run.chunks[index], state.keys.keys, *sizes, shared=shared
         )
-
-    def _learn_missing(self, rank: int, key: bytes) -> None:
-        """Whatever the events said, or no request would ever store this chunk again."""
-        self._index.drop(rank, key)
-        for tier in Tier:
-            self._kv_events.gone(tier, rank, key)
 
     def _end(self, planned: PlannedJob) -> None:
         state, job = planned.state, planned.job
@@ -324,7 +319,7 @@ class JobDispatcher:
         else:
             self._loads.store_ended(job, planned.results)
             self._stores.ended(state, job, planned.results)
-        self._kv_events.settle(job.keys)
+        self._kv_events.settle(job.keys, job.job_id)
         self._book.forget_if_done(state)
 
 

@@ -24,8 +24,8 @@ from lmcache_connector.scheduler.auditor import Finding
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.request_state import RequestState
 from lmcache_connector.scheduler.store_planner import adapter_of
-from lmcache_connector.scheduler.weight_names import WeightNames
 from lmcache_connector.threads import StepWait
+from lmcache_connector.weight_names import WeightNames
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput

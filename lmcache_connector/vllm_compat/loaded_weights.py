@@ -8,6 +8,7 @@ prefix cache: the scheduler side then asks all ranks.
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 import time
@@ -22,6 +23,8 @@ import torch
 
 from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.requests.background_read import BackgroundReads, Reading
+from lmcache_connector.vllm_compat.api.contract import Feature
+from lmcache_connector.vllm_compat.api.versions import missing_late
 from lmcache_connector.vllm_compat.tensor_digest import (
     has_hidden_weights,
     model_digest,
@@ -31,6 +34,8 @@ from lmcache_connector.vllm_compat.tensor_digest import (
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
+
+logger = logging.getLogger(__name__)
 
 _MAY_CHANGE_WEIGHTS = (
     "apply_model",
@@ -70,6 +75,7 @@ class LoadedWeights:
         self._num_calls = 0  # under way, one inside the other
         self._is_asleep = False
         self._put_back: list[Callable[[], None]] = []
+        self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.version = 0
         """Counts the calls that may have changed the weights."""
         self.has_news = True
@@ -106,6 +112,8 @@ class LoadedWeights:
     # -- details -------------------------------------------------------------------------------
 
     def _watch(self, worker: Any) -> None:
+        if absent := missing_late(Feature.WEIGHT_UPDATES):
+            logger.warning("%s (this vLLM lacks %s).", Feature.WEIGHT_UPDATES, ", ".join(absent))
         for name in _MAY_CHANGE_WEIGHTS:
             self._wrap(worker, name, self._around)
         self._wrap(worker.model_runner, "reload_weights", self._around)
@@ -116,7 +124,8 @@ class LoadedWeights:
     def _watch_models(self, worker: Any) -> None:
         self._models = _models_of(worker)
         for model in self._models.values():
-            if "load_weights" not in vars(model):
+            if model not in self._watched:  # another connector's watch is none of ours
+                self._watched.add(model)
                 self._wrap(model, "load_weights", self._around)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -179,7 +188,12 @@ class LoadedWeights:
             return is_late or self.version != version or self._is_asleep
 
         def read() -> str | None:
-            digest = self._digest(models, fence, is_over)
+            try:
+                digest = self._digest(models, fence, is_over)
+            except Exception:  # whatever this device or this kind of tensor lacks
+                logger.exception("The weights in memory cannot be read")
+                self._is_visible = False
+                digest = f"unseen:{uuid.uuid4().hex}"
             if is_over():
                 return None
             if is_first:
@@ -273,12 +287,14 @@ class _HiddenWeights:
 
         if self.is_watched or not current_platform.is_cpu():
             return
+        if absent := missing_late(Feature.PACKED_WEIGHTS):
+            logger.warning("%s (this vLLM lacks %s).", Feature.PACKED_WEIGHTS, ", ".join(absent))
+            return
         self.is_watched = True
         from vllm import _custom_ops
 
         for name in self._MAKERS:
-            if (make := getattr(_custom_ops, name, None)) is not None:
-                setattr(_custom_ops, name, self._digesting(make))
+            setattr(_custom_ops, name, self._digesting(getattr(_custom_ops, name)))
 
     def digests(self) -> Iterator[bytes]:
         for each in tuple(self._handlers):  # the worker's thread may be making some

@@ -21,6 +21,9 @@ _TWO_CONNECTORS = (
 )
 
 
+_ALONE = "_lmcache_connector_alone"
+
+
 @dataclass(frozen=True, slots=True)
 class ShortLoad:
     """Of the request's tokens, the KV of the first ``num_tokens`` is there, a multiple of the block
@@ -48,16 +51,20 @@ def compute_the_rest(load: ShortLoad, manager: KVCacheManager) -> None:
         manager.free(request)
 
 
-def before_each_reset(manager: KVCacheManager, call: Callable[[], None]) -> None:
+def before_each_reset(
+    manager: KVCacheManager, call: Callable[[], None], *, is_alone: bool = False
+) -> None:
     """Have ``call`` made before ``manager`` resets.
 
     vLLM refuses a reset while a block is in use, and asks its connector only afterwards: what a
     connector holds for a moment must be let go of before that.
 
-    Raises ``UnsupportedError`` if another connector is called already.
+    Raises ``UnsupportedError`` if two connectors want to be the one that ``is_alone``.
     """
-    if "reset_prefix_cache" in vars(manager):
-        raise UnsupportedError(_TWO_CONNECTORS)
+    if is_alone:
+        if _ALONE in vars(manager):
+            raise UnsupportedError(_TWO_CONNECTORS)
+        setattr(manager, _ALONE, True)
     reset = manager.reset_prefix_cache
 
     def reset_prefix_cache() -> bool:

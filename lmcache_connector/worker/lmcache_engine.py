@@ -176,8 +176,8 @@ class LMCacheEngineAdapter:
         parts: Sequence[PagedPart] = (),
     ) -> JobTransfer:
         """Copy chunks into the paged cache; the first ``num_chunks`` of the result arrived whole.
-        Nothing follows a run that did not. A run that takes much of the CPU tier's memory is loaded
-        in pieces, so that a prompt may be larger than that.
+        Nothing follows a run that did not, and the events tell of what it lacks. A run that takes
+        much of the CPU tier's memory is loaded in pieces: a prompt may be larger than that.
 
         ``deadline`` is a reading of ``time.monotonic``. A load that was planned from the CPU tier
         never asks Redis: if a chunk was evicted meanwhile, a slow Redis shall not hold up the lane
@@ -205,6 +205,7 @@ class LMCacheEngineAdapter:
             if num_bytes:  # or the next piece would push out what is another's
                 self._use(job)
             if transfer.num_chunks < len(transfer.keys):
+                self._changed.tell(transfer.keys[transfer.num_chunks :])
                 break
         return JobTransfer.of(transfers)
 
@@ -293,8 +294,8 @@ class LMCacheEngineAdapter:
         return bool(self._changed.keys or (self._writes is not None and self._writes.written))
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Of each chunk that came to the CPU tier or left it since the last call, or that a store
-        found there, whether it is there now."""
+        """Of each chunk that came to the CPU tier or left it since the last call, that a store
+        found there or a load did not, whether it is there now."""
         cache = self._cpu.hot_cache
         return tuple(
             CacheEvent(key, admitted=self._database.engine_key(key) in cache)

@@ -13,22 +13,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from lmcache_connector.net.wire import WireError, WireFault
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, MAX_PAYLOAD_BYTES
-from lmcache_connector.storage.redis.client.conversation import (
-    Conversation,
-    ErrorReply,
-    RefusedError,
-    Reply,
-    ReplyLimits,
+from lmcache_connector.storage.redis.client.dial import (
+    TALK_ERRORS,
+    AuthenticationError,
+    Client,
+    NoPermissionError,
+    ResponseError,
+    is_wrong_type,
 )
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS
-from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import ValueName, parse_value_name, scan_pattern
@@ -38,11 +36,11 @@ _SCAN_COUNT = 512
 _BATCH = 256
 # Whole values read at once.
 _READ_BATCH = 8
-# SCAN returns some hundreds of names at once, INFO some pages of text.
-_LIMITS = ReplyLimits(4 << 20, 1 << 16)
-_LINE_BYTES = 1024
 _ANSWER_SECONDS = 60.0
-_Word = bytes | str | int
+# Of a value, asked for at once: by default no value is larger.
+_PIECE_BYTES = 4 << 20
+# Of all answers to one question: such a piece, or some hundred names or headers.
+_MAX_BYTES = _PIECE_BYTES + (1 << 20)
 
 
 class RedisAdminError(Exception):
@@ -93,8 +91,8 @@ class RedisAdmin:
         self, config: RedisTierConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
-        self._topology = make_topology(config, clock)
-        self._connections: dict[Node, Conversation] = {}
+        self._topology = make_topology(replace(config, read_timeout_seconds=_ANSWER_SECONDS), clock)
+        self._clients: dict[Node, Client] = {}
         self.leaves_no_trace = True
         """Whether looking at values leaves their last use alone; known once connected."""
 
@@ -102,42 +100,36 @@ class RedisAdmin:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for connection in self._connections.values():
-            connection.close()
+        for client in self._clients.values():
+            client.close()
 
     def nodes(self) -> tuple[Node, ...]:
         """Connect to every server that holds values, and return their names."""
         with self._translated():
             self._topology.prepare()
         for node in self._topology.nodes():
-            self._connection(node)
+            self._client(node)
         return self._topology.nodes()
 
     def facts(self, node: Node) -> ServerFacts:
-        connection = self._connection(node)
-        try:
-            info = self._ask_one(connection, ("INFO", "everything"))
-        except RedisAdminError:
-            return ServerFacts(node, None, None, None, None, None)
-        text = info.decode(errors="replace") if isinstance(info, bytes) else ""
-        fields = dict(line.split(":", 1) for line in text.split("\r\n") if ":" in line)
-
-        def number(name: str) -> int | None:
-            return int(fields[name]) if fields.get(name, "").isdigit() else None
-
+        with self._translated():
+            try:
+                info = self._client(node).info("everything")
+            except ResponseError:
+                info = {}
         return ServerFacts(
             node=node,
-            version=fields.get("valkey_version") or fields.get("redis_version"),
-            used_bytes=number("used_memory"),
-            max_bytes=number("maxmemory"),
-            policy=fields.get("maxmemory_policy"),
-            evicted_keys=number("evicted_keys"),
+            version=info.get("valkey_version") or info.get("redis_version"),
+            used_bytes=info.get("used_memory"),
+            max_bytes=info.get("maxmemory"),
+            policy=info.get("maxmemory_policy"),
+            evicted_keys=info.get("evicted_keys"),
         )
 
     def num_keys(self) -> int:
         """The number of all keys on all servers: an upper bound for a progress bar."""
-        sizes = [self._ask_one(self._connection(n), ("DBSIZE",)) for n in self.nodes()]
-        return sum(size for size in sizes if isinstance(size, int))
+        with self._translated():
+            return sum(self._client(node).dbsize() for node in self.nodes())
 
     def names(
         self, namespace: str | None, key_prefix: str = ""
@@ -145,12 +137,8 @@ class RedisAdmin:
         """``(node, raw name, name)`` of all values. As with SCAN, a value may come twice."""
         pattern = scan_pattern(namespace, key_prefix)
         for node in self.nodes():
-            connection = self._connection(node)
-            cursor: bytes | None = b"0"
-            while cursor is not None:
-                scan = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
-                cursor, found = self._scanned(self._ask_one(connection, scan))
-                for raw in found:
+            with self._translated():
+                for raw in self._client(node).scan_iter(pattern, count=_SCAN_COUNT):
                     name = parse_value_name(raw)
                     # The pattern "a:*" also finds what is in the namespace "a:b".
                     if name is not None and name.is_in(namespace, key_prefix):
@@ -168,34 +156,35 @@ class RedisAdmin:
         """``(raw name, name, whole value)``; None for a value gone meanwhile."""
         for batch in _batches(self.names(namespace, key_prefix), _READ_BATCH):
             for node, names in _by_node(batch).items():
-                connection = self._connection(node)
-                lengths = self._ask(connection, [("STRLEN", raw) for raw, _ in names])
-                for (raw, name), length in zip(names, lengths, strict=True):
-                    yield raw, name, self._payload(connection, raw, length)
+                with self._translated():
+                    pipe = self._client(node).pipeline(transaction=False)
+                    for raw, _ in names:
+                        pipe.strlen(raw)
+                    lengths = pipe.execute(raise_on_error=False)
+                    for (raw, name), length in zip(names, lengths, strict=True):
+                        yield raw, name, self._payload(node, raw, length)
 
-    def _payload(
-        self, connection: Conversation, raw: bytes, length: Reply
-    ) -> bytes | Unreadable | None:
-        if isinstance(length, ErrorReply) and length.is_a(b"WRONGTYPE"):
+    def _payload(self, node: Node, raw: bytes, length: Any) -> bytes | Unreadable | None:
+        if is_wrong_type(length):
             return Unreadable.WRONG_TYPE
-        if isinstance(length, ErrorReply):
-            raise self._translate(RefusedError(length))
-        if not isinstance(length, int):
-            return None
+        if isinstance(length, Exception):
+            raise length
         if length > HEADER_BYTES + MAX_PAYLOAD_BYTES:
             return Unreadable.OVERSIZED
-        limits = ReplyLimits(length + _LINE_BYTES)
-        value = self._ask_one(connection, ("GET", raw), limits)
-        return value if isinstance(value, bytes) else None
+        client, starts = self._client(node), range(0, length, _PIECE_BYTES)
+        if len(starts) > 1:
+            return b"".join(client.getrange(raw, i, i + _PIECE_BYTES - 1) for i in starts)
+        value: bytes | None = client.get(raw)
+        return value
 
     def unlink(self, node: str, names: Sequence[bytes]) -> int:
         """Remove values of one node; returns how many existed. One command each, because a
         cluster's node takes only keys of one slot in a command."""
-        replies = self._ask(self._connection(Node(node)), [("UNLINK", name) for name in names])
-        for reply in replies:
-            if isinstance(reply, ErrorReply):
-                raise self._translate(RefusedError(reply))
-        return sum(reply for reply in replies if isinstance(reply, int))
+        with self._translated():
+            pipe = self._client(Node(node)).pipeline(transaction=False)
+            for name in names:
+                pipe.unlink(name)
+            return sum(pipe.execute())
 
     def unlink_anywhere(self, names: Sequence[bytes]) -> int:
         """Remove values on any node; returns how many existed."""
@@ -209,17 +198,19 @@ class RedisAdmin:
     def _describe(
         self, node: Node, names: Sequence[tuple[bytes, ValueName]]
     ) -> Iterator[StoredValue]:
-        commands: list[tuple[_Word, ...]] = []
-        for raw, _ in names:
-            # Idleness first: on old servers, the other commands count as uses.
-            commands += [("OBJECT", "IDLETIME", raw), ("PTTL", raw), ("STRLEN", raw)]
-            commands.append(("GETRANGE", raw, 0, HEADER_BYTES - 1))
-        replies = iter(self._ask(self._connection(node), commands))
+        with self._translated():
+            pipe = self._client(node).pipeline(transaction=False)
+            for raw, _ in names:
+                # Idleness first: on old servers, the other commands count as uses.
+                pipe.object("IDLETIME", raw).pttl(raw).strlen(raw).getrange(
+                    raw, 0, HEADER_BYTES - 1
+                )
+            replies = iter(pipe.execute(raise_on_error=False))
         for raw, name in names:
             idle, ttl, length, header = islice(replies, 4)
             for reply in (ttl, length, header):
-                if isinstance(reply, ErrorReply) and reply.is_a(b"NOPERM"):
-                    raise self._translate(RefusedError(reply))
+                if isinstance(reply, NoPermissionError):
+                    raise self._translate(reply)
             if isinstance(length, int) and length > 0 and isinstance(header, bytes):
                 yield StoredValue(
                     node=node,
@@ -231,44 +222,16 @@ class RedisAdmin:
                     header=header,
                 )
 
-    def _connection(self, node: Node) -> Conversation:
-        if node not in self._connections:
+    def _client(self, node: Node) -> Client:
+        if node not in self._clients:
             with self._translated():
-                connection = self._topology.connect(node)
-                self._connections[node] = connection
-                replies = self._ask(connection, [("CLIENT", "NO-TOUCH", "ON"), ("PING",)])
-                self.leaves_no_trace &= not isinstance(replies[0], ErrorReply)
-                if isinstance(replies[1], ErrorReply):  # say, it is still loading its data
-                    raise RefusedError(replies[1])
-        return self._connections[node]
-
-    def _ask(
-        self,
-        connection: Conversation,
-        commands: Sequence[tuple[_Word, ...]],
-        limits: ReplyLimits = _LIMITS,
-    ) -> list[Reply]:
-        """The replies to ``commands``, in one pipelined round trip; each may be an error."""
-        with self._translated():
-            encoded = (command(*map(_encoded, words)) for words in commands)
-            return connection.ask(*encoded, limits=limits, seconds=_ANSWER_SECONDS)
-
-    def _ask_one(
-        self, connection: Conversation, words: tuple[_Word, ...], limits: ReplyLimits = _LIMITS
-    ) -> Reply:
-        """The reply to one command. An error is raised."""
-        (reply,) = self._ask(connection, [words], limits)
-        if isinstance(reply, ErrorReply):
-            raise self._translate(RefusedError(reply))
-        return reply
-
-    def _scanned(self, reply: Reply) -> tuple[bytes | None, list[bytes]]:
-        """The next cursor, None at the end, and the names in a reply to SCAN."""
-        match reply:
-            case [bytes(cursor), list(found)]:
-                names = [name for name in found if isinstance(name, bytes)]
-                return None if cursor == b"0" else cursor, names
-        raise self._translate(WireError(WireFault.OUT_OF_STEP, "an unexpected answer to SCAN"))
+                client = self._clients[node] = self._topology.connect(node, _MAX_BYTES)
+                try:
+                    client.client_no_touch("ON")
+                except ResponseError:
+                    self.leaves_no_trace = False
+                client.ping()  # it may still be loading its data
+        return self._clients[node]
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -279,24 +242,19 @@ class RedisAdmin:
 
     def _translate(self, error: Exception) -> RedisAdminError:
         address = self._config.address
-        text = address.redact(str(error)) or type(error).__name__
-        return RedisAdminError(f"{address}: {text}", _hint(error))
-
-
-def _encoded(word: _Word) -> bytes:
-    return word if isinstance(word, bytes) else str(word).encode()
+        return RedisAdminError(f"{address}: {address.redact(error)}", _hint(error))
 
 
 def _hint(error: Exception) -> str:
     text = str(error).lower()
-    if "noperm" in text:
+    if isinstance(error, NoPermissionError):
         return (
             "give the user these rights (from Redis 7.2 on, +client|no-touch too): "
             "ACL SETUSER NAME ~lmc:* +get +getex +set +strlen +exists "
             "+pexpire +watch +multi +exec +unlink +select +getrange +pttl +object|idletime +scan "
             "+dbsize +info +ping"
         )
-    if "auth" in text or "wrongpass" in text:
+    if isinstance(error, AuthenticationError):
         return "set user and password in the URL: redis://USER:PASSWORD@HOST (best as env:NAME)"
     if "certificate" in text or "ssl" in text:
         return "use rediss:// and name the authority: ?ssl_ca_certs=/path/to/ca.pem"

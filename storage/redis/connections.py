@@ -6,25 +6,27 @@ who serves another one's chunks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
 
 from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import Wire, WireError, WireFault
+from lmcache_connector.net.wire import Wire
 from lmcache_connector.storage.redis.client.circuit_breaker import (
     Backoff,
     CircuitBreaker,
     CircuitState,
 )
-from lmcache_connector.storage.redis.client.conversation import (
-    IDLE_BYTES,
-    Conversation,
-    ErrorReply,
-    RefusedError,
+from lmcache_connector.storage.redis.client.dial import (
+    REDIRECTIONS,
+    SMALL_BYTES,
+    TALK_ERRORS,
+    Client,
+    ResponseError,
+    says_no,
+    take_socket,
 )
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS
-from lmcache_connector.storage.redis.client.resp import command, is_redirection
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Node, Topology
 from lmcache_connector.storage.redis.value_names import probe_key
@@ -35,7 +37,8 @@ _POLL_SECONDS = 0.05
 # Threads that connect, for all threads of a tier or a look-up together.
 _MAX_DIALS = 16
 _FULL_SHARE = 0.9
-_MAX_DIGITS = 20
+# A server that moves less than that in a time-out is as good as silent.
+_IDLE_BYTES = 64 << 10
 
 
 class UnavailableError(Exception):
@@ -55,7 +58,7 @@ class Servers:
         topology: Topology,
         clock: Callable[[], float],
         random: Callable[[], float],
-        greet: Callable[[Conversation], None] = lambda conversation: None,
+        greet: Callable[[Client], None] = lambda client: None,
     ) -> None:
         self.config = config
         self.topology = topology
@@ -117,31 +120,28 @@ class Servers:
         return dial if task is not None else None
 
     def redact(self, message: object) -> str:
-        """``message`` without credentials."""
-        return self.config.address.redact(str(message))
+        """``message`` for a log, without credentials."""
+        return self.config.address.redact(message)
 
-    def connect(self, node: Node) -> Conversation:
-        """A connection to a server that answers these credentials. Raises one of ``TALK_ERRORS``.
+    def connect(self, node: Node, max_bytes: int = SMALL_BYTES) -> Client:
+        """A client of a server that answers these credentials; ``max_bytes`` of all answers to one
+        question. Raises one of ``TALK_ERRORS``.
 
         Some servers accept connections before they have loaded their data. The question takes one
         round trip, with a command the tier needs anyway.
         """
-        conversation = self.topology.connect(node)
+        client = self.topology.connect(node, max_bytes)
         try:
-            (reply,) = conversation.ask(command(b"EXISTS", probe_key(self.config.namespace)))
-            # A redirection: another node of the cluster has the key's slot, but this one answers.
-            if isinstance(reply, ErrorReply) and not is_redirection(b"-" + reply.line):
-                raise RefusedError(reply)
-            if not isinstance(reply, int | ErrorReply):
-                raise WireError(WireFault.OUT_OF_STEP, "an unexpected answer to EXISTS")
+            with contextlib.suppress(*REDIRECTIONS):
+                client.exists(probe_key(self.config.namespace))
             with self._lock:
                 first, self._greeted = not self._greeted, True
             if first:
-                self._greet(conversation)
+                self._greet(client)
         except BaseException:
-            conversation.close()
+            client.close()
             raise
-        return conversation
+        return client
 
     def _learn(self) -> None:
         try:
@@ -256,17 +256,11 @@ class Dial:
         servers, node = self._servers, self._node
         breaker = servers.breaker(node)
         try:
-            conversation = servers.connect(node)
-            try:
-                wire = Wire(
-                    conversation.take_socket(), servers.clock, self._idle_seconds, IDLE_BYTES
-                )
-            except BaseException:
-                conversation.close()
-                raise
+            with servers.connect(node) as client:
+                wire = Wire(take_socket(client), servers.clock, self._idle_seconds, _IDLE_BYTES)
         except Exception as error:
             servers.topology.mark_stale()
-            if breaker.failed(at_once=not _is_refusal(error)):
+            if breaker.failed(at_once=not says_no(error)):
                 logger.warning("redis %s: cannot connect: %s", node, servers.redact(error))
             if not isinstance(error, TALK_ERRORS):
                 raise
@@ -277,13 +271,6 @@ class Dial:
             self._wire = wire
             if self._abandoned:
                 wire.close()
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether the server lives, and would not have this connection: it may have too many, and what
-    is connected goes on. After its refusal it hangs up, which can be all that is seen of it."""
-    is_closed = isinstance(error, WireError) and error.fault is WireFault.CLOSED
-    return is_closed or isinstance(error, RefusedError)
 
 
 class Connections:
@@ -336,7 +323,8 @@ class Connections:
             logger.warning("redis %s: %s; leaving it alone for a while", node, detail)
 
     def tend(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
-        """Begin to connect, ahead of need, to every node without a connection when it is time."""
+        """Begin to connect, ahead of need, to every node without a live connection when it is
+        time."""
         self._servers.refresh()
         known = set(filter(is_wanted, self._servers.topology.nodes()))
         for node in self._wires.keys() - known:
@@ -344,15 +332,10 @@ class Connections:
         for node in self._dials.keys() - known:
             self._dials.pop(node).abandon()
         for node in known:
-            breaker = self._servers.breaker(node)
-            is_away = breaker.state is CircuitState.OPEN
-            if is_away and breaker.seconds_until_retry() == 0.0:
+            if self._servers.breaker(node).seconds_until_retry() == 0.0:
                 self._close(node)  # one from before says nothing: a new one shows if it is back
-            if is_away or node not in self._wires:
-                try:
-                    self.get(node, self._now())
-                except UnavailableError:
-                    continue
+            with contextlib.suppress(UnavailableError):
+                self.get(node, self._now())
 
     def close(self) -> None:
         for node in list(self._wires):
@@ -379,23 +362,17 @@ class Connections:
             wire.close()
 
 
-def look_at_memory(conversation: Conversation) -> bool:
+def look_at_memory(client: Client) -> bool:
     """Whether the server's memory is all but full. Warns of one with no memory limit that evicts
-    nothing: it grows until the machine has no memory left. Raises `WireError`."""
-    (info,) = conversation.ask(command(b"INFO", b"memory"))
-    if isinstance(info, ErrorReply):
+    nothing: it grows until the machine has no memory left. Raises one of ``TALK_ERRORS``."""
+    try:
+        facts = client.info("memory")
+    except ResponseError:
         return False  # these credentials may not ask
-    if not isinstance(info, bytes):
-        raise WireError(WireFault.OUT_OF_STEP, "an unexpected answer to INFO")
-    facts = dict(line.split(b":", 1) for line in info.split(b"\r\n") if b":" in line)
-    if facts.get(b"maxmemory") == b"0" and facts.get(b"maxmemory_policy") == b"noeviction":
+    limit = facts.get("maxmemory", 0)
+    if limit == 0 and facts.get("maxmemory_policy") == "noeviction":
         logger.warning(
             "this redis server has no maxmemory and the policy noeviction: cached chunks will fill "
             "its memory. Set maxmemory and maxmemory-policy allkeys-lru, or redis_ttl_seconds."
         )
-    used, limit = (_number(facts.get(name, b"")) for name in (b"used_memory", b"maxmemory"))
-    return limit > 0 and used >= _FULL_SHARE * limit
-
-
-def _number(digits: bytes) -> int:
-    return int(digits) if digits.isdigit() and len(digits) <= _MAX_DIGITS else 0
+    return bool(limit > 0 and facts.get("used_memory", 0) >= _FULL_SHARE * limit)

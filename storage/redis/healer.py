@@ -8,14 +8,13 @@ is looked at again, so a good value written meanwhile stays.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import Wire, WireError
 from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
     InvalidValueError,
@@ -24,15 +23,16 @@ from lmcache_connector.storage.chunk_codec import (
     may_be_value,
 )
 from lmcache_connector.storage.compression import check_whole_value
-from lmcache_connector.storage.redis.client.conversation import (
-    ErrorReply,
-    RefusedError,
-    Reply,
-    ReplyLimits,
-    receive_reply,
+from lmcache_connector.storage.redis.client.dial import (
+    SMALL_BYTES,
+    TALK_ERRORS,
+    Client,
+    NoPermissionError,
+    ResponseError,
+    WatchError,
+    is_wrong_type,
 )
-from lmcache_connector.storage.redis.client.resp import command
-from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
+from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.recent_keys import RecentKeys
 from lmcache_connector.storage.redis.topology import Node
 
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 _MAX_SUSPECTS = 1024
 # Removed in one go, between two bursts of writes.
 _AT_ONCE = 4
-_SECONDS = 5.0
 # An episode of removals, told in one line, ends when nothing was removed for so long.
 _QUIET_SECONDS = 2.0
 
@@ -58,12 +57,7 @@ class Suspect:
     def max_bytes(self) -> int:
         return HEADER_BYTES + self.expected.payload_bytes
 
-    def may_have(self, length: Reply) -> bool:
-        return isinstance(length, int) and may_be_value(length, self.expected.payload_bytes)
-
-    def is_sound(self, value: Reply) -> bool:
-        if not isinstance(value, bytes):
-            return False
+    def is_sound(self, value: bytes) -> bool:
         try:
             check_whole_value(value, self.expected, self.sealer)
         except InvalidValueError:
@@ -72,8 +66,8 @@ class Suspect:
 
 
 class Healer:
-    """``add`` is for any thread, ``heal`` for one with ``connections`` of its own, which calls
-    ``report`` when it ends."""
+    """``add`` is for any thread, ``heal`` for one that may wait for a server, as it connects anew,
+    and that calls ``report`` when it ends."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
@@ -86,7 +80,7 @@ class Healer:
     def add(self, suspect: Suspect) -> None:
         self._suspects.add(suspect.name, suspect)
 
-    def heal(self, connections: Connections, is_mine: Callable[[Node], bool]) -> None:
+    def heal(self, is_mine: Callable[[Node], bool]) -> None:
         """Look again at a few suspects, and remove those that are still wrong. The suspects of
         other nodes are left to others."""
         for _ in range(_AT_ONCE):
@@ -95,7 +89,7 @@ class Healer:
                 break
             node = self._servers.topology.node_of(suspect.name)
             if node is not None and is_mine(node):
-                self._heal(suspect, connections, node)
+                self._heal(suspect, node)
             elif node is not None:
                 self.add(suspect)  # behind the others
         if self._servers.clock() >= self._last_removal + _QUIET_SECONDS:
@@ -111,57 +105,42 @@ class Healer:
                 "`lmcache-connector verify` reads all", node, count
             )  # fmt: skip
 
-    def _heal(self, suspect: Suspect, connections: Connections, node: Node) -> None:
-        clock = self._servers.clock
-        deadline = Deadline(clock() + _SECONDS, clock)
-        try:
-            if _remove(suspect, connections.get(node, deadline), deadline):
-                with self._lock:
-                    self._removed[node] += 1
-                    self._last_removal = clock()
-        except UnavailableError:
+    def _heal(self, suspect: Suspect, node: Node) -> None:
+        if self._servers.is_open(node):
             return
-        except RefusedError as error:
-            connections.drop(node, "no value removed", blame=False)
-            if error.reply.is_a(b"NOPERM"):
-                self._may_remove = False
-                logger.warning(
-                    "redis %s: damaged values stay until an instance that reads and writes finds "
-                    "them; this user may not remove them: %s", node, self._servers.redact(error)
-                )  # fmt: skip
-        except WireError as error:
-            connections.drop(node, str(error), blame=error.is_peers_fault)
+        try:
+            with self._servers.connect(node, suspect.max_bytes + SMALL_BYTES) as client:
+                if _remove(suspect, client):
+                    with self._lock:
+                        self._removed[node] += 1
+                        self._last_removal = self._servers.clock()
+        except NoPermissionError as error:
+            self._may_remove = False
+            logger.warning(
+                "redis %s: damaged values stay until an instance that reads and writes finds "
+                "them; this user may not remove them: %s", node, self._servers.redact(error)
+            )  # fmt: skip
+        except TALK_ERRORS:
+            return  # readers and writers will notice
 
 
-def _remove(suspect: Suspect, wire: Wire, deadline: Deadline) -> bool:
-    """Whether it was there, wrong, and is gone. Raises `WireError` or `RefusedError`."""
-    name = suspect.name
-    watched, length = _ask(wire, deadline, 64, (b"WATCH", name), (b"STRLEN", name))
-    _agreed(watched)
-    if not (isinstance(length, ErrorReply) and length.is_a(b"WRONGTYPE")):
-        _agreed(length)
-    is_wrong = True  # or there is nothing: removing that does no harm
-    if suspect.may_have(length):
-        (value,) = _ask(wire, deadline, suspect.max_bytes + 64, (b"GET", name))
-        _agreed(value)  # what was not seen is not wrong
-        is_wrong = not (value is None or suspect.is_sound(value))
-    # An empty transaction ends the watch as well.
-    steps = [(b"MULTI",), (b"UNLINK", name), (b"EXEC",)] if is_wrong else [(b"MULTI",), (b"EXEC",)]
-    replies = _ask(wire, deadline, 1024, *steps)
-    for reply in replies:
-        _agreed(reply)
-    return replies[-1] == [1]
-
-
-def _agreed(reply: Reply) -> None:
-    """Raises `RefusedError` for an error."""
-    if isinstance(reply, ErrorReply):
-        raise RefusedError(reply)
-
-
-def _ask(
-    wire: Wire, deadline: Deadline, max_bytes: int, *commands: tuple[bytes, ...]
-) -> list[Reply]:
-    limits = ReplyLimits(max_bytes + 1024, 8)
-    wire.send([b"".join(command(*words) for words in commands)], deadline)
-    return [receive_reply(wire, limits, deadline) for _ in commands]
+def _remove(suspect: Suspect, client: Client) -> bool:
+    """Whether it was there, wrong, and is gone. Raises one of ``TALK_ERRORS``."""
+    with client.pipeline() as pipe:
+        pipe.watch(suspect.name)
+        try:
+            may_be_sound = may_be_value(pipe.strlen(suspect.name), suspect.expected.payload_bytes)
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise  # what was not seen is not wrong
+            may_be_sound = False
+        is_wrong = True  # or there is nothing: removing that does no harm
+        if may_be_sound:
+            value = pipe.get(suspect.name)
+            is_wrong = value is not None and not suspect.is_sound(value)
+        pipe.multi()  # an empty transaction ends the watch as well
+        if is_wrong:
+            pipe.unlink(suspect.name)
+        with contextlib.suppress(WatchError):
+            return bool(pipe.execute() == [1])
+    return False

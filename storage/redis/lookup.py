@@ -140,7 +140,7 @@ class RedisLookup:
         try:
             question.wire.receive_some(deadline)
             while question.indices and (line := question.wire.next_line()) is not None:
-                counts[question.indices.pop(0)] = self._number(line)
+                counts[question.indices.pop(0)] = self._number(line, question.node)
         except WireError as error:
             self._connections.drop(question.node, str(error), blame=error.is_peers_fault)
             return True
@@ -149,12 +149,12 @@ class RedisLookup:
         self._connections.succeeded(question.node)
         return True
 
-    def _number(self, line: bytes) -> int:
+    def _number(self, line: bytes, node: Node) -> int:
         """The count in an answer. A chunk that has moved, or is on its way, is not there."""
         if line[:1] == b":" and line[1:].isdigit() and len(line) <= _COUNT_BYTES:
             return int(line[1:])
         if is_redirection(line):
-            self._servers.topology.mark_stale()
+            self._servers.topology.redirected(node)
             return 0
         raise WireError(WireFault.OUT_OF_STEP, first_line(line))
 

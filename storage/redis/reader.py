@@ -113,6 +113,8 @@ class Reader(threading.Thread):
             while stream.receive_batch():
                 self._connections.succeeded(node)
         except BadReplyError as error:
+            if is_redirection(error.reply):
+                self._servers.topology.redirected(node)
             blame = error.fault in _SERVER_FAULTS and not is_redirection(error.reply)
             self._connections.drop(node, str(error), blame=blame)
             stream.give_up(error.fault)

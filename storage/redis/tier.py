@@ -26,7 +26,7 @@ from lmcache_connector.storage.compression_policy import CompressionPolicy
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.burst import WriterNotes
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.client.conversation import Conversation
+from lmcache_connector.storage.redis.client.dial import Client
 from lmcache_connector.storage.redis.config import PartValues, RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, look_at_memory
 from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked, TierCounts, WriteEnd
@@ -216,8 +216,8 @@ class RedisTier:
         observers = (self._found_spoiled, self._compression.received)
         return Reader(name, self._servers, self._reads, *observers)
 
-    def _greet(self, conversation: Conversation) -> None:
-        self._compression.memory_is_full = look_at_memory(conversation)
+    def _greet(self, client: Client) -> None:
+        self._compression.memory_is_full = look_at_memory(client)
 
     def _found_spoiled(self, request: ValueRequest) -> None:
         self._notes.add_spoiled(request.expected.key)

@@ -178,7 +178,7 @@ class Writer(threading.Thread):
                     self._write(left)
                 else:
                     self._connections.tend(self._is_mine)
-                context.healer.heal(self._connections, self._is_mine)
+                context.healer.heal(self._is_mine)
             except Exception:  # whatever it is, the next writes may fare better
                 logger.exception("writing to redis failed")
                 self._connections.close()
@@ -250,7 +250,7 @@ class Writer(threading.Thread):
         else:
             self._bytes_per_second = max(self._bytes_per_second, _ASSUMED_BYTES_PER_SECOND)
         if burst.was_redirected:
-            servers.topology.mark_stale()
+            servers.topology.redirected(node)
         self._connections.succeeded(node)
         pause.succeeded()
 

@@ -188,7 +188,10 @@ def test_stats_and_check_say_what_audits_have_found(cli: Cli, engine: Engine) ->
     assert (code, finding["verdict"]) == (0, "ok")
     assert finding["detail"] == "3 audits, 3 match"
     engine.happened(0, lambda samples: samples.set("roots_apart", value=1))
-    assert check()[1]["verdict"] == "warning"
+    finding = check()[1]
+    assert finding["verdict"] == "warning"
+    assert "since an audit found other KV" in finding["detail"]
+    assert "once the weights are others" in finding["hint"]
     assert "1 roots share KV with no other engine" in cli("stats", engine.url).out
     engine.happened(0, lambda samples: samples.count("audits", "mismatch"))
     engine.happened(0, lambda samples: samples.set("audit_error", "largest", value=0.75))

@@ -61,6 +61,19 @@ def test_who_loads_nothing_measures_no_link() -> None:
     assert "so no value is compressed: set redis_codec blosc2 or none" in warning
 
 
+def test_a_label_that_never_changes_names_no_update(tmp_path: Path) -> None:
+    (warning,) = of_settings(weights_label="step 7")
+    assert "weights_label 'step 7' never changes" in warning
+    assert "set file:PATH" in warning
+    write(tmp_path / "label", "step 7")
+    assert of_settings(weights_label=f"file:{tmp_path / 'label'}") == []
+
+
+def test_without_audits_nothing_looks_for_wrong_kv() -> None:
+    (warning,) = of_settings(audit_share=0)
+    assert "wrong KV would go unnoticed" in warning
+
+
 def test_chunks_that_no_request_fills() -> None:
     (warning,) = of_sizes(chunk_size=16384)
     assert "chunk_size 16384 is more than max_model_len 8192" in warning

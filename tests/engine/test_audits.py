@@ -1,4 +1,4 @@
-"""Audits and resets on real engines: what is right passes, what is wrong is found.
+"""Audits on real engines: what is right passes, what is wrong is found.
 
 Each case of wrong identity is made by taking the identity away: two models under one given name,
 images under a counter, adapters under their path.
@@ -15,6 +15,7 @@ import pytest
 from tests.support.engines.asks import Ask, ask_all
 from tests.support.engines.audits import (
     ROWS,
+    UNUSED_ROWS,
     audits,
     build_long_rope_model,
     build_retrained_model,
@@ -23,11 +24,17 @@ from tests.support.engines.audits import (
     name_images_by_counter,
     retrain_rows,
 )
-from tests.support.engines.calls import check_integrity, reset_everything, wait_for_writes
+from tests.support.engines.calls import (
+    check_integrity,
+    reset_everything,
+    share_again,
+    wait_for_writes,
+)
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
+from tests.support.engines.updates import live_on_another_host
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
@@ -64,10 +71,11 @@ def one(start: StartInstance, transfer: dict[str, Any]) -> Iterator[VllmInstance
 def retrained(
     start: StartInstance, transfer: dict[str, Any], tiny_model: Path, tmp_path_factory: Any
 ) -> Iterator[VllmInstance]:
-    """The same name, other rows in the embedding."""
+    """The same name, other rows in the embedding; on one host that would be noticed at start."""
     folder = tmp_path_factory.mktemp("models") / "retrained"
     build_retrained_model(folder, tiny_model, STRENGTH)
-    with start(transfer, folder, enable_lora=True, max_lora_rank=8, max_cpu_loras=4) as instance:
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 4}
+    with start(transfer, folder, prepare=live_on_another_host, **lora) as instance:
         yield instance
         instance.call(check_integrity)
 
@@ -82,17 +90,7 @@ def prompt(request: pytest.FixtureRequest) -> list[int]:
     return tokens
 
 
-def fresh(label: Path, *instances: VllmInstance) -> None:
-    """New keys for all: what other tests have stored and learnt is gone."""
-    label.write_text(f"{label.read_text()}'")
-    for instance in instances:
-        instance.call(reset_everything)
-
-
-def test_a_hit_is_computed_again_and_found_right(
-    one: VllmInstance, label: Path, prompt: list[int]
-) -> None:
-    fresh(label, one)
+def test_a_hit_is_computed_again_and_found_right(one: VllmInstance, prompt: list[int]) -> None:
     before = one.call(audits)
     cold = one.serve(prompt)
     one.reset_prefix_cache()
@@ -118,9 +116,8 @@ def assert_found(instance: VllmInstance, before: dict[str, float], kind: str) ->
 
 
 def test_retrained_embedding_rows_under_one_name_are_found(
-    one: VllmInstance, retrained: VllmInstance, label: Path, prompt: list[int]
+    one: VllmInstance, retrained: VllmInstance, prompt: list[int]
 ) -> None:
-    fresh(label, one, retrained)
     before = retrained.call(audits)
     cold = one.serve(prompt)
     one.call(wait_for_writes)
@@ -138,12 +135,12 @@ def test_retrained_embedding_rows_under_one_name_are_found(
     assert again.external_hit_tokens > 0
     assert again.block_digests == right.block_digests
     assert retrained.call(audits)["mismatch"] == 1
+    retrained.call(share_again)
 
 
 def test_an_adapter_retrained_under_its_path_is_found(
-    one: VllmInstance, label: Path, prompt: list[int], tmp_path: Path
+    one: VllmInstance, prompt: list[int], tmp_path: Path
 ) -> None:
-    fresh(label, one)
     one.call(name_adapters_alike)
     before = one.call(audits)
     asks = [
@@ -160,6 +157,7 @@ def test_an_adapter_retrained_under_its_path_is_found(
     one.call(ask_all, [Ask(prompt)])
     one.reset_prefix_cache()
     assert one.call(ask_all, [Ask(prompt)]).loaded_tokens > 0
+    one.call(share_again)
 
 
 def test_an_image_under_a_counter_is_found(start: StartInstance, tmp_path: Path) -> None:
@@ -229,58 +227,20 @@ def test_arithmetic_in_another_order_is_no_mismatch(
     print(errors)
 
 
-# -- resets ------------------------------------------------------------------------------------
+# -- labels ------------------------------------------------------------------------------------
 
 
-def test_after_a_reset_with_the_same_weights_one_audit_shares_again(
-    one: VllmInstance, label: Path, prompt: list[int]
-) -> None:
-    fresh(label, one)
-    cold = one.serve(prompt)
-    one.call(wait_for_writes)
-    before = one.call(audits)
-    one.call(reset_everything)
-    first = one.serve(prompt)
-    assert first.external_hit_tokens == 0
-    assert changes(one, before) == {"match": 1}
-    one.reset_prefix_cache()
-    second = one.serve(prompt)
-    assert second.external_hit_tokens == 2 * CHUNK_SIZE  # stored before the reset
-    assert second.block_digests == cold.block_digests
-
-
-@pytest.mark.parametrize(("strength", "verdict"), [(0.01, "inconclusive"), (1.0, "mismatch")])
-def test_after_a_reset_with_other_weights_nothing_is_shared_again(
-    one: VllmInstance, label: Path, prompt: list[int], strength: float, verdict: str
-) -> None:
-    fresh(label, one)
-    cold = one.serve(prompt)
-    one.reset_prefix_cache()
-    one.serve(prompt)  # an audit of its own KV: noise
-    before = one.call(audits)
-    one.call(retrain_rows, strength)
-    try:
-        one.call(reset_everything)
-        other = one.serve(prompt)
-        assert other.external_hit_tokens == 0
-        assert other.block_digests[0] != cold.block_digests[0]
-        assert changes(one, before) == {verdict: 1}
-        one.reset_prefix_cache()
-        again = one.serve(prompt)  # by keys of its own
-        assert again.external_hit_tokens > 0
-        assert again.block_digests == other.block_digests
-    finally:
-        one.call(retrain_rows, 0.0)
-
-
-def test_instances_updated_alike_share_at_once_by_a_label(
+def test_instances_updated_alike_share_by_a_label_what_their_digests_tell_apart(
     one: VllmInstance, retrained: VllmInstance, label: Path, prompt: list[int]
 ) -> None:
-    fresh(label, one, retrained)
+    """They differ in rows that no prompt has."""
     old = one.serve(prompt)
-    one.call(retrain_rows, STRENGTH)  # as the other was saved
     try:
-        fresh(label, one, retrained)
+        one.call(retrain_rows, STRENGTH, ROWS)  # as the other was saved
+        retrained.call(retrain_rows, STRENGTH, UNUSED_ROWS)
+        label.write_text("step 1")
+        for instance in (one, retrained):
+            instance.call(reset_everything)
         cold = one.serve(prompt)
         assert cold.external_hit_tokens == 0
         assert cold.block_digests[0] != old.block_digests[0]
@@ -290,8 +250,8 @@ def test_instances_updated_alike_share_at_once_by_a_label(
         assert hit.external_hit_tokens == 2 * CHUNK_SIZE
         assert hit.block_digests == cold.block_digests
         assert changes(retrained, before) == {"match": 1}
-        one.call(reset_everything)  # which is this instance's own affair
-        retrained.reset_prefix_cache()
-        assert retrained.serve(prompt).external_hit_tokens > 0
     finally:
-        one.call(retrain_rows, 0.0)
+        one.call(retrain_rows, 0.0, ROWS)
+        retrained.call(retrain_rows, 0.0, UNUSED_ROWS)
+        for instance in (one, retrained):
+            instance.call(reset_everything)

@@ -30,7 +30,7 @@ def report(rank: int, admitted: str = "", evicted: str = "", written: str = "") 
 
 def log_of(keys: str, world_size: int = 1) -> KvEventLog:
     log = KvEventLog(world_size)
-    log.describe([key.encode() for key in keys], lambda i: blocks(keys[i].encode()))
+    log.describe([key.encode() for key in keys], 0, lambda i: blocks(keys[i].encode()))
     return log
 
 
@@ -47,6 +47,7 @@ def test_each_tier_tells_what_it_takes_in_and_lets_go() -> None:
         BlocksRemoved(Tier.REDIS, a.hashes),
     ]
     assert log.take() == []
+    log.forget_jobs()
     assert len(log) == 0
 
 
@@ -60,6 +61,7 @@ def test_a_chunk_is_there_when_all_ranks_have_it_and_gone_when_one_lacks_it() ->
     log.apply(report(0, evicted="a"))
     log.apply(report(1, evicted="a"))
     assert log.take() == [BlocksRemoved(Tier.CPU, blocks(b"a").hashes)]
+    log.forget_jobs()
     assert len(log) == 0
 
 
@@ -73,8 +75,33 @@ def test_what_nobody_described_is_passed_over() -> None:
 def test_a_job_that_brought_nothing_leaves_nothing() -> None:
     log = log_of("ab")
     log.apply(report(0, admitted="a"))
-    log.settle([b"a", b"b"])
+    log.settle([b"a", b"b"], 0)
     assert len(log) == 1
+
+
+def test_the_coming_of_a_chunk_that_several_jobs_bring_is_told_whichever_ends_first() -> None:
+    log = log_of("a")
+    log.describe([b"a"], 1, lambda i: blocks(b"a"))
+    log.settle([b"a"], 0)
+    log.missing(b"a")
+    log.apply(report(0, admitted="a"))
+    assert log.take() == [BlocksStored(Tier.CPU, blocks(b"a"))]
+    log.apply(report(0, evicted="a"))
+    log.apply(report(0, admitted="a"))
+    assert len(log.take()) == 2
+    log.settle([b"a"], 1)
+    assert len(log) == 1
+    log.apply(report(0, evicted="a"))
+    assert len(log) == 0
+
+
+def test_a_job_that_ends_after_a_reset_ends_no_other() -> None:
+    log = log_of("a")
+    log.clear()
+    log.describe([b"a"], 1, lambda i: blocks(b"a"))
+    log.settle([b"a"], 0)
+    log.apply(report(0, admitted="a"))
+    assert len(log.take()) == 1
 
 
 def test_after_a_reset_everything_is_gone_once() -> None:
@@ -117,13 +144,14 @@ def test_so_many_chunks_of_redis_are_remembered_and_the_rest_is_told_as_gone(
     log = log_of("abcde")
     log.apply(report(0, admitted="abcde", written="abc"))
     log.apply(report(0, evicted="abcde"))
-    log.describe([b"a"], lambda i: blocks(b"a"))  # a job uses it
+    log.describe([b"a"], 0, lambda i: blocks(b"a"))  # a job uses it
     log.take()
-    log.describe([b"d", b"e"], lambda i: blocks(b"de"[i : i + 1]))
+    log.describe([b"d", b"e"], 0, lambda i: blocks(b"de"[i : i + 1]))
     log.apply(report(0, written="d"))
     assert removed_from_redis(log) == ["b"]
     log.apply(report(0, written="e"))
     assert removed_from_redis(log) == ["c"]
+    log.forget_jobs()
     assert len(log) == 3
 
 
@@ -141,10 +169,10 @@ def test_what_is_in_memory_as_well_is_still_known_there(monkeypatch: pytest.Monk
 def test_what_has_outlived_its_lifetime_is_told_as_gone(refresh_ttl: bool) -> None:
     clock = Clock()
     log = KvEventLog(1, 60.0, refresh_ttl=refresh_ttl, clock=clock)
-    log.describe([b"a", b"b"], lambda i: blocks(b"ab"[i : i + 1]))
+    log.describe([b"a", b"b"], 0, lambda i: blocks(b"ab"[i : i + 1]))
     log.apply(report(0, written="ab"))
     clock.now += 50
-    log.describe([b"a"], lambda i: blocks(b"a"))  # a load of it
+    log.describe([b"a"], 0, lambda i: blocks(b"a"))  # a load of it
     log.apply(report(0))
     assert removed_from_redis(log) == []
     clock.now += 10
@@ -153,12 +181,13 @@ def test_what_has_outlived_its_lifetime_is_told_as_gone(refresh_ttl: bool) -> No
     clock.now += 50
     log.apply(report(0))
     assert removed_from_redis(log) == (["a"] if refresh_ttl else [])
+    log.forget_jobs()
     assert len(log) == 0
 
 
 def many(log: KvEventLog, count: int) -> None:
     for i in range(count):
-        log.describe([b"%d-" % i], lambda _, i=i: blocks(b"%d-" % i))  # type: ignore[misc]
+        log.describe([b"%d-" % i], 0, lambda _, i=i: blocks(b"%d-" % i))  # type: ignore[misc]
         log.apply(RankReport(0, (), (), written=(b"%d-" % i,)))
     log.take()
 
@@ -179,6 +208,7 @@ def test_lifetimes_that_are_over_together_are_told_bit_by_bit() -> None:
     clock = Clock()
     log = KvEventLog(1, 60.0, clock=clock)
     many(log, 2000)
+    log.forget_jobs()
     clock.now += 60
     told: list[str] = []
     while len(log):
@@ -195,7 +225,7 @@ def test_what_a_reset_left_behind_goes_before_the_same_blocks_come_again() -> No
     log.apply(report(0, written="a"))
     log.take()
     log.clear()
-    log.describe([b"new"], lambda i: blocks(b"a"))
+    log.describe([b"new"], 0, lambda i: blocks(b"a"))
     log.apply(RankReport(0, (), (), written=(b"new",)))
     a = blocks(b"a")
     assert log.take() == [BlocksRemoved(Tier.REDIS, a.hashes), BlocksStored(Tier.REDIS, a)]
@@ -241,7 +271,7 @@ def test_stored_and_removed_alternate_and_end_with_the_truth(
                 log.missing(key.encode())
                 holders[Tier.REDIS, key].clear()
             else:
-                log.describe([key.encode()], lambda i, key=key: blocks(key.encode()))  # type: ignore[misc]
+                log.describe([key.encode()], 0, lambda i, key=key: blocks(key.encode()))  # type: ignore[misc]
                 log.apply(report(rank, **{act: key}))
                 held = holders[Tier.REDIS if act == "written" else Tier.CPU, key]
                 (held.discard if act == "evicted" else held.add)(rank)

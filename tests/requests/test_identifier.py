@@ -102,7 +102,7 @@ def picture(item: Any, name: str = "one", **position: Any) -> MultiModalFeatureS
 def test_a_plain_request_has_a_plain_identity() -> None:
     found = Identified().of(request(cache_salt="s"))
     assert isinstance(found, RequestIdentity)
-    assert found.root() == {"salt": "s", "lora": None, "epoch": ""}
+    assert found.root() == {"salt": "s", "lora": None, "weights": ""}
     assert not found.has_extras
 
 

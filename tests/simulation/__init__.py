@@ -15,7 +15,7 @@ of that is known not to hold yet.
     python -m tests.simulation --seconds 60 --jobs 2     # as many seeds as fit into a minute
     python -m tests.simulation --seed 123 --trace        # one of them again, with all that happens
     python -m tests.simulation --everything              # what is known not to hold, too
-    python -m tests.simulation --mutations               # seeded bugs must be found
+    python -m tests.mutants --simulation                 # planted bugs must be found
 
 A failure prints its seed and the command that repeats it. Any change of the code may change what a
 seed means; on the same code it always means the same.

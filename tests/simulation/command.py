@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tests.simulation.world import Report
 
 _HASH_SEED = "0"
-_MUTATION_SEEDS = 500
 _COLLECT_EVERY = 10  # worlds
 
 
@@ -42,8 +41,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="how many, one after the other")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long, without --seeds")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
-    parser.add_argument("--mutation", help="put this bug into the product first")
-    parser.add_argument("--mutations", action="store_true", help="check that each bug is found")
+    parser.add_argument("--until", metavar="PATTERN", help="stop at a failure like it, no other")
     parser.add_argument("--replay", action="store_true", help="check that each seed repeats itself")
     parser.add_argument("--everything", action="store_true", help="what is known not to hold, too")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
@@ -58,16 +56,12 @@ def _run(arguments: argparse.Namespace) -> int:
     loading.install()
     if arguments.everything:
         known.OFF.clear()
-    from tests.simulation import mutations, setup
+    from tests.simulation import setup
 
     with tempfile.TemporaryDirectory() as folder:
         model = setup.prepare(Path(folder))
-        if arguments.mutation:
-            mutations.apply(arguments.mutation)
         gc.collect()
         gc.freeze()
-        if arguments.mutations:
-            return _find_mutations(arguments, model)
         if arguments.seed is not None:
             return _run_one(arguments, model)
         return _run_many(arguments, model)
@@ -121,10 +115,10 @@ def _run_share(arguments: argparse.Namespace, model: Path, job: int) -> Counter[
 
     numbers, started, digests = Counter[str](), time.monotonic(), dict[int, str]()
     seed = arguments.first + job
-    while not _is_over(arguments, seed, started) and (
-        arguments.keep_going or not numbers["failed"]
-    ):
+    is_ended = False
+    while not (is_ended or _is_over(arguments, seed, started)):
         report = run_world(seed, model)
+        is_ended = _ends(arguments, report)
         digests[seed] = report.digest
         seed += arguments.jobs
         _tidy(len(digests))
@@ -137,6 +131,13 @@ def _run_share(arguments: argparse.Namespace, model: Path, job: int) -> Counter[
             numbers["unlike"] += 1
             print(f"seed {seed} does not repeat itself")
     return numbers
+
+
+def _ends(arguments: argparse.Namespace, report: Report) -> bool:
+    """Whether no further seed is to be run."""
+    if arguments.keep_going:
+        return False
+    return any(re.search(arguments.until or "", failure) for failure in report.failures)
 
 
 def _tidy(num_worlds: int) -> None:
@@ -161,43 +162,8 @@ def _is_over(arguments: argparse.Namespace, seed: int, started: float) -> bool:
     return time.monotonic() - started >= float(arguments.seconds)
 
 
-def _find_mutations(arguments: argparse.Namespace, model: Path) -> int:
-    """Whether one of them was not found. Each gets a process of its own."""
-    from tests.simulation import mutations
-
-    missed = []
-    for name in mutations.ALL:
-        child = os.fork()
-        if child == 0:
-            os._exit(_look_for(name, arguments, model))
-        _, status = os.waitpid(child, 0)
-        if os.waitstatus_to_exitcode(status) != 1:
-            missed.append(name)
-    print(f"not found: {missed}" if missed else "all found", flush=True)
-    return bool(missed)
-
-
-def _look_for(name: str, arguments: argparse.Namespace, model: Path) -> int:
-    """1 if it was found."""
-    from tests.simulation import mutations
-    from tests.simulation.world import run_world
-
-    mutations.apply(name)
-    num_seeds = arguments.seeds or _MUTATION_SEEDS
-    for seed in range(arguments.first, arguments.first + num_seeds):
-        report = run_world(seed, model)
-        _tidy(seed)
-        if report.failures:
-            print(f"{name}: seed {seed}: {report.failures[0][:100]!r}", flush=True)
-        if any(re.search(mutations.ALL[name][1], failure) for failure in report.failures):
-            return 1
-    print(f"{name}: not in {num_seeds} seeds", flush=True)
-    return 0
-
-
 def _print(report: Report, arguments: argparse.Namespace) -> None:
-    more = f" --mutation {arguments.mutation}" if arguments.mutation else ""
-    more += " --everything" if arguments.everything else ""
+    more = " --everything" if arguments.everything else ""
     for failure in report.failures:
         print(f"seed {report.seed} FAILED {failure}")
     print(f"seed {report.seed}: {dict(report.counts)}")

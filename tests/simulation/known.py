@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 OFF: dict[str, str] = {
-    "index": "core 8: a load that missed a chunk tells the index that memory lacks it, whatever has"
-    " come meanwhile (branch sched)",
-    "routers miss": "KvEventLog forgets a chunk that leaves a tier, or whose job ends, while"
-    " another job is bringing it: its coming is not told",
     "old slot map": "store 7: the first node of the URL names the slots' owners for ever (branch"
     " redis)",
     "slow node": "store 6: writers wait for one node while others could be written to (branch"

@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 class Weights:
     def __init__(self) -> None:
         self.version = 0
-        self.model = torch.nn.Linear(1, 1, dtype=torch.int64).requires_grad_(False)
+        self.model = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
         self.load(0)
 
     def load(self, version: int) -> None:

@@ -54,6 +54,10 @@ def test_a_chunk_is_cut_into_the_values_that_instances_share() -> None:
     second = ChunkGeometry(256, 31, (512,) * 49, (1,), 2, "bfloat16")
     names = [stripe_suffix(stripe) for stripe in second.stripes(config.max_payload_bytes)]
     assert names == [b":31-62:1", b":62-80:1"]
+    # One that begins inside of a value shares those behind it.
+    half = ChunkGeometry(256, 40, (512,) * 40, (0,), 2, "bfloat16")
+    names = [stripe_suffix(stripe) for stripe in half.stripes(config.max_payload_bytes)]
+    assert names == [b":40-62:0", b":62-80:0"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,11 @@ import pytest
 from vllm.model_executor import models as vllm_models
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
 
-from lmcache_connector.vllm_compat.weights import WEIGHTS_IN_SUBFOLDERS, weights_identity
+from lmcache_connector.vllm_compat.weights import (
+    WEIGHTS_IN_SUBFOLDERS,
+    WeightFiles,
+    weights_identity,
+)
 from tests.support.vllm_configs import vllm_config
 
 
@@ -166,3 +173,88 @@ def test_models_that_read_more_than_their_folders_weights_are_known() -> None:
 
 def test_models_with_weights_in_subfolders_are_vllms() -> None:
     assert _MULTIMODAL_MODELS.keys() >= WEIGHTS_IN_SUBFOLDERS
+
+
+# -- files that change while they are loaded -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A checkpoint behind a link to one of two folders: latest -> snapshots/1."""
+
+    latest: Path
+    snapshots: Path
+    folder: Path
+
+    @property
+    def files(self) -> WeightFiles:
+        return WeightFiles("sha256:files", (self.latest / "model.safetensors",))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    snapshots, latest = tmp_path / "snapshots", tmp_path / "latest"
+    for step in ("1", "2"):
+        (snapshots / step).mkdir(parents=True)
+        (snapshots / step / "model.safetensors").write_bytes(b"weights of " + step.encode())
+    latest.symlink_to(snapshots / "1")
+    return Scene(latest, snapshots, snapshots / "1")
+
+
+def later() -> float:
+    """A time after all that was written by now, and before what is written next."""
+    time.sleep(0.02)  # times of files have the resolution of the kernel's clock, some ms
+    now = time.time()
+    time.sleep(0.02)
+    return now
+
+
+def link_to(scene: Scene, step: str) -> None:
+    moved = scene.latest.with_name("moved")
+    moved.symlink_to(scene.snapshots / step)
+    moved.replace(scene.latest)
+
+
+def replace_file(scene: Scene) -> None:
+    arriving = scene.folder / "arriving"
+    arriving.write_bytes(b"other weights")
+    arriving.replace(scene.folder / "model.safetensors")
+
+
+def swap_folders(scene: Scene) -> None:
+    scene.folder.rename(scene.snapshots / "old")
+    (scene.snapshots / "2").rename(scene.folder)
+
+
+CHANGES: dict[str, Callable[[Scene], object]] = {
+    "written": lambda scene: (scene.folder / "model.safetensors").write_bytes(b"other weights"),
+    "replaced": replace_file,
+    "removed": lambda scene: (scene.folder / "model.safetensors").unlink(),
+    "link moved": lambda scene: link_to(scene, "2"),
+    "folder renamed": swap_folders,
+}
+NO_CHANGES: dict[str, Callable[[Scene], object]] = {
+    "nothing": lambda scene: None,
+    "read": lambda scene: (scene.folder / "model.safetensors").read_bytes(),
+    "a file beside": lambda scene: (scene.folder / "log.txt").write_text("step 1"),
+    "a file beside goes": lambda scene: (scene.snapshots / "2" / "model.safetensors").unlink(),
+    "a folder beside": lambda scene: (scene.snapshots / "3").mkdir(),
+    "a link beside": lambda scene: (scene.snapshots / "best").symlink_to(scene.folder),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_files_links_and_folders_that_change_are_seen(scene: Scene, change: str) -> None:
+    files, loaded_at = scene.files, later()
+    assert files.changed_since(loaded_at) is None
+    CHANGES[change](scene)
+    assert files.changed_since(loaded_at) is not None
+    if change != "removed":
+        assert files.changed_since(later()) is None, "who loads now loads these"
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_what_lies_beside_files_may_change(scene: Scene, change: str) -> None:
+    files, loaded_at = scene.files, later()
+    NO_CHANGES[change](scene)
+    assert files.changed_since(loaded_at) is None

@@ -22,7 +22,7 @@ from tests.support.redis.servers import running_valkey
 from tests.support.vllm_configs import vllm_config
 from tests.worker.test_adapter import KEYS, Instance, make_instance
 
-MAX_FRAMES = 19
+MAX_FRAMES = 20
 """Of all calls that vLLM's model runner makes in one step. It was 44."""
 
 
@@ -41,7 +41,7 @@ def connector(
     """vLLM's runner finds it."""
     connector = object.__new__(LMCacheTieredConnector)
     connector._worker = instance.worker
-    connector._step = connector._step_output = None
+    connector._step = connector._step_output = connector._scheduler = connector._guard = None
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     with set_forward_context(None, vllm_config(model)):
         yield connector

@@ -21,7 +21,7 @@ def finding(url: str) -> Finding:
         hint = "its log names the requests; the troubleshooting guide says what to do"
         return Finding(name, "error", detail, hint)
     if engine["roots_apart"]:
-        detail = f"{counted}; after a reset it shares KV with no other engine"
-        hint = "it does after an audit of its weights, or with a new weights_label"
+        detail = f"{counted}; since an audit found other KV some of it is shared with no engine"
+        hint = "its log names the requests; it is shared again once the weights are others"
         return Finding(name, "warning", detail, hint)
     return Finding(name, "ok", counted)

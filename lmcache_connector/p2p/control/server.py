@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lmcache_connector.net.keepalive import keep_alive
 from lmcache_connector.p2p.control import messages
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.handshake import SessionKey, Transcript, proves
 from lmcache_connector.p2p.control.messages import Card, Message, Packet
 from lmcache_connector.p2p.control.peers import Peer, check_peer
-from lmcache_connector.p2p.control.sockets import keep_alive, listening_socket
+from lmcache_connector.p2p.control.sockets import listening_socket
 from lmcache_connector.p2p.errors import PeerError, RefusedError
 from lmcache_connector.p2p.reasons import Reason
 from lmcache_connector.threads import start_thread

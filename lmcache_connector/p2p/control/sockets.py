@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import socket
 
+from lmcache_connector.net.keepalive import keep_alive
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.reasons import Reason
-
-_KEEPALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    # A host that vanished is noticed after 10 + 3 * 5 seconds of silence.
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -46,9 +38,3 @@ def connected_socket(host: str, port: int, seconds: float) -> socket.socket:
         why = error.strerror or error
         raise PeerError(f"{host}:{port} cannot be reached: {why}", Reason.UNREACHABLE) from error
     return sock
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Raises ``OSError`` for a socket that is gone already."""
-    for level, name, value in _KEEPALIVE:
-        sock.setsockopt(level, name, value)

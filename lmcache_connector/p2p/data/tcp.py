@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.keepalive import keep_alive
 from lmcache_connector.net.wire import Wire, WireError
 from lmcache_connector.p2p.control.handshake import (
     WELCOME_BYTES,
@@ -26,7 +27,7 @@ from lmcache_connector.p2p.control.handshake import (
     proves,
     welcome,
 )
-from lmcache_connector.p2p.control.sockets import connected_socket, keep_alive, listening_socket
+from lmcache_connector.p2p.control.sockets import connected_socket, listening_socket
 from lmcache_connector.p2p.data.base import KeyOf, Landing, Session, Sink
 from lmcache_connector.p2p.data.frame import HEAD_BYTES, Frame, FrameKey, unpack_head
 from lmcache_connector.p2p.errors import PeerError

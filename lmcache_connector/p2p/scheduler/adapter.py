@@ -6,9 +6,8 @@ Runs on the engine's scheduler thread only.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,9 +22,11 @@ from lmcache_connector.p2p.scheduler.producing import ProducingRequests
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
 from lmcache_connector.p2p.scheduler.transfer_params import Consume, Produce
+from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.requests.identifier import UNREAD, Identified, NotYet
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
+from lmcache_connector.weight_names import WeightNames
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request, SchedulerOutput
@@ -48,14 +49,17 @@ class Identifier(Protocol):
 
 
 class P2PSchedulerAdapter:
-    """``tally`` counts everything under the names of the metrics. ``weights_epoch``: the weights in
-    memory, by a name that no other weights have; empty for those of the start."""
+    """``tally`` counts everything under the names of the metrics. ``weights`` names those in
+    memory; while that is unknown, nothing is handed over. ``configuration``: what else decides how
+    they come there."""
 
     def __init__(
         self,
         settings: P2PSchedulerSettings,
         router: Router,
         model_root: dict[str, object],
+        weights: WeightNames,
+        configuration: Mapping[str, str],
         identifier: Identifier,
         clock: Callable[[], float] = time.monotonic,
         spans: Spans | None = None,
@@ -67,7 +71,10 @@ class P2PSchedulerAdapter:
         self._unread: dict[str, Produce | Consume] = {}  # what they want, by request
         self._producing = ProducingRequests(settings, self.tally, clock)
         self._consuming = ConsumingRequests(settings, self.tally, spans)
-        self.weights_epoch = ""
+        self.weights = weights
+        self._configuration = configuration
+        self._cached: str | None = None  # the weights of what vLLM's prefix cache has
+        self._has_computed = False  # anything since it was reset
         self._settings = settings
         self._hosts: dict[int, str] = {}  # of ranks
         self._holding: set[int] = set()  # ranks whose paged cache can be read
@@ -120,15 +127,11 @@ class P2PSchedulerAdapter:
         return self._producing.finish(request.request_id, block_ids, is_served=is_served)
 
     def reset_cache(self) -> None:
-        """End all hand-overs in flight. The weights may be others from now on, so nobody takes what
-        is computed with them, until ``weights_epoch`` says which they are."""
-        self.weights_epoch = f"since {secrets.token_hex(16)}"
-        self.end_handovers()
-
-    def end_handovers(self) -> None:
-        """Those in flight."""
-        self._producing.reset()
-        self._consuming.reset()
+        """vLLM's prefix cache is about to be reset, as after a weight update: end all hand-overs in
+        flight, and ask the ranks for their weights. O(requests in flight)."""
+        self.weights.reset(is_external=False)
+        self._cached, self._has_computed = None, False
+        self._end_handovers()
 
     def shutdown(self) -> None:
         self._identifier.close()
@@ -140,7 +143,14 @@ class P2PSchedulerAdapter:
         plan = self._consuming.complete(self._producing.draft(scheduler_output))
         hosts, self._new_hosts = self._new_hosts, ()
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
-        return replace(plan, idle=is_idle, rank_hosts=hosts)
+        self._has_computed |= not is_idle
+        return replace(
+            plan,
+            idle=is_idle,
+            rank_hosts=hosts,
+            weights_question=self.weights.take_question(),
+            heard_weights=self.weights.heard,
+        )
 
     def update_from_reports(self, reports: Iterable[HandoverReport]) -> list[ShortLoad]:
         """One report per rank that has news. Returns the loads that have ended with it and did not
@@ -155,6 +165,10 @@ class P2PSchedulerAdapter:
                 if report.start.holds:
                     self._holding.add(report.start.rank)
                 self._announce()
+            if report.weights is not None:
+                self._learn_weights(*report.weights)
+        if not self.weights.name and self.weights.settle(self._configuration):
+            self._cached = self.weights.name if self._cached is None else self._cached
         return short_loads
 
     def check_integrity(self) -> None:
@@ -168,6 +182,18 @@ class P2PSchedulerAdapter:
         return self._producing.room.reserved_bytes
 
     # -- details -------------------------------------------------------------------------------
+
+    def _learn_weights(self, rank: int, weights: WeightsInMemory) -> None:
+        were_others = 0 <= self.weights.heard[rank] != weights.version
+        if were_others and self._has_computed and self._cached is None:
+            self._cached = ""
+        if self.weights.learn(rank, weights):
+            self._end_handovers()
+
+    def _end_handovers(self) -> None:
+        """Those in flight."""
+        self._producing.reset()
+        self._consuming.reset()
 
     def _announce(self) -> None:
         """Once all ranks have said where they listen: tell them all, if they are not together."""
@@ -185,11 +211,15 @@ class P2PSchedulerAdapter:
         part = self._unread.get(request.request_id)
         if part is None:
             return True
+        if not self.weights.name and self.weights.is_awaited():
+            return False
         identity = self._identifier.identify(request)
         if identity is UNREAD:
             return False
         del self._unread[request.request_id]
-        if isinstance(identity, RequestIdentity) and request.num_prompt_tokens:
+        # vLLM's prefix cache may have KV of other weights, after an update without a reset.
+        is_named = bool(self.weights.name) and self.weights.name == self._cached
+        if is_named and isinstance(identity, RequestIdentity) and request.num_prompt_tokens:
             digest = self._digest(request, identity)
             if isinstance(part, Produce):
                 self._producing.add(request, part, digest)
@@ -199,7 +229,7 @@ class P2PSchedulerAdapter:
 
     def _digest(self, request: Request, identity: RequestIdentity) -> bytes:
         """What both instances call the prompt with everything that makes its KV unique."""
-        identity = replace(identity, weights=self.weights_epoch)
+        identity = replace(identity, weights=self.weights.name)
         tokens = request.all_token_ids[: request.num_prompt_tokens]
         hasher = PrefixHasher(self._model_root, len(tokens))
         extras = identity.extras(0, len(tokens)) if identity.has_extras else b""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.p2p.control.messages import MAX_BLOCK_IDS
 from lmcache_connector.p2p.plans import (
+    OTHER_WEIGHTS,
     Drop,
     HandoverHold,
     HandoverPlan,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ABORTED = Cause(Reason.ABORTED, "its request was aborted")
-_RESET = Cause(Reason.RESET, "the cache was reset")
 _FULL = Cause(Reason.BUFFER_FULL, "the producer's buffer is full")
 
 
@@ -143,8 +143,10 @@ class ProducingRequests:
         """Hand-overs in flight end: what was computed before must not mix with what comes."""
         for state in self._requests.values():
             if (state.started or state.held) and not state.declined:
-                self._drops.append(Drop(state.transfer_id, _RESET))
+                self._drops.append(Drop(state.transfer_id, OTHER_WEIGHTS))
             state.declined = True
+        self._drops += [Drop(hold.transfer_id, OTHER_WEIGHTS) for hold in self._holds if hold.held]
+        self._holds = [replace(hold, held=None) for hold in self._holds]
         self._was_reset = True
 
     def draft(self, scheduler_output: SchedulerOutput) -> HandoverPlan:

@@ -27,7 +27,13 @@ from lmcache_connector.p2p.data.tcp import TcpTransport
 from lmcache_connector.p2p.errors import PeerError
 from lmcache_connector.p2p.memory.cache_form import form_of
 from lmcache_connector.p2p.memory.host_buffer import HostBuffer
-from lmcache_connector.p2p.plans import HandoverPlan, HandoverReport, RankHost
+from lmcache_connector.p2p.plans import (
+    OTHER_WEIGHTS,
+    Drop,
+    HandoverPlan,
+    HandoverReport,
+    RankHost,
+)
 from lmcache_connector.p2p.worker.consumer import Consumer
 from lmcache_connector.p2p.worker.producer import Producer, Readable
 from lmcache_connector.p2p.worker.role import Role
@@ -35,6 +41,7 @@ from lmcache_connector.p2p.worker.session import Dialer
 from lmcache_connector.p2p.worker.settings import P2PWorkerSettings
 from lmcache_connector.plans import StepOutput
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
+from lmcache_connector.vllm_compat.loaded_weights import FixedWeights, LoadedWeights
 
 if TYPE_CHECKING:
     from lmcache_connector.p2p.config import P2PConfig
@@ -54,7 +61,9 @@ class P2PWorkerAdapter:
         clock: Callable[[], float] = time.monotonic,
         transports: dict[str, Transport] | None = None,
         copier: Copier | None = None,
+        weights: LoadedWeights | FixedWeights | None = None,
     ) -> None:
+        self._weights = weights or FixedWeights()
         config = settings.config
         paged = _describe(settings, kv_caches)
         if paged.device.type == "cpu":
@@ -127,12 +136,21 @@ class P2PWorkerAdapter:
 
     def start_forward(self, plan: HandoverPlan) -> None:
         self._idle, self._waits_for_room = plan.idle, plan.waits_for_room
+        if plan.weights_question:
+            self._weights.ask(plan.weights_question)
         if plan.rank_hosts and self._server is not None:
             card = msgspec.structs.replace(self._dialer.card, rank_hosts=plan.rank_hosts)
             self._dialer.card = card
             self._server.introduce_as(card)
+        heard = plan.heard_weights[self._settings.card.rank] if plan.heard_weights else None
+        others = {start.transfer_id for start in plan.starts}
+        others.update(save.transfer_id for save in plan.saves)
         for role in self._roles:
             role.start_forward(plan)
+            if others and heard not in (None, self._weights.version):
+                # They would have the name of the weights before.
+                drops = tuple(Drop(each, OTHER_WEIGHTS) for each in sorted(others))
+                role.start_forward(HandoverPlan(drops=drops))
 
     def save_layer(self, layer_name: str) -> None:
         for role in self._roles:
@@ -153,12 +171,18 @@ class P2PWorkerAdapter:
             for role in self._roles:
                 if role.wait(_IDLE_WAIT_SECONDS, for_room=self._waits_for_room):
                     break
-        output = _merged([role.take_output() for role in self._roles])
+        output, rank = (
+            _merged([role.take_output() for role in self._roles]),
+            self._settings.card.rank,
+        )
+        report = output.report or HandoverReport()
+        if (weights := self._weights.take()) is not None:
+            output = replace(output, report=(report := replace(report, weights=(rank, weights))))
         if self._has_reported:
             return output
         self._has_reported = True
-        start = RankHost(self._settings.card.rank, self._host, self._holds)
-        return replace(output, report=replace(output.report or HandoverReport(), start=start))
+        start = RankHost(rank, self._host, self._holds)
+        return replace(output, report=replace(report, start=start))
 
     @property
     def _holds(self) -> bool:
@@ -177,6 +201,7 @@ class P2PWorkerAdapter:
     def shutdown(self) -> None:
         """Bounded by a few times ``shutdown_seconds``."""
         seconds = self._settings.config.shutdown_seconds
+        self._weights.close()
         for role in reversed(self._roles):
             role.close(seconds)
         for transport in self._transports.values():

@@ -20,6 +20,8 @@ class Feature(StrEnum):
     KV_EVENTS = "no KV cache events are published"
     ADAPTERS = "requests with LoRA adapters bypass the tiers"
     CPU = "machines without a GPU are refused"
+    PACKED_WEIGHTS = "after a reset, machines without a GPU share KV with no other instance"
+    WEIGHT_UPDATES = "weights that are updated are seen at the next reset of vLLM's cache"
 
 
 @dataclass(frozen=True, slots=True)

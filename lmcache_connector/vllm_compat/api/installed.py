@@ -1,6 +1,7 @@
 """What the packages have that are installed here, looked up in the running process.
 
-Fields that only an initialiser sets are found in its code: nothing is instantiated.
+Fields that only an initialiser sets are found in its code: nothing is instantiated. Where another
+stands before it, in that which it wraps.
 """
 
 from __future__ import annotations
@@ -63,6 +64,6 @@ def _members(kind: type) -> frozenset[str]:
 def _fields(kind: type) -> Iterator[str]:
     """Of a class's own: declared, or set by its initialiser."""
     yield from vars(kind).get("__annotations__", ())
-    code = getattr(vars(kind).get("__init__"), "__code__", None)
+    code = getattr(inspect.unwrap(vars(kind).get("__init__")), "__code__", None)  # type: ignore[arg-type]
     if code is not None:
         yield from (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")

@@ -171,6 +171,11 @@ MODEL: tuple[Use, ...] = (
     Use("vllm.envs", "VLLM_USE_MODELSCOPE"),
     Use("vllm.envs", "environment_variables"),
     Use("vllm.lora.utils", "get_adapter_absolute_path", passes=("lora_path",)),
+    Use(
+        "vllm.v1.worker.worker_base",
+        "WorkerBase",
+        members=("__init__", "apply_model", "get_model", "load_model", "model_runner"),
+    ),
     # For type checkers alone.
     Use("vllm.forward_context", "ForwardContext"),
     Use("vllm.v1.attention.backend", "AttentionMetadata"),
@@ -208,6 +213,33 @@ LATE: tuple[Use, ...] = (
             "kv_cache_dtype",
         ),
         feature=Feature.CPU,
+        late=True,
+    ),
+    *(
+        Use("vllm._custom_ops", name, feature=Feature.PACKED_WEIGHTS, late=True)
+        for name in ("create_onednn_mm", "create_onednn_scaled_mm")
+    ),
+    Use(
+        "vllm.v1.worker.gpu_worker",
+        "Worker",
+        members=(
+            "elastic_ep_execute",
+            "finish_weight_update",
+            "reload_weights",
+            "sleep",
+            "start_draft_weight_update",
+            "start_weight_update",
+            "update_weights",
+            "wake_up",
+        ),
+        feature=Feature.WEIGHT_UPDATES,
+        late=True,
+    ),
+    Use(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner",
+        members=("drafter", "reload_weights"),
+        feature=Feature.WEIGHT_UPDATES,
         late=True,
     ),
     Use(

@@ -1,62 +1,76 @@
-"""Connects to a server: TCP, TLS or a Unix socket, credentials, database."""
+"""Connects to a server with redis-py: TCP, TLS or a Unix socket, credentials, database.
+
+redis-py asks and answers whatever is a command. What it reads of one question's answers is bounded
+in bytes and in time by the socket that it is given here. Where values are to move, the socket is
+taken from it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import socket
-import ssl
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from lmcache_connector.net.deadline import Deadline
-from lmcache_connector.net.wire import WireError, WireFault
-from lmcache_connector.storage.redis.client.conversation import (
-    Conversation,
-    ErrorReply,
-    RefusedError,
-)
-from lmcache_connector.storage.redis.client.resp import command
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import Connection as _Connection
+from redis.connection import ConnectionPool, _RESP2Parser
+from redis.connection import SSLConnection as _SSLConnection
+from redis.connection import UnixDomainSocketConnection as _UnixConnection
+from redis.crc import key_slot as key_slot
+from redis.exceptions import AskError, ClusterDownError, InvalidResponse, TryAgainError
+from redis.exceptions import AuthenticationError as AuthenticationError
+from redis.exceptions import NoPermissionError as NoPermissionError
+from redis.exceptions import ResponseError as ResponseError
+from redis.exceptions import WatchError as WatchError
+from redis.retry import Retry
+
+from lmcache_connector.net.keepalive import KEEPALIVE
 from lmcache_connector.storage.redis.client.url import RedisAddress
 
-# What connecting and asking raise: no route, no trust (an `ssl.SSLError` is an ``OSError``), no
-# sense, no rights.
-TALK_ERRORS = (OSError, WireError, RefusedError)
+Client: TypeAlias = redis.Redis
 
-# A name with more addresses than that is not tried further.
-_MAX_ADDRESSES = 8
+# What connecting and asking raise. The last ones are redis-py's, about answers without any sense.
+TALK_ERRORS = (
+    OSError,
+    redis.RedisError,
+    *(AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError),
+)
+# Another node of the cluster has the key, or will soon have it; but this one answers.
+REDIRECTIONS = (AskError, TryAgainError, ClusterDownError)
+SMALL_BYTES = 64 << 10
+
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
-_CERTIFICATES = {
-    "none": ssl.CERT_NONE,
-    "optional": ssl.CERT_OPTIONAL,
-    "required": ssl.CERT_REQUIRED,
-}
-_NO = frozenset({"0", "false", "no"})
 
 
-@dataclass(frozen=True, slots=True)
-class Login:
-    """What a server is told first. ``None`` and 0: nothing."""
+class UnreachableError(redis.ConnectionError):
+    """No route, nobody there, no trust."""
 
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    db: int = 0
 
-    def commands(self) -> list[bytes]:
-        commands = []
-        if self.username is not None or self.password is not None:
-            words = [] if self.username is None else [self.username.encode()]
-            commands.append(command(b"AUTH", *words, (self.password or "").encode()))
-        if self.db:
-            commands.append(command(b"SELECT", b"%d" % self.db))
-        return commands
+def says_no(error: Exception) -> bool:
+    """Whether the server lives, and would not have this connection: it may have too many, and what
+    is connected goes on. After its refusal it hangs up, which can be all that is seen of it."""
+    is_away = isinstance(error, UnreachableError)
+    return isinstance(error, ResponseError | redis.ConnectionError) and not is_away
+
+
+def is_wrong_type(error: object) -> bool:
+    """Whether an answer says that a key holds no string."""
+    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
+
+
+def is_endpoint(host: str, port: int) -> bool:
+    """Whether a server may name this as another's address."""
+    return _HOST.fullmatch(host) is not None and 1 <= port <= 65535
 
 
 class Dialer:
     """Connects to the servers behind one URL. Thread-safe.
 
-    ``connect_seconds`` bounds connecting with the TLS handshake, ``answer_seconds`` each answer
-    after that; ``clock`` returns seconds. A name look-up is the system's, and as slow as it is.
+    ``connect_seconds`` bounds connecting to each address of a name, ``answer_seconds`` the TLS
+    handshake and the answers to each question; ``clock`` returns seconds. A name look-up is the
+    system's, and as slow as it is.
     """
 
     def __init__(
@@ -67,97 +81,114 @@ class Dialer:
         clock: Callable[[], float],
     ) -> None:
         self._address = address
-        self._connect_seconds = connect_seconds
-        self._answer_seconds = answer_seconds
-        self._clock = clock
+        self._common = {
+            "clock": clock,
+            "socket_connect_timeout": connect_seconds,
+            "socket_timeout": answer_seconds,
+            "protocol": 2,
+            "parser_class": _RESP2Parser,  # hiredis believes the lengths of arrays
+            "retry": Retry(NoBackoff(), 0),
+        }
+        # Without any password OpenSSL would ask the terminal, and wait.
+        self._tls = {"ssl_password": "", **address.tls_options()} if address.tls else {}
 
-    def connect(self, host: str, port: int) -> Conversation:
-        """To a server with data; ``host`` is of no matter for a Unix socket. Raises one of
-        ``TALK_ERRORS``."""
+    def connect(self, host: str, port: int, max_bytes: int) -> Client:
+        """To a server with data; ``host`` is of no matter for a Unix socket. ``max_bytes``: of all
+        answers to one question. Raises one of ``TALK_ERRORS``."""
         address = self._address
-        return self._greet(host, port, Login(address.username, address.password, address.db))
+        login = {"username": address.username, "password": address.password, "db": address.db}
+        return self._open(host, port, max_bytes=max_bytes, **login)
 
-    def connect_sentinel(self, host: str, port: int) -> Conversation:
+    def connect_sentinel(self, host: str, port: int) -> Client:
         """Raises one of ``TALK_ERRORS``."""
-        return self._greet(host, port, Login(*self._address.sentinel_login()))
+        username, password = self._address.sentinel_login()
+        return self._open(host, port, max_bytes=SMALL_BYTES, username=username, password=password)
 
-    def _greet(self, host: str, port: int, login: Login) -> Conversation:
-        sock = self._open(host, port)
-        conversation = Conversation(sock, self._answer_seconds, self._clock)
-        try:
-            for reply in conversation.ask(*login.commands()):
-                if isinstance(reply, ErrorReply):
-                    raise RefusedError(reply)
-                if reply != b"OK":
-                    raise WireError(WireFault.OUT_OF_STEP, "an unexpected answer to AUTH or SELECT")
-        except BaseException:
-            conversation.close()
-            raise
-        return conversation
-
-    def _open(self, host: str, port: int) -> socket.socket:
-        deadline = Deadline(self._clock() + self._connect_seconds, self._clock)
+    def _open(self, host: str, port: int, **options: Any) -> Client:
+        options |= self._common
         if self._address.path:
-            return _connected(socket.AF_UNIX, self._address.path, deadline)
-        sock = _open_tcp(host, port, deadline)
-        if not self._address.tls:
-            return sock
-        try:
-            sock.settimeout(max(0.001, deadline.remaining()))  # for the handshake as a whole
-            return self._tls_context().wrap_socket(sock, server_hostname=host)
-        except BaseException:
-            sock.close()
-            raise
-
-    def _tls_context(self) -> ssl.SSLContext:
-        """Made anew for every connection: certificates are renewed while an engine runs."""
-        options = self._address.tls_options()
-        context = ssl.create_default_context()
-        required = _CERTIFICATES[options.get("ssl_cert_reqs", "required")]
-        checked = options.get("ssl_check_hostname", "yes").lower() not in _NO
-        context.check_hostname = checked and required is not ssl.CERT_NONE
-        context.verify_mode = required
-        if "ssl_certfile" in options:
-            # Without any password OpenSSL would ask the terminal, and wait.
-            password = options.get("ssl_password", "")
-            context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"), password)
-        if "ssl_ca_certs" in options or "ssl_ca_path" in options:
-            context.load_verify_locations(options.get("ssl_ca_certs"), options.get("ssl_ca_path"))
-        return context
+            pool = ConnectionPool(_Unix, path=self._address.path, **options)
+        else:
+            options |= {"socket_keepalive": True, "socket_keepalive_options": KEEPALIVE}
+            kind = _Tls if self._address.tls else _Tcp
+            pool = ConnectionPool(kind, host=host, port=port, **self._tls, **options)
+        pool.release(pool.get_connection())
+        return Client.from_pool(pool)
 
 
-def is_endpoint(host: str, port: int) -> bool:
-    """Whether a server may name this as another's address."""
-    return _HOST.fullmatch(host) is not None and 1 <= port <= 65535
-
-
-def _open_tcp(host: str, port: int, deadline: Deadline) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (UnicodeError, ValueError, OverflowError):
-        raise OSError("that is no host name") from None
-    error: OSError = OSError("the host has no address")
-    for family, _, _, _, where in found[:_MAX_ADDRESSES]:
-        try:
-            sock = _connected(family, where, deadline)
-        except OSError as problem:
-            error = problem
-            continue
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return sock
-    raise error
-
-
-def _connected(family: int, where: object, deadline: Deadline) -> socket.socket:
-    if (left := deadline.remaining()) <= 0.0:
-        raise TimeoutError("timed out")
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(left)
-        sock.connect(where)  # type: ignore[arg-type]
-    except BaseException:
-        with contextlib.suppress(OSError):
-            sock.close()
-        raise
+def take_socket(client: Client) -> socket.socket:
+    """The client's connected socket, for another owner: nothing is left to read, neither in the
+    socket nor in redis-py's buffer. Raises one of ``TALK_ERRORS``."""
+    connection = client.connection_pool.get_connection()
+    if connection.can_read(0):
+        raise InvalidResponse("bytes that nobody asked for")
+    sock: socket.socket = connection._sock.sock
+    connection._sock = None  # it would be closed with the client
     return sock
+
+
+class _BoundedSocket:
+    """Gives redis-py so many bytes and seconds for the answers to one question."""
+
+    def __init__(
+        self, sock: socket.socket, max_bytes: int, seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self.sock = sock
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._clock = clock
+        self.renew()
+
+    def renew(self) -> None:
+        self._bytes_left = self._max_bytes
+        self._until = self._clock() + self._seconds
+
+    def recv(self, num_bytes: int) -> bytes:
+        left = self._until - self._clock()
+        if self.sock.gettimeout() != 0.0:  # with it, redis-py looks whether anything is there
+            if left <= 0.0:
+                raise TimeoutError("timed out")
+            self.sock.settimeout(left)
+        if self._bytes_left <= 0:
+            raise OSError("an answer that is too long")
+        data = self.sock.recv(min(num_bytes, self._bytes_left))
+        self._bytes_left -= len(data)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sock, name)
+
+
+class _Bounded:
+    """Of redis-py's connections. It would name itself to the server, which may not be allowed."""
+
+    _sock: _BoundedSocket | None
+
+    def __init__(self, *, clock: Callable[[], float], max_bytes: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.lib_name = self.lib_version = self.driver_info = None
+        self._bounds = max_bytes, options["socket_timeout"], clock
+
+    def _connect(self) -> _BoundedSocket:
+        try:
+            sock = super()._connect()  # type: ignore[misc]
+        except OSError as error:
+            raise UnreachableError(str(error)) from error
+        return _BoundedSocket(sock, *self._bounds)
+
+    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        if self._sock is not None:
+            self._sock.renew()
+        super().send_packed_command(command, check_health)  # type: ignore[misc]
+
+
+class _Tcp(_Bounded, _Connection):
+    pass
+
+
+class _Tls(_Bounded, _SSLConnection):
+    pass
+
+
+class _Unix(_Bounded, _UnixConnection):
+    pass

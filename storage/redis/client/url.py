@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import Any
 
 
 class TopologyKind(Enum):
@@ -29,15 +29,15 @@ class TopologyKind(Enum):
     CLUSTER = "cluster"
 
 
-# URL options, named as in other clients. Any other option is refused.
+# URL options, named as in redis-py. Any other option is refused.
 _TLS_OPTIONS = frozenset(
     {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_password"}
     | {"ssl_cert_reqs", "ssl_check_hostname"}
 )
 _SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 _SECRETS = ("sentinel_username", "sentinel_password", "ssl_password")
+_MAX_CHARS = 200
 _CERT_REQS = ("required", "optional", "none")
-_DEFAULT_PORTS = {TopologyKind.SENTINEL: 26379}
 _SCHEMES = {
     "redis": (TopologyKind.SINGLE, False),
     "rediss": (TopologyKind.SINGLE, True),
@@ -51,7 +51,8 @@ _SCHEMES = {
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """A parsed URL. No secret shows in ``repr`` or ``str``."""
+    """A parsed URL. No secret shows in ``repr`` or ``str``. ``options``: typed as redis-py has
+    them, those of TLS and of sentinels."""
 
     kind: TopologyKind
     tls: bool
@@ -61,73 +62,83 @@ class RedisAddress:
     db: int = 0
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
-    options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
-    def tls_options(self) -> dict[str, str]:
-        """The options about certificates, as given."""
-        return {name: value for name, value in self.options if name in _TLS_OPTIONS}
+    def tls_options(self) -> dict[str, Any]:
+        """The options about certificates."""
+        return {name: value for name, value in self.options.items() if name in _TLS_OPTIONS}
 
     def sentinel_login(self) -> tuple[str | None, str | None]:
         """User and password of the sentinels."""
-        options = dict(self.options)
-        return options.get("sentinel_username"), options.get("sentinel_password")
+        return self.options.get("sentinel_username"), self.options.get("sentinel_password")
 
-    def redact(self, text: str) -> str:
-        """``text`` without credentials, which the message of a server or a library may repeat."""
-        secrets = {self.username, self.password, *(dict(self.options).get(o) for o in _SECRETS)}
+    def redact(self, error: object) -> str:
+        """``error`` for a log: short, and without credentials, which the message of a server or a
+        library may repeat."""
+        text = str(error) or type(error).__name__
+        secrets = {self.username, self.password, *map(self.options.get, _SECRETS)}
         for secret in filter(None, secrets):
             text = text.replace(secret, "***")
-        return text
+        return text[:_MAX_CHARS].encode("ascii", "backslashreplace").decode()
 
     def __str__(self) -> str:
         """The address for logs, without credentials and options."""
         scheme = next(s for s, kind in _SCHEMES.items() if kind == (self.kind, self.tls))
         if self.path:
             return f"unix://{self.path}"
-        hosts = ",".join(f"{_bracketed(host)}:{port}" for host, port in self.hosts)
+        hosts = ",".join(f"[{h}]:{p}" if ":" in h else f"{h}:{p}" for h, p in self.hosts)
         return f"{scheme}://{hosts}" + (f"/{self.master}" if self.master else "")
 
 
 def parse_redis_url(url: str) -> RedisAddress:
     """Raises ``ValueError``. Its message never repeats the URL, which may hold a password."""
-    # `_parse_hosts` splits several hosts: urlsplit reads only one host and port.
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        # The messages of urlsplit may repeat a piece of a password.
-        raise ValueError("redis_url: malformed") from None
-    if parts.scheme not in _SCHEMES:
+    scheme, _, rest = url.partition("://")
+    if scheme not in _SCHEMES:
         raise ValueError(f"redis_url: unknown scheme; use one of {', '.join(_SCHEMES)}")
-    kind, tls = _SCHEMES[parts.scheme]
-    credentials, _, netloc = parts.netloc.rpartition("@")
-    username, _, password = credentials.partition(":")
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    path = unquote(parts.path)
-    db, master = options.pop("db", ""), ""
-    if parts.scheme == "unix":
-        if not path.strip("/"):
-            raise ValueError("redis_url: unix:// needs the path of a socket")
-    else:
-        master, db, path = _split_path(kind, path, db)
-    _check_options(kind, tls, options)
-    hosts = () if path else _parse_hosts(netloc, _DEFAULT_PORTS.get(kind, 6379))
+    kind, tls = _SCHEMES[scheme]
+    rest, _, query = rest.partition("?")
+    netloc, _, path = rest.partition("/")
+    login, _, names = netloc.rpartition("@")
+    # A Unix socket's URL for what all have: redis-py knows no other with several hosts.
+    given = _parsed(f"unix://{login}@/{path}?{query}", "an option or the database is no number")
+    path, db, master = given.pop("path").rstrip("/"), given.pop("db", 0), ""
+    hosts: tuple[tuple[str, int], ...] = ()
+    if scheme != "unix":
+        hosts = tuple(_host(name, kind) for name in names.split(","))
+        master, db = _split_path(kind, path, db)
+        path = ""
+    elif not path:
+        raise ValueError("redis_url: unix:// needs the path of a socket")
     if kind is TopologyKind.SINGLE and len(hosts) > 1:
         raise ValueError("redis_url: several hosts need redis+sentinel:// or redis+cluster://")
-    return RedisAddress(
-        kind=kind,
-        tls=tls,
-        hosts=hosts,
-        path=path,
-        master=master,
-        db=_parse_db(kind, db),
-        username=unquote(username) or None,
-        password=unquote(password) or None,
-        options=tuple(sorted(options.items())),
-    )
+    if kind is TopologyKind.CLUSTER and db:
+        raise ValueError("redis_url: a cluster has database 0 only")
+    username, password = given.pop("username", None), given.pop("password", None)
+    _check_options(kind, tls, given)
+    return RedisAddress(kind, tls, hosts, path, master, db, username, password, given)
 
 
-def _split_path(kind: TopologyKind, path: str, db: str) -> tuple[str, str, str]:
-    """``(master, db, "")`` from the path of a URL with hosts."""
+def _parsed(url: str, problem: str) -> dict[str, Any]:
+    """What redis-py makes of a URL. Its messages may repeat a piece of a password."""
+    from redis.connection import parse_url  # here: settings are parsed where there is no Redis
+
+    try:
+        given: dict[str, Any] = parse_url(url)
+    except ValueError:
+        raise ValueError(f"redis_url: {problem}") from None
+    given.pop("connection_class", None)
+    return given
+
+
+def _host(name: str, kind: TopologyKind) -> tuple[str, int]:
+    given = _parsed(f"redis://{name}", "a host or port is malformed")
+    if "host" not in given:
+        raise ValueError("redis_url: a host is missing")
+    return given["host"], given.get("port", 26379 if kind is TopologyKind.SENTINEL else 6379)
+
+
+def _split_path(kind: TopologyKind, path: str, db: int) -> tuple[str, int]:
+    """The master and the database in the path of a URL with hosts."""
     pieces = [piece for piece in path.split("/") if piece]
     master = ""
     if kind is TopologyKind.SENTINEL:
@@ -135,40 +146,16 @@ def _split_path(kind: TopologyKind, path: str, db: str) -> tuple[str, str, str]:
             raise ValueError("redis_url: redis+sentinel:// needs /master-name after the hosts")
         master = pieces.pop(0)
     if pieces and not db:
-        db = pieces.pop(0)
+        if not pieces[0].isdecimal():
+            raise ValueError("redis_url: the database must be a number")
+        db = int(pieces.pop(0))
     if pieces:
         raise ValueError("redis_url: too many parts in the path")
-    return master, db, ""
+    return master, db
 
 
-def _parse_db(kind: TopologyKind, db: str) -> int:
-    if not db:
-        return 0
-    if not db.isdecimal():
-        raise ValueError("redis_url: the database must be a number")
-    if kind is TopologyKind.CLUSTER and int(db):
-        raise ValueError("redis_url: a cluster has database 0 only")
-    return int(db)
-
-
-def _parse_hosts(netloc: str, default_port: int) -> tuple[tuple[str, int], ...]:
-    hosts = []
-    for piece in netloc.split(","):
-        try:
-            split = urlsplit(f"//{piece}")
-            host, port = split.hostname, split.port
-        except ValueError:
-            raise ValueError("redis_url: a host or port is malformed") from None
-        if not host:
-            raise ValueError("redis_url: a host is missing")
-        hosts.append((host, default_port if port is None else port))
-    return tuple(hosts)
-
-
-def _check_options(kind: TopologyKind, tls: bool, options: Mapping[str, str]) -> None:
-    allowed: frozenset[str] = frozenset()
-    if tls:
-        allowed |= _TLS_OPTIONS
+def _check_options(kind: TopologyKind, tls: bool, options: Mapping[str, Any]) -> None:
+    allowed = _TLS_OPTIONS if tls else frozenset[str]()
     if kind is TopologyKind.SENTINEL:
         allowed |= _SENTINEL_OPTIONS
     for name in options:
@@ -181,7 +168,3 @@ def _check_options(kind: TopologyKind, tls: bool, options: Mapping[str, str]) ->
     for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
         if name in options and not Path(options[name]).is_file():
             raise ValueError(f"redis_url: {name} names no file")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

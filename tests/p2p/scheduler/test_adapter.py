@@ -15,7 +15,10 @@ from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings
+from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.requests.identifier import UNREAD, Bypass, NotYet
+from lmcache_connector.weight_names import WeightNames
+from tests.test_weight_names import Files
 
 OWN = PeerAddress("127.0.0.1", 5)
 BLOCK = 16
@@ -85,9 +88,19 @@ def make(
         pushes=True,
         may_talk_to=lambda _: True,
     )
-    return P2PSchedulerAdapter(
-        settings, router, {"model": 1}, identifier or PlainRequests(), clock or Clock()
+    clock = clock or Clock()
+    weights = WeightNames(2, Files(), {}, lambda found: None, lambda: "", clock)
+    side = P2PSchedulerAdapter(
+        settings, router, {"model": 1}, weights, {}, identifier or PlainRequests(), clock
     )
+    answer_weights(side)
+    return side
+
+
+def answer_weights(side: P2PSchedulerAdapter, digest: str = "one", version: int = 0) -> None:
+    """All ranks say which weights they have."""
+    told = WeightsInMemory(version, side.weights._num_questions, digest, "one")
+    side.update_from_reports([HandoverReport(weights=(rank, told)) for rank in range(2)])
 
 
 def step(
@@ -348,30 +361,58 @@ class TestConsumer:
         side.reset_cache()
         assert step(side, {}, {}).cancelled_loads == ("r",)
 
-    @pytest.mark.parametrize("resets", [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)])
-    def test_what_was_reset_may_have_other_weights(self, resets: tuple[int, int]) -> None:
-        """Also if the other side was reset as often: it may have slept, and its weights are old."""
-        side, request = make("consumer"), wants("r", 50)
-        producer, sent = make(), asks_for_decode("s", 50)
-        for _ in range(resets[0]):
-            side.reset_cache()
-        for _ in range(resets[1]):
-            producer.reset_cache()
-        begin(side, request)
-        side.update_state_after_alloc(request, lambda: [1, 2, 3, 4], 50)
-        begin(producer, sent)
-        start = step(producer, {sent: 50}, {"s": [1, 2, 3, 4]}).starts[0]
-        load = step(side, {}, {}).loads[0]
-        assert (load.digest == start.digest) is (resets == (0, 0))
+    def test_nothing_is_handed_over_before_the_weights_have_a_name(self) -> None:
+        """A prompt waits for it a moment, then it is computed."""
+        clock = Clock()
+        side, request = make(clock=clock), asks_for_decode("r", 50)
+        side.reset_cache()
+        assert begin(side, request) == (None, False)
+        clock.now = 1.0
+        assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert step(side, {request: 50}, {"r": [1, 2, 3, 4]}).starts == ()
+        answer_weights(side)
+        begin_and_start(side, asks_for_decode("r", 40))
 
-    def test_weights_of_one_name_are_the_same(self) -> None:
+    @pytest.mark.parametrize("resets", [(1, 0), (0, 1), (1, 1), (2, 1)])
+    @pytest.mark.parametrize("weights", [("one", "one"), ("two", "one"), ("two", "two")])
+    def test_equal_weights_have_one_name_however_often_they_are_read(
+        self, resets: tuple[int, int], weights: tuple[str, str]
+    ) -> None:
         digests = set()
-        for name in ("step 7", "step 7", "step 8"):
+        for num_resets, digest in zip(resets, weights, strict=True):
             side = make()
-            side.reset_cache()
-            side.weights_epoch = name
+            for _ in range(num_resets):
+                side.reset_cache()
+            if num_resets or digest != "one":
+                side.reset_cache()
+                answer_weights(side, digest)
             digests.add(begin_and_start(side, asks_for_decode("r", 40)).digest)
-        assert len(digests) == 2
+        assert len(digests) == len(set(weights))
+
+    @pytest.mark.parametrize("is_reset_before", [False, True])
+    def test_an_update_without_a_reset_ends_hand_overs(self, is_reset_before: bool) -> None:
+        """vLLM's prefix cache has KV of the weights before."""
+        side = make()
+        if is_reset_before:
+            side.reset_cache()
+        plain = FakeRequest("plain", [1, 2, 3])
+        step(side, {plain: 3}, {})
+        answer_weights(side, "two", version=2)
+        side.weights.settle({})
+        request = asks_for_decode("r", 40)
+        assert begin(side, request) == (0, False)
+        assert step(side, {request: 40}, {"r": [1, 2, 3]}).starts == ()
+        side.reset_cache()
+        answer_weights(side, "two", version=2)
+        begin_and_start(side, asks_for_decode("r", 40))
+
+    def test_what_was_put_back_is_handed_over(self) -> None:
+        """As after sleep: the weights were gone in between."""
+        side = make()
+        before = begin_and_start(side, asks_for_decode("r", 40)).digest
+        side.request_finished(FakeRequest("r", []), [1, 2, 3], is_served=True)
+        answer_weights(side, "one", version=4)
+        assert begin_and_start(side, asks_for_decode("r", 40)).digest == before
 
 
 class BeingRead(PlainRequests):

@@ -6,7 +6,7 @@ import time
 
 from lmcache_connector.storage.chunk_codec import Sealer, stripe_header
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.connections import Connections, Servers
+from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.healer import Healer, Suspect
 from lmcache_connector.storage.redis.topology import make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
@@ -19,14 +19,13 @@ def heal(its_config: RedisTierConfig, *, is_mine: bool = True) -> None:
     servers = Servers(
         its_config, make_topology(its_config, time.monotonic), time.monotonic, lambda: 0.5
     )
-    healer, connections = Healer(servers), Connections(servers, 2.0)
+    healer = Healer(servers)
     for stripe in GEOMETRY.stripes(its_config.max_payload_bytes):
         name = chunk_tag(its_config.namespace, chunk_key(0)) + stripe_suffix(stripe)
         expected = stripe_header(GEOMETRY, stripe, chunk_key(0), keyed=False)
         healer.add(Suspect(name, expected, Sealer(None)))
     for _ in range(8):
-        healer.heal(connections, lambda node: is_mine)
-    connections.close()
+        healer.heal(lambda node: is_mine)
 
 
 def test_what_is_sound_when_it_is_looked_at_again_stays(valkey: Server) -> None:

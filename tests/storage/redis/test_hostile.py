@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
-from lmcache_connector.storage.redis.client.conversation import Conversation
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS
+from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Servers, look_at_memory
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -92,8 +91,8 @@ class Caller:
             for node in islice(topology.nodes(), 3):
                 servers.connect(node).close()
 
-    def greet(self, conversation: Conversation) -> None:
-        assert look_at_memory(conversation) in (False, True)
+    def greet(self, client: Client) -> None:
+        assert look_at_memory(client) in (False, True)
 
     def learn(self) -> None:
         topology = make_topology(settings(self.url), time.monotonic)

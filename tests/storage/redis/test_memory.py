@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.dial import SMALL_BYTES
 from lmcache_connector.storage.redis.connections import look_at_memory
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
@@ -158,9 +159,8 @@ def test_a_full_server_is_known_by_its_memory(
             client.set(f"filler:{number}", bytes(100_000))
     topology = make_topology(config(server.url), time.monotonic)
     topology.prepare()
-    conversation = topology.connect(topology.nodes()[0])
-    assert look_at_memory(conversation) == is_full
-    conversation.close()
+    with topology.connect(topology.nodes()[0], SMALL_BYTES) as client:
+        assert look_at_memory(client) == is_full
 
 
 def test_a_full_queue_gives_up_the_deepest_chunks(valkey: Server) -> None:

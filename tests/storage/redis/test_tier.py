@@ -11,7 +11,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis import tier as tier_module
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.redis.topology import Node, SingleTopology
+from lmcache_connector.storage.redis.topology import Node, Topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.redis.chunks import (
     GEOMETRY,
@@ -123,7 +123,7 @@ def test_a_rank_that_writes_no_head_is_done_at_once(valkey: Server) -> None:
 def test_a_chunk_on_an_unknown_node_ends_the_read(
     valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class PartlyKnown(SingleTopology):
+    class PartlyKnown(Topology):
         def node_of(self, key: bytes) -> Node | None:
             return None if key == chunk_tag("default", chunk_key(2)) else super().node_of(key)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.client.slot_map import key_slot
+from lmcache_connector.storage.redis.client.dial import key_slot
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.redis.topology import ClusterTopology
@@ -31,6 +31,7 @@ from tests.support.redis.server_groups import (
     Watched,
     certificates,
     running_cluster,
+    running_left_behind,
     running_sentinels,
     running_tls_server,
     wait_until,
@@ -112,13 +113,53 @@ class TestCluster:
                 topology.prepare()
                 assert topology.is_current()
                 assert topology.node_of(key) is None
+                late = 60.0  # it does not look twice in a moment
                 assert not topology.is_current()
             finally:
                 client.execute_command("CLUSTER ADDSLOTS", key_slot(key))
-        late = 60.0  # it does not look twice in a moment
         topology.prepare()
         assert topology.node_of(key) == f"127.0.0.1:{home.port}"
         assert topology.is_current()
+
+    @pytest.fixture
+    def left_behind(self, binary: str, cluster: Cluster) -> Iterator[Server]:
+        """A node of the cluster whose map is wrong for two slots of three."""
+        with running_left_behind(binary, cluster.masters[0]) as server:
+            yield server
+
+    def test_a_node_with_an_old_map_misleads_once(
+        self, cluster: Cluster, left_behind: Server
+    ) -> None:
+        """It is the first of the URL, and the owners that it does not know are in the URL too."""
+        url = f"redis+cluster://127.0.0.1:{left_behind.port},127.0.0.1:{cluster.masters[1].port}"
+        with open_tier(url) as tier:
+            wait_until(lambda: all(put_all(tier, range(30))), "chunks were not written")
+            assert holds(tier, range(30))
+        with open_tier(url) as tier:
+            wait_until(lambda: holds(tier, range(30)), "chunks were not found")
+        lookup = RedisLookup(config(url), [PARTS])
+        keys = [chunk_key(i) for i in range(30)]
+        wait_until(
+            lambda: lookup.exists_prefix(keys, time.monotonic() + 5.0) == 30, "not looked up"
+        )
+        lookup.close()
+        assert num_looks(left_behind) <= 4  # once each, and they never come back to it
+
+    def test_a_map_that_does_not_hold_is_asked_for_ever_less_often(self, cluster: Cluster) -> None:
+        now = 0.0
+        topology = ClusterTopology(config(cluster.url), lambda: now)
+        before = num_looks(cluster.masters[0])
+        for _ in range(600):
+            now += 0.1
+            topology.mark_stale()
+            topology.prepare()
+        assert 10 <= num_looks(cluster.masters[0]) - before <= 20
+        now += 60.0  # it held for a minute: what has changed is looked for soon
+        for _ in range(10):
+            now += 0.1
+            topology.mark_stale()
+            topology.prepare()
+        assert num_looks(cluster.masters[0]) - before <= 24
 
     def _migrate_back(self, cluster: Cluster, slot: int, source: Server) -> None:
         home = cluster.owner(slot)
@@ -270,6 +311,13 @@ class TestCluster:
                 assert put_all(tier, there[:1]) == [False]
             finally:
                 client.config_set("maxmemory", 0)
+
+
+def num_looks(server: Server) -> int:
+    """How often it was asked for its slots."""
+    with server.client() as client:
+        stats = client.info("commandstats")
+    return sum(each["calls"] for name, each in stats.items() if name.startswith("cmdstat_cluster"))
 
 
 def connections(server: Server) -> set[str]:

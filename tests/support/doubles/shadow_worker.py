@@ -383,6 +383,7 @@ class ShadowRank:
                 found = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
                 if i >= fail_at or found is None:
                     self._write(run, [*cells, *[-1] * self.chance.randrange(self.chunk_size)])
+                    self._events.append(CacheEvent(key, key in self.tier))
                     outcome = self.chance.choice([Outcome.MISSING, Outcome.DEADLINE])
                     return JobResult(job.job_id, outcome, i, 0, 0, 0.0)
                 self._admit(key, found)

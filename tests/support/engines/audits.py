@@ -16,6 +16,8 @@ from tests.support.engines.settings import CHUNK_SIZE
 
 ROWS = slice(1000, 1064)
 """Rows of the embedding that are retrained."""
+UNUSED_ROWS = slice(2000, 2004)
+"""Rows that no prompt has."""
 
 
 def audits(probe: EngineProbe) -> dict[str, float]:
@@ -27,20 +29,20 @@ def audits(probe: EngineProbe) -> dict[str, float]:
     return probe.counts().by_label("audits")
 
 
-def retrain_rows(probe: EngineProbe, strength: float) -> None:
+def retrain_rows(probe: EngineProbe, strength: float, rows: slice) -> None:
     """Change some rows of the embedding in every rank's memory; 0 is as they were loaded."""
-    probe.on_ranks(_retrain, strength)
+    probe.on_ranks(_retrain, strength, rows)
 
 
-def _retrain(worker: Any, strength: float) -> None:
+def _retrain(worker: Any, strength: float, rows: slice) -> None:
     import torch
 
     weights = dict(worker.model_runner.get_model().named_parameters())
     (name,) = (name for name in weights if "embed_tokens" in name)
-    rows = weights[name][ROWS]
-    as_loaded = worker.__dict__.setdefault("rows_as_loaded", rows.clone())
+    found = weights[name][rows]
+    as_loaded = worker.__dict__.setdefault("rows_as_loaded", found.clone())
     with torch.no_grad():
-        rows.copy_(retrained(as_loaded, strength))
+        found.copy_(retrained(as_loaded, strength))
 
 
 def retrained(rows: Any, strength: float) -> Any:

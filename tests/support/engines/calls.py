@@ -40,6 +40,12 @@ def reset_everything(probe: EngineProbe) -> None:
     assert probe.engine.reset_prefix_cache(reset_connector=True)
 
 
+def share_again(probe: EngineProbe) -> None:
+    """All roots have the name of the weights again, whatever audits have found."""
+    book = tiered_of(probe.connector)._scheduler.book
+    book.rename(book.epochs.name)
+
+
 @contextmanager
 def preemptions(probe: EngineProbe) -> Iterator[list[str]]:
     """Ids of the requests that are preempted meanwhile, in order."""
@@ -76,6 +82,7 @@ def worker_of(probe: EngineProbe) -> Any:
 def forget_unseen(probe: EngineProbe) -> None:
     """Drop vLLM's prefix cache, and the CPU tier behind the scheduler's back."""
     probe.reset_prefix_cache()
+    probe.drain()  # the weights are read again, and steps bring news
     worker_of(probe)._engine.forget_all()
 
 

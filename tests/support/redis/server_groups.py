@@ -102,6 +102,23 @@ def running_cluster(binary: str, num_masters: int = 3) -> Iterator[Cluster]:
         yield Cluster(masters)
 
 
+@contextmanager
+def running_left_behind(binary: str, owner: Server) -> Iterator[Server]:
+    """A node that hears nothing of its cluster, as one with an old ``nodes.conf`` on a new network:
+    by its map ``owner`` has all slots."""
+    node = f"127.0.0.1:{owner.port}@1"  # a bus port that nobody answers on
+    lines = [
+        f"{'a' * 40} 127.0.0.1:0@0 myself,master - 0 0 0 connected",
+        f"{'b' * 40} {node} master - 0 0 1 connected 0-{NUM_SLOTS - 1}",
+        "vars currentEpoch 1 lastVoteEpoch 0",
+    ]
+    nodes = owner.folder / "left-behind.conf"
+    nodes.write_text("\n".join(lines) + "\n")
+    settings = {"cluster-enabled": "yes", "cluster-config-file": str(nodes)}
+    with running_server(binary, settings, port=_port_with_bus()) as server:
+        yield server
+
+
 def _port_with_bus() -> int:
     """A free port whose cluster bus has a free port too."""
     while True:

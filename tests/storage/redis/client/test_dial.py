@@ -13,21 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.storage.redis.client.conversation import Conversation
-from lmcache_connector.storage.redis.client.dial import Dialer
+from lmcache_connector.storage.redis.client.dial import SMALL_BYTES, Client, Dialer, take_socket
+from lmcache_connector.storage.redis.client.url import parse_redis_url
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.topology import ClusterTopology
 from tests.support.redis.chunks import PARTS, chunk_key, config, get_all, open_tier
+from tests.support.redis.server_groups import wait_until
+from tests.support.redis.servers import Server
 
 _SAY_WHY = """
 import sys, time
-from lmcache_connector.storage.redis.client.dial import Dialer
+from lmcache_connector.storage.redis.client.dial import Dialer, UnreachableError
 from lmcache_connector.storage.redis.client.url import parse_redis_url
 address = parse_redis_url(sys.argv[1])
 try:
-    Dialer(address, 1.0, 1.0, time.monotonic)._tls_context()
-except OSError as error:
-    print("refused")
+    Dialer(address, 1.0, 1.0, time.monotonic).connect("127.0.0.1", int(sys.argv[2]), 1000)
+except UnreachableError as error:
+    print(error)
 """
 
 
@@ -38,9 +40,10 @@ def test_a_key_whose_password_is_not_given_asks_no_terminal(tmp_path: Path) -> N
     subprocess.run(make, check=True, capture_output=True)
     url = f"rediss://localhost?ssl_certfile={certificate}&ssl_keyfile={key}"
     terminal, side = pty.openpty()
+    listener = socket.create_server(("127.0.0.1", 0))  # the key is read once there is a connection
     try:
         process = subprocess.run(
-            [sys.executable, "-c", _SAY_WHY, url],
+            [sys.executable, "-c", _SAY_WHY, url, str(listener.getsockname()[1])],
             check=False,
             stdin=side,
             stdout=subprocess.PIPE,
@@ -51,13 +54,42 @@ def test_a_key_whose_password_is_not_given_asks_no_terminal(tmp_path: Path) -> N
     finally:
         os.close(side)
         os.close(terminal)
-    assert process.stdout == b"refused\n"
+        listener.close()
+    assert b"PEM" in process.stdout or b"bad decrypt" in process.stdout
+
+
+def test_a_connection_that_was_cut_without_a_word_is_noticed(valkey: Server) -> None:
+    dialer = Dialer(parse_redis_url(valkey.url), 5.0, 5.0, time.monotonic)
+    with (
+        dialer.connect("127.0.0.1", valkey.port, SMALL_BYTES) as client,
+        take_socket(client) as sock,
+    ):
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        silence = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        pause = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        assert silence + pause * sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 25
+
+
+def test_a_connection_that_ended_is_replaced_before_anybody_asks(valkey: Server) -> None:
+    lookup = RedisLookup(config(valkey.url), [PARTS])
+    with valkey.client() as client:
+
+        def connections() -> set[str]:
+            lookup.tend()
+            return {c["id"] for c in client.client_list() if c["cmd"] == "exists"}
+
+        lookup.exists_prefix([chunk_key(0)], time.monotonic() + 5.0)
+        before = connections()
+        assert len(before) == 1
+        client.client_kill_filter(_type="normal", skipme=True)
+        wait_until(lambda: bool(connections() - before), "it does not connect again")
+    lookup.close()
 
 
 def test_a_look_that_runs_out_of_memory_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[str] = []
 
-    def connect(self: Dialer, host: str, port: int) -> Conversation:
+    def connect(self: Dialer, host: str, port: int, max_bytes: int) -> Client:
         looks.append(host)
         raise MemoryError
 

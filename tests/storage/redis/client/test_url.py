@@ -57,7 +57,7 @@ def test_tls_options_reach_the_connection(tmp_path: Path) -> None:
     ca.touch()
     url = f"rediss://h?ssl_ca_certs={ca}&ssl_check_hostname=false"
     options = parse_redis_url(url).tls_options()
-    assert options == {"ssl_ca_certs": str(ca), "ssl_check_hostname": "false"}
+    assert options == {"ssl_ca_certs": str(ca), "ssl_check_hostname": False}
 
 
 def test_sentinels_have_credentials_of_their_own() -> None:

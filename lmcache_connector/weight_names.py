@@ -46,17 +46,11 @@ class WeightFiles(Protocol):
         ...
 
 
-class KeptNames(Protocol):
-    """Digests by digest, kept from one start to the next."""
-
-    def load(self) -> Mapping[str, str]: ...
-
-    def add(self, digests: Mapping[str, str]) -> None: ...
-
-
 class WeightNames:
     """``name``: of the weights, "" while it is unknown. ``question``: goes with the next plan; 0:
-    none. ``heard``: of each rank, the version of its weights that is known here.
+    none. ``heard``: of each rank, the version of its weights that is known here. ``kept``: what
+    earlier starts on this host had in memory, by a digest of where it came from; ``keep`` is told
+    more of it, and does not wait for a disk.
 
     ``read_label()`` is the user's name for weights after an update; it raises ``ConfigError`` if
     there is none to be read. A label stands for what digests cannot tell: that engines of other
@@ -67,7 +61,8 @@ class WeightNames:
         self,
         world_size: int,
         files: WeightFiles,
-        kept: KeptNames,
+        kept: Mapping[str, str],
+        keep: Callable[[Mapping[str, str]], object],
         read_label: Callable[[], str],
         clock: Callable[[], float],
     ) -> None:
@@ -76,6 +71,7 @@ class WeightNames:
         self.heard = (-1,) * world_size
         self._files = files
         self._kept = kept
+        self._keep = keep
         self._read_label = read_label
         self._clock = clock
         self._ranks: dict[int, WeightsInMemory] = {}
@@ -156,10 +152,10 @@ class WeightNames:
             self._relabel(digest)
         if why:
             logger.warning(
-                "LMCacheTieredConnector: %s: KV is shared with instances that have the same", why
+                "lmcache-connector: %s: KV is shared with instances that have the same", why
             )
         self.name = self._names[digest]
-        logger.info("LMCacheTieredConnector: weights %s", self.name)
+        logger.info("lmcache-connector: weights %s", self.name)
 
     def _relabel(self, digest: str) -> None:
         """A new label names weights that are not those of the last external reset."""
@@ -170,7 +166,7 @@ class WeightNames:
         self._label = self._new_label
         if self._names[digest].startswith("memory:"):
             self._names[digest] = f"label:{_hex([self._files.name, self._label])}"
-            logger.warning("LMCacheTieredConnector: the weights are %r by their label", self._label)
+            logger.warning("lmcache-connector: the weights are %r by their label", self._label)
 
     def _first_name(
         self, digest: str, ranks: list[WeightsInMemory], configuration: object
@@ -184,9 +180,9 @@ class WeightNames:
             return own, f"{changed} changed while the weights were loaded, or later"
         if all(each.is_visible for each in ranks):
             key = _hex([files, configuration, [each.form for each in ranks]])
-            if self._kept.load().get(key, digest) != digest:
+            if self._kept.get(key, digest) != digest:
                 return own, "the weights in memory are not what their files gave at earlier starts"
-            self._kept.add({key: digest})
+            self._keep({key: digest})
         return files, ""
 
     def _read(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.plans import WeightsInMemory
-from lmcache_connector.scheduler.weight_names import WeightNames
+from lmcache_connector.weight_names import WeightNames
 
 
 @dataclass
@@ -23,22 +22,11 @@ class Files:
 
 
 @dataclass
-class Kept:
-    digests: dict[str, str] = field(default_factory=dict)
-
-    def load(self) -> Mapping[str, str]:
-        return self.digests
-
-    def add(self, digests: Mapping[str, str]) -> None:
-        self.digests |= digests
-
-
-@dataclass
 class Engine:
     """Ranks that answer, one after the other."""
 
     files: Files = field(default_factory=Files)
-    kept: Kept = field(default_factory=Kept)
+    kept: dict[str, str] = field(default_factory=dict)
     label: str = ""
     world_size: int = 2
     is_visible: bool = True
@@ -47,7 +35,12 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.names = WeightNames(
-            self.world_size, self.files, self.kept, lambda: self.label, lambda: self.now
+            self.world_size,
+            self.files,
+            self.kept,
+            self.kept.update,
+            lambda: self.label,
+            lambda: self.now,
         )
         self.version = 0
 
@@ -99,11 +92,11 @@ def test_weights_that_were_changed_before_they_were_read_are_not_those_of_the_fi
 def test_files_that_changed_name_nothing() -> None:
     engine = Engine(files=Files(changed=Path("/model")))
     assert engine.answer("one").startswith("memory:")
-    assert not engine.kept.digests
+    assert not engine.kept
 
 
 def test_memory_that_does_not_fit_its_files_has_a_name_of_its_own() -> None:
-    kept = Kept()
+    kept: dict[str, str] = {}
     assert Engine(kept=kept).answer("one") == "sha256:files"
     other = Engine(kept=kept)
     assert other.answer("two", first="two").startswith("memory:")
@@ -122,7 +115,7 @@ def test_memory_of_another_form_says_nothing_of_files() -> None:
 def test_nothing_names_weights_that_nobody_sees_after_a_reset() -> None:
     engine = Engine(is_visible=False)
     assert engine.answer("unseen 1", first="unseen 1") == "sha256:files"
-    assert not engine.kept.digests
+    assert not engine.kept
     names = {engine.reset(f"unseen {n}") for n in range(2, 4)}
     assert len(names) == 2
     assert "sha256:files" not in names

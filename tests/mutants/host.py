@@ -1,0 +1,80 @@
+"""Runs modules, each in a process forked from this one: vLLM is imported, and nothing of ours.
+
+vLLM, torch and LMCache take 17 s of a core to import. This is a script of its own, so that nothing
+of `tests` is imported from the tree it lies in. It takes lines of JSON: ``folder``, ``module``,
+``arguments``, ``output`` (a file) and ``anew``, whether in a new interpreter. It answers each with
+the number of the process, and then with its exit status.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from typing import NoReturn
+
+
+def main(preloaded: list[str]) -> None:
+    del sys.path[0]
+    for name in preloaded:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each collection in a child would walk through all of that
+    os.environ.pop("PYTHONHASHSEED", None)  # of this process: the simulation needs one, no child
+    for line in sys.stdin:
+        job = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            _exit(_run(**job))
+        print(process, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+
+
+def _run(folder: str, module: str, arguments: list[str], output: str, anew: bool) -> object:
+    os.setsid()
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ |= {"PYTHONPATH": folder, "COLUMNS": "400"}
+    if anew:
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    sys.path.insert(0, folder)
+    if module == "tests.simulation":
+        os.environ["PYTHONHASHSEED"] = "0"
+        for name in [name for name in sys.modules if name.split(".")[0] == "redis"]:
+            del sys.modules[name]  # vLLM has imported it, and the simulation has its own
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code
+    except Exception:  # noqa: BLE001 - the output says it
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _exit(code: object) -> NoReturn:
+    """As Python ends, but for the seconds in which it would unload vLLM."""
+    if isinstance(code, str):
+        print(code)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else code is not None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

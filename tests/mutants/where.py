@@ -1,0 +1,11 @@
+"""Fails unless the modules named are imported from the folder that this runs in."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None or not Path(spec.origin).is_relative_to(Path.cwd()):
+            sys.exit(f"{name} is not from {Path.cwd()}: {spec}")
