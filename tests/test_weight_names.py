@@ -105,7 +105,7 @@ def test_memory_that_does_not_fit_its_files_has_a_name_of_its_own() -> None:
 
 def test_memory_of_another_form_says_nothing_of_files() -> None:
     """With LoRA the weights of the same files have other names in memory."""
-    kept = Kept()
+    kept: dict[str, str] = {}
     for form in ("plain", "with adapters"):
         for _ in range(2):
             assert Engine(kept=kept, form=form).answer(form, first=form) == "sha256:files"
