@@ -30,6 +30,7 @@ class Engine:
     label: str = ""
     world_size: int = 2
     is_visible: bool = True
+    form: str = "plain"
     now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,6 +55,7 @@ class Engine:
                 f"{weights} of rank {rank}",
                 None if first is None else f"{first} of rank {rank}",
                 self.is_visible,
+                self.form,
             )
             self.names.learn(rank, told)
             self.names.settle("configuration")
@@ -99,6 +101,15 @@ def test_memory_that_does_not_fit_its_files_has_a_name_of_its_own() -> None:
     other = Engine(kept=kept)
     assert other.answer("two", first="two").startswith("memory:")
     assert Engine(kept=kept).answer("one") == "sha256:files"
+
+
+def test_memory_of_another_form_says_nothing_of_files() -> None:
+    """With LoRA the weights of the same files have other names in memory."""
+    kept: dict[str, str] = {}
+    for form in ("plain", "with adapters"):
+        for _ in range(2):
+            assert Engine(kept=kept, form=form).answer(form, first=form) == "sha256:files"
+    assert Engine(kept=kept).answer("two", first="two").startswith("memory:")
 
 
 def test_nothing_names_weights_that_nobody_sees_after_a_reset() -> None:

@@ -301,8 +301,7 @@ class _HiddenWeights:
             setattr(_custom_ops, name, self._digesting(getattr(_custom_ops, name)))
 
     def digests(self) -> Iterator[bytes]:
-        self._handlers = [each for each in self._handlers if each() is not None]
-        for each in self._handlers:
+        for each in tuple(self._handlers):  # the worker's thread may be making some
             if (handler := each()) is not None:
                 yield getattr(handler, _DIGEST)
 
@@ -313,7 +312,7 @@ class _HiddenWeights:
             found = b"".join(tensor_digest(each) for each in (weight, *scales))
             handler = make(weight, *args, **kwargs)
             setattr(handler, _DIGEST, found)
-            self._handlers.append(weakref.ref(handler))
+            self._handlers.append(weakref.ref(handler, self._handlers.remove))
             return handler
 
         return watched

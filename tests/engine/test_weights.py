@@ -18,7 +18,6 @@ from tests.support.engines.instance import StartInstance, VllmInstance, set_envi
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_seeing_model
 from tests.support.engines.updates import (
-    answer_across_update,
     flip_one_bit,
     live_on_another_host,
     load_rows,
@@ -193,31 +192,3 @@ def test_memory_that_is_not_what_its_files_gave_before_has_a_name_of_its_own(
         assert "not what their files gave at earlier starts" in two.log
     with start(transfer, other, prepare=live_on_another_host) as three:
         assert three.serve(prompt).external_hit_tokens > 0
-
-
-def test_one_checkpoint_has_one_name_however_engines_of_one_host_keep_it(
-    start: StartInstance, valkey: Server
-) -> None:
-    """With LoRA, vLLM keeps the weights of the same files under other names."""
-    prompt, transfer = random_prompt(11, NUM_TOKENS), sharing(valkey, namespace="forms")
-    with start(transfer) as plain:
-        plain.serve(prompt)
-        plain.call(wait_for_writes)
-    with start(transfer, enable_lora=True, max_lora_rank=8) as adapted:
-        assert adapted.serve(prompt).external_hit_tokens == HIT
-        assert adapted.call(weights_name).startswith("sha256:")
-
-
-def test_what_ends_with_the_first_step_after_an_update_is_not_stored(engine: VllmInstance) -> None:
-    """vLLM tells of the end of a request before it hands over what the ranks report."""
-    name = engine.call(weights_name)
-    for before in (4, 5, 6):
-        prompt = random_prompt(20 + before, CHUNK_SIZE - 6)  # so that the last step fills a chunk
-        answer = engine.call(answer_across_update, prompt, 7, before)
-        engine.reset_prefix_cache()
-        assert engine.call(weights_name) == name
-        assert engine.serve([*prompt, *answer]).external_hit_tokens == 0
-    whole = [*random_prompt(30, CHUNK_SIZE - 6)]
-    answer = engine.serve(whole, 7).token_ids
-    engine.reset_prefix_cache()
-    assert engine.serve([*whole, *answer]).external_hit_tokens == CHUNK_SIZE

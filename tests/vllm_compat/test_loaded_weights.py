@@ -40,3 +40,16 @@ def test_a_storm_of_resets_leaves_no_queue_of_reads(monkeypatch: pytest.MonkeyPa
     assert told.question == 20
     assert told.digest == told.first_digest is not None
     assert sum(whole) == 2, "what was loaded at start, and what the last reset asks for"
+
+
+def test_weights_that_onednn_keeps_count_as_long_as_they_are_kept() -> None:
+    class Handler:
+        """As vLLM's: it may have attributes."""
+
+    hidden = loaded_weights._HiddenWeights()
+    make = hidden._digesting(lambda weight: Handler())
+    kept = [make(torch.full((3,), float(number))) for number in range(3)]
+    all_three = list(hidden.digests())
+    assert len(set(all_three)) == 3
+    del kept[1]
+    assert list(hidden.digests()) == [all_three[0], all_three[2]]

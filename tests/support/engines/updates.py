@@ -94,20 +94,3 @@ def replace_files_after_loading() -> None:
 
 def _model(worker: Any) -> Any:
     return worker.model_runner.get_model()
-
-
-def answer_across_update(
-    probe: EngineProbe, prompt: list[int], num_tokens: int, before: int
-) -> list[int]:
-    """Double the embedding once ``before`` of ``num_tokens`` are answered, and halve it again when
-    all are. Returns the answer."""
-    probe.add(prompt, num_tokens)
-    answer: list[int] = []
-    while len(answer) < num_tokens:
-        for output in probe.engine.step():
-            answer = list(output.outputs[0].token_ids)
-            if len(answer) == before:
-                load_rows(probe, 1.0)
-    probe.drain()
-    load_rows(probe, -0.5)
-    return answer
