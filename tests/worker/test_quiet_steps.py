@@ -40,7 +40,7 @@ def connector(
 ) -> Iterator[LMCacheTieredConnector]:
     """vLLM's runner finds it."""
     connector = object.__new__(LMCacheTieredConnector)
-    connector._worker = instance.worker
+    connector._scheduler, connector._worker = None, instance.worker
     connector._step = connector._step_output = connector._scheduler = connector._guard = None
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     with set_forward_context(None, vllm_config(model)):
