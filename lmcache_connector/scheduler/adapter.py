@@ -317,6 +317,7 @@ class SchedulerAdapter:
                 self._learn_adapters(report.rank, report.adapters)
             if report.weights is not None and self.book.weights.learn(report.rank, report.weights):
                 self._dispatcher.drop_unsent_stores()
+                self.book.forget_encoded()
                 self._doubt_weights()
             for result in report.results:
                 self._dispatcher.report(report.rank, result)

@@ -157,12 +157,16 @@ class RequestBook:
         self._states.clear()
         for state in states:
             state.lookup.cancel()
-        self._encoders.clear()
         return states
+
+    def forget_encoded(self) -> None:
+        """What encoders have computed may be of other weights."""
+        self._encoders.clear()
 
     def rename(self, weights: str) -> None:
         """The weights have another name from now on: all roots are shared again."""
         self.epochs.rename(weights)
+        self.forget_encoded()
         self._count_apart()
 
     def follow(self, finding: Finding) -> list[RequestState] | None:

@@ -161,19 +161,21 @@ def test_requests_that_leave_the_queue_leave_nothing_behind(
     assert hit.block_digests[:blocks] == stored.cold.block_digests[:blocks]
 
 
-def reset_while_fetching(probe: EngineProbe, prompt: list[int]) -> int:
-    """The weights may have changed: what was fetched ahead is not hit. How much was."""
+def reset_while_fetching(probe: EngineProbe, prompt: list[int]) -> Served:
+    """The weights may have changed, and have not."""
     runs, waits, _ = queue_behind(probe, prompt)
     probe.engine.abort_request([runs])
     assert probe.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     (finished,) = probe.finish({waits: len(prompt)}, time.perf_counter())
     check_integrity(probe)
-    return finished.served.external_hit_tokens
+    return finished.served
 
 
-def test_nothing_fetched_ahead_is_hit_after_a_reset(engine: VllmInstance, stored: Stored) -> None:
-    """From here on the engine uses keys of its own."""
-    assert engine.call(reset_while_fetching, stored.prompt) == 0
+def test_a_reset_while_it_is_fetched_costs_no_hit(engine: VllmInstance, stored: Stored) -> None:
+    hit, blocks = engine.call(reset_while_fetching, stored.prompt), stored.cold.block_digests
+    assert hit.external_hit_tokens == NUM_CHUNKS * CHUNK_SIZE
+    num_blocks = NUM_CHUNKS * CHUNK_SIZE // BLOCK_SIZE
+    assert hit.block_digests[:num_blocks] == blocks[:num_blocks]
     engine.call(reset_everything)
 
 

@@ -304,7 +304,7 @@ def test_what_is_installed_here_is_called_tested(package: versions.Package) -> N
 
 
 def test_features_are_told_in_words() -> None:
-    assert all(re.fullmatch(r"[a-zA-Z' ]+[^.]", feature) for feature in Feature)
+    assert all(re.fullmatch(r"[a-zA-Z', ]+[^.]", feature) for feature in Feature)
 
 
 def test_a_use_reads_as_its_full_name() -> None:
