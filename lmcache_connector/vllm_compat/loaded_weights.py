@@ -30,6 +30,7 @@ from lmcache_connector.vllm_compat.api.versions import (
     missing_late,
 )
 from lmcache_connector.vllm_compat.tensor_digest import (
+    closure,
     has_hidden_weights,
     model_digest,
     model_form,
@@ -75,6 +76,7 @@ class LoadedWeights:
         self._reading: Reading[str] = Reading()
         self._num_reads = 0
         self._first_digest: str | None = None
+        self._is_unreadable = False
         self._question = 0
         self._num_calls = 0  # under way, one inside the other
         self._is_asleep = False
@@ -102,7 +104,7 @@ class LoadedWeights:
             question=self._question,
             digest=self._reading.value if self._reading.is_done else None,
             first_digest=self._first_digest,
-            is_visible=self._is_visible,
+            is_visible=self._is_visible and not self._is_unreadable,
             form=self._form,
             loaded_after=getattr(self._worker, _MADE_AT, None) or psutil.Process().create_time(),
         )
@@ -194,9 +196,10 @@ class LoadedWeights:
         def read() -> str | None:
             try:
                 digest = self._digest(models, fence, is_over)
-            except Exception:  # whatever this device or this kind of tensor lacks
-                logger.exception("The weights in memory cannot be read")
-                self._is_visible = False
+                self._is_unreadable = False
+            except Exception as error:  # noqa: BLE001 - in the middle of an update they may be nowhere
+                logger.warning("The weights in memory cannot be read: %s", error)
+                self._is_unreadable = True
                 digest = f"unseen:{uuid.uuid4().hex}"
             if is_over():
                 return None
@@ -214,11 +217,12 @@ class LoadedWeights:
     ) -> str | None:
         if not self._is_visible:
             return f"unseen:{uuid.uuid4().hex}"
+        packed = _hidden.digests(models, getattr(self._worker, _MADE_AT, None) or 0.0)
         if fence is None:
-            return model_digest(models, _hidden.digests(), is_over)
+            return model_digest(models, packed, is_over)
         with torch.cuda.device(fence.device), torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.current_stream().wait_event(fence)
-            return model_digest(models, _hidden.digests(), is_over)
+            return model_digest(models, packed, is_over)
 
 
 class FixedWeights:
@@ -277,7 +281,7 @@ def watch_loading() -> None:
 class _HiddenWeights:
     """Weights that oneDNN keeps, as they were handed to it: nothing changes them afterwards.
 
-    One per process, as is what it watches: a module of vLLM's. Listed in the order of their making.
+    One per process, as is what it watches: a module of vLLM's.
     """
 
     _MAKERS = ("create_onednn_mm", "create_onednn_scaled_mm")
@@ -300,10 +304,21 @@ class _HiddenWeights:
         for name in self._MAKERS:
             setattr(_custom_ops, name, self._digesting(getattr(_custom_ops, name)))
 
-    def digests(self) -> Iterator[bytes]:
+    def digests(self, models: dict[str, torch.nn.Module], since: float) -> Iterator[bytes]:
+        """Of the models' layers by their names: a reload makes them in another order. Then of those
+        made ``since`` that no layer shows, as they were made."""
+        shown = set()
+        for title, model in models.items():
+            for name, module in model.named_modules():
+                for handler in closure(vars(module).get("cpu_linear")):
+                    if (found := getattr(handler, _DIGEST, None)) is not None:
+                        shown.add(id(handler))
+                        yield f"{title}/{name}: ".encode() + found
         for each in tuple(self._handlers):  # the worker's thread may be making some
-            if (handler := each()) is not None:
-                yield getattr(handler, _DIGEST)
+            handler = each()
+            if handler is None or id(handler) in shown or getattr(handler, _MADE_AT) < since:
+                continue
+            yield getattr(handler, _DIGEST)
 
     def _digesting(self, make: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(make)
@@ -312,6 +327,7 @@ class _HiddenWeights:
             found = b"".join(tensor_digest(each) for each in (weight, *scales))
             handler = make(weight, *args, **kwargs)
             setattr(handler, _DIGEST, found)
+            setattr(handler, _MADE_AT, time.time())
             self._handlers.append(weakref.ref(handler, self._handlers.remove))
             return handler
 

@@ -84,7 +84,7 @@ def _tensors(models: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch
         for name, buffer in model.named_buffers(remove_duplicate=False):
             yield f"{title}/{name}", buffer
         for name, module in model.named_modules():
-            for index, value in enumerate(_closure(vars(module).get("cpu_linear"))):
+            for index, value in enumerate(closure(vars(module).get("cpu_linear"))):
                 if isinstance(value, torch.Tensor):
                     yield f"{title}/{name}/packed {index}", value
             for derived in _DERIVED:
@@ -96,7 +96,8 @@ def _form(name: str, tensor: torch.Tensor) -> list[Any]:
     return [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
 
 
-def _closure(function: Any) -> list[Any]:
+def closure(function: Any) -> list[Any]:
+    """What a function has in its closure; nothing of what is none."""
     cells = getattr(function, "__closure__", None) or ()
     return [cell.cell_contents for cell in cells]
 

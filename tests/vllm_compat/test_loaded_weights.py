@@ -42,14 +42,63 @@ def test_a_storm_of_resets_leaves_no_queue_of_reads(monkeypatch: pytest.MonkeyPa
     assert sum(whole) == 2, "what was loaded at start, and what the last reset asks for"
 
 
-def test_weights_that_onednn_keeps_count_as_long_as_they_are_kept() -> None:
-    class Handler:
-        """As vLLM's: it may have attributes."""
+class Handler:
+    """As vLLM's: it may have attributes."""
 
+
+def linear_on_onednn(hidden: Any, number: float) -> torch.nn.Module:
+    """A layer whose weights only its closure's handler has."""
+    module = torch.nn.Linear(0, 0, bias=False)
+    handler = hidden._digesting(lambda weight: Handler())(torch.full((3,), number))
+    vars(module)["cpu_linear"] = lambda x: (x, handler)
+    return module
+
+
+def test_weights_that_onednn_keeps_count_by_the_layer_that_has_them() -> None:
+    hidden = loaded_weights._HiddenWeights()
+    layers = [linear_on_onednn(hidden, number) for number in range(3)]
+    model = {"model": torch.nn.Sequential(*layers)}
+    as_loaded = list(hidden.digests(model, 0.0))
+    assert len(set(as_loaded)) == 3
+    for order in ((2, 0, 1), (1, 2, 0)):  # a reload makes them anew, in whatever order
+        for number in order:
+            vars(layers[number])["cpu_linear"] = vars(linear_on_onednn(hidden, number))[
+                "cpu_linear"
+            ]
+        assert list(hidden.digests(model, 0.0)) == as_loaded
+    swapped = [vars(layers[number])["cpu_linear"] for number in (1, 0)]
+    for number in range(2):
+        vars(layers[number])["cpu_linear"] = swapped[number]
+    assert list(hidden.digests(model, 0.0)) != as_loaded
+
+
+def test_weights_of_an_earlier_engine_do_not_count_nor_those_that_are_gone() -> None:
     hidden = loaded_weights._HiddenWeights()
     make = hidden._digesting(lambda weight: Handler())
     kept = [make(torch.full((3,), float(number))) for number in range(3)]
-    all_three = list(hidden.digests())
+    all_three = list(hidden.digests({}, 0.0))
     assert len(set(all_three)) == 3
     del kept[1]
-    assert list(hidden.digests()) == [all_three[0], all_three[2]]
+    assert list(hidden.digests({}, 0.0)) == [all_three[0], all_three[2]]
+    assert not list(hidden.digests({}, float("inf")))
+
+
+def test_weights_that_cannot_be_read_for_a_while_have_their_name_again() -> None:
+    """In the middle of an update they may be on no device."""
+    model = torch.nn.Linear(4, 6)
+    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(), get_model=lambda: model)
+    weights = LoadedWeights(worker)
+    found = []
+    for question, device in enumerate(("cpu", "meta", "cpu")):
+        if device == "meta":
+            as_loaded, model.weight = model.weight, torch.nn.Parameter(model.weight.to("meta"))
+        elif question:
+            model.weight = as_loaded
+        weights.ask(question)
+        assert weights._reading.wait(30)
+        told = weights.take()
+        assert told is not None
+        found.append((told.digest, told.is_visible))
+    weights.close()
+    assert found[0] == found[2]
+    assert [is_visible for _, is_visible in found] == [True, False, True]
