@@ -110,13 +110,17 @@ def test_many_at_once(engines: Engines) -> None:
 
 
 def preempt_while_computing(probe: EngineProbe, request: Ask) -> Answer:
-    """Step until part of the prompt is computed, take its blocks away, then serve it."""
+    """Step until part of the prompt is computed, take its blocks away, then serve it. Without a
+    reset that anybody hears of: it would end the hand-over."""
     add(probe, request)
     for _ in range(2):
         probe.engine.step()
     (running,) = probe.scheduler.running
     assert 0 < running.num_computed_tokens < len(request.prompt)
-    assert probe.engine.reset_prefix_cache(reset_running_requests=True)
+    scheduler = probe.scheduler
+    scheduler._preempt_request(scheduler.running.pop(), time.monotonic(), drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.clear()
+    assert scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
     num_preemptions = running.num_preemptions
     assert num_preemptions == 1
     (finished,) = probe.finish({request.request_id: len(request.prompt)}, time.perf_counter())
