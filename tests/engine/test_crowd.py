@@ -20,6 +20,7 @@ from tests.support.engines.calls import check_integrity, preemptions, reset_ever
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
+from tests.support.engines.updates import move_weights
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server, free_port
 from tests.support.redis.values import wait_for_values
@@ -347,10 +348,11 @@ def test_a_router_hears_what_every_tier_holds(
     listen_until(router, engine, lambda: router.num_removed["STORAGE"] > 0)
 
 
-def test_after_a_reset_of_everything_a_router_knows_of_nothing(
+def test_after_an_update_of_the_weights_a_router_knows_of_nothing(
     engine: VllmInstance, router: Router
 ) -> None:
     engine.call(ask_all, [Ask(random_prompt(70, 700))])
     listen_until(router, engine, lambda: bool(router.stored["CPU"]))
+    assert engine.call(move_weights, 0.02) > 0
     engine.call(reset_everything)
     listen_until(router, engine, lambda: not router.stored["CPU"] and not router.stored["STORAGE"])
