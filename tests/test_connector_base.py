@@ -146,7 +146,7 @@ def connector(recorder: Recorder) -> LMCacheTieredConnector:
     """The worker side's half of a connector, without an engine."""
     connector = object.__new__(LMCacheTieredConnector)
     connector._worker = recorder  # type: ignore[assignment]
-    connector._step = connector._step_output = None
+    connector._step = connector._step_output = connector._scheduler = connector._guard = None
     return connector
 
 
