@@ -112,8 +112,10 @@ class LedgerMachine(RuleBasedStateMachine):
         for number, victim in enumerate(victims):
             assert victim in self.held
             left = self.held.difference(victims[: number + 1]) - self.orphans
-            # What was fetched has no priority before it is used.
-            left = {key for key in left if self.ledger._chunks[key].is_claimed}
+            # What was fetched has no priority before it is used, and what has expired goes next:
+            # of chunks whose times end together either may be first.
+            claimed = {key: self.ledger._chunks[key] for key in left}
+            left = {key for key, c in claimed.items() if c.is_claimed and not c.is_expired}
             holes = {key for key in left if self.parents[key] == victim}
             assert busy or not holes, "a hole"
             over = self.over_share(busy)
