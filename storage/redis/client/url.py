@@ -14,6 +14,7 @@ any, are ``?sentinel_username=&sentinel_password=``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,6 +38,8 @@ _TLS_OPTIONS = frozenset(
 _SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 _SECRETS = ("sentinel_username", "sentinel_password", "ssl_password")
 _MAX_CHARS = 200
+_HOST = re.compile(r"[^\s\\/\x00-\x1f\x7f]{1,253}")
+_ENCODE = "; write / ? # @ [ ] in a password as %2F %3F %23 %40 %5B %5D"
 _CERT_REQS = ("required", "optional", "none")
 _SCHEMES = {
     "redis": (TopologyKind.SINGLE, False),
@@ -95,20 +98,26 @@ def parse_redis_url(url: str) -> RedisAddress:
     scheme, _, rest = url.partition("://")
     if scheme not in _SCHEMES:
         raise ValueError(f"redis_url: unknown scheme; use one of {', '.join(_SCHEMES)}")
+    if "#" in rest:
+        raise ValueError(f"redis_url: a # ends a URL{_ENCODE}")
     kind, tls = _SCHEMES[scheme]
     rest, _, query = rest.partition("?")
     netloc, _, path = rest.partition("/")
     login, _, names = netloc.rpartition("@")
+    if "@" in login and "," in login:
+        raise ValueError(f"redis_url: user and password stand once, before all hosts{_ENCODE}")
     # A Unix socket's URL for what all have: redis-py knows no other with several hosts.
-    given = _parsed(f"unix://{login}@/{path}?{query}", "an option or the database is no number")
+    given = _parsed(
+        f"unix://{login}@/{path}?{query}", f"an option or the database is no number{_ENCODE}"
+    )
     path, db, master = given.pop("path").rstrip("/"), given.pop("db", 0), ""
     hosts: tuple[tuple[str, int], ...] = ()
     if scheme != "unix":
         hosts = tuple(_host(name, kind) for name in names.split(","))
         master, db = _split_path(kind, path, db)
         path = ""
-    elif not path:
-        raise ValueError("redis_url: unix:// needs the path of a socket")
+    elif names or not path:
+        raise ValueError("redis_url: unix:// needs the path of a socket, which begins with a /")
     if kind is TopologyKind.SINGLE and len(hosts) > 1:
         raise ValueError("redis_url: several hosts need redis+sentinel:// or redis+cluster://")
     if kind is TopologyKind.CLUSTER and db:
@@ -131,9 +140,12 @@ def _parsed(url: str, problem: str) -> dict[str, Any]:
 
 
 def _host(name: str, kind: TopologyKind) -> tuple[str, int]:
-    given = _parsed(f"redis://{name}", "a host or port is malformed")
+    problem = f"a host or port is malformed{_ENCODE}"
+    given = _parsed(f"redis://{name}", problem)
     if "host" not in given:
         raise ValueError("redis_url: a host is missing")
+    if _HOST.fullmatch(given["host"]) is None:
+        raise ValueError(f"redis_url: {problem}")
     return given["host"], given.get("port", 26379 if kind is TopologyKind.SENTINEL else 6379)
 
 
@@ -168,3 +180,5 @@ def _check_options(kind: TopologyKind, tls: bool, options: Mapping[str, Any]) ->
     for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
         if name in options and not Path(options[name]).is_file():
             raise ValueError(f"redis_url: {name} names no file")
+    if "ssl_ca_path" in options and not Path(options["ssl_ca_path"]).is_dir():
+        raise ValueError("redis_url: ssl_ca_path names no folder")

@@ -75,16 +75,30 @@ def test_sentinels_have_credentials_of_their_own() -> None:
         ("redis://h:99999", "port"),
         ("redis://h/x", "number"),
         ("redis://h/1/2", "path"),
+        ("redis://a host", "malformed"),
+        ("redis://h%0d%0aSET", "malformed"),
+        ("redis://h/0#1", "#"),
         ("redis://h?ssl_ca_certs=/x", "ssl_ca_certs"),
+        ("rediss://h?ssl_ca_path=/no/such/folder", "no folder"),
         ("rediss://h?ssl_ca_certs=/no/such/file", "no file"),
         ("redis://h?tiemout=3", "tiemout"),
         ("unix://", "socket"),
+        ("unix://run/r.sock", "begins with a /"),
         ("redis+sentinel://h", "master"),
         ("redis+cluster://h/1", "database 0"),
+        ("redis+cluster://a,user:hunter2@b", "once"),
         ("redis://a,b", "several hosts"),
     ],
 )
 def test_impossible_urls_say_why_and_keep_the_secret(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         parse_redis_url(url.replace("://", "://user:hunter2@"))
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize("character", "/?#[]")
+@pytest.mark.parametrize("url", ["redis://user:hunter2{}x@h:1", "rediss+cluster://:hunter2{}x@a,b"])
+def test_a_password_that_is_not_encoded_is_told_how(url: str, character: str) -> None:
+    with pytest.raises(ValueError, match="%23") as error:
+        parse_redis_url(url.format(character))
     assert "hunter2" not in str(error.value)
