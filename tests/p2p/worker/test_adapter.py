@@ -8,7 +8,15 @@ import pytest
 
 from lmcache_connector.p2p.control.messages import Message
 from lmcache_connector.p2p.memory.outgoing import Outgoing
-from lmcache_connector.p2p.plans import Drop, HandoverHold, HandoverPlan, Release, Save, Start
+from lmcache_connector.p2p.plans import (
+    OTHER_WEIGHTS,
+    Drop,
+    HandoverHold,
+    HandoverPlan,
+    Release,
+    Save,
+    Start,
+)
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker.producer import Producer
 from tests.support.engines.p2p_instances import (
@@ -214,6 +222,26 @@ class TestRequestsThatEndEarly:
         assert (result.num_blocks, result.cause) == (0, cancelled)
         prefill.until(lambda: "left" in prefill.released)
         prefill.until(lambda: prefill.used_bytes == decode.used_bytes == 0)
+
+    def test_what_other_weights_computed_is_not_handed_over_under_their_name(
+        self, prefill: FakeInstance, decode: FakeInstance
+    ) -> None:
+        """The plan was made before the scheduler side had heard that they changed."""
+        ids = tuple(SHUFFLED)
+        start, cut = Start("outdated", DIGEST, len(ids) * BLOCK_SIZE, None), 3
+        for version, save in ((0, Save("outdated", 0, ids[:cut], False)),
+                              (1, Save("outdated", cut, ids[cut:], True))):  # fmt: skip
+            prefill.ranks[0].worker._weights.version = version
+            starts = () if version else (start,)
+            plan = HandoverPlan(starts=starts, saves=(save,), heard_weights=(0,))
+            prefill.step(plan, prefill.compute(save.block_ids, 30 + version))
+        prefill.ranks[0].worker._weights.version = 0
+        decode.load("outdated", OTHERS, prefill.address)
+        (result,) = decode.finish("request of outdated")
+        assert result.num_blocks == 0
+        assert result.cause is not None
+        assert result.cause.text.endswith(OTHER_WEIGHTS.text)
+        prefill.until(lambda: prefill.used_bytes == 0)
 
     def test_only_one_request_takes_a_handover(
         self, prefill: FakeInstance, decode: FakeInstance
