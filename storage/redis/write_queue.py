@@ -1,8 +1,8 @@
 """Chunks waiting to be written, in a lane per node, bounded in bytes for all lanes together.
 
 When there is no room, a lane drops the chunk that is deepest in its prompt, and of several the
-newest: a prefix without its end is still of use, an end without its prefix is not. A node that is
-much slower than the others makes room for them: its lane is the longest.
+newest: a prefix without its end is still of use, an end without its prefix is not. A lane below its
+share of the queue takes the room from the longest, which is that of the slowest node.
 
 On a machine whose cores compute the model, a writer takes time from a forward pass. So the queue
 can be told to hold its writes back while one runs, but not for long, and not when it fills up.
@@ -26,8 +26,6 @@ MAX_LANES, NO_LANE = 32, 0
 MAX_HOLD_SECONDS = 1.0
 # How late a writer may notice that a hold has ended.
 _HOLD_SLICE_SECONDS = 0.1
-# A lane makes room for another's chunk when it is so much longer.
-_LONGER = 2
 # Entries of a lane's heap that may be of chunks that have left the lane, beside as many as wait.
 _SLACK = 16
 
@@ -230,8 +228,7 @@ class WriteQueue:
         if excess <= 0:
             return []
         longest = max(self._lanes, key=lambda each: each.num_bytes)
-        if longest.num_bytes > _LONGER * (lane.num_bytes + len(write.buffer)):
+        victims = list[PendingWrite]()
+        if longest.num_bytes > lane.num_bytes + len(write.buffer):
             victims = self._forget(longest, longest.pop_deepest(excess, order=-1))
-        else:
-            victims = self._forget(lane, lane.pop_deepest(excess, write.order))
-        return victims or [write]
+        return victims or self._forget(lane, lane.pop_deepest(excess, write.order)) or [write]

@@ -145,14 +145,35 @@ def test_each_node_has_a_lane() -> None:
 
 
 def test_a_node_that_fills_the_queue_makes_room_for_another() -> None:
-    """Until its lane is twice as long, whatever stands where in its prompt."""
+    """Until the other's lane is as long, whatever stands where in its prompt."""
     queue = WriteQueue(90)
     for name in range(9):
         assert queue.offer(write(name, name), SLOW) == []
-    dropped = [queue.offer(write(name, 20), QUICK) for name in range(10, 14)]
-    assert [names(each) for each in dropped] == [[8], [7], [6], [13]]
-    assert names(queue.offer(write(14, 1), SLOW)) == [5], "a lane makes its own room else"
-    assert names(queue.offer(write(15, 1), QUICK)) == [12]
+    dropped = [queue.offer(write(name, 20), QUICK) for name in range(10, 15)]
+    assert [names(each) for each in dropped] == [[8], [7], [6], [5], [14]]
+    assert names(queue.offer(write(15, 1), SLOW)) == [4], "a lane makes its own room else"
+    assert names(queue.offer(write(16, 1), QUICK)) == [13]
+
+
+def test_what_a_slow_node_is_being_sent_costs_the_others_no_beginnings() -> None:
+    queue = WriteQueue(40)
+    for name in range(3):
+        queue.offer(write(name, name), SLOW)
+    queue.take(100, 0.0, SLOW)
+    queue.offer(write(3, 9), QUICK)
+    assert names(queue.offer(write(4, 0), QUICK)) == [3]
+
+
+def test_a_lane_that_has_its_share_is_held_no_longer() -> None:
+    """However little that is: a full queue of a slow node must not keep the others' writes."""
+    queue = WriteQueue(60, Clock())
+    queue.hold(float("inf"))
+    for name in range(6):
+        queue.offer(write(name, name), SLOW)
+    for name in (6, 7, 8, 9):
+        queue.offer(write(name, 20), QUICK if name % 2 else QUICK + 1)
+    for lane in (QUICK, QUICK + 1):
+        assert len(queue.take(100, 0.0, lane)) == 2
 
 
 def test_a_node_that_fills_the_queue_ends_nobody_elses_hold() -> None:
