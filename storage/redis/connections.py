@@ -69,6 +69,7 @@ class Servers:
         self._breakers: dict[Node, CircuitBreaker] = {}
         self._pauses: dict[Node, CircuitBreaker] = {}
         self._greeted = False
+        self._forbidding = set[Node]()
         self._troubled = False
         self._num_dials = 0
         self._look: Task | None = None
@@ -122,6 +123,14 @@ class Servers:
     def redact(self, message: object) -> str:
         """``message`` for a log, without credentials."""
         return self.config.address.redact(message)
+
+    def forbids_reads(self, node: Node, detail: str) -> None:
+        """``node`` lives, and these credentials may not read: that is told once."""
+        with self._lock:
+            is_new = node not in self._forbidding
+            self._forbidding.add(node)
+        if is_new:
+            logger.warning("redis %s: nothing is read from it: %s", node, self.redact(detail))
 
     def connect(self, node: Node, max_bytes: int = SMALL_BYTES) -> Client:
         """A client of a server that answers these credentials; ``max_bytes`` of all answers to one

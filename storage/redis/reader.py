@@ -40,6 +40,7 @@ _CONNECT_SHARE = 0.5
 _SERVER_FAULTS = frozenset({ReplyFault.ERROR_REPLY, WireFault.OUT_OF_STEP})
 # Of an error reply, which tell its kind; the shortest has as many.
 _ERROR_BYTES = len(b"-CLUSTERDOWN")
+_FORBIDDEN = b"-NOPERM "
 # Those that tell of a value that is not what its name says.
 _VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
 
@@ -113,9 +114,13 @@ class Reader(threading.Thread):
             while stream.receive_batch():
                 self._connections.succeeded(node)
         except BadReplyError as error:
+            blame = False
             if is_redirection(error.reply):
                 self._servers.topology.redirected(node)
-            blame = error.fault in _SERVER_FAULTS and not is_redirection(error.reply)
+            elif error.reply.startswith(_FORBIDDEN):
+                self._servers.forbids_reads(node, str(error))
+            else:
+                blame = error.fault in _SERVER_FAULTS
             self._connections.drop(node, str(error), blame=blame)
             stream.give_up(error.fault)
         except WireError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -394,6 +395,23 @@ class TestAcl:
     def server(self, binary: str) -> Iterator[Server]:
         with running_server(binary) as server:
             yield server
+
+    def test_who_may_not_read_writes_and_is_told_once(
+        self, server: Server, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with server.client() as client:
+            rights = ("~*", "+@all", "-get", "-getex")
+            client.execute_command("ACL SETUSER", "writer", "on", ">hunter2", *rights)
+            url = f"redis://writer:hunter2@127.0.0.1:{server.port}"
+            with caplog.at_level(logging.INFO), open_tier(url) as tier:
+                for first in range(0, 20, 4):
+                    assert put_all(tier, range(first, first + 4)) == [True] * 4
+                    assert get_all(tier, [first])[0] == [False]
+                    assert tier.stats().servers[0][1] is CircuitState.CLOSED
+            client.acl_deluser("writer")
+        told = [record.getMessage() for record in caplog.records]
+        assert sum("NOPERM" in text for text in told) == 1
+        assert not any("connected again" in text or "writer" in text for text in told)
 
     def test_a_wrong_password_costs_misses_only(self, server: Server) -> None:
         with server.client() as client:
