@@ -9,12 +9,10 @@ decides the whole course of events, and simulated time passes as fast as the cod
 
 Each seed draws a *world* (`plan`): instances, prompts that share prefixes, clients that abort, and
 faults that begin and end (`faults`). `world` says what must hold in it, `at_rest` what must agree
-whenever an engine has nothing to do, `recovery` what must come back afterwards, and `known` which
-of that is known not to hold yet.
+whenever an engine has nothing to do, and `recovery` what must come back afterwards.
 
     python -m tests.simulation --seconds 60 --jobs 2     # as many seeds as fit into a minute
     python -m tests.simulation --seed 123 --trace        # one of them again, with all that happens
-    python -m tests.simulation --everything              # what is known not to hold, too
     python -m tests.mutants --simulation                 # planted bugs must be found
 
 A failure prints its seed and the command that repeats it. Any change of the code may change what a

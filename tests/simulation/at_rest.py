@@ -14,7 +14,6 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tests.simulation.kernel import SimulationFailure
-from tests.simulation.known import OFF
 from tests.simulation.rank import Rank
 
 
@@ -90,7 +89,7 @@ class AtRest:
         keys = sorted(by_some | self._blocks_of.keys())
         answers = zip(keys, self._index.has_each(keys), strict=True)
         found = {key for key, is_found in answers if is_found}
-        if "index" not in OFF and (found != by_all or len(self._index) != len(by_some)):
+        if found != by_all or len(self._index) != len(by_some):
             raise SimulationFailure(
                 f"INDEX lost {len(by_all - found)} chunks that all ranks hold, and has"
                 f" {len(found - by_all)} that they do not; {len(self._index)} of {len(by_some)}"
@@ -113,8 +112,7 @@ class AtRest:
     def _check_view(self, told: Counter[Any], by_all: set[bytes]) -> None:
         blocks = Counter(block for key in by_all for block in self._blocks_of.get(key, ()))
         # After a reset, blocks have their names still, and chunks from before have not.
-        may_miss = self._is_reset or "routers miss" in OFF
-        if told - blocks or (blocks - told and not may_miss):
+        if told - blocks or (blocks - told and not self._is_reset):
             raise SimulationFailure(
                 f"EVENTS: routers miss {(blocks - told).total()} blocks, and know"
                 f" {(told - blocks).total()} that are not there"

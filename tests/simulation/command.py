@@ -43,7 +43,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
     parser.add_argument("--until", metavar="PATTERN", help="stop at a failure like it, no other")
     parser.add_argument("--replay", action="store_true", help="check that each seed repeats itself")
-    parser.add_argument("--everything", action="store_true", help="what is known not to hold, too")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--json", type=Path, help="write what was counted into this file")
     return parser.parse_args(argv)
@@ -51,11 +50,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _run(arguments: argparse.Namespace) -> int:
     """The exit status: 1 if a promise was broken."""
-    from tests.simulation import known, loading
+    from tests.simulation import loading
 
     loading.install()
-    if arguments.everything:
-        known.OFF.clear()
     from tests.simulation import setup
 
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +68,7 @@ def _run_one(arguments: argparse.Namespace, model: Path) -> int:
     from tests.simulation.world import run_world
 
     report = run_world(arguments.seed, model, print if arguments.trace else None)
-    _print(report, arguments)
+    _print(report)
     print(f"digest {report.digest}")
     return bool(report.failures)
 
@@ -125,7 +122,7 @@ def _run_share(arguments: argparse.Namespace, model: Path, job: int) -> Counter[
         numbers += report.counts
         numbers.update(seeds=1, failed=bool(report.failures), seconds=round(report.seconds))
         if report.failures:
-            _print(report, arguments)
+            _print(report)
     for seed in reversed(digests) if arguments.replay else ():
         if run_world(seed, model).digest != digests[seed]:
             numbers["unlike"] += 1
@@ -162,10 +159,9 @@ def _is_over(arguments: argparse.Namespace, seed: int, started: float) -> bool:
     return time.monotonic() - started >= float(arguments.seconds)
 
 
-def _print(report: Report, arguments: argparse.Namespace) -> None:
-    more = " --everything" if arguments.everything else ""
+def _print(report: Report) -> None:
     for failure in report.failures:
         print(f"seed {report.seed} FAILED {failure}")
     print(f"seed {report.seed}: {dict(report.counts)}")
     if report.failures:
-        print(f"again: python -m tests.simulation --seed {report.seed}{more} --trace", flush=True)
+        print(f"again: python -m tests.simulation --seed {report.seed} --trace", flush=True)

@@ -8,7 +8,6 @@ from typing import Any
 from tests.simulation.faults import Deployment, RefusingServer
 from tests.simulation.instance import VOCABULARY
 from tests.simulation.kernel import Kernel
-from tests.simulation.known import OFF
 from tests.simulation.network import Network, Path
 from tests.simulation.rank import CHUNK_SIZE, Shape
 from tests.simulation.redis_model import Cluster, RedisModel
@@ -71,7 +70,6 @@ def _cluster(kernel: Kernel, network: Network, servers: list[RedisModel]) -> Dep
     chance, url = kernel.chance, "redis+cluster://"
     url += ",".join(f"{server.address[0]}:{server.address[1]}" for server in servers)
     odd = chance.choice([None, None, "old slot map", "slow node"])
-    odd = None if odd in OFF else odd
     members = servers[1:] if odd == "old slot map" else servers
     cluster = Cluster(members)
     cluster.spread()
@@ -90,7 +88,7 @@ def _cluster(kernel: Kernel, network: Network, servers: list[RedisModel]) -> Dep
 
 
 def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
-    chance = kernel.chance
+    chance, is_slow = kernel.chance, deployment.slow is not None
     settings = {
         "compute_or_load": chance.choice(["always", "auto"]),
         "redis_timeout_seconds": chance.choice([0.3, 1.0]),
@@ -107,17 +105,18 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
         settings["prefetch_mib"] = 0
     if chance.random() < 0.3:
         settings["redis_codec"] = chance.choice(["auto", "blosc2"])
-    if deployment.slow is not None:
+    if is_slow:
         settings |= {"redis_timeout_seconds": 1.0, "redis_admission": "all"}
         settings.pop("redis_ttl_seconds", None)
         settings.pop("redis_ttl_refresh", None)
-    if has_tenants := chance.random() < 0.3:
+    has_tenants = chance.random() < 0.3 and not is_slow
+    if has_tenants:  # a tenant keeps no more than its share until it is written
         settings |= {"tenant_share": chance.choice([0.3, 0.6]), "pin_share": 0.5}
     shape = Shape(
         world_size=chance.choice([1, 1, 2]),
         depth=chance.choice([1, 2]),
         num_blocks=chance.choice([20, 24, 40]),
-        cpu_chunks=chance.choice([8, 24]),
+        cpu_chunks=48 if is_slow else chance.choice([8, 24]),
         max_batched_tokens=chance.choice([64, 256]),
         token_seconds=chance.choice([0.0002, 0.001]),
         kv_events=chance.random() < 0.3,

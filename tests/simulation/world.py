@@ -207,7 +207,8 @@ class World:
         prompt = (*chance.choice(self._plan.families), 1, 2, 3)
         ending = chance.random()
         if self._deployment.slow is not None:  # what is slow to load need not be loaded
-            recovery.writes_go_on(writer)
+            if not writer.num_resets:  # the ledger knows no chunk of other weights by its prompt
+                recovery.writes_go_on(writer)
             return
         if ending < 0.4 and not self._plan.resets:
             reader = self._start_instance(reader.shape.role)
