@@ -169,7 +169,8 @@ class Tiers:
         end = held.index(False) if False in held else len(held)
         if end == 0:
             return None
-        self._engine.want([k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a])
+        if self._may_win_from_redis(len(keys)):
+            self._engine.want([k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a])
         decision = self._policy.decide(
             context_tokens, max(num_tokens, context_tokens + 1), wanted[:end], are_in_cpu[:end]
         )
@@ -228,12 +229,14 @@ class Tiers:
         self._learn()
         if all(self._index.has_each(keys)):
             return
+        is_reused_only = self._config.redis_admission == "reused"
+        goes_on = not is_reused_only and self._may_win_from_redis(first + len(keys))
         self._last_job += 1
         job = StoreJob(
             job_id=self._last_job,
             request_id=f"store {self._last_job}",
             runs=(_run_of(keys, first, blocks),),
-            redis_keys=frozenset() if self._config.redis_admission == "reused" else None,
+            redis_keys=None if goes_on else frozenset(),
         )
         self._index.plan(keys, job.job_id)
         self._gates[job.job_id] = UnwrittenGate(part.groups[0].owners)
@@ -336,6 +339,14 @@ class Tiers:
             pending.cancel()
             return frozenset()
         return answer.keys
+
+    def _may_win_from_redis(self, num_chunks: int) -> bool:
+        """Whether a sequence's first chunks belong in Redis: with ``redis_admission`` "worth" only
+        if a hit of them all could be quicker loaded than computed."""
+        if self._config.redis_admission != "worth":
+            return True
+        num_tokens, num_bytes = num_chunks * self._config.chunk_size, num_chunks * self.chunk_bytes
+        return self._policy.pays_from_redis(num_tokens, num_bytes)
 
     def _make_probe(self, root: Mapping[str, object]) -> RedisProbe | NoProbe:
         if self._tier is None or self._config.compute_or_load == "always":

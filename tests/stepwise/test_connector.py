@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import redis
 import torch
 
 from lmcache_connector.errors import ConfigError, UnsupportedError
@@ -200,6 +201,32 @@ def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(valkey: Serve
             assert left.query_lens == (100,)
             assert two.connector.counts.lost_chunks == 3
             assert len(hidden) == 100
+
+
+def written(engine: SteppedEngine, client: redis.Redis, namespace: str) -> set[bytes]:
+    """Names of values, once nothing waits to be written."""
+    assert engine.connector._paged is not None
+    tier = engine.connector._paged.tiers._tier
+    assert tier is not None
+    assert tier.flush(60.0)
+    return set(client.keys(f"lmc:{{{namespace}:*-*"))
+
+
+@pytest.mark.parametrize("admission", ["all", "worth"])
+def test_what_could_never_be_loaded_in_time_is_not_written(valkey: Server, admission: str) -> None:
+    """Neither when it is computed nor when it is wanted again and found in memory."""
+    link, settings = SlowLink(), {"redis_admission": admission, "namespace": admission}
+    link.set(bytes_per_second=100_000)
+    with slow_proxy(valkey.port, link) as proxy, valkey.client() as client:
+        settings |= {"redis_url": proxy.url, "compute_or_load": "auto"}
+        with SteppedEngine(settings) as engine:
+            for seed in range(20, 30):  # until it is known how long they take to compute
+                engine.step(sequence(tokens_of(seed, 100), range(7)))
+            before = written(engine, client, admission)
+            for _ in range(3):
+                engine.step(sequence(tokens_of(30, 100), range(7)))
+            after = written(engine, client, admission)
+    assert (after == before) is (admission == "worth")
 
 
 def test_a_redis_that_is_gone_costs_hits_not_steps() -> None:
