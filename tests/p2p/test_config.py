@@ -58,6 +58,8 @@ def test_whom_a_request_may_name() -> None:
     chosen = P2PConfig(host="10.0.0.1", peer_hosts=("10.0.0.2",))
     assert chosen.may_talk_to(PeerAddress("10.0.0.2", 5))
     assert not chosen.may_talk_to(remote)
+    assert chosen.may_be_dialled_from("10.0.0.2")
+    assert not chosen.may_be_dialled_from("10.0.0.7")
     many = P2PConfig(host="10.0.0.1", peer_hosts=("10.0.0.0/29", "*.pods.example"))
     assert many.may_talk_to(remote)
     assert many.may_talk_to(PeerAddress("a.pods.example", 5))

@@ -78,6 +78,7 @@ class P2PWorkerAdapter:
         self._transports = transports or _transports(config, self._nixl, clock)
         self._roles: list[Role] = []
         self._idle = self._waits_for_room = False
+        self._is_outdated = False  # the plan: it names other weights than those in memory
         self._server: ControlServer | None = None
         self._host = settings.own_host(is_of_this_machine(config.host))
         self._has_reported = False
@@ -143,11 +144,11 @@ class P2PWorkerAdapter:
             self._dialer.card = card
             self._server.introduce_as(card)
         heard = plan.heard_weights[self._settings.card.rank] if plan.heard_weights else None
-        others = {start.transfer_id for start in plan.starts}
-        others.update(save.transfer_id for save in plan.saves)
+        self._is_outdated = heard not in (None, self._weights.version)
+        others = {each.transfer_id for each in (*plan.starts, *plan.saves, *plan.holds)}
         for role in self._roles:
             role.start_forward(plan)
-            if others and heard not in (None, self._weights.version):
+            if others and self._is_outdated:
                 # They would have the name of the weights before.
                 drops = tuple(Drop(each, OTHER_WEIGHTS) for each in sorted(others))
                 role.start_forward(HandoverPlan(drops=drops))
@@ -161,6 +162,8 @@ class P2PWorkerAdapter:
             role.start_loads(plan)
 
     def end_forward(self, plan: HandoverPlan) -> None:
+        if self._is_outdated:
+            plan = replace(plan, holds=tuple(replace(hold, held=None) for hold in plan.holds))
         for role in self._roles:
             role.end_forward(plan)
 

@@ -16,7 +16,15 @@ from lmcache_connector.p2p.control.client import ControlClient
 from lmcache_connector.p2p.control.peers import Peer
 from lmcache_connector.p2p.data.nixl_agent import Nixl, Runs
 from lmcache_connector.p2p.errors import RefusedError
-from lmcache_connector.p2p.plans import Arrival, Drop, HandoverPlan, Release
+from lmcache_connector.p2p.plans import (
+    OTHER_WEIGHTS,
+    Arrival,
+    Drop,
+    HandoverHold,
+    HandoverPlan,
+    HeldPrompt,
+    Release,
+)
 from lmcache_connector.p2p.reasons import Cause, Reason
 from lmcache_connector.p2p.worker import adapter, producer
 from tests.support.engines.p2p_instances import (
@@ -99,6 +107,26 @@ def test_another_prompt_under_its_name(prefill: FakeInstance, decode: FakeInstan
     assert result.cause is not None
     assert result.cause.reason == Reason.OTHER_PROMPT
     prefill.until(lambda: "request of other" in prefill.sent)
+
+
+def test_blocks_of_other_weights_are_read_by_nobody(
+    prefill: FakeInstance, decode: FakeInstance
+) -> None:
+    """The plan was made before the scheduler side had heard that they changed."""
+    weights: Any = prefill.ranks[0].worker._weights
+    decode.load("outdated", OTHERS, prefill.address)
+    prompt = HeldPrompt(bytes(range(32)), len(SHUFFLED) * BLOCK_SIZE, tuple(SHUFFLED))
+    hold = HandoverHold("request of outdated", "outdated", prompt)
+    weights.version = 1
+    computing = HandoverPlan(announced=("outdated",), heard_weights=(0,))
+    prefill.step(computing, prefill.compute(SHUFFLED, 40))
+    prefill.step(HandoverPlan(holds=(hold,), heard_weights=(0,)))
+    weights.version = 0
+    assert prefill.sent[-1] == "request of outdated"
+    (result,) = decode.finish("request of outdated")
+    assert result.num_blocks == 0
+    assert result.cause is not None
+    assert result.cause.text.endswith(OTHER_WEIGHTS.text)
 
 
 def test_a_drop_lets_the_blocks_go(prefill: FakeInstance, decode: FakeInstance) -> None:
