@@ -64,6 +64,17 @@ def test_all_of_it_can_be_taken_again() -> None:
     assert whole is not None
 
 
+def test_so_can_the_overflow() -> None:
+    host_buffer = HostBuffer(PAGE, PAGE, pinned=False)
+    kept = host_buffer.take(PAGE)
+    for _ in range(3):
+        region = host_buffer.take(PAGE)
+        assert region is not None
+        assert host_buffer.take(1) is None
+        host_buffer.give(region)
+    assert kept is not None
+
+
 def test_nothing_is_given_back_twice() -> None:
     free = FreeList(10)
     start = free.take(4)
