@@ -86,7 +86,9 @@ class Recovery:
         while kernel.now < start + _FLOOD_SECONDS:
             prompts.append(tuple(kernel.chance.randrange(60) for _ in range(160)))
             self.ask(writer, prompts[-1], 1)
-            offered |= self.ledger.keys_of(prompts[-1])
+            # A store is dropped whose blocks are needed again; what came to memory is to be written.
+            asked = map(self.ledger.keys_of, prompts[-2:])
+            offered |= set[bytes]().union(*asked) & writer.keys_in_memory()
         kernel.sleep(_WRITING_SECONDS)
         theirs = {key for key in offered if self.deployment.owner_of(key) is not slow}
         share = len(theirs & self.ledger.keys_in_redis()) / max(1, len(theirs))

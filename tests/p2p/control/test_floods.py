@@ -114,3 +114,19 @@ def test_who_asks_and_does_not_read_is_left() -> None:
     assert num_asked < len(questions)
     client.close()
     server.close(5.0)
+
+
+def test_of_too_many_silent_strangers_the_oldest_goes_and_no_peer_does() -> None:
+    port = free_port()
+    card = msgspec.structs.replace(CARD, port=port)
+    server = ControlServer(
+        "127.0.0.1", port, card, SECRET, lambda peer, message: messages.Done(), lambda: 0.0
+    )
+    client = ControlClient(PeerAddress("127.0.0.1", port), CARD, SECRET, 5.0)
+    strangers = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(129)]
+    assert _receive(strangers[0]) == b""
+    assert client.ask(messages.Show()) == messages.Done()
+    for sock in strangers:
+        sock.close()
+    client.close()
+    server.close(5.0)
