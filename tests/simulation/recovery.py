@@ -20,8 +20,8 @@ _SLOWNESS = 5.0
 _FLOOD_SECONDS = 5.0
 _WRITING_SECONDS = 2.0
 _WRITTEN_SHARE = 0.8
-"""At least 0.97 without a slow server, 0.98 beside one: the write queue holds four chunks for each.
-A server that was away a moment ago is left alone for a while."""
+"""All of it without a slow server; 0.92 and more beside one, with room for four chunks of each node
+in the write queue; 0.24 and more if all nodes share a lane."""
 
 Tokens = tuple[int, ...]
 
