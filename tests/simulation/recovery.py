@@ -86,7 +86,7 @@ class Recovery:
         while kernel.now < start + _FLOOD_SECONDS:
             prompts.append(tuple(kernel.chance.randrange(60) for _ in range(160)))
             self.ask(writer, prompts[-1], 1)
-            # What came to memory is to be written; a store whose blocks are needed again is dropped.
+            # What is in memory is to be written; a store whose blocks are needed anew is dropped.
             asked = map(self.ledger.keys_of, prompts[-2:])
             offered |= set[bytes]().union(*asked) & writer.keys_in_memory()
         kernel.sleep(_WRITING_SECONDS)

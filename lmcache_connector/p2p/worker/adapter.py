@@ -145,7 +145,9 @@ class P2PWorkerAdapter:
             self._server.introduce_as(card)
         heard = plan.heard_weights[self._settings.card.rank] if plan.heard_weights else None
         self._is_outdated = heard not in (None, self._weights.version)
-        others = {each.transfer_id for each in (*plan.starts, *plan.saves, *plan.holds)}
+        others = {start.transfer_id for start in plan.starts}
+        others.update(save.transfer_id for save in plan.saves)
+        others.update(hold.transfer_id for hold in plan.holds)
         for role in self._roles:
             role.start_forward(plan)
             if others and self._is_outdated:
