@@ -24,7 +24,8 @@ from lmcache_connector.keys.kept_digests import KeptDigests, Signature
 
 logger = logging.getLogger(__name__)
 
-_BLOB = re.compile(r"[0-9a-f]{64}")
+_SHA256 = 64  # hexadecimal digits
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _READ_BYTES = 4 << 20
 _MAX_THREADS = 8
 _PROGRESS_SECONDS = 5.0
@@ -41,7 +42,8 @@ def file_digests(files: Sequence[Path], kept: KeptDigests | None = None) -> list
     """
     if kept is None:
         return _read(files, {})
-    digests = {file: name for file in files if (name := _blob_name(file)) is not None}
+    names = {file: content_name(file) or "" for file in files}
+    digests = {file: bytes.fromhex(name) for file, name in names.items() if len(name) == _SHA256}
     rest = [file for file in files if file not in digests]
     digests |= _known(rest, kept)
     rest = [file for file in rest if file not in digests]
@@ -57,8 +59,8 @@ def file_digests(files: Sequence[Path], kept: KeptDigests | None = None) -> list
     return [digests[file] for file in files]
 
 
-def _blob_name(file: Path) -> bytes | None:
-    """The digest a Hugging Face cache names a file by."""
+def content_name(file: Path) -> str | None:
+    """The digest a Hugging Face cache names a file by: SHA-256, or git's of a small one."""
     if not file.is_symlink():
         return None
     blob = file.resolve()
@@ -67,7 +69,7 @@ def _blob_name(file: Path) -> bytes | None:
     found, link = blob.stat(), file.lstat()
     if found.st_mtime_ns > link.st_mtime_ns or found.st_ctime_ns > link.st_ctime_ns:
         return None  # somebody may have written through the link: the name need not be true
-    return bytes.fromhex(blob.name)
+    return blob.name
 
 
 def _known(files: Sequence[Path], kept: KeptDigests) -> dict[Path, bytes]:

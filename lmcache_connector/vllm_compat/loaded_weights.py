@@ -8,9 +8,11 @@ prefix cache: the scheduler side then asks all ranks.
 
 from __future__ import annotations
 
+import gc
 import logging
 import platform
 import sys
+import threading
 import time
 import uuid
 import weakref
@@ -34,6 +36,7 @@ from lmcache_connector.vllm_compat.tensor_digest import (
     has_hidden_weights,
     model_digest,
     model_form,
+    model_stamp,
     tensor_digest,
 )
 
@@ -55,7 +58,12 @@ _MAY_CHANGE_WEIGHTS = (
 )
 _MADE_AT = "_lmcache_connector_made_at"
 _DIGEST = "_lmcache_connector_digest"
+_UNSHOWN = b"shown by no layer: "
 _LET_GO_SECONDS = 30.0
+# Calls that only look at the weights may come in every step: reads because of them take a tenth of
+# the time. A reset does not wait.
+_REST_PER_READ = 9.0
+_MAX_TORN_READS = 3
 
 
 class LoadedWeights:
@@ -65,8 +73,13 @@ class LoadedWeights:
     weights are read on another.
     """
 
-    def __init__(self, worker: WorkerBase | None) -> None:
+    def __init__(
+        self, worker: WorkerBase | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._worker = worker
+        self._made_at: float = getattr(worker, _MADE_AT, None) or 0.0
+        self._clock = clock
+        self._rest_until = clock()
         self._models = _models_of(worker) if worker is not None else {}
         self._is_visible = bool(self._models) and (
             _hidden.is_watched or not has_hidden_weights(self._models)
@@ -75,6 +88,7 @@ class LoadedWeights:
         self._reads = BackgroundReads("lmc-weights")
         self._reading: Reading[str] = Reading()
         self._num_reads = 0
+        self._superseded = threading.Event()  # the last read
         self._first_digest: str | None = None
         self._is_unreadable = False
         self._question = 0
@@ -87,12 +101,13 @@ class LoadedWeights:
         self.has_news = True
         if worker is not None:
             self._watch(worker)
+            _hidden.collect(self._models, self._made_at)
         self._read()
 
     def ask(self, question: int) -> None:
         """Something may have changed the weights unseen: read them again."""
         self._question = question
-        self._read()
+        self._read(is_asked=True)
 
     def take(self) -> WeightsInMemory | None:
         """What is in memory, if there is something to tell of it."""
@@ -106,13 +121,14 @@ class LoadedWeights:
             first_digest=self._first_digest,
             is_visible=self._is_visible and not self._is_unreadable,
             form=self._form,
-            loaded_after=getattr(self._worker, _MADE_AT, None) or psutil.Process().create_time(),
+            loaded_after=self._made_at or psutil.Process().create_time(),
         )
 
     def close(self) -> None:
         for put_back in self._put_back:
             put_back()
         self.version += 1  # which ends a read under way
+        self._superseded.set()
         self._reads.close()
 
     # -- details -------------------------------------------------------------------------------
@@ -177,33 +193,41 @@ class LoadedWeights:
                 self._is_asleep = False
                 self._read()
 
-    def _read(self) -> None:
+    def _read(self, *, is_asked: bool = False) -> None:
         """Begin to read the weights as they are now, if they are there and nobody is changing them.
         What an earlier read finds tells nothing any more."""
+        if not (is_asked and self._num_reads == 1):  # the files' own goes on, whatever is asked
+            self._superseded.set()
         self._num_reads += 1
         self._reading = Reading()
         self.has_news = True
         if self._is_asleep or self._num_calls:
             return
         version, models, fence = self.version, self._models, _fence(self._models)
-        number = self._num_reads
-        is_first = number == 1  # the files' own: it goes on, whatever is asked meanwhile
+        is_first = self._num_reads == 1
+        superseded = self._superseded = threading.Event()
 
         def is_over() -> bool:
-            is_late = self._num_reads != number and not is_first
-            return is_late or self.version != version or self._is_asleep
+            return superseded.is_set() or self.version != version or self._is_asleep
 
         def read() -> str | None:
+            if not is_asked:
+                superseded.wait(max(0.0, self._rest_until - self._clock()))
+            if is_over():
+                return None
+            started = self._clock()
             try:
-                digest = self._digest(models, fence, is_over)
+                digest, is_torn = self._whole_digest(models, fence, is_over)
                 self._is_unreadable = False
             except Exception as error:  # noqa: BLE001 - in the middle of an update they may be nowhere
                 logger.warning("The weights in memory cannot be read: %s", error)
-                self._is_unreadable = True
+                self._is_unreadable, is_torn = True, True
                 digest = f"unseen:{uuid.uuid4().hex}"
+            now = self._clock()
+            self._rest_until = max(self._rest_until, now + _REST_PER_READ * (now - started))
             if is_over():
                 return None
-            if is_first:
+            if is_first and not is_torn:
                 self._first_digest = digest
             return digest
 
@@ -212,12 +236,23 @@ class LoadedWeights:
 
         self._reading = self._reads.submit(read, tell)
 
+    def _whole_digest(
+        self, models: dict[str, torch.nn.Module], fence: Any, is_over: Callable[[], bool]
+    ) -> tuple[str | None, bool]:
+        """And whether weights were written while they were read: then they are read again."""
+        for number in range(_MAX_TORN_READS):
+            before = model_stamp(models)
+            digest = self._digest(models, fence, is_over)
+            if is_over() or model_stamp(models) == before:
+                return digest, number > 0
+        raise RuntimeError("somebody writes them all the time")
+
     def _digest(
         self, models: dict[str, torch.nn.Module], fence: Any, is_over: Callable[[], bool]
     ) -> str | None:
         if not self._is_visible:
             return f"unseen:{uuid.uuid4().hex}"
-        packed = _hidden.digests(models, getattr(self._worker, _MADE_AT, None) or 0.0)
+        packed = _hidden.digests(models, self._made_at)
         if fence is None:
             return model_digest(models, packed, is_over)
         with torch.cuda.device(fence.device), torch.cuda.stream(torch.cuda.Stream()):
@@ -318,7 +353,13 @@ class _HiddenWeights:
             handler = each()
             if handler is None or id(handler) in shown or getattr(handler, _MADE_AT) < since:
                 continue
-            yield getattr(handler, _DIGEST)
+            yield _UNSHOWN + getattr(handler, _DIGEST)
+
+    def collect(self, models: dict[str, torch.nn.Module], since: float) -> None:
+        """Free layers that drafters have dropped for those of the model: they refer to themselves,
+        and would count until Python frees them."""
+        if any(each.startswith(_UNSHOWN) for each in self.digests(models, since)):
+            gc.collect()
 
     def _digesting(self, make: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(make)

@@ -52,6 +52,15 @@ def model_form(models: Mapping[str, torch.nn.Module]) -> str:
     return str(blake3(canonical_bytes(forms)).hexdigest())
 
 
+def model_stamp(models: Mapping[str, torch.nn.Module]) -> list[object]:
+    """Where the tensors lie and how often each was written, without reading them. What is written
+    through ``tensor.data`` does not show, nor what is written to tensors made in a forward pass."""
+    return [
+        (name, tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
+        for name, tensor in _tensors(models)
+    ]
+
+
 def tensor_digest(tensor: torch.Tensor) -> bytes:
     """Of the elements in the order of memory: 32 bytes, or 16 of a tensor on a GPU."""
     tensor = _in_memory_order(tensor.detach())
@@ -81,8 +90,10 @@ def _tensors(models: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch
     for title, model in models.items():
         for name, parameter in model.named_parameters(remove_duplicate=False):
             yield f"{title}/{name}", parameter
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            yield f"{title}/{name}", buffer
+        for path, module in model.named_modules(remove_duplicate=False):
+            for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False):
+                if not _is_rotary_cache(module, name.rpartition(".")[2]):
+                    yield f"{title}/{name}", buffer
         for name, module in model.named_modules():
             for index, value in enumerate(closure(vars(module).get("cpu_linear"))):
                 if isinstance(value, torch.Tensor):
@@ -90,6 +101,13 @@ def _tensors(models: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch
             for derived in _DERIVED:
                 if isinstance(value := vars(module).get(derived), torch.Tensor):
                     yield f"{title}/{name}/{derived}", value
+
+
+def _is_rotary_cache(module: torch.nn.Module, buffer: str) -> bool:
+    """Sines and cosines that follow from the configuration: vLLM makes them anew in another type
+    when it first uses them. Those that follow from parameters (FoPE) may lag behind these."""
+    is_computed = "cos_sin" in buffer and buffer in module._non_persistent_buffers_set
+    return is_computed and not any(True for _ in module.parameters(recurse=False))
 
 
 def _form(name: str, tensor: torch.Tensor) -> list[Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any
 
+from lmcache_connector.keys.file_digests import content_name
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.weights_digest import (
     code_files,
@@ -65,8 +66,9 @@ class WeightFiles:
 
     def changed_since(self, seconds: float) -> Path | None:
         """A file, or a link or folder on the way to one, that was written, replaced or renamed
-        after that time, since 1970."""
-        places = {place for file in self.files for place in _on_the_way_to(file)}
+        after that time, since 1970. What a Hugging Face cache names by its content arrives only."""
+        named = (file.parent if _is_named_by_content(file) else file for file in self.files)
+        places = {place for file in named for place in _on_the_way_to(file)}
         return next((each for each in sorted(places) if _has_changed(each, seconds)), None)
 
 
@@ -103,14 +105,26 @@ def _on_the_way_to(file: Path) -> Iterator[Path]:
             yield from _on_the_way_to(target)
 
 
+def _is_named_by_content(file: Path) -> bool:
+    try:
+        return content_name(file) is not None
+    except OSError:
+        return False
+
+
 def _has_changed(place: Path, seconds: float) -> bool:
-    """Renaming changes a folder's ctime alone; files that come and go in it, its mtime as well."""
+    """Renaming a folder changes its ctime and the mtime of the one above. What comes and goes in it
+    changes no more than its own times."""
     try:
         found = place.lstat()
+        if found.st_ctime <= seconds or not S_ISDIR(found.st_mode):
+            return found.st_ctime > seconds
+        above = (place / "..").lstat()
     except OSError:
         return True
-    is_renamed = found.st_ctime > seconds
-    return is_renamed and (not S_ISDIR(found.st_mode) or found.st_mtime <= seconds)
+    if above.st_dev != found.st_dev:  # a mount point, or a subvolume of Btrfs
+        return found.st_mtime <= seconds
+    return above.st_mtime > seconds and above.st_ino != found.st_ino  # nobody renames the root
 
 
 def _revision(model: ModelConfig) -> Path | None:

@@ -21,6 +21,7 @@ from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_drafters import KINDS, build_drafted
+from tests.support.engines.updates import flip_one_bit_of_the_drafter, weights_name
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
@@ -159,3 +160,17 @@ def test_the_next_turn_of_a_conversation(engine: VllmInstance, kind: str) -> Non
     assert hit.external_hit_tokens == hit.cached_tokens == 640
     assert share >= SHARP.get(kind, 0.0)
     assert_equal(hit, cold(engine, turn), 384)  # what is decoded differs in the last bits
+
+
+def test_an_update_of_the_drafter_alone_is_one(engine: VllmInstance, kind: str) -> None:
+    """Resets before it change no name, whatever the drafter shares with the model."""
+    prompt, name = random_prompt(60, 500), engine.call(weights_name)
+    assert name.startswith("memory:" if "mtp" in kind else "sha256:")  # the latter has no files
+    engine.serve(prompt)
+    engine.reset_prefix_cache()
+    assert engine.serve(prompt).external_hit_tokens == 384
+    assert engine.call(weights_name) == name
+    engine.call(flip_one_bit_of_the_drafter)
+    engine.reset_prefix_cache()
+    assert engine.serve(prompt).external_hit_tokens == 0
+    assert engine.call(weights_name) != name

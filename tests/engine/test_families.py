@@ -18,6 +18,7 @@ from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.engines.updates import weights_name
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
@@ -179,3 +180,12 @@ def test_another_process_reads_it_from_valkey(
     assert_loaded(hit, cold, end)
     assert hit.token_ids[0] == cold.token_ids[0]
     two.call(check_integrity)
+
+
+def test_the_weights_keep_the_name_of_their_files(one: VllmInstance, two: VllmInstance) -> None:
+    """After all that was computed, and in two starts: a name that changed would find nothing."""
+    for instance in (one, two):
+        instance.reset_prefix_cache()
+    name = one.call(weights_name)
+    assert name == two.call(weights_name)
+    assert name.startswith("sha256:")

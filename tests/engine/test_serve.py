@@ -23,6 +23,7 @@ from lmcache_connector.metrics.table import METRICS, Kind
 from tests.support import ROOT
 from tests.support.dashboard import used_metrics
 from tests.support.engines.api_server import ApiServer, running_api
+from tests.support.engines.audits import build_retrained_model
 from tests.support.engines.pauses import check_pauses
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
@@ -203,6 +204,33 @@ def test_the_log_line_is_one_line_for_people(api: ApiServer) -> None:
         for line in lines
     )
     assert any("loaded from CPU=" in line and "CPU tier=" in line for line in lines)
+
+
+def test_weights_that_are_reloaded_over_http_have_hits_of_their_own(
+    api: ApiServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    build_retrained_model(other, tiny_model, 1.0)
+    prompt, hits = random_prompt(900, PROMPT_TOKENS), "vllm:external_prefix_cache_hits_total"
+
+    def hit_tokens() -> float:
+        before = api.metric(hits)
+        api.complete_afresh(prompt)
+        return api.metric(hits) - before
+
+    def reload(folder: Path) -> None:
+        kwargs = {"weights_path": str(folder)}
+        api.post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+
+    api.complete(prompt)
+    assert hit_tokens() == HIT_TOKENS
+    reload(other)
+    assert hit_tokens() == 0
+    assert hit_tokens() == HIT_TOKENS
+    api.post("/sleep?level=2")
+    reload(tiny_model)
+    api.post("/wake_up")
+    assert hit_tokens() == HIT_TOKENS
 
 
 def test_it_pauses_and_sleeps_while_it_stores(api: ApiServer) -> None:

@@ -4,7 +4,7 @@ ones, and engines that have the same share."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,23 @@ import pytest
 
 from tests.support.engines.asks import Ask, ask_all
 from tests.support.engines.audits import build_retrained_model
-from tests.support.engines.calls import check_integrity, wait_for_writes
+from tests.support.engines.calls import check_integrity, forget_unseen, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_seeing_model
 from tests.support.engines.updates import (
+    fail_to_update,
     flip_one_bit,
     live_on_another_host,
     load_rows,
+    look_at_weights,
     move_weights,
+    read_slowly,
     reload_from,
     replace_files_after_loading,
+    sleep_and_wake,
+    update_during_a_load,
+    update_under_load,
     weights_name,
 )
 from tests.support.prompts import random_prompt
@@ -113,6 +119,99 @@ def test_weights_that_are_loaded_without_a_reset_are_noticed(engine: VllmInstanc
     new = engine.serve(prompt)
     assert new.external_hit_tokens == 0
     assert new.block_digests[:4] != old.block_digests[:4]
+
+
+def check_hit_of_now(engine: VllmInstance, prompt: list[int]) -> None:
+    """What is loaded is what is computed with the weights in memory."""
+    fresh = engine.serve(prompt, skip_reading_prefix_cache=True)
+    engine.reset_prefix_cache()
+    hit = engine.serve(prompt)
+    assert fresh.external_hit_tokens == 0
+    assert hit.external_hit_tokens == HIT
+    assert hit.block_digests[:4] == fresh.block_digests[:4]
+
+
+def test_an_update_under_running_requests_mixes_nothing(engine: VllmInstance) -> None:
+    prompts = [random_prompt(20 + i, NUM_TOKENS) for i in range(4)]
+    engine.serve(prompts[0])
+    engine.reset_prefix_cache()
+    assert engine.serve(prompts[0]).external_hit_tokens == HIT
+    old = engine.call(weights_name)
+    engine.reset_prefix_cache()
+    engine.call(update_under_load, prompts, 0.5)
+    assert engine.call(weights_name) != old
+    for prompt in prompts:
+        check_hit_of_now(engine, prompt)
+
+
+def test_an_update_while_kv_comes_from_redis_leaves_none_of_before(
+    engine: VllmInstance, valkey: Server
+) -> None:
+    prompt = random_prompt(30, NUM_TOKENS)
+    engine.serve(prompt)
+    engine.call(wait_for_writes)
+    engine.call(forget_unseen)
+    engine.serve([3, 4, 5])  # tells the scheduler's side
+    assert engine.call(update_during_a_load, prompt, 0.5) == HIT
+    assert engine.serve(prompt).external_hit_tokens == 0
+    check_hit_of_now(engine, prompt)
+
+
+@pytest.mark.parametrize("act", [fail_to_update, partial(sleep_and_wake, level=2)])
+def test_what_leaves_the_weights_as_they_are_costs_no_hit(
+    engine: VllmInstance, act: Callable[..., Any]
+) -> None:
+    prompt, name = random_prompt(40, NUM_TOKENS), engine.call(weights_name)
+    engine.serve(prompt)
+    engine.call(act)
+    assert engine.call(weights_name) == name
+    engine.reset_prefix_cache()
+    assert engine.serve(prompt).external_hit_tokens == HIT
+
+
+def test_who_looks_at_the_weights_in_every_step_costs_hits_until_he_stops(
+    engine: VllmInstance,
+) -> None:
+    prompt, name = random_prompt(41, NUM_TOKENS), engine.call(weights_name)
+    engine.serve(prompt)
+    engine.reset_prefix_cache()
+    engine.call(look_at_weights, 50)
+    assert engine.call(weights_name) == name
+    engine.reset_prefix_cache()
+    assert engine.serve(prompt).external_hit_tokens == HIT
+
+
+def test_one_rank_with_other_weights_is_another_engine(start: StartInstance) -> None:
+    prompt = random_prompt(42, NUM_TOKENS)
+    with start(kv_transfer(), tensor_parallel_size=2) as engine:
+        old, name = engine.serve(prompt), engine.call(weights_name)
+        engine.reset_prefix_cache()
+        assert engine.serve(prompt).external_hit_tokens == HIT
+        for rank in (1, 0):
+            assert engine.call(move_weights, 0.02, "", rank) > 0
+            engine.reset_prefix_cache()
+            new = engine.serve(prompt)
+            assert new.external_hit_tokens == 0
+            assert new.block_digests[:4] != old.block_digests[:4]
+            engine.reset_prefix_cache()
+            again = engine.serve(prompt)
+            assert again.external_hit_tokens == HIT
+            assert again.block_digests[:4] == new.block_digests[:4]
+            before, name = name, engine.call(weights_name)
+            assert name != before
+            old = new
+        engine.call(check_integrity)
+
+
+def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None:
+    with start(kv_transfer(), prepare=read_slowly) as engine:
+        prompt = random_prompt(43, NUM_TOKENS)
+        for _ in range(2):
+            engine.serve(prompt)
+            engine.reset_prefix_cache()
+        assert engine.serve(prompt).external_hit_tokens == 0
+    assert engine.exit_code == 0
+    assert "Traceback" not in engine.log
 
 
 def test_a_reload_from_disk_changes_what_only_onednn_has(

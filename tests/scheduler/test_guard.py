@@ -201,6 +201,55 @@ def test_a_request_may_have_the_id_of_one_whose_stores_are_open(model: Path) -> 
     engine.check_whole()
 
 
+def wait_for(engine: ShadowEngine, is_so: Callable[[], bool]) -> None:
+    for _ in range(50):
+        if is_so():
+            return
+        engine.step()
+    raise AssertionError("it does not come to that")
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_load_that_was_promised_when_a_call_raised_is_computed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, is_sent: bool
+) -> None:
+    """Whether the workers have heard of it by then or not."""
+    faults = Faults(slow=0.0)
+    engine = ShadowEngine(model, Shape(num_blocks=60), 0, faults)
+    tokens = [*prompt(1, 300), 1]
+    engine.add(tokens, 1)
+    engine.run_until_idle()
+    engine.forget_prefixes()
+    faults.stuck = True
+    name = engine.add(tokens, 1)
+    if is_sent:
+        wait_for(engine, lambda: engine.is_loading(name))
+        assert engine.connector._guard is not None
+        engine.connector._guard.failed("take_events", PlantedError("mine"))
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.adapter, "build_plan", lambda _: 1 / 0)
+            wait_for(engine, lambda: engine.is_loading(name))
+    assert engine.adapter.tally.total("scheduler_failures") > 0
+    faults.stuck = False
+    engine.run_until_idle()
+    engine.check_answer(name)
+
+
+def test_blocks_that_are_pinned_when_a_call_raises_are_free_again(model: Path) -> None:
+    faults = Faults(stuck=True)
+    engine = ShadowEngine(model, SHAPES["windows"], 0, faults)
+    engine.add(prompt(1, 200), 1)
+    wait_for(engine, lambda: bool(engine.adapter.witness._pinned))
+    assert engine.connector._guard is not None
+    engine.connector._guard.failed("take_events", PlantedError("mine"))
+    faults.stuck = False
+    engine.run_until_idle()
+    engine.add([1], 1)  # what was cancelled is reported
+    engine.run_until_idle()
+    engine.check_whole()
+
+
 def test_failures_are_logged_once_per_episode_and_counted(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

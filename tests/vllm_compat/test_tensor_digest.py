@@ -11,6 +11,7 @@ from torch import nn
 from lmcache_connector.vllm_compat.tensor_digest import (
     has_hidden_weights,
     model_digest,
+    model_form,
     tensor_digest,
 )
 
@@ -157,6 +158,22 @@ def test_buffers_count_even_those_that_are_not_saved() -> None:
     before = model_digest({"model": model}, ())
     model.inverse_frequencies[1] = 7.0
     assert model_digest({"model": model}, ()) != before
+
+
+@pytest.mark.parametrize("follows_from", ["the configuration", "parameters", "a file"])
+def test_what_vllm_computes_at_first_use_does_not_count(follows_from: str) -> None:
+    """Sines and cosines are cast then, unless they are what FoPE makes of its coefficients."""
+    rotary = nn.Module()
+    rotary.register_buffer("cos_sin_cache", counted(4), persistent=follows_from == "a file")
+    if follows_from == "parameters":
+        rotary.cos_coef = nn.Parameter(counted(2), requires_grad=False)
+    model = Model(w=torch.zeros(4))
+    model.add_module("rotary", rotary)
+    models = {"model": model}
+    before = model_digest(models, ()), model_form(models)
+    rotary.cos_sin_cache = rotary.cos_sin_cache.to(torch.bfloat16)
+    after = model_digest(models, ()), model_form(models)
+    assert (after == before) == (follows_from == "the configuration")
 
 
 def test_what_a_compiled_linear_layer_keeps_counts() -> None:

@@ -226,12 +226,32 @@ def swap_folders(scene: Scene) -> None:
     (scene.snapshots / "2").rename(scene.folder)
 
 
+def swap_folders_and_add(scene: Scene) -> None:
+    swap_folders(scene)
+    (scene.folder / "log.txt").write_text("step 1")
+
+
+def download(scene: Scene, name: str) -> Path:
+    """As huggingface_hub does: the blob has its content's digest as name, then comes a link."""
+    blobs = scene.snapshots.parent / "blobs"
+    blobs.mkdir(exist_ok=True)
+    arriving, blob = blobs / "arriving.incomplete", blobs / name
+    arriving.write_bytes(b"weights of 3")
+    arriving.replace(blob)
+    time.sleep(0.02)
+    link = scene.folder / "model-00001-of-00001.safetensors"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path("../../blobs") / name)
+    return link
+
+
 CHANGES: dict[str, Callable[[Scene], object]] = {
     "written": lambda scene: (scene.folder / "model.safetensors").write_bytes(b"other weights"),
     "replaced": replace_file,
     "removed": lambda scene: (scene.folder / "model.safetensors").unlink(),
     "link moved": lambda scene: link_to(scene, "2"),
     "folder renamed": swap_folders,
+    "folder renamed, and a file beside": swap_folders_and_add,
 }
 NO_CHANGES: dict[str, Callable[[Scene], object]] = {
     "nothing": lambda scene: None,
@@ -258,3 +278,24 @@ def test_what_lies_beside_files_may_change(scene: Scene, change: str) -> None:
     files, loaded_at = scene.files, later()
     NO_CHANGES[change](scene)
     assert files.changed_since(loaded_at) is None
+
+
+@pytest.mark.parametrize("digits", [40, 64], ids=["small", "large"])
+def test_a_download_is_no_change_of_what_is_named_by_its_content(scene: Scene, digits: int) -> None:
+    """vLLM downloads a model while it loads it."""
+    loaded_at = later()
+    link = download(scene, "a" * digits)
+    files = WeightFiles("sha256:files", (link,))
+    assert files.changed_since(loaded_at) is None
+    time.sleep(0.02)
+    link.resolve().write_bytes(b"whatever")  # its name is not true any more
+    assert files.changed_since(loaded_at) is not None
+
+
+def test_a_branch_that_moves_is_a_change(scene: Scene) -> None:
+    link, branch = download(scene, "a" * 64), scene.snapshots / "main"
+    branch.write_text("1")
+    files, loaded_at = WeightFiles("sha256:files", (link, branch)), later()
+    assert files.changed_since(loaded_at) is None
+    branch.write_text("2")
+    assert files.changed_since(loaded_at) == branch

@@ -168,6 +168,35 @@ def test_of_chunks_in_memory_those_named_go_on_to_redis(port: int, valkey: Serve
     assert written == set(KEYS[1:3])
 
 
+def test_what_a_job_finds_in_memory_or_does_not_find_is_told(port: int) -> None:
+    """The scheduler side did not know: it would have planned another job."""
+    instance, found = make_instance(port), list[CacheEvent]()
+    try:
+        store, again = (store_job(number, "r", KEYS[:1], ((0, 1),)) for number in (1, 2))
+        load = load_job(3, "r", KEYS[:2], ((4, 5, 6, 7),), deadline_seconds=20.0)
+        for job, plan in (
+            (store, StepPlan(stores=(store,))),
+            (again, StepPlan(stores=(again,))),
+            (load, StepPlan(loads=(load,))),
+        ):
+            until = time.monotonic() + 20
+            instance.worker.start_loads(plan)
+            instance.worker.end_forward(plan)
+            is_done = False
+            while not is_done:
+                assert time.monotonic() < until
+                if (report := instance.worker.finish_step().report) is not None:
+                    found += report.events
+                    is_done = any(result.job_id == job.job_id for result in report.results)
+        assert found == [
+            CacheEvent(KEYS[0], admitted=True),
+            CacheEvent(KEYS[0], admitted=True),
+            CacheEvent(KEYS[1], admitted=False),
+        ]
+    finally:
+        instance.worker.shutdown()
+
+
 def test_a_removal_that_is_told_late_is_not_believed(port: int) -> None:
     """LMCache tells of it outside its lock: the chunk may have come back meanwhile."""
     instance = make_instance(port)

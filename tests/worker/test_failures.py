@@ -6,6 +6,7 @@ The connector, the worker side, LMCache, the Redis tier and Valkey are real; onl
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata
 from lmcache_connector.failures import FailureLog
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, PrefetchJob, StepPlan, StoreJob
+from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from tests.support.jobs import load_job, store_job
 from tests.support.planted import PlantedError, Planter
 from tests.support.redis.servers import running_valkey
@@ -197,14 +199,25 @@ def test_what_the_first_report_was_to_tell_is_told_by_the_next(
         rank.instance.worker.shutdown()
 
 
-def test_a_plan_that_starts_over_cancels_what_is_open(rank: Rank) -> None:
+def test_a_plan_that_starts_over_cancels_what_is_open(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And one that brings an empty load for a request that waits reports its end at once."""
     check_hit(rank)
-    kept = forget(rank)
+    kept, engine = forget(rank), rank.instance.worker._engine
     load, empty = rank.load(), LoadJob(-1, "waits", (), 0.0, needs_redis=False, after_job=0)
-    rank.step(StepPlan(loads=(load,)))
-    rank.step(StepPlan(starts_over=True, loads=(empty,)))
-    rank.finish(load, empty)
+
+    def slow(job: LoadJob, fence: Any, cancelled: threading.Event, deadline: float) -> Any:
+        if job is load:
+            cancelled.wait(20)
+        return LMCacheEngineAdapter.load(engine, job, fence, cancelled, deadline)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "load", slow)
+        rank.step(StepPlan(loads=(load,)))
+        rank.step(StepPlan(starts_over=True, loads=(empty,)))
+        rank.finish(load, empty)
+    assert rank.results[load.job_id].outcome is Outcome.CANCELLED
+    assert all(map(torch.equal, kept, rank.instance.blocks(LOADED)))
     assert rank.results[-1].num_chunks == 0
-    assert kept
     check_hit(rank)

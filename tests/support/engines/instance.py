@@ -105,6 +105,11 @@ class VllmInstance:
         return self._process.pid
 
     @property
+    def exit_code(self) -> int | None:
+        """Of its process; ``None`` while it runs, negative if it was killed."""
+        return self._process.exitcode
+
+    @property
     def log(self) -> str:
         """Everything it has printed."""
         return self._log.read_text(errors="replace")

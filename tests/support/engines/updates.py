@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 from tests.support.engines.probe import EngineProbe
 
 
-def move_weights(probe: EngineProbe, strength: float, part: str = "") -> int:
+def move_weights(
+    probe: EngineProbe, strength: float, part: str = "", rank: int | None = None
+) -> int:
     """Move all weights with ``part`` in their name by ``strength`` of their spread, in place, as a
-    trainer on the same host may: the connector is not told. Returns how many elements changed."""
-    return sum(probe.on_ranks(_move, strength, part))
+    trainer on the same host may: the connector is not told. On one rank or all. Returns how many
+    elements changed."""
+    return sum(probe.on_ranks(_move, strength, part, rank))
 
 
-def _move(worker: Any, strength: float, part: str) -> int:
+def _move(worker: Any, strength: float, part: str, rank: int | None) -> int:
     import torch
 
+    if rank not in (None, worker.rank):
+        return 0
     changed = 0
     with torch.no_grad():
         for seed, (name, weight) in enumerate(_model(worker).named_parameters()):
@@ -36,11 +42,27 @@ def flip_one_bit(probe: EngineProbe) -> None:
     probe.on_ranks(_flip)
 
 
+def flip_one_bit_of_the_drafter(probe: EngineProbe) -> None:
+    """Of one element of a weight that the model does not have."""
+    probe.on_ranks(_flip_of_drafter)
+
+
 def _flip(worker: Any) -> None:
+    _flip_bit(dict(_model(worker).named_parameters())["model.layers.1.input_layernorm.weight"])
+
+
+def _flip_of_drafter(worker: Any) -> None:
+    shared = {id(weight) for weight in _model(worker).parameters()}
+    own = [
+        each for each in worker.model_runner.drafter.model.parameters() if id(each) not in shared
+    ]
+    _flip_bit(next(weight for weight in own if weight.numel()))
+
+
+def _flip_bit(weight: Any) -> None:
     import torch
 
-    weight = dict(_model(worker).named_parameters())["model.layers.1.input_layernorm.weight"]
-    weight.data.view(torch.int16)[17] ^= 1
+    weight.data.view(torch.int16).view(-1)[17] ^= 1
 
 
 def load_rows(probe: EngineProbe, strength: float) -> None:
@@ -63,11 +85,84 @@ def weights_name(probe: EngineProbe) -> str:
     """After as many requests as it takes the ranks to read them."""
     from tests.support.engines.calls import tiered_of
 
-    for _ in range(20):
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
         probe.serve([5, 6, 7], 1)
         if name := tiered_of(probe.connector)._scheduler.book.weights.name:
             return str(name)
     raise AssertionError("the weights have no name")
+
+
+def update_under_load(probe: EngineProbe, prompts: list[list[int]], strength: float) -> None:
+    """Move the weights between two steps of running requests, and reset at once, as a trainer does
+    that does not wait for requests. Then serve them to their end."""
+    names = {probe.add(prompt, 20): len(prompt) for prompt in prompts}
+    while len(probe.scheduler.running) < len(prompts):
+        probe.engine.step()
+    move_weights(probe, strength)
+    assert probe.core.reset_prefix_cache(reset_running_requests=True)
+    probe.finish(names, time.perf_counter())
+
+
+def update_during_a_load(probe: EngineProbe, prompt: list[int], strength: float) -> int:
+    """Move the weights and reset while the KV of a request comes from Redis: vLLM says no. Then
+    serve it to its end, and reset. Returns how many tokens were on the way."""
+    before = probe.external_hit_tokens()
+    names = {probe.add(prompt): len(prompt)}
+    until = time.monotonic() + 30
+    while not (loaded := probe.external_hit_tokens() - before):
+        assert time.monotonic() < until, "nothing is loaded"
+        probe.engine.step()
+    move_weights(probe, strength)
+    assert not probe.engine.reset_prefix_cache(), "the load has ended already"
+    probe.finish(names, time.perf_counter())
+    probe.reset_prefix_cache()
+    return loaded
+
+
+def fail_to_update(probe: EngineProbe) -> str:
+    """Send weights to an engine that is not configured to take any. Returns what vLLM says."""
+    try:
+        probe.core.collective_rpc("update_weights", kwargs={"update_info": {}})
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("it has taken them")
+
+
+def sleep_and_wake(probe: EngineProbe, level: int) -> None:
+    """On a CPU vLLM keeps everything where it is."""
+    probe.drain()
+    probe.core.sleep(level)
+    probe.core.wake_up()
+
+
+def look_at_weights(probe: EngineProbe, num_steps: int) -> None:
+    """``apply_model`` in each of so many steps, by somebody who only looks."""
+    for _ in range(num_steps):
+        probe.core.collective_rpc("apply_model", args=(_look,))
+        probe.engine.step()
+
+
+def _look(model: Any) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def read_slowly() -> None:
+    """For ``prepare``: to read the weights takes a minute."""
+    from lmcache_connector.vllm_compat import loaded_weights
+
+    reader: Any = loaded_weights
+    digest = reader.model_digest
+
+    def slow(models: Any, packed: Any, is_over: Any) -> str | None:
+        for _ in range(600):
+            if is_over():
+                return None
+            time.sleep(0.1)
+        found: str | None = digest(models, packed, is_over)
+        return found
+
+    reader.model_digest = slow
 
 
 def live_on_another_host() -> None:
