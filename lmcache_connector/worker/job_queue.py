@@ -272,4 +272,3 @@ class JobQueue:
         except Exception:  # a job that raises fails alone; the lane lives on
             logger.exception("%s of request %s failed", type(job).__name__, job.request_id)
             return JobResult(job.job_id, Outcome.FAILED, 0, 0, 0, self._clock() - started)
-

@@ -17,7 +17,8 @@ from lmcache_connector.plans import (
     PrefetchJob,
     StoreJob,
 )
-from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
+from lmcache_connector.worker.job_queue import JobQueue
+from lmcache_connector.worker.waiting_jobs import QueuedJob
 from tests.support.jobs import load_job, store_job
 
 LONG = 30.0  # seconds nothing here ever takes
