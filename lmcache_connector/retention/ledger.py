@@ -20,6 +20,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from lmcache_connector.plans import Claim
 from lmcache_connector.retention.age_queues import AgeQueues
@@ -33,6 +34,8 @@ MAX_TOUCHED = 8192
 whose times end in one."""
 _IDLE_SECONDS = 600.0
 """A tenant that has used nothing for so long is no longer protected from those that use much."""
+_LOOKS = 64
+"""At chunks that were in use when their turn had come, in one eviction that finds others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +58,8 @@ class _Tenant:
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """Stands among the pinned ones (``pinned_until``), the expired ones, or in its queues."""
+    """Stands among the pinned ones (``pinned_until``), the expired ones, those passed over, or in
+    its queues."""
 
     num_bytes: int
     tenant: _Tenant
@@ -89,6 +93,8 @@ class Ledger:
         self._expecting: set[_Tenant] = set()  # those of which more is on its way
         self._queues = AgeQueues()  # of all tenants
         self._expired: OrderedDict[bytes, None] = OrderedDict()
+        # Their turn had come, and they were in use: many wait to be written to a slow Redis.
+        self._passed: OrderedDict[bytes, None] = OrderedDict()
         self._changes: list[tuple[float, int, bytes]] = []  # a heap of what ends when
         self._num_changes = 0
         self._pinned_bytes = 0
@@ -174,13 +180,25 @@ class Ledger:
         now = self.settle()
         while True:
             is_done = self._lapse(now)
+            busy: dict[bytes, None] = {}
+
+            def is_free(key: bytes, busy: dict[bytes, None] = busy) -> bool:
+                if key not in busy and may_go(key):
+                    return True
+                busy[key] = None
+                return False
+
+            found = ((key, reason) for reason, key in self._order(now, is_free) if is_free(key))
             victims: dict[bytes, Reason] = {}
-            for reason, key in self._order(now, may_go):
-                if key not in victims and may_go(key):
-                    victims[key] = reason
-                    if len(victims) == count:
-                        self._evicted.update(victims.values())
-                        return list(victims)
+            for key, reason in found:
+                victims.setdefault(key, reason)
+                if len(victims) == count:
+                    break
+            for key in busy:
+                self._pass_over(key)
+            if len(victims) == count:
+                self._evicted.update(victims.values())
+                return list(victims)
             if is_done:
                 return []
 
@@ -225,16 +243,22 @@ class Ledger:
     def _order(self, now: float, may_go: Callable[[bytes], bool]) -> Iterator[tuple[Reason, bytes]]:
         for key in self._expired:
             yield Reason.EXPIRED, key
+        is_anybodys = len(self._tenants) < 2 or not (self._over or self._are_all_greedy())
+        for key in islice(self._passed, _LOOKS):
+            tenant = self._chunks[key].tenant
+            if is_anybodys or tenant is self._nobody or tenant in self._over:
+                yield Reason.OLDEST, key
         is_shared = len(self._tenants) > 1 and not self._is_oldest_idle(now)
         if self._over and is_shared:
             for tenant in sorted(self._over, key=lambda each: -each.num_bytes):
                 yield from self._excess(tenant, now, may_go)
-        queues = [self._queues]
         if is_shared and self._are_all_greedy():
-            queues = [tenant.queues for tenant in (self._nobody, *self._over)]
-        for queue in queues:
-            for key in queue.oldest_first(now):
-                yield Reason.OLDEST, key
+            for tenant in (self._nobody, *self._over):
+                for key in tenant.queues.oldest_first(now):
+                    yield Reason.OLDEST, key
+            return
+        for key in chain(self._queues.oldest_first(now), self._passed):
+            yield Reason.OLDEST, key
 
     def _excess(
         self, tenant: _Tenant, now: float, may_go: Callable[[bytes], bool]
@@ -364,9 +388,17 @@ class Ledger:
             self._queues.put(key, chunk.priority, now)
             chunk.tenant.queues.put(key, chunk.priority, now)
 
+    def _pass_over(self, key: bytes) -> None:
+        """It goes when it is no longer in use, and is not in the way of others until then."""
+        chunk = self._chunks[key]
+        if not chunk.is_expired and key not in self._passed:
+            self._leave(key, chunk)
+            self._passed[key] = None
+
     def _leave(self, key: bytes, chunk: _Chunk) -> None:
         """Whatever place it stands in."""
         self._expired.pop(key, None)
+        self._passed.pop(key, None)
         chunk.is_expired = False
         self._queues.discard(key, chunk.priority)
         chunk.tenant.queues.discard(key, chunk.priority)

@@ -34,13 +34,14 @@ from lmcache_connector.plans import (
 from lmcache_connector.stepwise.unwritten_gate import UnwrittenGate
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.forward_timer import ForwardTimer
-from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
+from lmcache_connector.worker.job_queue import JobQueue
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.reconciler import Pace
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
 from lmcache_connector.worker.self_test import SelfTestError, run_self_test
+from lmcache_connector.worker.waiting_jobs import QueuedJob
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier

@@ -42,7 +42,7 @@ from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import FixedWeights, LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
 from lmcache_connector.worker.forward_timer import ForwardTimer
-from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
+from lmcache_connector.worker.job_queue import JobQueue
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
@@ -50,6 +50,7 @@ from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
 from lmcache_connector.worker.self_test import SelfTestResult, run_self_test
 from lmcache_connector.worker.step_gate import StepGate
+from lmcache_connector.worker.waiting_jobs import QueuedJob
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier

@@ -29,69 +29,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lmcache_connector.plans import (
-    AuditJob,
-    JobResult,
-    LoadJob,
-    Outcome,
-    PrefetchJob,
-    StoreJob,
-)
+from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PrefetchJob, StoreJob
 from lmcache_connector.threads import start_thread
+from lmcache_connector.worker.waiting_jobs import Job, QueuedJob, WaitingLoads, WaitingStores
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
 
 logger = logging.getLogger(__name__)
 
-Job = LoadJob | StoreJob | PrefetchJob
 
-_AGE_PER_CHUNK_SECONDS = 0.010
-"""A load passes another if it comes less than that later for each chunk it is smaller by. So
-nothing waits for ever."""
-_FENCE_LOOK_SECONDS = 0.001
-"""Nobody says when a fence is reached. One look takes some microseconds."""
-_MAX_FENCE_SECONDS = 60.0
-"""No forward pass takes longer."""
-
-
-@dataclass(slots=True)
-class QueuedJob:
-    """A submitted job. ``cancelled`` may be set at any time; whoever runs the job looks at it.
-
-    ``submitted_at`` and ``not_before`` are readings of the queue's clock. A store begins no earlier
-    than ``not_before``, unless somebody waits for it. ``fenced_at``: when a load's fence was seen
-    to be reached. ``result`` is set when the job has ended.
-    """
-
-    job: Job
-    fence: Fence | None
-    submitted_at: float
-    not_before: float
-    fenced_at: float | None = None
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    reads_blocks: bool = True
-    result: JobResult | None = None
-
-    @property
-    def deadline(self) -> float:
-        """When a job from a tier gives up, a reading of the queue's clock."""
-        job = self.job
-        seconds = 3600.0
-        if isinstance(job, LoadJob | AuditJob | PrefetchJob):
-            seconds = job.deadline_seconds
-        if self.fenced_at is None:
-            return self.submitted_at + _MAX_FENCE_SECONDS + seconds
-        return self.fenced_at + seconds
-
-    def look_at_fence(self, now: float) -> bool:
-        """Whether the load may begin, as far as forward passes go."""
-        if self.fenced_at is None and (self.fence is None or self.fence.query()):
-            self.fenced_at = now
-        return self.fenced_at is not None
+_Waiting = WaitingStores | WaitingLoads
 
 
 class JobQueue:
@@ -118,15 +69,16 @@ class JobQueue:
         self._load_may_run = threading.Condition(self._lock)  # for the other lanes
         self._job_ended = threading.Condition(self._lock)  # for the step thread
         self._open: dict[int, QueuedJob] = {}
+        self._brought: set[bytes] = set()  # by jobs on the Redis lanes and the prefetch lane
         # Jobs that no lane has begun yet.
-        self._stores: list[QueuedJob] = []
-        self._audits: list[QueuedJob] = []
-        self._cpu_loads: list[QueuedJob] = []
-        self._redis_loads: list[QueuedJob] = []
-        self._prefetches: list[QueuedJob] = []
-        self._keys_on_redis_lanes: set[bytes] = set()
+        self._stores, self._audits = WaitingStores(), WaitingStores()
+        self._cpu_loads = WaitingLoads(self._open.keys(), self._brought)
+        self._redis_loads = WaitingLoads(self._open.keys(), self._brought)
+        self._prefetches = WaitingLoads(self._open.keys(), self._brought)
+        self._loads = (self._cpu_loads, self._redis_loads, self._prefetches)
         self._ended: list[QueuedJob] = []
         self._stopping = False
+        lanes: list[tuple[str, _Waiting]]
         lanes = [("lmc-store", self._stores), ("lmc-audit", self._audits)]
         lanes.append(("lmc-load-cpu", self._cpu_loads))
         lanes += [(f"lmc-load-redis-{i}", self._redis_loads) for i in range(num_redis_lanes)]
@@ -138,23 +90,23 @@ class JobQueue:
     def submit(self, job: Job, fence: Fence | None) -> None:
         """``fence`` orders the copy after the compute submitted so far."""
         now = self._clock()
+        waits = fence is not None and isinstance(job, LoadJob)
+        queued = QueuedJob(job, fence, now, now, None if waits else now)
         with self._lock:
-            if isinstance(job, StoreJob):
-                waiting = self._audits if isinstance(job, AuditJob) else self._stores
-                wake, not_before = self._store_came, now + self._store_delay
-            elif isinstance(job, PrefetchJob):
-                waiting, wake, not_before = self._prefetches, self._load_may_run, now
-            else:
-                waiting = self._redis_loads if job.needs_redis else self._cpu_loads
-                wake, not_before = self._load_may_run, now
-                if job.after_job in self._open:
-                    self._begin_stores()
-            waits = fence is not None and isinstance(job, LoadJob)
-            queued = QueuedJob(job, fence, now, not_before, None if waits else now)
             self._open[job.job_id] = queued
             self.is_busy = True
-            waiting.append(queued)
-            wake.notify_all()
+            if isinstance(job, StoreJob):
+                queued.not_before += self._store_delay
+                (self._audits if isinstance(job, AuditJob) else self._stores).append(queued)
+                self._store_came.notify_all()
+                return
+            if isinstance(job, PrefetchJob):
+                self._prefetches.add(queued)
+            else:
+                (self._redis_loads if job.needs_redis else self._cpu_loads).add(queued)
+                if job.after_job in self._open:
+                    self._begin_stores()
+            self._load_may_run.notify_all()
 
     def refuse(self, jobs: Iterable[Job]) -> None:
         """Those of these jobs that were not submitted end at once, cancelled."""
@@ -170,12 +122,12 @@ class JobQueue:
     def cancel(self, job_ids: Iterable[int] | None = None) -> None:
         """Ask jobs, or all of them, to end early. What a cancelled store copied is dropped."""
         with self._lock:
-            for job_id in self._open if job_ids is None else job_ids:
+            for job_id in tuple(self._open if job_ids is None else job_ids):
                 if job_id in self._open:
                     self._open[job_id].cancelled.set()
-            for waiting in (self._cpu_loads, self._redis_loads, self._prefetches):
-                for queued in [q for q in waiting if q.cancelled.is_set()]:
-                    self._end_waiting(waiting, queued, Outcome.CANCELLED)
+                for waiting in self._loads:
+                    if (queued := waiting.remove(job_id)) is not None:
+                        self._end_waiting(queued, Outcome.CANCELLED)
             self._load_may_run.notify_all()
 
     def wait_for_result(self, seconds: float) -> None:
@@ -239,42 +191,32 @@ class JobQueue:
 
     # -- the lanes -----------------------------------------------------------------------------
 
-    def _work(self, waiting: list[QueuedJob]) -> None:
+    def _work(self, waiting: _Waiting) -> None:
         while (queued := self._next(waiting)) is not None:
             result = self._execute(queued)
             with self._lock:
                 if self._brings(waiting):
-                    self._keys_on_redis_lanes.difference_update(queued.job.keys)
+                    self._brought.difference_update(queued.job.keys)
+                    self._redis_loads.came(queued.job.keys)
                 self._end(queued, result)
 
-    def _next(self, waiting: list[QueuedJob]) -> QueuedJob | None:
+    def _next(self, waiting: _Waiting) -> QueuedJob | None:
         """The next job of a lane; waits for one. ``None``: the lane shall stop."""
-        wake = self._store_came if self._is_delayed(waiting) else self._load_may_run
+        is_delayed = isinstance(waiting, WaitingStores)
+        wake = self._store_came if is_delayed else self._load_may_run
         with self._lock:
             while True:
                 self._end_overdue()
-                queued = self._pick(waiting)
+                must_wait = waiting is self._prefetches and (self._redis_loads or self._brought)
+                queued = None if must_wait else waiting.next(self._clock())
                 if queued is not None:
-                    waiting.remove(queued)
                     if self._brings(waiting):
-                        self._keys_on_redis_lanes.update(queued.job.keys)
+                        self._brought.update(queued.job.keys)
                     return queued
                 if self._stopping and not waiting:
                     return None
-                wake.wait(self._seconds_to_wait(waiting))
-
-    def _pick(self, waiting: list[QueuedJob]) -> QueuedJob | None:
-        if self._is_delayed(waiting):
-            return waiting[0] if waiting and self._clock() >= waiting[0].not_before else None
-        if waiting is self._prefetches:
-            is_free = not (self._redis_loads or self._keys_on_redis_lanes)
-            return waiting[0] if waiting and is_free else None
-        now = self._clock()
-        for queued in waiting:
-            if not queued.look_at_fence(now):
-                break  # passes run in order: no fence behind this one is reached either
-        ready = [q for q in waiting if q.fenced_at is not None and self._is_ready(q.job)]
-        return min(ready, key=_turn, default=None)
+                look = max(0.0, waiting.seconds_to_look(self._clock()))
+                wake.wait(min(look, self._seconds_to_a_deadline()))
 
     def _open_stores(self) -> list[QueuedJob]:
         return [q for q in self._open.values() if isinstance(q.job, StoreJob) and q.reads_blocks]
@@ -287,50 +229,26 @@ class JobQueue:
         if delayed:
             self._store_came.notify_all()
 
-    def _is_delayed(self, waiting: list[QueuedJob]) -> bool:
-        return waiting is self._stores or waiting is self._audits
-
-    def _brings(self, waiting: list[QueuedJob]) -> bool:
+    def _brings(self, waiting: _Waiting) -> bool:
         """Whether a lane brings chunks from Redis."""
         return waiting is self._redis_loads or waiting is self._prefetches
-
-    def _is_ready(self, job: Job) -> bool:
-        """Whether the load waits neither for a store nor for chunks another load is bringing."""
-        if not isinstance(job, LoadJob):
-            return True
-        if job.after_job in self._open:
-            return False
-        return not job.needs_redis or self._keys_on_redis_lanes.isdisjoint(job.keys)
 
     def _end_overdue(self) -> None:
         """End loads and prefetches that still wait although their deadline has passed."""
         now = self._clock()
-        for waiting in (self._cpu_loads, self._redis_loads):
-            for queued in [q for q in waiting if now >= q.deadline]:
-                self._end_waiting(waiting, queued, Outcome.DEADLINE)
-        # All have equally long, and there may be hundreds.
-        while self._prefetches and now >= self._prefetches[0].deadline:
-            self._end_waiting(self._prefetches, self._prefetches[0], Outcome.DEADLINE)
+        for waiting in self._loads:
+            for queued in waiting.overdue(now):
+                self._end_waiting(queued, Outcome.DEADLINE)
 
-    def _end_waiting(self, waiting: list[QueuedJob], queued: QueuedJob, outcome: Outcome) -> None:
+    def _end_waiting(self, queued: QueuedJob, outcome: Outcome) -> None:
         waited = self._clock() - queued.submitted_at
         result = JobResult(queued.job.job_id, outcome, 0, 0, 0, 0.0, waited_seconds=waited)
         self._end(queued, result)
-        waiting.remove(queued)
-
-    def _seconds_to_wait(self, waiting: list[QueuedJob]) -> float:
-        seconds = self._seconds_to_a_deadline()
-        if waiting and self._is_delayed(waiting):
-            seconds = min(seconds, max(0.0, waiting[0].not_before - self._clock()))
-        if any(queued.fenced_at is None for queued in waiting):
-            seconds = min(seconds, _FENCE_LOOK_SECONDS)
-        return seconds
 
     def _seconds_to_a_deadline(self) -> float:
         """Until the next deadline of a load or prefetch that waits: no lane would notice."""
-        waiting = (*self._cpu_loads, *self._redis_loads, *self._prefetches[:1])
-        deadlines = [queued.deadline for queued in waiting]
-        seconds = min(deadlines, default=float("inf")) - self._clock()
+        now = self._clock()
+        seconds = min(waiting.seconds_to_deadline(now) for waiting in self._loads)
         return min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
     def _end(self, queued: QueuedJob, result: JobResult) -> None:
@@ -338,8 +256,10 @@ class JobQueue:
         del self._open[queued.job.job_id]
         self._ended.append(queued)
         self._job_ended.notify_all()
-        # A load may have waited for this job, or a lane that stops for the last one to be gone.
-        if self._cpu_loads or self._redis_loads or self._prefetches or self._stopping:
+        for waiting in self._loads:
+            waiting.job_ended(queued.job.job_id)
+        # A lane that stops waits for the last one to be gone.
+        if any(self._loads) or self._stopping:
             self._load_may_run.notify_all()
 
     def _execute(self, queued: QueuedJob) -> JobResult:
@@ -352,7 +272,3 @@ class JobQueue:
         except Exception:  # a job that raises fails alone; the lane lives on
             logger.exception("%s of request %s failed", type(job).__name__, job.request_id)
             return JobResult(job.job_id, Outcome.FAILED, 0, 0, 0, self._clock() - started)
-
-
-def _turn(queued: QueuedJob) -> float:
-    return queued.submitted_at + len(queued.job.keys) * _AGE_PER_CHUNK_SECONDS

@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from lmcache_connector.plans import Claim
@@ -72,6 +74,20 @@ def test_what_is_out_of_bounds_is_ignored_and_counted(params: Any) -> None:
     hints = read_hints(None, params, None)
     assert hints.claim == Claim()
     assert (hints.num_taken, hints.num_ignored) == (0, 1)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=5), part),
+    max_leaves=5,
+)
+
+
+@given(_JSON, _JSON)
+def test_whatever_a_client_sends_is_read(params: Any, payload: Any) -> None:
+    hints = read_hints(None, params, envelope(payload))
+    num_objects = sum(isinstance(each, dict) or each is None for each in (params, payload))
+    assert hints.num_ignored >= 2 - num_objects
 
 
 def test_one_bad_hint_does_not_spoil_the_others() -> None:

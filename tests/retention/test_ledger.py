@@ -531,6 +531,41 @@ def test_room_is_not_taken_from_others_for_a_tenant_whose_own_waits_to_be_writte
     assert tier.has(prompt("b", 3)) == 3
 
 
+def test_what_waits_to_be_written_is_asked_for_once_and_not_at_each_eviction() -> None:
+    """An eviction beside 1,000 such chunks took 2.5 ms, under the tier's lock."""
+    tier = Tier(capacity=2000)
+    slow = prompt("slow", 1000)
+    tier.store(slow)
+    tier.store(prompt("x", 1000))
+    tier.busy = set(slow)
+    asked: list[bytes] = []
+
+    def may_go(key: bytes) -> bool:
+        asked.append(key)
+        return key not in tier.busy
+
+    for _ in range(20):
+        (victim,) = tier.ledger.evict(1, may_go)
+        assert victim.startswith(b"x")
+        tier.ledger.drop(victim)
+    assert len(asked) <= 1000 + 20 * 66
+    tier.busy.clear()
+    assert tier.ledger.evict(1, may_go) == [b"slow999"], "it was its turn"
+    tier.busy = set(slow[1:]) | set(prompt("x", 1000))
+    assert tier.ledger.evict(1, may_go) == [b"slow0"], "and no other may go"
+
+
+def test_what_was_passed_over_and_is_used_again_is_new_again() -> None:
+    tier = Tier(capacity=4)
+    tier.store(prompt("a", 2))
+    tier.store(prompt("b", 2))
+    tier.busy = set(prompt("a", 2))
+    tier.evict()
+    tier.busy.clear()
+    tier.store(prompt("a", 2))
+    assert list(tier.going()) == ["b0", "a1", "a0"]
+
+
 def test_times_that_grow_with_each_use_are_looked_at_once() -> None:
     tier = Tier()
     for i in range(5000):

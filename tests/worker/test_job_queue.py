@@ -17,7 +17,8 @@ from lmcache_connector.plans import (
     PrefetchJob,
     StoreJob,
 )
-from lmcache_connector.worker.job_queue import JobQueue, QueuedJob
+from lmcache_connector.worker.job_queue import JobQueue
+from lmcache_connector.worker.waiting_jobs import QueuedJob
 from tests.support.jobs import load_job, store_job
 
 LONG = 30.0  # seconds nothing here ever takes
@@ -558,3 +559,45 @@ def test_hundreds_of_prefetches_that_wait_cost_a_step_little(
     gate.set()
     wait_all(jobs)
     assert runner.order == [1]
+
+
+class CountedKey(bytes):
+    """Counts how often a set or dictionary looks for it."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedKey.looks += 1
+        return super().__hash__()
+
+
+def _num_looks(num_waiting: int, *, share: bool) -> int:
+    """While ten loads end, and so many others wait. ``share``: all want the same chunks."""
+    runner = Runner()
+    jobs = JobQueue(runner, num_redis_lanes=2)
+    gates = [runner.gate(job_id) for job_id in range(1, 13)]
+    for job_id in range(1, num_waiting + 13):
+        name = "shared" if share else job_id
+        keys = tuple(CountedKey(f"{name} {i}".encode()) for i in range(20))
+        jobs.submit(load(job_id, needs_redis=True, keys=keys), None)
+    assert runner.started(1).wait(LONG)
+    before = CountedKey.looks
+    for job_id, gate in enumerate(gates[:10], 1):
+        gate.set()
+        while job_id not in taken(jobs):
+            jobs.wait_for_result(LONG)
+    assert runner.started(11).wait(LONG)
+    num_looks = CountedKey.looks - before
+    jobs.cancel()
+    for gate in gates:
+        gate.set()
+    assert jobs.close(LONG)
+    return num_looks
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_an_ended_load_costs_the_same_whatever_waits(share: bool) -> None:
+    """It cost a look at the chunks of each load, under the lock that each step takes. Now each load
+    is seen to wait once."""
+    few, many = (_num_looks(number, share=share) for number in (10, 1000))
+    assert many <= few + 1000 + 40

@@ -22,7 +22,7 @@ from tests.support.redis.servers import running_valkey
 from tests.support.vllm_configs import vllm_config
 from tests.worker.test_adapter import KEYS, Instance, make_instance
 
-MAX_FRAMES = 20
+MAX_FRAMES = 19
 """Of all calls that vLLM's model runner makes in one step. It was 44."""
 
 

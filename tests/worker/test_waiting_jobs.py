@@ -1,0 +1,140 @@
+"""Which of the loads that wait is next, against a look at all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_connector.worker.waiting_jobs import QueuedJob, WaitingLoads
+from tests.support.jobs import load_job
+
+
+@dataclass
+class Fence:
+    is_reached: bool = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def elapsed_time(self, end: object, /) -> float:
+        raise AssertionError("nobody times a load's fence")
+
+
+class Lanes:
+    """Begins loads as many lanes would. Stores have the ids 1 to 3."""
+
+    def __init__(self) -> None:
+        self.open = {1, 2, 3}
+        self.brought: set[bytes] = set()
+        self.loads = WaitingLoads(self.open, self.brought)
+        self.waiting: list[QueuedJob] = []
+        self.running: list[QueuedJob] = []
+        self.fences: list[Fence] = []
+        self.now = 0.0
+        self.last_id = 10
+
+    def submit(self, keys: list[int], after_job: int, *, fenced: bool, seconds: float) -> None:
+        names = tuple(b"%d" % key for key in keys)
+        self.last_id += 1
+        job_id = self.last_id
+        job = load_job(
+            job_id, "r", names, ((0,) * len(names),), deadline_seconds=seconds,
+            needs_redis=True, after_job=after_job,
+        )  # fmt: skip
+        self.now += 0.001
+        self.open.add(job_id)
+        fence = Fence() if fenced else None
+        self.fences += [fence] if fence else []
+        queued = QueuedJob(job, fence, self.now, self.now, None if fenced else self.now)
+        self.waiting.append(queued)
+        self.loads.add(queued)
+
+    def begin(self) -> None:
+        """The next load, and no other than a look at all of them finds."""
+        ready = [queued for queued in self.waiting if self._is_ready(queued)]
+        wanted = min(ready, key=lambda each: (each.turn, each.job.job_id), default=None)
+        assert self.loads.next(self.now) is wanted
+        if wanted is not None:
+            self.waiting.remove(wanted)
+            self.running.append(wanted)
+            self.brought.update(wanted.job.keys)
+
+    def end(self, index: int) -> None:
+        if self.running:
+            queued = self.running.pop(index % len(self.running))
+            self.brought.difference_update(queued.job.keys)
+            self.loads.came(queued.job.keys)
+            self._has_ended(queued.job.job_id)
+
+    def end_store(self, job_id: int) -> None:
+        self._has_ended(job_id)
+
+    def cancel(self, index: int) -> None:
+        if self.waiting:
+            queued = self.waiting.pop(index % len(self.waiting))
+            assert self.loads.remove(queued.job.job_id) is queued
+            self._has_ended(queued.job.job_id)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        late = {q.job.job_id for q in self.waiting if self.now >= q.deadline}
+        assert {queued.job.job_id for queued in self.loads.overdue(self.now)} == late
+        self.waiting = [q for q in self.waiting if q.job.job_id not in late]
+        for job_id in late:
+            self._has_ended(job_id)
+
+    def reach_fences(self, count: int) -> None:
+        for fence in self.fences[:count]:
+            fence.is_reached = True
+        del self.fences[:count]
+
+    def _is_ready(self, queued: QueuedJob) -> bool:
+        has_passed = queued.fence is None or queued.fence.query()
+        is_free = self.brought.isdisjoint(queued.job.keys)
+        return has_passed and is_free and queued.job.after_job not in self.open
+
+    def _has_ended(self, job_id: int) -> None:
+        self.open.discard(job_id)
+        self.loads.job_ended(job_id)
+
+
+_KEYS = st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True)
+_ACTS = st.one_of(
+    st.tuples(
+        st.just("submit"), _KEYS, st.integers(0, 3), st.booleans(), st.sampled_from([0.05, 9.0])
+    ),
+    st.tuples(st.sampled_from(["begin", "end", "cancel", "end_store", "reach"]), st.integers(0, 3)),
+    st.tuples(st.just("wait"), st.sampled_from([0.0, 0.02, 1.0])),
+)
+
+
+@given(st.lists(_ACTS, max_size=60))
+def test_the_next_load_is_the_one_that_a_look_at_all_finds(acts: list[tuple[object, ...]]) -> None:
+    lanes = Lanes()
+    for name, *values in acts:
+        match name, values:
+            case "submit", [list(keys), int(after), bool(fenced), float(seconds)]:
+                lanes.submit(keys, after, fenced=fenced, seconds=seconds)
+            case "begin", _:
+                lanes.begin()
+            case "end", [int(index)]:
+                lanes.end(index)
+            case "cancel", [int(index)]:
+                lanes.cancel(index)
+            case "end_store", [int(job_id)]:
+                lanes.end_store(job_id)
+            case "reach", [int(count)]:
+                lanes.reach_fences(count)
+            case "wait", [float(seconds)]:
+                lanes.pass_time(seconds)
+    assert len(lanes.loads) == len(lanes.waiting)
+    lanes.reach_fences(len(lanes.fences))
+    for job_id in (1, 2, 3):
+        lanes.end_store(job_id)
+    for _ in range(len(acts)):
+        lanes.begin()
+        lanes.end(0)
+    assert not lanes.waiting, "forgotten"
+    assert len(lanes.loads) == 0
