@@ -85,9 +85,9 @@ def test_notes_stand_with_the_benchmark_they_are_about(tmp_path: Path) -> None:
 
 def test_figures_of_the_summary_are_those_of_results(tmp_path: Path) -> None:
     cases = [{"way": "cold", "at": 4.0, "s": {"median": 1.8974}}, {"way": "hit", "at": 4.0}]
-    results.keep(result("ttft", cases=cases, lost=["p99 1.13"], worst=0.9443), "large", tmp_path)
-    notes = "{{ttft-large/cases/way=cold&at=4/s/median ms}} {{ttft-large/lost}} "
-    page = rendered(tmp_path, notes=notes + "{{ttft-large/worst .2f}}")
+    results.keep(result("copy", cases=cases, lost=["p99 1.13"], worst=0.9443), "large", tmp_path)
+    notes = "{{copy-large/cases/way=cold&at=4/s/median ms}} {{copy-large/lost}} "
+    page = rendered(tmp_path, notes=notes + "{{copy-large/worst .2f}}")
     assert page.startswith("1,897 p99 1.13 0.94\n")
 
 
