@@ -63,8 +63,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for page in DOCS.glob("*.md"):
         built = tmp_path / "site" / ("" if page.stem == "index" else page.stem) / "index.html"
         assert built.is_file(), page.name
-    for page in ("CHANGELOG", "benchmarks/RESULTS", "benchmarks/results/ttft"):
-        assert (tmp_path / "site" / page / "index.html").is_file()
+    for name in ("CHANGELOG", "benchmarks/RESULTS", "benchmarks/results/ttft"):
+        assert (tmp_path / "site" / name / "index.html").is_file()
 
 
 def test_a_broken_link_would_stop_it(tmp_path: Path) -> None:

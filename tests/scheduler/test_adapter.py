@@ -227,24 +227,31 @@ def test_instances_with_the_same_weights_share_whenever_they_were_reset(model: P
     assert stored_keys(two) == updated
 
 
-def roots(engine: ShadowEngine) -> dict[str, float]:
-    """As ``/metrics`` shows them."""
-    samples = engine.adapter.tally.take()
-    gauges = samples.gauges if samples else {}
-    return {key.split("\n")[1]: v for key, v in gauges.items() if key.startswith("info\n")}
+def shown_roots(engine: ShadowEngine) -> dict[str, float]:
+    """As ``/metrics`` shows them from now on."""
+    shown: dict[str, float] = {}
+    set_gauge = engine.adapter.tally.set
+
+    def note(name: str, *labels: str, value: float) -> None:
+        if name == "info":
+            shown[labels[0]] = value
+        set_gauge(name, *labels, value=value)
+
+    vars(engine.adapter.tally)["set"] = note
+    return shown
 
 
 def test_instances_that_share_show_the_same_root(model: Path) -> None:
     one, two = (ShadowEngine(model, Shape(), 0, Faults(slow=0.0)) for _ in range(2))
+    roots, others = shown_roots(one), shown_roots(two)
     for engine in (one, two):
         stored_keys(engine)
-    (first,) = as_loaded = roots(one)
-    assert as_loaded == {first: 1.0} == roots(two)
+    (first,) = roots
+    assert roots == {first: 1.0} == others
     assert one.reset()
     stored_keys(one)
-    after = roots(one)
-    assert after.pop(first) == 0.0
-    assert list(after.values()) == [1.0]
+    assert roots.pop(first) == 0.0
+    assert list(roots.values()) == [1.0]
 
 
 def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path) -> None:
