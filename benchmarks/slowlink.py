@@ -40,7 +40,6 @@ from benchmarks.harness.engine_timings import (
 from benchmarks.harness.engines import Engines
 from benchmarks.harness.plots import panels
 from benchmarks.harness.ratios import median, median_ratio
-from benchmarks.harness.results import FOLDER
 from benchmarks.harness.servers import warm_valkey
 from tests.support.engines.calls import chunk_keys
 from tests.support.engines.instance import InstanceError, VllmInstance
@@ -54,7 +53,6 @@ from tests.support.redis.values import value_names
 MB_PER_S = (1, 3, 10, 30, 100, 300, 1000)
 LATENCIES_MS = (0, 20, 200)
 _CHUNK_TOKENS = 128  # the default
-PLOT = FOLDER / "slowlink.png"
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,29 @@ class Measured:
     loaded_tokens: int
 
 
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Time to first token over the link's speed, one line per round trip."""
+    rows = [row for row in result["settings"] if row.get("codec", "none") == "none"]
+    with panels(target, 1, 1, (7, 3.8), dpi=110) as (axes,):
+        recompute = statistics.median(1000 * row["recompute_s"] for row in rows)
+        axes.axhline(recompute, color="black", linestyle="--", label="recomputed")
+        for latency in sorted({row["latency_ms"] for row in rows}):
+            points = sorted(
+                (row["mb_per_s"], 1000 * row["ttft_s"])
+                for row in rows
+                if row["latency_ms"] == latency and row["mb_per_s"] is not None
+            )
+            speeds, times = zip(*points, strict=True) if points else ((), ())
+            axes.plot(speeds, times, marker="o", label=f"{latency:g} ms round trip")
+        axes.set(xscale="log", xlabel="link to Redis, MB/s", ylabel="time to the first token, ms")
+        ticks = sorted({row["mb_per_s"] for row in rows if row["mb_per_s"] is not None})
+        axes.set_xticks(ticks, [f"{speed:g}" for speed in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="per setting, for the median")
     parser.add_argument("--tokens", type=int, default=6000, help="length of a prompt")
@@ -93,7 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-ms", type=float, nargs="*", default=LATENCIES_MS, metavar="ms")
     parser.add_argument("--codecs", nargs="+", default=["none"], metavar="CODEC")
     parser.add_argument("--model", type=Path, help="a folder; without it, random weights")
-    parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -113,7 +133,6 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             except InstanceError:
                 errors += 1
                 break
-    _plot([result for result in results if result.codec == args.codecs[0]], args.plot)
     ratios = [result.ttft_vs_recompute for result in results]
     return {
         "prompt_tokens": args.tokens,
@@ -220,24 +239,3 @@ def _bytes_of(server: Server, keys: Sequence[bytes]) -> int:
     names = [name for name in value_names(server) if name.split(b":")[2].rstrip(b"}") in tags]
     with server.client() as client:
         return sum(client.strlen(name) for name in names)
-
-
-def _plot(results: Sequence[Measured], target: Path) -> None:
-    """Time to first token over bandwidth, one line per latency, and recompute."""
-    with panels(target, 1, 1, (7, 4.5), dpi=120) as (axes,):
-        recompute = statistics.median(result.recompute_s for result in results)
-        axes.axhline(recompute, color="black", linestyle="--", label="recompute")
-        for latency in sorted({result.latency_ms for result in results}):
-            points = sorted(
-                (r.mb_per_s, r.ttft_s)
-                for r in results
-                if r.latency_ms == latency and r.mb_per_s is not None
-            )
-            speeds, seconds = zip(*points, strict=True) if points else ((), ())
-            axes.plot(speeds, seconds, marker="o", label=f"{latency:g} ms round trip")
-        for result in results:
-            if result.mb_per_s is None:
-                axes.axhline(result.ttft_s, color="tab:red", linestyle=":", label="silent server")
-        axes.set(xscale="log", xlabel="bandwidth, MB/s", ylabel="time to first token, s")
-        axes.set_ylim(bottom=0)
-        axes.legend()

@@ -113,23 +113,35 @@ def headline(cases: Sequence[Case]) -> dict[str, Any]:
     return fields
 
 
+_LINES = {
+    "vllm_cold": "computed",
+    "lmcache_mp_hit": "LMCacheMPConnector, hit",
+    "ours_redis_hit": "this connector, Redis",
+    "ours_cpu_hit": "this connector, CPU tier",
+    "gpu_hit": "vLLM's own hit",
+}
+
+
 def draw(result: dict[str, Any], target: Path) -> None:
     """Time to first token over prompt length, one line per way, one panel per model."""
     models = list(dict.fromkeys(case["model"] for case in result["cases"]))
-    with panels(target, 1, len(models), (5.5 * len(models), 4.5), dpi=90) as all_axes:
+    with panels(target, 1, len(models), (6.5 * len(models), 3.8), dpi=110) as all_axes:
         for axes, model in zip(all_axes, models, strict=True):
-            for way in dict.fromkeys(case["way"] for case in result["cases"]):
+            for way, label in _LINES.items():
                 points = [
-                    (case["tokens"], case["ttft_s"]["median"])
+                    (case["tokens"], 1000 * case["ttft_s"]["median"])
                     for case in result["cases"]
                     if (case["model"], case["way"]) == (model, way)
                 ]
                 if points:
-                    style = "--" if way.endswith("cold") else "-"
-                    axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
-            axes.set(xscale="log", yscale="log", title=model)
-            axes.set(xlabel="prompt tokens", ylabel="time to first token, s")
-        all_axes[-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+                    axes.plot(*zip(*points, strict=True), marker="o", label=label)
+            axes.set(xscale="log", yscale="log", xlabel="prompt tokens")
+            axes.set(ylabel="time to the first token, ms")
+            lengths = sorted({case["tokens"] for case in result["cases"]})
+            axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        all_axes[-1].legend(loc="upper left")
 
 
 def _rounds(most: int, tokens: int) -> int:

@@ -28,7 +28,12 @@ PAGES = [
     *sorted((ROOT / "examples").rglob("README.md")),
     ROOT / "benchmarks" / "notes.md",
 ]
-LINKED_PAGES = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]
+LINKED_PAGES = [
+    *PAGES,
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks" / "RESULTS.md",
+    *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
+]
 TOPS = ("lmcache_connector", "storage", "tests", "docs", "examples", "benchmarks", ".ci")
 FILE_NAMES = {
     path.name
@@ -58,13 +63,16 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for page in DOCS.glob("*.md"):
         built = tmp_path / "site" / ("" if page.stem == "index" else page.stem) / "index.html"
         assert built.is_file(), page.name
+    for name in ("CHANGELOG", "benchmarks/RESULTS", "benchmarks/results/ttft"):
+        assert (tmp_path / "site" / name / "index.html").is_file()
 
 
 def test_a_broken_link_would_stop_it(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("[there](nowhere.md) and [here](#nothing)\n")
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    del config["nav"]
+    for key in ("nav", "hooks", "not_in_nav", "extra_css"):
+        del config[key]
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config))
     assert build(tmp_path / "mkdocs.yml", tmp_path / "site").returncode != 0
 

@@ -35,27 +35,27 @@ from benchmarks.harness.machine import surroundings
 from benchmarks.harness.results import keep, to_line, variant_name
 
 BENCHMARKS = {
-    "convoy": "eight requests on one shared prefix that arrive together, against vLLM alone",
+    "convoy": "a burst of eight requests on one new prefix, against vLLM alone",
     "copy": "KV blocks between a paged cache and chunks, against one long memcpy",
-    "growth": "how costs grow with prompts, cached chunks, requests and instances",
-    "models": "families of models with windows and states: hits, bytes and times, tier by tier",
-    "field": "what tools of others measure: no connector, this one, LMCache's own",
-    "policies": "what the CPU tier saves on block traces, against LRU, others and the optimum",
+    "growth": "how costs scale with prompts, cached chunks, requests and instances",
+    "models": "model families with windows and states: hits, bytes and times of each tier",
+    "field": "third-party tools: vLLM alone, this connector, LMCacheMPConnector",
+    "policies": "what the CPU tier saves on block traces, against other policies and the optimum",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
-    "p2p": "KV from a prefill to a decode engine by NIXL and TCP, against vLLM's NixlConnector",
+    "p2p": "KV transfer from prefill to decode by NIXL and TCP, against vLLM's NixlConnector",
     "simulated-gpu": "hits on a simulated GPU, against recompute and an oracle; virtual time",
     "slowlink": "time to first token over slow and silent links, against recompute",
     "trace": "realistic load on a served API, with the connector, without, and with LMCache's own",
     "ttft": "time to first token cold and from each tier, against vLLM alone and LMCache's own",
     "redis": "chunks to and from a real Redis or Valkey server",
-    "sharing": "what engines of one shape wrote, read by engines of another",
-    "weights": "naming weights by what is in memory, against a copy; a hit right after a reset",
+    "sharing": "chunks that engines of one parallel size wrote, read by engines of another",
+    "weights": "digests of the weights in memory, against a copy; a hit right after a reset",
     "transformers": "generate of Hugging Face transformers: cold, from each tier, and plain",
 }
 COMMANDS = {
     "all": "every benchmark but field, each in a process of its own, kept and reported",
-    "gpu": "what a machine with a CUDA GPU is wanted for: tests and copies, without a network",
-    "report": "write RESULTS.md and its plots anew from the results kept",
+    "gpu": "tests and copies on a machine with a CUDA GPU, without a network",
+    "report": "write RESULTS.md, a page per benchmark and the plots from the results kept",
 }
 # With small pages, where an engine's memory happens to lie decides its speed: two engines without
 # any connector, started one after the other, differed by 20 %. With huge pages they did not. And

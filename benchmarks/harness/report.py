@@ -1,9 +1,9 @@
-"""Writes ``RESULTS.md`` and its plots from the results kept, and from nothing else.
+"""Writes ``RESULTS.md``, a page per benchmark and the plots from the results kept.
 
-Plain fields of a benchmark become one table with a column per variant, or with a row per variant
-where there are many; lists of objects become tables of their own. What people have to say about a
-benchmark stands in ``notes.md`` under its name and comes before the tables. Plots are drawn by the
-benchmarks' own ``draw``.
+``notes.md`` opens with the template of ``RESULTS.md``: ``{{LABEL/FIELD/... FORMAT}}`` is a figure
+of a result. Notes on each benchmark follow under its name, and come before its tables in
+``results/NAME.md``. Plain fields become one table with a column per variant, or with a row per
+variant where there are many; lists of objects become tables of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.harness.results import FOLDER, Kept, all_kept
 TARGET = FOLDER.parent / "RESULTS.md"
 NOTES = FOLDER.parent / "notes.md"
 _MAX_COLUMNS = 3
+_MAX_ROWS = 40
 _SURROUNDINGS = ("benchmark", "measured", "machine", "versions")
 
 
@@ -31,45 +32,63 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_report(folder: Path, notes: Path, target: Path) -> None:
-    """Render the results in ``folder`` to ``target``. Plots are written to ``folder`` as well."""
+    """Render the results in ``folder`` to ``target``, and pages and plots to ``folder``."""
     kept = all_kept(folder)
     for one in kept:
-        _draw(one, folder)
-    pictures = sorted(folder.glob("*.png"))
-    target.write_text(
-        render(kept, _sections(notes.read_text(encoding="utf-8")), pictures), encoding="utf-8"
-    )
+        draw = getattr(benchmark_module(one.name), "draw", None) if one.name in BENCHMARKS else None
+        if draw is not None:
+            draw(one.result, folder / f"{one.label}.png")
+    text = notes.read_text(encoding="utf-8")
+    for path, page in render(kept, text, folder, target).items():
+        path.write_text(page, encoding="utf-8")
 
 
-def render(kept: Sequence[Kept], notes: Mapping[str, str], pictures: Sequence[Path]) -> str:
-    """The page. ``notes``: text by benchmark; what opens the page is under ``""``."""
-    parts = [notes.get("", "# Results")]
+def render(kept: Sequence[Kept], notes: str, folder: Path, target: Path) -> dict[Path, str]:
+    """Each page by its path. Raises ``ValueError`` naming a figure that is in no result."""
+    summary, _, rest = notes.partition("<!-- benchmarks -->")
+    sections = re.split(r"^## +(.+)\n", rest, flags=re.MULTILINE)[1:]
+    said = dict(zip(sections[::2], sections[1::2], strict=True))
+    results = {one.label: one.result for one in kept}
+    figure = re.compile(r"\{\{([^ }]+) ?([^}]*)\}\}")
+    index = "## All benchmarks\n"
+    pages = {}
     for name, group in groupby(kept, key=lambda one: one.name):
         variants = list(group)
-        parts += [f"## {name}", f"`python -m benchmarks {name}`: {BENCHMARKS.get(name, name)}."]
-        parts += [notes[name]] if name in notes else []
+        what = BENCHMARKS.get(name, name)
+        index += f"\n- [{name}]({folder.name}/{name}.md): {what}"
+        parts = [f"# {name}", f"`python -m benchmarks {name}`: {what}.", said.get(name, "").strip()]
         parts.append(_table(_plain_rows(variants)))
         for one in variants:
             parts += _lists(one)
-            shown = [p for p in pictures if p.stem == one.label]
-            parts += [f"![{one.label}](results/{path.name})" for path in shown]
+            if (folder / f"{one.label}.png").exists():
+                parts.append(f"![{one.label}]({one.label}.png)")
         parts += _surroundings(variants)
-    return "\n\n".join(parts) + "\n"
+        pages[folder / f"{name}.md"] = "\n\n".join(filter(None, parts)) + "\n"
+    filled = figure.sub(lambda found: _figure(results, *found.groups()), summary.strip())
+    return {target: f"{filled}\n\n{index}\n", **pages}
 
 
-def _draw(one: Kept, folder: Path) -> None:
-    if one.name not in BENCHMARKS:
-        return
-    draw = getattr(benchmark_module(one.name), "draw", None)
-    if draw is not None:
-        draw(one.result, folder / f"{one.label}.png")
+def _figure(results: Mapping[str, Any], path: str, form: str) -> str:
+    """The value at ``path``: fields, or ``FIELD=VALUE&...`` for the row that has them. ``form`` is
+    ``ms`` for seconds shown as milliseconds, or as :func:`format` takes it."""
+    value: Any = results
+    try:
+        for step in path.split("/"):
+            wanted = dict(part.split("=") for part in step.split("&")) if "=" in step else None
+            value = (
+                value[step]
+                if wanted is None
+                else next(row for row in value if wanted.items() <= _words(row).items())
+            )
+    except (KeyError, StopIteration):
+        raise ValueError(f"no result has {path}") from None
+    if form == "ms":
+        return f"{1000 * value:,.0f}"
+    return ", ".join(value) if isinstance(value, list) else format(value, form)
 
 
-def _sections(text: str) -> dict[str, str]:
-    """The text under each ``## NAME``, by name; what comes before the first under ``""``."""
-    first, *rest = re.split(r"^## +", text, flags=re.MULTILINE)
-    parts = (part.partition("\n") for part in rest)
-    return {"": first.strip()} | {name.strip(): body.strip() for name, _, body in parts}
+def _words(row: Mapping[str, Any]) -> dict[str, str]:
+    return {field: str(value).removesuffix(".0") for field, value in row.items()}
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -101,7 +120,9 @@ def _lists(one: Kept) -> list[str]:
     parts = []
     for field, value in one.result.items():
         if _is_table(value):
-            parts += [f"**{one.label}: {field}**", _table([dict(_plain(row)) for row in value])]
+            rows = [dict(_plain(row)) for row in value]
+            long = f"{len(rows)} rows, in [{one.label}.json]({one.label}.json)"
+            parts += [f"**{one.label}: {field}**", long if len(rows) > _MAX_ROWS else _table(rows)]
     return parts
 
 
@@ -111,6 +132,8 @@ def _is_table(value: Any) -> bool:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(column for row in rows for column in row))
+    if len(columns) < 2:  # the names of the variants alone
+        return ""
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(row.get(column)) for column in columns] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -72,6 +72,10 @@ class PrefixHasher:
         hasher.update(canonical_bytes(request_root))
         return self._digest(hasher.digest())
 
+    def root_digest(self, request_root: Mapping[str, object]) -> str:
+        """Twelve hex digits that are equal where ``key_0`` is, and do not tell it."""
+        return str(blake3(self.root_key(request_root)).hexdigest(length=6))
+
     def extend(
         self, parent: bytes, token_ids: Sequence[int], extras: Sequence[bytes] = ()
     ) -> Iterator[bytes]:

@@ -31,6 +31,22 @@ _BYPASSES: Known = tuple(
     )
 )
 
+_FAILURES: Known = (("missing",), ("deadline",), ("cancelled",), ("failed",))
+_DECISIONS: Known = (
+    *(("always",), ("unmeasured",), ("load_faster",)),
+    *(("compute_faster",), ("source_stalled",)),
+)
+_READS: Known = tuple(
+    (result,)
+    for result in (
+        *("hit", "missing", "deadline", "truncated_header", "bad_magic", "unknown_version"),
+        *("bad_header_length", "unknown_dtype", "bad_flags", "oversized_payload"),
+        *("impossible_range", "foreign_dtype", "foreign_layers", "foreign_shard", "foreign_tokens"),
+        *("foreign_width", "foreign_length", "foreign_key", "foreign_seal", "bad_checksum"),
+        *("forged_tag", "bad_compression"),
+    )
+)
+
 
 class Kind(Enum):
     COUNTER = "counter"
@@ -87,79 +103,95 @@ METRICS = table(
         counter(
             "bypassed_requests",
             ("reason",),
-            "Requests that pass the tiers by: no_salt, pooling, session, adapter, multimodal, "
+            "Requests that are not cached: no_salt, pooling, session, adapter, multimodal, "
             "embeddings, unknown_field.",
             _BYPASSES,
         ),
-        counter("lookups", ("tier",), "Requests for which a tier was asked what it holds."),
-        counter("scheduler_failures", (), "Exceptions that ended in lost hits, in the scheduler."),
-        counter("lookup_hits", ("tier",), "Requests of which a tier had at least one chunk."),
+        counter("lookups", ("tier",), "Requests looked up in a tier."),
+        counter("scheduler_failures", (), "Scheduler exceptions, which cost hits."),
+        counter("lookup_hits", ("tier",), "Requests that found at least one chunk."),
         counter(
-            "lookups_given_up", (), "Requests that did not wait for Redis to say what it holds."
+            "lookups_given_up",
+            (),
+            "Requests that stopped waiting for Redis' lookup answer and counted it as a miss.",
         ),
-        counter("queried_tokens", (), "Prompt tokens looked up that vLLM itself did not have."),
+        counter("queried_tokens", (), "Prompt tokens looked up that vLLM's own cache lacked."),
         counter("hit_tokens", ("tier",), "Tokens planned to be loaded from a tier."),
-        counter("declined_tokens", (), "Hit tokens left to compute because that is quicker."),
-        counter("decisions", ("reason",), "Compute-or-load decisions on hits, by reason."),
-        counter("probes", (), "Measurements of Redis' speed without a request."),
+        counter("declined_tokens", (), "Hit tokens recomputed because that is quicker."),
+        counter(
+            "decisions", ("reason",), "Compute-or-load decisions on hits, by reason.", _DECISIONS
+        ),
+        counter("probes", (), "Background measurements of Redis' speed."),
         counter("load_jobs", (), "Loads planned."),
         counter("store_jobs", (), "Stores planned."),
-        counter("prefetch_jobs", (), "Fetches from Redis planned for requests that still queue."),
-        counter("prefetched_bytes", (), "Of what was fetched from Redis: for such requests."),
-        counter("failed_loads", ("reason",), "Loads that did not bring all, over all ranks."),
-        counter("failed_stores", ("reason",), "Stores that did not keep all, over all ranks."),
+        counter("prefetch_jobs", (), "Prefetches from Redis planned for queued requests."),
+        counter("prefetched_bytes", (), "Bytes prefetched from Redis for queued requests."),
+        counter(
+            "failed_loads", ("reason",), "Loads that ended incomplete, over all ranks.", _FAILURES
+        ),
+        counter(
+            "failed_stores", ("reason",), "Stores that ended incomplete, over all ranks.", _FAILURES
+        ),
         counter("dropped_stores", (), "Chunks not stored: vLLM reused their blocks first."),
-        counter("recomputed_tokens", (), "Tokens whose load failed, computed after all."),
+        counter("recomputed_tokens", (), "Tokens recomputed because their load failed."),
         counter("prefill_saved_tokens", (), "Prompt tokens loaded instead of computed."),
         counter(
             "prefill_saved_seconds",
             (),
-            "Estimated compute time of those tokens; load time is not taken off.",
+            "Estimated compute time of those tokens; load time is not subtracted.",
         ),
-        counter("loaded_bytes", ("tier",), "cpu: copied to KV caches. redis: fetched."),
-        counter("stored_bytes", ("tier",), "cpu: copied from KV caches. redis: written."),
-        counter("evicted_chunks", ("tier",), "Chunks that left the CPU tier.", (("cpu",),)),
+        counter("loaded_bytes", ("tier",), "Bytes copied to KV caches (cpu) or fetched (redis)."),
+        counter("stored_bytes", ("tier",), "Bytes copied from KV caches (cpu) or written (redis)."),
+        counter("evicted_chunks", ("tier",), "Chunks removed from the CPU tier.", (("cpu",),)),
         counter(
             "cpu_evictions",
             ("reason",),
-            "Chunks that made room: expired, over_share (of its tenant), or the oldest.",
+            "Chunks evicted from the CPU tier: expired, over_share of their tenant, or the oldest.",
             (("expired",), ("over_share",), ("oldest",)),
         ),
         counter(
             "retention_hints",
             ("result",),
-            "pin, ttl_seconds and priority of requests: taken, or ignored as out of bounds.",
+            "Hints of requests (pin, ttl_seconds, priority): taken, or ignored as out of bounds.",
             (("taken",), ("ignored",)),
         ),
         counter(
-            "refused_pins", (), "Times a prompt was not, or not wholly, pinned for want of room."
+            "refused_pins",
+            (),
+            "Pins refused in whole or in part because the pin budget was full.",
         ),
         counter(
             "written_chunks",
             ("result",),
-            "Ends of writes to Redis: written, already_there, claimed_elsewhere.",
+            "Writes to Redis by result: written, already_there, claimed_elsewhere.",
         ),
         counter(
             "dropped_writes",
             ("reason",),
             "Chunks not written to Redis: queue_full (or writes paused), failed.",
+            (("queue_full",), ("failed",)),
         ),
         counter(
             "redis_chunks",
             ("result",),
-            "Chunks asked of Redis by loads: hit, or why not (missing, deadline, bad_checksum...).",
+            "Chunks that loads read from Redis: hit, or why not (missing, bad_checksum...).",
+            _READS,
         ),
         counter(
             "audits",
             ("result",),
-            "Chunks of hits computed as well and compared: match, mismatch, inconclusive.",
+            "Chunks of hits recomputed and compared: match, mismatch, inconclusive.",
             (("match",), ("mismatch",), ("inconclusive",)),
         ),
         gauge("audit_error", ("which",), "Relative error of the last audit, and the largest."),
-        gauge("roots_apart", (), "Roots under which this instance shares KV with no other."),
-        histogram(
-            "lookup_seconds", ("tier",), "Time until a tier said what it holds.", SECONDS_BUCKETS
+        gauge(
+            "info",
+            ("root", "version"),
+            "1 for the root in use: a digest of weights, settings, namespace, chunk size and "
+            "hash_key. Instances with the same root share KV.",
         ),
+        gauge("roots_apart", (), "Roots that this instance shares with no other since an audit."),
+        histogram("lookup_seconds", ("tier",), "Time of a look-up in a tier.", SECONDS_BUCKETS),
         histogram(
             "load_seconds", ("tier",), "Time of a load job in a tier, per rank.", SECONDS_BUCKETS
         ),
@@ -178,14 +210,14 @@ METRICS = table(
             "Bandwidth of a store job or burst.",
             BANDWIDTH_BUCKETS,
         ),
-        gauge("queued_jobs", ("rank",), "Load, store and prefetch jobs not yet ended."),
+        gauge("queued_jobs", ("rank",), "Load, store and prefetch jobs in progress or waiting."),
         gauge("write_queue_bytes", ("rank",), "Bytes waiting to be written to Redis."),
         gauge("cpu_used_bytes", ("rank",), "Bytes of chunks in the CPU tier."),
         gauge(
             "cpu_tenant_bytes",
             ("rank", "tenant"),
-            "Bytes of chunks in the CPU tier by cache_salt: the first two hex digits of its BLAKE3 "
-            "digest, or none.",
+            "Bytes of chunks in the CPU tier by tenant: the first two hex digits of the BLAKE3 "
+            "digest of its cache_salt, or none.",
         ),
         gauge("cpu_pinned_bytes", ("rank",), "Bytes of pinned chunks in the CPU tier."),
         gauge("cpu_capacity_bytes", ("rank",), "Size of the CPU tier."),

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from lmcache_connector import __version__
 from lmcache_connector.audit.limits import Verdict
 from lmcache_connector.audit.root_epochs import RootEpochs
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
@@ -165,7 +166,9 @@ class RequestBook:
 
     def rename(self, weights: str) -> None:
         """The weights have another name from now on: all roots are shared again."""
+        self._show_root(0.0)
         self.epochs.rename(weights)
+        self._show_root(1.0)
         self.forget_encoded()
         self._count_apart()
 
@@ -199,6 +202,18 @@ class RequestBook:
     def _current_keys(self, identity: RequestIdentity) -> RequestKeys:
         name = self.epochs.epoch(identity.kv_root)
         return RequestKeys(self.start.known_hasher, replace(identity, weights=name))
+
+    def _show_root(self, value: float) -> None:
+        """In metrics: 1 for the root of requests without salt and adapter, 0 for earlier ones."""
+        if not self.epochs.name:
+            return
+        identity = RequestIdentity(weights=self.epochs.name)
+        root = self.start.known_hasher.root_digest(identity.root())
+        self._tally.set("info", root, __version__, value=value)
+        if value:
+            logger.info(
+                "lmcache-connector: root %s, shared with instances that have the same", root
+            )
 
     def _count_apart(self) -> None:
         self._tally.set("roots_apart", value=self.epochs.num_apart())

@@ -187,6 +187,10 @@ def test_stats_and_check_say_what_audits_have_found(cli: Cli, engine: Engine) ->
     code, finding = check()
     assert (code, finding["verdict"]) == (0, "ok")
     assert finding["detail"] == "3 audits, 3 match"
+    engine.happened(0, lambda samples: samples.set("info", "0123456789ab", "1.0", value=0))
+    engine.happened(0, lambda samples: samples.set("info", "ba9876543210", "1.0", value=1))
+    assert check()[1]["detail"] == "root ba9876543210; 3 audits, 3 match"
+    assert "root ba9876543210: engines with the same root" in cli("stats", engine.url).out
     engine.happened(0, lambda samples: samples.set("roots_apart", value=1))
     finding = check()[1]
     assert finding["verdict"] == "warning"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import yaml
 
 from lmcache_connector.cli.target import connector_config
 from lmcache_connector.storage.redis.client.url import TopologyKind
+from lmcache_connector.vllm_compat.api.versions import VLLM_PACKAGE, text_of
 from tests.support import ROOT
+from tests.test_packaging import PACKAGED
 
 API_VERSION = "1.34"
 CHART = ROOT / "examples" / "helm"
 HOSTS = ["a.example:7000", "b.example:7001"]
 BY_KIND: dict[str, dict[str, Any]] = {
+    "none": {},
     "bundled": {},
     "single": {"hosts": HOSTS[:1]},
     "sentinel": {"hosts": HOSTS, "master": "cache", "sentinelPassword": True},
@@ -36,7 +40,8 @@ def chart() -> Iterator[Any]:
 def render(chart: Any, **values: Any) -> list[dict[str, Any]]:
     """All resources of a release named ``demo``."""
     rendered = chart.render(values, name="demo", namespace="test")
-    return [doc for text in rendered.values() for doc in yaml.safe_load_all(text) if doc]
+    files = [text for path, text in rendered.items() if path.endswith(".yaml")]
+    return [doc for text in files for doc in yaml.safe_load_all(text) if doc]
 
 
 def of_kind(chart: Any, kind: str, **values: Any) -> list[dict[str, Any]]:
@@ -56,7 +61,7 @@ def containers(resources: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def variables(container: dict[str, Any]) -> dict[str, str]:
     """As the kubelet sets them; a secret has its key as its value."""
     found: dict[str, str] = {}
-    for entry in container["env"]:
+    for entry in container.get("env", []):
         source = entry.get("valueFrom", {})
         value = source.get("secretKeyRef", {}).get("key") or entry.get("value", "10.0.0.7")
         for name, known in found.items():
@@ -85,14 +90,18 @@ def test_the_connector_takes_what_is_rendered(
 ) -> None:
     authority = tmp_path / "ca.crt"
     authority.touch()
-    resources = of_kind(chart, kind, cache={"settings": {"redis_codec": "auto"}})
+    resources = of_kind(chart, kind, cache={"settings": {"redis_codec": "blosc2"}})
     for name, value in variables(containers(resources)["vllm"]).items():
         secret = value + "-0123456789" if name.endswith("KEY") else value
         monkeypatch.setenv(name, secret.replace("/tls/ca.crt", str(authority)))
     text = named(resources, "ConfigMap", "demo-kv-transfer")["data"]["transfer.json"]
     config = connector_config(json.loads(text))
-    assert (config.cpu_gib, config.redis_ttl_seconds, config.redis_codec) == (32, 86400, "auto")
     tier = config.redis_tier_config()
+    assert (config.cpu_gib, config.redis_codec) == (4, "blosc2")
+    if kind == "none":
+        assert (tier, config.hash_key, config.redis_ttl_seconds) == (None, None, None)
+        return
+    assert config.redis_ttl_seconds == 86400
     assert tier is not None
     address = tier.address
     expected = {"sentinel": TopologyKind.SENTINEL, "cluster": TopologyKind.CLUSTER}
@@ -117,10 +126,83 @@ def test_an_engine_is_started_with_what_was_asked_for(chart: Any) -> None:
     for option in ("--kv-transfer-config", "--kv-events-config", "--otlp-traces-endpoint"):
         assert option in vllm["args"][0]
     events = json.loads(variables(vllm)["KV_EVENTS"])
-    assert events["topic"] == "kv@10.0.0.7@meta-llama/Llama-3.1-8B-Instruct"
+    assert events["topic"] == "kv@10.0.0.7@Qwen/Qwen3-0.6B"
     plain = containers(of_kind(chart, "bundled"))["vllm"]
     assert "--kv-events-config" not in plain["args"][0]
     assert "--otlp" not in plain["args"][0]
+
+
+def test_the_defaults_need_nothing_that_the_cluster_lacks(chart: Any) -> None:
+    resources = render(chart)
+    assert {r["kind"] for r in resources} == {"ConfigMap", "Deployment", "Service"}
+    assert "secret" not in json.dumps(resources).lower()
+    pod = named(resources, "Deployment", "demo-vllm")["spec"]["template"]["spec"]
+    vllm = containers(resources)["vllm"]
+    (shm,) = [v for v in pod["volumes"] if v["name"] == "shm"]
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in vllm["volumeMounts"]
+    assert containers(resources)["check"].get("env") is None
+
+
+def test_environment_volumes_and_pod_fields_of_the_user_are_in_the_pod(chart: Any) -> None:
+    token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}
+    volume = {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
+    mount = {"name": "models", "mountPath": "/models"}
+    fields = {"tolerations": [{"key": "gpu"}], "imagePullSecrets": [{"name": "registry"}]}
+    asked = {"env": [token], "volumes": [volume], "volumeMounts": [mount], "podSpec": fields}
+    for kind in ("none", "bundled"):
+        resources = of_kind(chart, kind, **asked, startupSeconds=60, model="s3://bucket/model")
+        deployment = named(resources, "Deployment", "demo-vllm")
+        kubernetes_validate.validate(deployment, API_VERSION, strict=True)
+        pod = deployment["spec"]["template"]["spec"]
+        assert volume in pod["volumes"]
+        assert pod.items() >= fields.items()
+        for container in containers(resources).values():
+            assert token in container["env"]
+            assert mount in container["volumeMounts"]
+        assert containers(resources)["vllm"]["startupProbe"]["failureThreshold"] == 6
+
+
+@pytest.mark.parametrize("kind", BY_KIND)
+def test_labels_are_the_standard_ones_and_selectors_find_their_pods(chart: Any, kind: str) -> None:
+    resources = of_kind(chart, kind)
+    pods = {}
+    for resource in resources:
+        labels = resource["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == "demo"
+        assert labels["app.kubernetes.io/managed-by"] == "Helm"
+        if "template" in resource.get("spec", {}):
+            pods[resource["metadata"]["name"]] = resource["spec"]["template"]["metadata"]["labels"]
+    for resource in resources:
+        spec, name = resource.get("spec", {}), resource["metadata"]["name"]
+        selector = spec.get("podSelector", spec.get("selector", {}))
+        wanted = selector.get("matchLabels", selector)
+        if wanted:
+            assert [pod for pod, has in pods.items() if wanted.items() <= has.items()] == [name]
+
+
+@pytest.mark.parametrize("kind", BY_KIND)
+def test_the_notes_name_what_was_installed(chart: Any, kind: str) -> None:
+    redis = {"kind": kind, **BY_KIND[kind]}
+    rendered = chart.render({"redis": redis}, name="demo", namespace="test")
+    (notes,) = [text for path, text in rendered.items() if path.endswith("NOTES.txt")]
+    assert "kubectl -n test rollout status deployment/demo-vllm" in notes
+    assert ("nothing is shared" in notes) is (kind == "none")
+    assert (f"Redis ({kind})" in notes) is (kind != "none")
+
+
+def test_the_image_is_built_from_a_vllm_that_is_tested() -> None:
+    text = (ROOT / "examples" / "kubernetes" / "Dockerfile").read_text()
+    (release,) = re.findall(r"^ARG VLLM=v(\d+\.\d+)\.\d+$", text, re.MULTILINE)
+    assert {text_of(r): state for r, state in VLLM_PACKAGE.releases.items()}[release] == "tested"
+    for sources in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        assert all((ROOT / source).exists() for source in sources.split())
+    copied = {
+        source
+        for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE)
+        for source in line.split()
+    }
+    assert copied == set(PACKAGED)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +211,9 @@ def test_an_engine_is_started_with_what_was_asked_for(chart: Any) -> None:
         {"redis": {"kind": "single"}},
         {"redis": {"kind": "single", "hosts": HOSTS}},
         {"redis": {"kind": "bundled", "hosts": HOSTS}},
+        {"redis": {"kind": "none", "hosts": HOSTS}},
+        {"podSpec": {"containers": []}},
+        {"env": [{"value": "x"}]},
         {"redis": {"kind": "memcached"}},
         {"redis": {"kind": "single", "hosts": ["user:secret@host:1"]}},
         {"redis": {"kind": "single", "hosts": ["a host:6379"]}},

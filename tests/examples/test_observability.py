@@ -21,8 +21,11 @@ import yaml
 
 from lmcache_connector.metrics.table import METRICS, Kind
 from lmcache_connector.p2p.scheduler.metrics import METRICS as P2P_METRICS
+from lmcache_connector.storage.chunk_codec import ValueFault
 from tests.support import ROOT
 from tests.support.dashboard import dashboard, queries, used_metrics
+from tests.test_docs import anchors
+from tests.test_readme import table_after
 
 FOLDER = ROOT / "examples" / "observability"
 # vLLM's own, looked at by test_serve on a real engine.
@@ -74,9 +77,14 @@ def test_every_query_names_metrics_and_labels_that_exist(query: str) -> None:
 
 
 def test_the_dashboard_shows_every_metric_of_the_table_or_says_why_not() -> None:
-    elsewhere = {"lookups", "lookup_hits", "load_jobs", "store_jobs", "probes", "written_chunks"}
+    elsewhere = {"lookup_hits", "load_jobs", "store_jobs", "probes", "written_chunks"}
     elsewhere |= {"prefetch_jobs", "prefetched_bytes", "retention_hints", "refused_pins"}
-    elsewhere |= {"scheduler_failures", "cpu_evictions", "cpu_pinned_bytes", "cpu_tenant_bytes"}
+    elsewhere |= {
+        "scheduler_failures",
+        "cpu_evictions",
+        "cpu_pinned_bytes",
+        "cpu_tenant_bytes",
+    }
     elsewhere |= {"store_seconds", "load_bytes_per_second", "store_bytes_per_second"}
     shown = {re.sub("_(total|bucket|sum|count)$", "", name) for name in used_metrics()}
     missing = {name for name, metric in METRICS.items() if metric.full_name not in shown}
@@ -103,6 +111,38 @@ def load(path: Path) -> dict[str, Any]:
     document = yaml.safe_load(path.read_text())
     assert isinstance(document, dict)
     return document
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in load(FOLDER / "alerts.yml")["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
+def test_an_alert_says_how_urgent_it_is_and_where_the_remedy_stands(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    assert anchor in anchors((ROOT / "docs" / page).read_text())
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
+def test_what_an_alert_increases_exists_before_the_first_event(rule: dict[str, Any]) -> None:
+    """A series that begins with its first event has no increase."""
+    counters = {f"{m.full_name}_total": m for m in ALL if m.kind is Kind.COUNTER}
+    for name in re.findall(r"vllm:\w+", rule["expr"]):
+        assert name not in counters or counters[name].known, name
+
+
+def test_the_alert_on_unsound_values_is_on_each_way_to_be_unsound() -> None:
+    (rule,) = [rule for rule in alerts() if rule["alert"] == "KVCacheUnsoundValues"]
+    (pattern,) = re.findall(r'result=~"([^"]+)"', rule["expr"])
+    matched = {label for (label,) in METRICS["redis_chunks"].known if re.fullmatch(pattern, label)}
+    assert matched == {fault.value for fault in ValueFault}
+
+
+def test_the_documented_alerts_are_those_of_the_file() -> None:
+    rows = table_after((ROOT / "docs" / "metrics.md").read_text(), "## Alerts")
+    documented = [(alert.strip("`"), severity) for alert, severity, _ in rows]
+    assert documented == [(rule["alert"], rule["labels"]["severity"]) for rule in alerts()]
 
 
 def test_the_compose_file_mounts_what_is_there_and_listens_on_this_host_only() -> None:

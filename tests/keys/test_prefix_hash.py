@@ -164,6 +164,20 @@ def test_ids_outside_u32_are_refused(token: int) -> None:
         list(hasher.extend(hasher.root_key({}), [token]))
 
 
+def test_the_digest_of_a_root_differs_where_keys_do_and_does_not_tell_them() -> None:
+    root = {"weights": "w"}
+    plain = PrefixHasher({"namespace": "a"}, CHUNK)
+    others = [
+        PrefixHasher({"namespace": "b"}, CHUNK),
+        PrefixHasher({"namespace": "a"}, 2 * CHUNK),
+        PrefixHasher({"namespace": "a"}, CHUNK, b"secret"),
+    ]
+    digests = {each.root_digest(root) for each in [plain, *others]} | {plain.root_digest({})}
+    assert len(digests) == 5
+    assert plain.root_digest(root) == PrefixHasher({"namespace": "a"}, CHUNK).root_digest(root)
+    assert not plain.root_key(root).hex().startswith(plain.root_digest(root))
+
+
 def test_a_chunk_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="chunk_size must be positive"):
         PrefixHasher({}, 0)

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import Enum
 from fnmatch import fnmatchcase
 
+import pytest
+
+from lmcache_connector.cost_model.decision import Reason
 from lmcache_connector.metrics.table import METRICS, Kind
 from lmcache_connector.p2p.scheduler.metrics import METRICS as P2P_METRICS
+from lmcache_connector.plans import Outcome
+from lmcache_connector.storage.chunk_codec import ValueFault
+from lmcache_connector.storage.redis.counters import WriteEnd
 from tests.support import ROOT
+
+ENUMS: dict[str, Iterable[Enum]] = {
+    "redis_chunks": ValueFault,
+    "failed_loads": set(Outcome) - {Outcome.DONE},
+    "failed_stores": set(Outcome) - {Outcome.DONE},
+    "decisions": set(Reason) - {Reason.NO_HIT},
+    "dropped_writes": (WriteEnd.QUEUE_FULL, WriteEnd.FAILED),
+}
+"""What a label may be; rates and increases need the series before the first event."""
 
 WAYS = {"count": Kind.COUNTER, "set": Kind.GAUGE, "observe": Kind.HISTOGRAM}
 """Methods of a tally, and what each of them counts."""
@@ -47,6 +63,12 @@ def name_pattern(argument: ast.expr) -> str | None:
             str(v.value) if isinstance(v, ast.Constant) else "*" for v in argument.values
         )
     return None
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_series_that_alerts_watch_exist_from_the_start(name: str) -> None:
+    known = {labels[0] for labels in METRICS[name].known}
+    assert {one.value for one in ENUMS[name]} <= known
 
 
 def test_every_metric_is_counted_somewhere() -> None:

@@ -1,6 +1,6 @@
 """Plants bugs in a copy of the product, one at a time, and says which test finds each.
 
-`mutants.toml` lists the bugs: one for each fix of the changelog, one for each promise of the
+`mutants.toml` lists the bugs: one for each fix in the history, one for each promise of the
 README, and plain slips in every package. ``make mutants`` plants them. `tests/MUTANTS.md` keeps
 which test found which: a test may go when every bug is still found without it.
 

@@ -227,6 +227,34 @@ def test_instances_with_the_same_weights_share_whenever_they_were_reset(model: P
     assert stored_keys(two) == updated
 
 
+def shown_roots(engine: ShadowEngine) -> dict[str, float]:
+    """As ``/metrics`` shows them from now on."""
+    shown: dict[str, float] = {}
+    set_gauge = engine.adapter.tally.set
+
+    def note(name: str, *labels: str, value: float) -> None:
+        if name == "info":
+            shown[labels[0]] = value
+        set_gauge(name, *labels, value=value)
+
+    vars(engine.adapter.tally)["set"] = note
+    return shown
+
+
+def test_instances_that_share_show_the_same_root(model: Path) -> None:
+    one, two = (ShadowEngine(model, Shape(), 0, Faults(slow=0.0)) for _ in range(2))
+    roots, others = shown_roots(one), shown_roots(two)
+    stored_keys(one)
+    assert one.reset()
+    stored_keys(one)
+    assert sorted(roots.values()) == [0.0, 1.0], "that of the start, and that of the update"
+    assert others == {}
+    stored_keys(two)
+    assert two.reset()
+    stored_keys(two)
+    assert roots == others
+
+
 def test_what_ends_with_the_first_step_after_an_update_is_not_stored(model: Path) -> None:
     """vLLM tells of the end of a request before it hands over what ranks report of that step."""
     for is_updated in (False, True):

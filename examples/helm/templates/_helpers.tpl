@@ -1,3 +1,21 @@
+{{- /* Labels of every resource. `cache.selector` is the part that never changes. */ -}}
+{{- define "cache.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "cache.labels" -}}
+{{ include "cache.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "cache.redis" -}}{{- if ne .Values.redis.kind "none" }}yes{{ end -}}{{- end -}}
+{{- define "cache.tls" -}}
+{{- if and (include "cache.redis" .) .Values.redis.tls.enabled }}yes{{ end -}}
+{{- end -}}
+
 {{- /* The Redis URL. Secrets stay references, which the kubelet fills in. */ -}}
 {{- define "cache.url" -}}
 {{- $redis := .Values.redis -}}
@@ -16,6 +34,7 @@
 {{- end -}}
 
 {{- define "cache.env" -}}
+{{- if include "cache.redis" . -}}
 - name: KV_CACHE_PASSWORD
   valueFrom:
     secretKeyRef: {name: {{ .Values.redis.secret }}, key: password}
@@ -30,20 +49,29 @@
   valueFrom:
     secretKeyRef: {name: {{ .Values.redis.secret }}, key: hash-key}
 {{- end -}}
+{{- with .Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
 
 {{- define "cache.mounts" -}}
 - {name: config, mountPath: /config, readOnly: true}
-{{- if .Values.redis.tls.enabled }}
+{{- if include "cache.tls" . }}
 - {name: authority, mountPath: /tls, readOnly: true}
+{{- end }}
+{{- with .Values.volumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
 {{- /* --kv-transfer-config. Both secrets come from the environment: vLLM logs its command line. */ -}}
 {{- define "cache.transfer" -}}
 {{- $settings := dict "cpu_gib" .Values.cache.cpuGib "namespace" .Values.cache.namespace -}}
+{{- if include "cache.redis" . -}}
 {{- $_ := set $settings "redis_url" "env:KV_CACHE_URL" -}}
 {{- $_ := set $settings "hash_key" "env:KV_CACHE_HASH_KEY" -}}
 {{- if .Values.cache.ttlSeconds -}}{{- $_ := set $settings "redis_ttl_seconds" (int .Values.cache.ttlSeconds) -}}{{- end -}}
+{{- end -}}
 {{- $settings = merge (dict) .Values.cache.settings $settings -}}
 {{- dict "kv_connector" "LMCacheTieredConnector" "kv_role" "kv_both" "kv_connector_extra_config" $settings | toPrettyJson -}}
 {{- end -}}

@@ -15,7 +15,8 @@ def finding(url: str) -> Finding:
     except CliError as error:
         return Finding(name, "error", str(error), error.hint, code=error.code)
     audits = engine["audits"]
-    counted = f"{sum(audits.values()):.0f} audits, {audits.get('match', 0):.0f} match"
+    root = f"root {', '.join(engine['roots'])}; " if engine["roots"] else ""
+    counted = f"{root}{sum(audits.values()):.0f} audits, {audits.get('match', 0):.0f} match"
     if wrong := audits.get("mismatch"):
         detail = f"{counted}, {wrong:.0f} do not: stored KV was not what this engine computes"
         hint = "its log names the requests; the troubleshooting guide says what to do"

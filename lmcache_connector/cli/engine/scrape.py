@@ -157,6 +157,7 @@ def summarize(snapshot: Snapshot) -> dict[str, Any]:
         "redis_chunks": snapshot.by_label(f"{PREFIX}redis_chunks_total", "result"),
         "audits": snapshot.by_label(f"{PREFIX}audits_total", "result"),
         "audit_error_largest": total("audit_error", which="largest"),
+        "roots": sorted(snapshot.by_label(f"{PREFIX}info", "root")),
         "roots_apart": total("roots_apart"),
         "evicted_chunks": total("evicted_chunks_total"),
         "queued_jobs": total("queued_jobs"),

@@ -67,6 +67,8 @@ def _lines(engine: dict[str, Any]) -> list[str]:
         f"{engine['evicted_chunks']:.0f} chunks evicted; waiting for Redis: "
         f"{size(engine['write_queue_bytes'])}",
     ]
+    if engine["roots"]:
+        lines.append(f"root {', '.join(engine['roots'])}: engines with the same root share KV")
     titles = {
         "bypassed_requests": "requests that are not cached",
         "decisions": "decisions",

@@ -21,49 +21,47 @@ def _each(reasons: tuple[Reason, ...]) -> Known:
 
 METRICS = table(
     [
-        counter("p2p_handovers", (), "Prompts computed here and offered to a consumer."),
+        counter("p2p_handovers", (), "Prompts computed here and offered for KV transfer."),
         counter(
             "p2p_streamed_handovers",
             (),
-            "Prompts larger than the buffers, handed over in parts as these get free.",
+            "Prompts larger than the buffers, transferred in segments.",
         ),
-        counter(
-            "p2p_declined_handovers", (), "Prompts served without one: no room in the buffers."
-        ),
+        counter("p2p_declined_handovers", (), "Prompts not offered because the buffers were full."),
         counter(
             "p2p_unsent_handovers",
             ("reason",),
-            "Hand-overs that reached nobody, or not whole, over all ranks.",
+            "KV transfers that were not fetched completely, over all ranks.",
             _each(UNSENT_REASONS),
         ),
-        counter("p2p_loads", (), "Requests that waited here for KV from a producer."),
+        counter("p2p_loads", (), "Requests that waited for KV from a producer."),
         counter(
             "p2p_failed_loads",
             ("reason",),
-            "Loads that did not bring all, over all ranks.",
+            "Loads that ended incomplete, over all ranks.",
             _each(tuple(Reason)),
         ),
-        counter("p2p_hit_tokens", (), "Prompt tokens handed over to this engine."),
-        counter("p2p_recomputed_tokens", (), "Tokens whose KV did not come, computed after all."),
+        counter("p2p_hit_tokens", (), "Prompt tokens received from producers."),
+        counter("p2p_recomputed_tokens", (), "Tokens recomputed because their KV did not arrive."),
         counter(
             "p2p_malformed_requests",
             (),
-            "Requests whose id or parameters could not be understood, or were not allowed.",
+            "Requests whose id or parameters were malformed or not allowed.",
         ),
         counter("p2p_received_bytes", (), "Bytes of KV received, over all ranks."),
         counter(
             "p2p_receive_seconds",
             (),
-            "Time from the first to the last byte of each hand-over, over all ranks.",
+            "Time from the first to the last byte of each KV transfer, over all ranks.",
         ),
         histogram(
             "p2p_load_seconds",
             (),
-            "Time from a request's wait for KV until it is in the cache or given up, per rank.",
+            "Time until a request's KV is in the cache or given up, per rank.",
             SECONDS_BUCKETS,
         ),
-        gauge("p2p_reserved_bytes", (), "Buffer promised to hand-overs, on the fullest rank."),
-        gauge("p2p_capacity_bytes", (), "Buffer for hand-overs, per rank."),
+        gauge("p2p_reserved_bytes", (), "Buffer reserved for KV transfers, on the fullest rank."),
+        gauge("p2p_capacity_bytes", (), "Size of the buffer for KV transfers, per rank."),
     ]
 )
 

@@ -227,6 +227,6 @@ def test_failures_are_published(tmp_path: Path) -> None:
     results.keep({"benchmark": "field", **fields}, folder=tmp_path)
     (tmp_path / "notes.md").write_text("# Title\n")
     report.write_report(tmp_path, tmp_path / "notes.md", tmp_path / "RESULTS.md")
-    page = (tmp_path / "RESULTS.md").read_text()
+    page = (tmp_path / "field.md").read_text()
     assert "| tool | tiny | ttft_p50_ms | 100.0 | 20.0 | 50.0 | 0.2 | 0.5 | 0.4 |" in page
     assert "| tool | tiny | ours | 1 | 0.0 | 0.0 | 0.0 |  | x |" in page
