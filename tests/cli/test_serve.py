@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_connector.cli.app import app
-from lmcache_connector.cli.engine.serve import Options, plan
+from lmcache_connector.cli.serve import Options, plan
 
 
 def dry_run(*arguments: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_on_cpus_nothing_is_compiled_unless_asked_for(choice: str) -> None:
 
 @pytest.fixture
 def _twelve_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_connector.cli.engine.serve.available_memory", lambda: 12 << 30)
+    monkeypatch.setattr("lmcache_connector.cli.serve.available_memory", lambda: 12 << 30)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
 
 
@@ -129,7 +129,7 @@ def test_no_secret_of_a_file_is_on_the_line_either(tmp_path: Path) -> None:
 
 
 def test_a_vllm_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmcache_connector.cli.engine import serve
+    from lmcache_connector.cli import serve
 
     monkeypatch.setattr(serve, "_installed_vllm", lambda: (["/no/such/vllm", "serve"], False))
     answer = CliRunner().invoke(app, ["serve", "some/model"])
@@ -141,7 +141,7 @@ def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
     document = {"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_producer"}
     path = tmp_path / "transfer.json"
     path.write_text(json.dumps(document))
-    assert transfer(line("some/model", "--config", str(path))) == document
+    assert transfer(line("some/model", "--kv-config", str(path))) == document
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
     [
         (["--cpu-gib", "-1"], "cpu_gib"),
         (["--redis-url", "htp://cache"], "redis_url"),
-        (["--config", "{}", "--cpu-gib", "1"], "--config"),
-        (["--config", "nowhere.json"], "cannot read"),
-        (["--config", '{"kv_connector": "OffloadingConnector"}'], "kv_connector must be"),
-        (["--config", '{"kv_connector": ["LMCacheTieredConnector"]}'], "kv_connector must be"),
+        (["--kv-config", "{}", "--cpu-gib", "1"], "--kv-config"),
+        (["--kv-config", "nowhere.json"], "cannot read"),
+        (["--kv-config", '{"kv_connector": "OffloadingConnector"}'], "kv_connector must be"),
+        (["--kv-config", '{"kv_connector": ["LMCacheTieredConnector"]}'], "kv_connector must be"),
         (["--kv-transfer-config", "{}"], "--kv-transfer-config"),
         (["--kv_transfer_config={}"], "--kv-transfer-config"),
         (["--kv-transfer-config.kv_role", "kv_both"], "--kv-transfer-config"),

@@ -28,7 +28,7 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
 }
 # What vLLM would take from its own options instead, abbreviated too, and where it belongs here.
 _OURS = {
-    r"--kv-t.*": "give it with --config",
+    r"--kv-t.*": "give it with --kv-config",
     r"--kv-o.*": "leave it out: vLLM would put a connector of its own in this one's place",
     r"--model": "the model comes first: lmcache-connector serve MODEL",
 }
@@ -50,7 +50,7 @@ class Options:
     model: str
     cpu_gib: float | None
     redis_url: str | None
-    config: str | None
+    kv_config: str | None
     vllm_options: tuple[str, ...]
 
 
@@ -68,14 +68,17 @@ class Server:
 def run(report: Report, options: Options, *, dry_run: bool) -> int:
     """Becomes the server. With ``dry_run`` it only says the line."""
     server = plan(options)
-    if report.as_json:
-        document = {"command": list(server.command), "environment": server.environment}
-        report.emit({"ok": True, **document, "notes": list(server.notes)})
-    else:
-        for note in server.notes:
-            report.say(note)
-        variables = [f"{name}={value}" for name, value in server.environment.items()]
-        report.say(f"$ {shlex.join([*variables, *server.command])}")
+    variables = [f"{name}={value}" for name, value in server.environment.items()]
+    report.emit(
+        {
+            "ok": True,
+            "command": list(server.command),
+            "environment": server.environment,
+            "notes": list(server.notes),
+        },
+        *server.notes,
+        f"$ {shlex.join([*variables, *server.command])}",
+    )
     if not dry_run:
         sys.stdout.flush()
         _become(server)
@@ -137,13 +140,13 @@ def _check_options(options: Options) -> None:
 
 def _transfer(options: Options) -> dict[str, Any]:
     """The object of ``--kv-transfer-config``, of a connector that has a parser."""
-    if options.config is not None:
+    if options.kv_config is not None:
         if options.cpu_gib is not None or options.redis_url is not None:
             raise CliError(
-                "--config has all settings; --cpu-gib and --redis-url are for those without one",
+                "--kv-config has all settings; --cpu-gib and --redis-url are for those without one",
                 "put them into that file",
             )
-        document = read_transfer_config(options.config)
+        document = read_transfer_config(options.kv_config)
         if str(document.get("kv_connector")) not in _PARSERS:
             raise CliError(
                 f"kv_connector must be {' or '.join(_PARSERS)}", "`lmcache-connector check` it"
