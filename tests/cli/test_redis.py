@@ -246,3 +246,19 @@ def test_a_url_that_is_none_is_said_in_words(cli: Cli) -> None:
     assert "unknown scheme" in outcome.err
     assert "hunter2" not in outcome.err
     assert "None was named" in cli("ls").err
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rest", "hint"),
+    [
+        ("redis+cluster", "", "use redis:// without +cluster"),
+        ("redis+sentinel", "/mymaster", "no Sentinel: use redis://"),
+        ("redis", "/99", "a smaller number"),
+    ],
+)
+def test_a_url_of_another_kind_of_server_is_told_so(
+    cli: Cli, valkey: Server, scheme: str, rest: str, hint: str
+) -> None:
+    outcome = cli("ls", "--redis-url", f"{scheme}://127.0.0.1:{valkey.port}{rest}")
+    assert outcome.code == 3
+    assert hint in outcome.err

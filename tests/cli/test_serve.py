@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_connector.cli.app import app
+from lmcache_connector.cli.report import CliError
 from lmcache_connector.cli.serve import Options, plan
 
 
@@ -160,6 +161,11 @@ def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
         (["--kv-offloading-size", "1"], "--kv-offloading-size"),
         (["--kv_offloading_backend=lmcache"], "--kv-offloading-backend"),
         (["--kv-off", "1"], "--kv-off"),
+        (["--cpu-gb", "2"], "did you mean --cpu-gib?"),
+        (["--cpu_gib=2"], "did you mean --cpu-gib?"),
+        (["--redis_url", "redis://h"], "did you mean --redis-url?"),
+        (["--hash-key", "x"], "put it into --kv-config"),
+        (["--config", "{}"], "use --kv-config"),
     ],
 )
 def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> None:
@@ -167,7 +173,7 @@ def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> Non
     assert answer.exit_code == 2
     document = json.loads(answer.stdout)
     assert document["ok"] is False
-    assert complaint in document["error"]
+    assert complaint in document["error"] + document["hint"]
     assert "Traceback" not in answer.output
 
 
@@ -177,3 +183,21 @@ def test_an_option_is_no_model(arguments: list[str]) -> None:
     answer = CliRunner().invoke(app, ["serve", *arguments, "--dry-run"])
     assert answer.exit_code == 2
     assert "the model comes first" in answer.stderr
+
+
+def test_every_option_of_vllm_goes_to_vllm() -> None:
+    """None is taken for a slip of ours, but for those that would replace the connector."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    options = {option for action in actions for option in action.option_strings} - {"-h", "--help"}
+    assert len(options) > 100
+    refused = set()
+    for option in options:
+        try:
+            plan(Options("m", None, None, None, (option,)))
+        except CliError:
+            refused.add(option)
+    ours = ("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--model")
+    assert refused == {*ours, "-kvt"} & options
