@@ -143,7 +143,7 @@ contract: $(STAMP) ## Check the API of a version by its wheel: VLLM=0.34.0 or LM
 docs: $(STAMP) ## Build the documentation into build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-pictures: $(STAMP) $(TRAINED) ## Draw the documentation's pictures of the demo, top and stats anew
+pictures: $(STAMP) $(TRAINED) ## Draw the documentation's pictures of the demo and of stats anew
 	@$(BIN)/python -m examples.pictures
 
 clean: ## Remove the environment and everything that was built

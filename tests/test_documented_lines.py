@@ -135,7 +135,7 @@ def run_line(line: str, folder: Path, environment: dict[str, str], stack: ExitSt
             assert time.monotonic() < until
             time.sleep(0.1)
         return ""
-    watches = "lmcache-connector top" in line
+    watches = "lmcache-connector stats --watch" in line
     shell = ("sh", "-c", f"exec {line}")
     pipe, both = subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(
@@ -178,5 +178,5 @@ def test_every_printed_line_runs(tmp_path: Path) -> None:
         assert (int(cpu) > int(prompt) / 2) == (turn != "1")
     prompts, from_redis = (sum(int(t[i]) for t in second if t[0] == "1") for i in (2, 4))
     assert from_redis > prompts / 2
-    (stats,) = (text for line, text in printed.items() if "connector stats" in line)
+    (stats,) = (text for line, text in printed.items() if "stats localhost" in line)
     assert not re.search(r"hit rate 0\.0%", stats)

@@ -1,7 +1,7 @@
 """Draws the pictures of the documentation anew: ``make pictures``.
 
-Two servers share a Valkey and answer random prompts with common beginnings; ``top`` and ``stats``
-look at them. The demo runs by itself. Takes about four minutes on two cores.
+Two servers share a Valkey and answer random prompts with common beginnings; ``stats`` looks at
+them, with ``--watch`` and without. The demo runs by itself. Takes about four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, _two_servers(Path(folder)) as servers:
         addresses = [server.address for server in servers]
         with _clients(servers):
-            top = (*_CLI, "top", *addresses, "--count", str(_LOOKS))
-            _save("top.svg", record("lmcache-connector top A:8000 B:8000", top, columns=180))
+            watch = (*_CLI, "stats", "--watch", *addresses, "--count", str(_LOOKS))
+            shown = "lmcache-connector stats --watch A:8000 B:8000"
+            # A pipe gets each look; a terminal shows the last.
+            _save("watch.svg", record(shown, watch, columns=180, last_lines=1 + len(addresses)))
         stats = (*_CLI, "stats", addresses[1])
         _save("stats.svg", record("lmcache-connector stats B:8000", stats, columns=90))
 

@@ -14,10 +14,16 @@ from rich.text import Text
 _FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
-def record(shown: str, command: Sequence[str], columns: int, timeout: float = 600) -> str:
+def record(
+    shown: str,
+    command: Sequence[str],
+    columns: int,
+    timeout: float = 600,
+    last_lines: int | None = None,
+) -> str:
     """Runs ``command`` and draws it as if ``shown`` had been typed.
 
-    It writes into a pipe, so a display that redraws itself is drawn as it ended. Raises
+    ``last_lines``: how many of its lines are drawn; all by default. Raises
     ``subprocess.CalledProcessError`` if it fails, ``TimeoutExpired`` after ``timeout`` seconds.
     """
     done = subprocess.run(
@@ -29,7 +35,8 @@ def record(shown: str, command: Sequence[str], columns: int, timeout: float = 60
         timeout=timeout,
         env=os.environ | {"COLUMNS": str(columns)},
     )
-    return draw(shown, done.stdout.splitlines(), columns)
+    lines = done.stdout.splitlines()
+    return draw(shown, lines[-last_lines:] if last_lines else lines, columns)
 
 
 def draw(shown: str, lines: Sequence[str], columns: int) -> str:

@@ -8,38 +8,63 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from lmcache_connector import __version__
 from lmcache_connector.cli.report import CliError, Report
 
+_GONE = {
+    "top": "use `lmcache-connector stats --watch`",
+    "inspect": "use `lmcache-connector ls KEY`",
+    "bench": "use `python -m benchmarks` in a checkout; `stats` says how fast an engine loads",
+}
+_ENGINE = "localhost:8000"
+_RENAMED = {"--url": "--engine", "--config": "--kv-config"}
+
+
+class _Commands(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Names what has taken the place of a command or an option that is gone."""
+        if args[0] in _GONE:
+            ctx.fail(f"{args[0]!r} is gone: {_GONE[args[0]]}.")
+        for option in (arg.partition("=")[0] for arg in args):
+            if option in _RENAMED and args[0] != "serve":  # vLLM has options of these names
+                ctx.fail(f"{option!r} is gone: its name is {_RENAMED[option]} now.")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="lmcache-connector",
     help="Check, watch and tend the KV cache of lmcache-connector.",
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of tables.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of tables.")]
 RedisUrl = Annotated[
     str | None,
     typer.Option(
         "--redis-url",
-        help="As in the connector's configuration: a URL, env:NAME or file:PATH.",
+        metavar="URL",
+        help="The Redis, as in the connector's settings: a URL, env:NAME or file:PATH.",
         envvar="LMCACHE_CONNECTOR_REDIS_URL",
         show_envvar=True,
     ),
 ]
-ConfigOption = Annotated[
+KvConfig = Annotated[
     str | None,
-    typer.Option("--config", help="Take URL, namespace and hash_key from this JSON or file."),
+    typer.Option(
+        "--kv-config",
+        metavar="JSON|FILE",
+        help="The engine's --kv-transfer-config, for its redis_url, namespace and hash_key.",
+    ),
 ]
 Namespace = Annotated[
-    str | None, typer.Option("--namespace", "-n", help="Only this namespace; all without it.")
-]
-Urls = Annotated[
-    list[str], typer.Argument(metavar="URL...", help="Engines, such as localhost:8000.")
+    str | None,
+    typer.Option("--namespace", "-n", metavar="NAME", help="Only this one; without it, all."),
 ]
 
 
@@ -56,16 +81,19 @@ def root(
 def check(
     config: Annotated[
         str,
-        typer.Argument(help="The JSON of --kv-transfer-config, a file with it, or - for stdin."),
+        typer.Argument(
+            metavar="CONFIG",
+            help="The JSON of --kv-transfer-config, a file with it, or - for stdin.",
+        ),
     ],
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="A running engine, for example localhost:8000: what its audits found."),
+        typer.Option(metavar="HOST:PORT", help="Also ask this running engine what audits found."),
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Try a configuration as the engine would, and every tier it names."""
-    from lmcache_connector.cli.check import command
+    """Try a configuration, and every tier it names."""
+    from lmcache_connector.cli import check as command
 
     _run(json_, lambda report: command.run(report, config, engine or ()))
 
@@ -76,179 +104,169 @@ def check(
 )
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Name or folder of a model.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name or folder of a model.")],
     cpu_gib: Annotated[
-        float | None, typer.Option(help="CPU tier of each rank, GiB.", show_default="8")
+        float | None,
+        typer.Option(metavar="GIB", help="CPU tier of each rank.", show_default="8"),
     ] = None,
     redis_url: Annotated[
-        str | None, typer.Option(help="Share through it: a URL, env:NAME or file:PATH.")
-    ] = None,
-    config: Annotated[
         str | None,
-        typer.Option(help="Instead: the JSON of --kv-transfer-config, or a file with it."),
+        typer.Option(metavar="URL", help="Share through this Redis: a URL, env:NAME or file:PATH."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say vLLM's line.")] = False,
+    kv_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON|FILE", help="Instead of both: the whole of --kv-transfer-config."
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print vLLM's line.")] = False,
     json_: Json = False,
 ) -> None:
     """Start vLLM's API server with the connector. Other options go to vllm serve."""
-    from lmcache_connector.cli.engine import serve as command
+    from lmcache_connector.cli import serve as command
 
-    options = command.Options(model, cpu_gib, redis_url, config, tuple(context.args))
+    options = command.Options(model, cpu_gib, redis_url, kv_config, tuple(context.args))
     _run(json_, lambda report: command.run(report, options, dry_run=dry_run))
 
 
 @app.command()
-def stats(urls: Urls, json_: Json = False) -> None:
-    """What engines have done since their start, from their /metrics."""
-    from lmcache_connector.cli.engine import stats as command
-
-    _run(json_, lambda report: command.run(report, urls))
-
-
-@app.command()
-def top(
-    urls: Urls,
-    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 2.0,
-    count: Annotated[int, typer.Option(help="Looks; 0 goes on until Ctrl-C.", min=0)] = 0,
+def stats(
+    engines: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="HOST:PORT", help="Running engines.", show_default=_ENGINE),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show rates, look by look, until Ctrl-C.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time between two looks.", min=0.1)
+    ] = 2.0,
+    count: Annotated[
+        int, typer.Option(metavar="N", help="End after so many looks; 0 goes on.", min=0)
+    ] = 0,
     json_: Json = False,
 ) -> None:
-    """Watch engines: hit rates, bandwidths, queues, as they are now."""
-    from lmcache_connector.cli.engine import top as command
+    """Show what running engines have done. With --watch: what they do now."""
+    from lmcache_connector.cli import stats as command
 
-    _run(json_, lambda report: command.run(report, urls, interval, count))
+    urls = engines or [_ENGINE]
+
+    def run(report: Report) -> int | None:
+        if not watch:
+            return command.run(report, urls)
+        command.watch(report, urls, interval, count)
+        return None
+
+    _run(json_, run)
 
 
 @app.command()
 def warm(
     file: Annotated[
-        str, typer.Argument(help="Prompts: a text per line, or JSON in *.jsonl; - for stdin.")
+        str,
+        typer.Argument(
+            metavar="FILE", help="Prompts: a text per line, or JSON in *.jsonl; - for stdin."
+        ),
     ],
-    url: Annotated[str, typer.Option(help="A running engine, such as localhost:8000.")],
-    jsonl: Annotated[bool, typer.Option("--jsonl", help="JSON, whatever its name.")] = False,
+    engine: Annotated[str, typer.Option(metavar="HOST:PORT", help="A running engine.")] = _ENGINE,
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help="The file is JSON, whatever its name.")
+    ] = False,
     concurrency: Annotated[
-        int, typer.Option(help="Prompts that are asked at once.", min=1, max=256)
+        int, typer.Option(metavar="N", help="Prompts that are asked at once.", min=1, max=256)
     ] = 4,
     timeout: Annotated[
-        float, typer.Option(help="Seconds that one prompt may take.", min=1.0)
+        float, typer.Option(metavar="SECONDS", help="Longest time for one prompt.", min=1.0)
     ] = 600.0,
     model: Annotated[
-        str | None, typer.Option(help="As the engine calls it; its first one without.")
+        str | None,
+        typer.Option(metavar="NAME", help="One of the engine's models; without it, the first."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Of the engine's API: the key, env:NAME or file:PATH.")
+        str | None,
+        typer.Option(metavar="KEY", help="Key of the engine's API, env:NAME or file:PATH."),
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Bring prompts, or what they begin with, from a file into a running engine's cache."""
-    from lmcache_connector.cli.engine import warm as command
+    """Bring prompts into a running engine's cache. They come from a file."""
+    from lmcache_connector.cli import warm as command
+    from lmcache_connector.cli.target import secret
 
-    _run(
-        json_,
-        lambda report: command.run(
-            report,
-            command.Options(
-                file,
-                url,
-                jsonl or file.endswith(".jsonl"),
-                concurrency,
-                timeout,
-                model,
-                command.read_key(api_key),
-            ),
-        ),
-    )
+    is_json = jsonl or file.endswith(".jsonl")
+
+    def run(report: Report) -> int:
+        key = secret("--api-key", api_key)
+        options = command.Options(file, engine, is_json, concurrency, timeout, model, key)
+        return command.run(report, options)
+
+    _run(json_, run)
 
 
 @app.command()
 def ls(
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="KEY", help="First digits of a chunk key: show its values."),
+    ] = None,
     redis_url: RedisUrl = None,
-    config: ConfigOption = None,
+    kv_config: KvConfig = None,
     namespace: Namespace = None,
     json_: Json = False,
 ) -> None:
-    """Namespaces and models in Redis: chunks, bytes, ages."""
-    from lmcache_connector.cli.redis import ls as command
-    from lmcache_connector.cli.target import Target
+    """List what is in Redis. By namespace and model; with a key, a chunk's values."""
+    from lmcache_connector.cli import values
+    from lmcache_connector.cli.target import redis_config
 
-    _run(json_, lambda report: command.run(report, Target(redis_url, config), namespace))
+    def run(report: Report) -> None:
+        tier = redis_config(redis_url, kv_config)
+        if key is None:
+            values.ls(report, tier, namespace)
+        else:
+            values.ls_chunk(report, tier, namespace, key)
 
-
-@app.command()
-def inspect(
-    chunk: Annotated[str, typer.Argument(help="First hex digits of a chunk key.")],
-    redis_url: RedisUrl = None,
-    config: ConfigOption = None,
-    namespace: Namespace = None,
-    json_: Json = False,
-) -> None:
-    """One chunk in Redis: its values and what their headers say."""
-    from lmcache_connector.cli.redis import inspect as command
-    from lmcache_connector.cli.target import Target
-
-    _run(json_, lambda report: command.run(report, Target(redis_url, config), namespace, chunk))
+    _run(json_, run)
 
 
 @app.command()
 def verify(
     redis_url: RedisUrl = None,
-    config: ConfigOption = None,
+    kv_config: KvConfig = None,
     namespace: Namespace = None,
-    limit: Annotated[int, typer.Option(help="Most values to read; 0: all.", min=0)] = 0,
+    limit: Annotated[
+        int, typer.Option(metavar="N", help="Most values to read; 0: all.", min=0)
+    ] = 0,
     json_: Json = False,
 ) -> None:
-    """Read values and check header and checksum of each. Exit code 1 if any is unsound."""
-    from lmcache_connector.cli.redis import verify as command
-    from lmcache_connector.cli.target import Target
+    """Check every byte in Redis. The exit code is 1 if any value is unsound."""
+    from lmcache_connector.cli import values
+    from lmcache_connector.cli.target import redis_config
 
-    _run(json_, lambda report: command.run(report, Target(redis_url, config), namespace, limit))
+    def run(report: Report) -> int:
+        return values.verify(report, redis_config(redis_url, kv_config), namespace, limit)
+
+    _run(json_, run)
 
 
 @app.command()
 def purge(
     redis_url: RedisUrl = None,
-    config: ConfigOption = None,
+    kv_config: KvConfig = None,
     namespace: Namespace = None,
     everything: Annotated[bool, typer.Option("--all", help="All namespaces.")] = False,
     idle: Annotated[
-        str | None, typer.Option(help="Only values unused for so long: 90s, 15m, 12h, 7d.")
+        str | None,
+        typer.Option(metavar="AGE", help="Only values unused for so long: 90s, 15m, 12h, 7d."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count the values.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json_: Json = False,
 ) -> None:
-    """Remove values from Redis, in small batches, freed in the background."""
-    from lmcache_connector.cli.redis import purge as command
-    from lmcache_connector.cli.target import Target
+    """Remove values from Redis. In small batches, freed in the background."""
+    from lmcache_connector.cli import values
+    from lmcache_connector.cli.target import redis_config
 
-    options = command.Options(namespace, everything, idle, dry_run, yes)
-    _run(json_, lambda report: command.run(report, Target(redis_url, config), options))
-
-
-@app.command()
-def bench(
-    redis_url: RedisUrl = None,
-    config: ConfigOption = None,
-    model: Annotated[
-        str | None, typer.Option(help="Folder of a model, for the size of its KV cache.")
-    ] = None,
-    token_bytes: Annotated[
-        int | None, typer.Option(help="KV bytes per token, instead of --model.", min=1)
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="Take the prefill speed from this engine's metrics.")
-    ] = None,
-    prefill: Annotated[
-        float | None, typer.Option(help="Prefill speed in tokens per second.", min=0.001)
-    ] = None,
-    mib: Annotated[int, typer.Option(help="MiB to move each way.", min=1, max=4096)] = 64,
-    json_: Json = False,
-) -> None:
-    """Measure this host and Redis: from which prefix length on does loading beat recompute?"""
-    from lmcache_connector.cli.engine import bench as command
-    from lmcache_connector.cli.target import Target
-
-    options = command.Options(model, token_bytes, engine, prefill, mib)
-    _run(json_, lambda report: command.run(report, Target(redis_url, config), options))
+    options = values.PurgeOptions(namespace, everything, idle, dry_run, yes)
+    _run(json_, lambda report: values.purge(report, redis_config(redis_url, kv_config), options))
 
 
 def _run(as_json: bool, command: Callable[[Report], int | None]) -> None:
@@ -259,11 +277,7 @@ def _run(as_json: bool, command: Callable[[Report], int | None]) -> None:
     try:
         code = command(report) or 0
     except CliError as error:
-        if as_json:
-            report.emit(error.as_json())
-        else:
-            report.complain(error)
-        code = error.code
+        code = report.fail(error)
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 FOUND_WRONG = 1
 BAD_INPUT = 2
 UNREACHABLE = 3
+# Wider than any table: what is wider than the terminal is wrapped by it, and nothing is cut.
+_WIDTH = 4096
 
 
 class CliError(Exception):
@@ -42,42 +45,53 @@ class Report:
 
     @classmethod
     def to_terminal(cls, as_json: bool) -> Report:
-        return cls(as_json, Console(soft_wrap=True), Console(stderr=True, soft_wrap=True))
+        out = Console(soft_wrap=True, width=_WIDTH, highlight=False, markup=False)
+        return cls(as_json, out, Console(stderr=True, highlight=False, markup=False))
 
-    def emit(self, document: dict[str, Any]) -> None:
-        """One line of JSON, for programs."""
-        self.out.file.write(json.dumps(document) + "\n")
-        self.out.file.flush()
+    def emit(self, document: dict[str, Any], *for_people: str | Text | Table) -> None:
+        """``document`` as one line of JSON; without ``--json``, lines and tables instead."""
+        if self.as_json:
+            self.out.file.write(json.dumps(document) + "\n")
+            self.out.file.flush()
+            return
+        for item in for_people:
+            self.out.print(harmless(item) if isinstance(item, str) else item)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """For people; see :func:`plain_table`."""
-        self.out.print(plain_table(columns, rows))
-
-    def say(self, text: str) -> None:
-        """A line for people."""
-        self.out.print(harmless(text), highlight=False, markup=False)
+    def fail(self, error: CliError) -> int:
+        """The error, and what to do about it, on stderr or as JSON. Its exit code."""
+        if self.as_json:
+            self.emit(error.as_json())
+        else:
+            self.complain(error)
+        return error.code
 
     def complain(self, error: CliError) -> None:
-        """An error for people, and what to do about it."""
-        text = harmless(f"Error: {error}")
-        self.err.print(text, style="red", highlight=False, markup=False)
+        """For people alone."""
+        self.err.print(harmless(f"Error: {error}"), style="red", soft_wrap=True)
         if error.hint:
-            self.err.print(harmless(f"Try: {error.hint}"), highlight=False, markup=False)
+            self.err.print(harmless(f"Try: {error.hint}"), soft_wrap=True)
+
+    def progress(self) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        return Progress(
+            *columns, TimeElapsedColumn(), console=self.err, transient=True, disable=self.as_json
+        )
 
 
 def harmless(text: str) -> str:
-    """``text`` as a terminal may show it: what servers and their keys say could command one."""
+    """``text`` without control characters: names that a server sends could command a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table without lines. Columns whose title ends in a space are numbers, set right."""
-    table = Table(box=None, pad_edge=False)
+    made = Table(box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left")
+        justify = "right" if column.endswith(" ") else "left"
+        made.add_column(column.strip(), justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*(Text(harmless(cell)) for cell in row))
-    return table
+        made.add_row(*(Text(harmless(cell)) for cell in row))
+    return made
 
 
 def size(num_bytes: float) -> str:
@@ -103,10 +117,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours:.0f} h" if hours < 48 else f"{days:.0f} d"
 
 
-def span(values: Sequence[float | None]) -> str:
-    """``2 s to 3 h``: the least and the most of what is known; a dash for nothing."""
-    known = sorted(value for value in values if value is not None)
-    if not known:
-        return "-"
-    low, high = duration(known[0]), duration(known[-1])
+def span(bounds: Sequence[float | None]) -> str:
+    """``2 s to 3 h``, of the least and the most; a dash where neither is known."""
+    low, high = map(duration, bounds)
     return low if low == high else f"{low} to {high}"

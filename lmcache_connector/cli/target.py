@@ -1,15 +1,18 @@
-"""Which Redis a command is about: from ``--redis-url`` or a connector's configuration."""
+"""What a command is about: an engine's address, a connector's configuration, a Redis."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 from lmcache_connector.cli.report import UNREACHABLE, CliError
 from lmcache_connector.config.strict import resolve_secret
@@ -20,20 +23,56 @@ from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
 from lmcache_connector.storage.redis.config import RedisTierConfig
 
 ConfigT = TypeVar("ConfigT")
-
+BROKEN = (
+    *(OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError),
+)
+"""No answer over HTTP, or none that an engine would give."""
+_METRICS_SECONDS = 5.0
+_MAX_METRICS_BYTES = 64 << 20
 _EXAMPLE = (
     '{"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_both", '
     '"kv_connector_extra_config": {"cpu_gib": 8, "redis_url": "redis://localhost:6379"}}'
 )
 
 
+# -- engines ---------------------------------------------------------------------------------------
+
+
+def engine_url(text: str) -> SplitResult:
+    """``localhost:8000`` and the like, completed. Raises :class:`CliError`."""
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        _ = parts.port
+    except ValueError:
+        parts = urlsplit("")
+    if parts.username or parts.password:
+        raise CliError("leave user and password out of an engine's address")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise CliError(f"{text!r} is no address of an engine", "for example localhost:8000")
+    return parts
+
+
+def metrics_text(text: str) -> str:
+    """What the engine's ``/metrics`` answers. Raises :class:`CliError` without an answer."""
+    parts = engine_url(text)
+    url = parts._replace(path=parts.path if parts.path.strip("/") else "/metrics").geturl()
+    try:
+        with urllib.request.urlopen(url, timeout=_METRICS_SECONDS) as response:
+            return str(response.read(_MAX_METRICS_BYTES).decode(errors="replace"))
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        hint = "is the engine up, and is this its API port?"
+        raise CliError(f"{text}: {reason}", hint, UNREACHABLE) from None
+
+
+# -- configurations --------------------------------------------------------------------------------
+
+
 def read_transfer_config(text_or_path: str) -> dict[str, Any]:
     """The object of ``--kv-transfer-config``. Raises :class:`CliError`, never repeating values."""
     text = text_or_path.strip()
-    if text == "-":
-        text = _read_stdin()
-    elif not text.startswith("{"):
-        text = _read_file(Path(text_or_path))
+    if not text.startswith("{"):
+        text = _read(text)
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -46,6 +85,18 @@ def read_transfer_config(text_or_path: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise CliError("the configuration must be one JSON object", _EXAMPLE)
     return document
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        # A name that is none of a file may be a URL with a password.
+        shown = Path(name).name if name.isprintable() and "@" not in name else "that"
+        raise CliError(
+            f"cannot read {shown}: {reason}", f"give a file, or the JSON itself: '{_EXAMPLE}'"
+        ) from None
 
 
 def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
@@ -70,31 +121,37 @@ def _parsed(
         raise CliError(str(error), hint) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Which Redis the user named: with ``--redis-url``, with ``--config``, or both."""
+def secret(option: str, reference: str | None) -> str | None:
+    """Of ``env:NAME`` and ``file:PATH``, what they refer to. Raises :class:`CliError`."""
+    try:
+        return resolve_secret(reference, os.environ) if reference is not None else None
+    except ValueError as error:
+        raise CliError(f"{option}: {error}") from None
 
-    redis_url: str | None
-    config: str | None
 
-    def tier_config(self) -> RedisTierConfig:
-        """Raises :class:`CliError` if there is none, or it cannot be used."""
-        found = None
-        if self.config is not None:
-            found = connector_config(read_transfer_config(self.config)).redis_tier_config()
-        if found is None:
-            found = RedisTierConfig(url="redis://localhost")
-            if self.redis_url is None:
-                raise self._nothing_named()
-        return _with_url(found, self.redis_url)
+# -- Redis -----------------------------------------------------------------------------------------
 
-    def _nothing_named(self) -> CliError:
-        if self.config is not None:
-            return CliError("this configuration has no redis_url", "add one, or give --redis-url")
-        return CliError(
+
+def redis_config(redis_url: str | None, kv_config: str | None) -> RedisTierConfig:
+    """Of ``--redis-url``, ``--kv-config``, or both, whose URL then is the first's. Raises
+    :class:`CliError` if they name no Redis, or one that cannot be used."""
+    found = None
+    if kv_config is not None:
+        found = connector_config(read_transfer_config(kv_config)).redis_tier_config()
+    if redis_url is None:
+        if found is not None:
+            return found
+        if kv_config is not None:
+            raise CliError("this configuration has no redis_url", "add one, or give --redis-url")
+        raise CliError(
             "which Redis? None was named",
-            "give --redis-url redis://HOST:6379, or --config with the engine's configuration",
+            "give --redis-url redis://HOST:6379, or --kv-config with the engine's configuration",
         )
+    url = secret("--redis-url", redis_url) or ""
+    try:
+        return replace(found or RedisTierConfig(url="redis://localhost"), url=url)
+    except ValueError as error:
+        raise CliError(str(error), "for example --redis-url redis://localhost:6379") from None
 
 
 @contextmanager
@@ -106,30 +163,3 @@ def open_admin(config: RedisTierConfig) -> Iterator[RedisAdmin]:
             yield admin
     except RedisAdminError as error:
         raise CliError(str(error), error.hint, UNREACHABLE) from None
-
-
-def _with_url(config: RedisTierConfig, redis_url: str | None) -> RedisTierConfig:
-    if redis_url is None:
-        return config
-    try:
-        return replace(config, url=resolve_secret(redis_url, os.environ))
-    except ValueError as error:
-        raise CliError(str(error), "for example --redis-url redis://localhost:6379") from None
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError:
-        raise CliError("what comes on standard input is no text", _EXAMPLE) from None
-
-
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        shown = path.name if path.name.replace(".", "").replace("-", "").isalnum() else "that"
-        raise CliError(
-            f"cannot read {shown}: {reason}", f"give a file, or the JSON itself: '{_EXAMPLE}'"
-        ) from None

@@ -43,6 +43,28 @@ _PIECE_BYTES = 4 << 20
 _MAX_BYTES = _PIECE_BYTES + (1 << 20)
 
 
+# By what an error says, in lower case; the first that fits.
+_UNKNOWN_HOST = "the host name is not known here"
+_HINTS = (
+    ("certificate", "use rediss:// and name the authority: ?ssl_ca_certs=/path/to/ca.pem"),
+    ("handshake", "this port speaks no TLS: use redis://, or the port of the server that does"),
+    ("wrong_version", "this port speaks no TLS: use redis://, or the port of the server that does"),
+    ("ssl", "use rediss:// and name the authority: ?ssl_ca_certs=/path/to/ca.pem"),
+    ("cluster support disabled", "this server is no cluster: use redis:// without +cluster"),
+    ("'sentinel'", "this server is no Sentinel: use redis://, or the port of a Sentinel (26379)"),
+    ("db index", "the server has fewer databases: end the URL in a smaller number (0 to 15)"),
+    ("refused", "start the server, or correct host and port; a container must publish its port"),
+    ("timed out", "the server does not answer: look at firewalls, and at its own load"),
+    ("timeout", "the server does not answer: look at firewalls, and at its own load"),
+    ("name or service", _UNKNOWN_HOST),
+    ("resolution", _UNKNOWN_HOST),
+    ("nodename", _UNKNOWN_HOST),
+    ("http/", "an HTTP server answers here: correct host and port"),
+    ("closed", "is this a Redis? It hangs up: it may want TLS (rediss://), or be protected"),
+    ("reset", "is this a Redis? It hangs up: it may want TLS (rediss://), or be protected"),
+)
+
+
 class RedisAdminError(Exception):
     """What went wrong, and in ``hint`` what to do about it."""
 
@@ -256,16 +278,9 @@ def _hint(error: Exception) -> str:
         )
     if isinstance(error, AuthenticationError):
         return "set user and password in the URL: redis://USER:PASSWORD@HOST (best as env:NAME)"
-    if "certificate" in text or "ssl" in text:
-        return "use rediss:// and name the authority: ?ssl_ca_certs=/path/to/ca.pem"
-    if "refused" in text:
-        return "start the server, or correct host and port; a container may need its port published"
-    if "timed out" in text or "timeout" in text:
-        return "the server does not answer: look at firewalls, and at its own load"
-    if "name or service" in text or "resolution" in text or "nodename" in text:
-        return "the host name is not known here"
-    if "closed" in text or "reset" in text:
-        return "the server hangs up: it may want TLS (rediss://), or have protected-mode on"
+    for words, hint in _HINTS:
+        if words in text:
+            return hint
     return "see the server's own log"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_connector.cli.check import host
+from lmcache_connector.cli import check
 from lmcache_connector.vllm_compat.api import versions
 
 
@@ -20,9 +20,9 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, vllm: str, status: str, words
     def version(name: str) -> str:
         return "0.5.6" if name == "lmcache" else vllm
 
-    monkeypatch.setattr(host, "version", version)
+    monkeypatch.setattr(check, "version", version)
     monkeypatch.setattr(versions, "version", version)
-    finding = host.check_versions()
+    finding = check.check_versions()
     assert finding.verdict == status
     assert words in finding.hint
     assert vllm in finding.detail

@@ -13,9 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from lmcache_connector import __version__
-from lmcache_connector.cli.engine.bench import RedisSpeed, crossover_tokens
-from lmcache_connector.cli.engine.scrape import interpolate
-from lmcache_connector.cli.engine.top import sparkline
+from lmcache_connector.cli.metrics import interpolate
+from lmcache_connector.cli.stats import sparkline
 from lmcache_connector.metrics.samples import Samples
 from tests.support.command_line import Cli
 from tests.support.prometheus import prom_metrics
@@ -107,7 +106,7 @@ def test_top_shows_what_happens_between_two_looks(cli: Cli, engine: Engine) -> N
     engine.happened(0, some_traffic)  # before the first look: history
     runner = threading.Timer(0.3, lambda: engine.happened(0, some_traffic))
     runner.start()
-    outcome = cli("top", engine.url, "--count", "1", "--interval", "1", "--json")
+    outcome = cli("stats", "--watch", engine.url, "--count", "1", "--interval", "1", "--json")
     runner.join()
     (seen,) = outcome.document["engines"]
     assert math.isclose(seen["hit_rate"], 0.64)
@@ -116,13 +115,15 @@ def test_top_shows_what_happens_between_two_looks(cli: Cli, engine: Engine) -> N
         seen["queried_tokens_per_second"] / seen["cpu_hit_tokens_per_second"], 1000 / 512
     )
     assert seen["redis_loaded_bytes_per_second"] > 0
-    quiet = cli("top", engine.url, "--count", "1", "--interval", "0.1")
+    quiet = cli("stats", "--watch", engine.url, "--count", "1", "--interval", "0.1")
     assert "DOWN" in quiet.out
 
 
 def test_an_engine_that_goes_away_is_shown_as_away(cli: Cli, engine: Engine) -> None:
     away = f"127.0.0.1:{free_port()}"
-    outcome = cli("top", engine.url, away, "--count", "1", "--interval", "0.1", "--json")
+    outcome = cli(
+        "stats", "--watch", engine.url, away, "--count", "1", "--interval", "0.1", "--json"
+    )
     assert outcome.code == 0
     here, gone = outcome.document["engines"]
     assert here["problem"] is None
@@ -133,7 +134,7 @@ def test_an_engine_that_goes_away_is_shown_as_away(cli: Cli, engine: Engine) -> 
     people = cli("stats", engine.url, away)
     assert "hit rate" in people.out
     assert "refused" in people.err
-    assert cli("top", away).code == 3
+    assert cli("stats", "--watch", away).code == 3
     assert cli("stats", away).code == 3
 
 
@@ -163,17 +164,9 @@ def test_sparklines() -> None:
     assert sparkline([0.0, 0.0]) == "  "
 
 
-def test_the_crossover_is_where_both_take_as_long() -> None:
-    link = RedisSpeed(0.1, 1000.0, 1.0)
-    # 0.1 s + n * 0.01 s of load = n * 0.02 s of compute, at n = 10
-    assert crossover_tokens(link, 10, 50) == 128
-    assert crossover_tokens(RedisSpeed(10.0, 1000.0, 1.0), 10, 50) == 1024
-    assert crossover_tokens(link, 10, 100) is None
-
-
 def test_help_names_every_command(cli: Cli) -> None:
     out = cli("--help").out
-    for command in ("check", "stats", "top", "ls", "inspect", "verify", "purge", "bench"):
+    for command in ("check", "serve", "stats", "warm", "ls", "verify", "purge"):
         assert command in out
     assert cli("--version").out.strip() == __version__
 
@@ -208,3 +201,22 @@ def test_check_says_that_an_engine_does_not_answer(cli: Cli) -> None:
     outcome = cli("check", CONFIG, "--engine", f"127.0.0.1:{free_port()}", "--json")
     assert outcome.document["findings"][-1]["verdict"] == "error"
     assert outcome.code == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        (["top", "localhost:8000"], "stats --watch"),
+        (["inspect", "ab"], "ls KEY"),
+        (["bench"], "python -m benchmarks"),
+        (["warm", "f", "--url=h"], "--engine"),
+        (["ls", "--config", "{}"], "--kv-config"),
+        (["stat"], "stats"),
+    ],
+)
+def test_what_is_gone_or_misspelt_is_refused_with_its_name(
+    cli: Cli, line: list[str], instead: str
+) -> None:
+    outcome = cli(*line)
+    assert outcome.code == 2
+    assert instead in outcome.err

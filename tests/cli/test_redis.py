@@ -89,17 +89,17 @@ def test_names_are_shown_as_they_are_and_command_no_terminal(
 def test_inspect_shows_each_value_of_a_chunk(cli: Cli, valkey: Server) -> None:
     fill(valkey, 2)
     key = chunk_key(0).hex()
-    values = cli("inspect", key[:12], "--redis-url", valkey.url, "--json").document["values"]
+    values = cli("ls", key[:12], "--redis-url", valkey.url, "--json").document["values"]
     assert [(v["header"]["shard"], v["header"]["layer_start"]) for v in values] == [
         *((0, 0), (0, values[1]["header"]["layer_start"])),
         *((1, 0), (1, values[1]["header"]["layer_start"])),
     ]
     assert {v["chunk"] for v in values} == {key}
     assert all(v["problem"] is None for v in values)
-    missing = cli("inspect", "0" * 20, "--redis-url", valkey.url)
+    missing = cli("ls", "0" * 20, "--redis-url", valkey.url)
     assert (missing.code, missing.out) == (1, "")
     assert "no chunk begins with" in missing.err
-    assert cli("inspect", "xyz", "--redis-url", valkey.url).code == 2
+    assert cli("ls", "xyz", "--redis-url", valkey.url).code == 2
 
 
 def damage(server: Server, index: int, change: Callable[[bytes], bytes]) -> str:
@@ -155,10 +155,10 @@ def test_verify_of_keyed_values_takes_the_key(cli: Cli, valkey: Server) -> None:
     config = json.dumps(
         {"kv_connector_extra_config": {"redis_url": valkey.url, "hash_key": HASH_KEY}}
     )
-    keyed = cli("verify", "--config", config, "--json").document
+    keyed = cli("verify", "--kv-config", config, "--json").document
     assert keyed["values"] == {"sound": 2 * VALUES_PER_CHUNK}
     wrong = config.replace(HASH_KEY, "another secret of enough bytes")
-    outcome = cli("verify", "--config", wrong, "--json")
+    outcome = cli("verify", "--kv-config", wrong, "--json")
     assert outcome.code == 1
     assert {v["problem"] for v in outcome.document["unsound"]} == {"forged_tag"}
     assert "another secret" not in outcome.out + outcome.err
@@ -225,10 +225,10 @@ def test_purge_lets_others_be_served(cli: Cli, valkey: Server) -> None:
         cli("purge", "--redis-url", valkey.url, "--all", "--yes")
     seen = commands_seen(valkey)
     assert seen["unlink"] == 200 * VALUES_PER_CHUNK
-    assert seen["scan"] >= 2 * 200 * VALUES_PER_CHUNK // 512
+    assert seen["scan"] >= 200 * VALUES_PER_CHUNK // 512
 
 
-@pytest.mark.parametrize("command", [["ls"], ["verify"], ["purge", "--all", "--yes"], ["bench"]])
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["purge", "--all", "--yes"]])
 def test_a_server_that_is_not_there_is_said_in_words(cli: Cli, command: list[str]) -> None:
     url = "redis://user:hunter2@127.0.0.1:1"
     outcome = cli(*command, "--redis-url", url)
@@ -248,14 +248,17 @@ def test_a_url_that_is_none_is_said_in_words(cli: Cli) -> None:
     assert "None was named" in cli("ls").err
 
 
-def test_bench_says_where_loading_wins(cli: Cli, valkey: Server) -> None:
-    bench = ("bench", "--redis-url", valkey.url, "--token-bytes", "1024", "--mib", "2", "--json")
-    unknown = cli(*bench).document
-    assert unknown["crossover_tokens"] is None
-    assert unknown["read_bytes_per_second"] > 0
-    slow = cli(*bench, "--prefill", "1").document
-    assert slow["crossover_tokens"] == 128
-    fast = cli(*bench, "--prefill", "1e15").document
-    assert fast["crossover_tokens"] is None
-    with valkey.client() as client:
-        assert client.dbsize() == 0  # it clears up after itself
+@pytest.mark.parametrize(
+    ("scheme", "rest", "hint"),
+    [
+        ("redis+cluster", "", "use redis:// without +cluster"),
+        ("redis+sentinel", "/mymaster", "no Sentinel: use redis://"),
+        ("redis", "/99", "a smaller number"),
+    ],
+)
+def test_a_url_of_another_kind_of_server_is_told_so(
+    cli: Cli, valkey: Server, scheme: str, rest: str, hint: str
+) -> None:
+    outcome = cli("ls", "--redis-url", f"{scheme}://127.0.0.1:{valkey.port}{rest}")
+    assert outcome.code == 3
+    assert hint in outcome.err

@@ -170,7 +170,7 @@ def test_an_operators_rights_are_enough(cli: Cli, guarded: Guarded) -> None:
     assert group["values"] == 3 * VALUES_PER_CHUNK
     assert group["idle_seconds"][0] is not None
     assert cli("verify", "--redis-url", url, "--json").document["ok"]
-    assert cli("inspect", chunk_key(1).hex(), "--redis-url", url).code == 0
+    assert cli("ls", chunk_key(1).hex(), "--redis-url", url).code == 0
     purged = cli("purge", "--redis-url", url, "--all", "--yes", "--json").document
     assert purged["removed_values"] == 3 * VALUES_PER_CHUNK
 

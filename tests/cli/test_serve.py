@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_connector.cli.app import app
-from lmcache_connector.cli.engine.serve import Options, plan
+from lmcache_connector.cli.report import CliError
+from lmcache_connector.cli.serve import Options, plan
 
 
 def dry_run(*arguments: str) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def test_on_cpus_nothing_is_compiled_unless_asked_for(choice: str) -> None:
 
 @pytest.fixture
 def _twelve_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_connector.cli.engine.serve.available_memory", lambda: 12 << 30)
+    monkeypatch.setattr("lmcache_connector.cli.serve.available_memory", lambda: 12 << 30)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
 
 
@@ -129,7 +130,7 @@ def test_no_secret_of_a_file_is_on_the_line_either(tmp_path: Path) -> None:
 
 
 def test_a_vllm_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmcache_connector.cli.engine import serve
+    from lmcache_connector.cli import serve
 
     monkeypatch.setattr(serve, "_installed_vllm", lambda: (["/no/such/vllm", "serve"], False))
     answer = CliRunner().invoke(app, ["serve", "some/model"])
@@ -141,7 +142,7 @@ def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
     document = {"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_producer"}
     path = tmp_path / "transfer.json"
     path.write_text(json.dumps(document))
-    assert transfer(line("some/model", "--config", str(path))) == document
+    assert transfer(line("some/model", "--kv-config", str(path))) == document
 
 
 @pytest.mark.parametrize(
@@ -149,10 +150,10 @@ def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
     [
         (["--cpu-gib", "-1"], "cpu_gib"),
         (["--redis-url", "htp://cache"], "redis_url"),
-        (["--config", "{}", "--cpu-gib", "1"], "--config"),
-        (["--config", "nowhere.json"], "cannot read"),
-        (["--config", '{"kv_connector": "OffloadingConnector"}'], "kv_connector must be"),
-        (["--config", '{"kv_connector": ["LMCacheTieredConnector"]}'], "kv_connector must be"),
+        (["--kv-config", "{}", "--cpu-gib", "1"], "--kv-config"),
+        (["--kv-config", "nowhere.json"], "cannot read"),
+        (["--kv-config", '{"kv_connector": "OffloadingConnector"}'], "kv_connector must be"),
+        (["--kv-config", '{"kv_connector": ["LMCacheTieredConnector"]}'], "kv_connector must be"),
         (["--kv-transfer-config", "{}"], "--kv-transfer-config"),
         (["--kv_transfer_config={}"], "--kv-transfer-config"),
         (["--kv-transfer-config.kv_role", "kv_both"], "--kv-transfer-config"),
@@ -160,6 +161,11 @@ def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
         (["--kv-offloading-size", "1"], "--kv-offloading-size"),
         (["--kv_offloading_backend=lmcache"], "--kv-offloading-backend"),
         (["--kv-off", "1"], "--kv-off"),
+        (["--cpu-gb", "2"], "did you mean --cpu-gib?"),
+        (["--cpu_gib=2"], "did you mean --cpu-gib?"),
+        (["--redis_url", "redis://h"], "did you mean --redis-url?"),
+        (["--hash-key", "x"], "put it into --kv-config"),
+        (["--config", "{}"], "use --kv-config"),
     ],
 )
 def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> None:
@@ -167,7 +173,7 @@ def test_bad_settings_start_nothing(arguments: list[str], complaint: str) -> Non
     assert answer.exit_code == 2
     document = json.loads(answer.stdout)
     assert document["ok"] is False
-    assert complaint in document["error"]
+    assert complaint in document["error"] + document["hint"]
     assert "Traceback" not in answer.output
 
 
@@ -177,3 +183,21 @@ def test_an_option_is_no_model(arguments: list[str]) -> None:
     answer = CliRunner().invoke(app, ["serve", *arguments, "--dry-run"])
     assert answer.exit_code == 2
     assert "the model comes first" in answer.stderr
+
+
+def test_every_option_of_vllm_goes_to_vllm() -> None:
+    """None is taken for a slip of ours, but for those that would replace the connector."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    options = {option for action in actions for option in action.option_strings} - {"-h", "--help"}
+    assert len(options) > 100
+    refused = set()
+    for option in options:
+        try:
+            plan(Options("m", None, None, None, (option,)))
+        except CliError:
+            refused.add(option)
+    ours = ("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--model")
+    assert refused == {*ours, "-kvt"} & options

@@ -47,7 +47,7 @@ def test_a_cluster_is_one_cache_to_every_command(cli: Cli, cluster: Cluster) -> 
     assert (group["chunks"], group["values"]) == (30, 30 * VALUES_PER_CHUNK)
     verified = cli("verify", *url, "--json").document
     assert verified["values"] == {"sound": 30 * VALUES_PER_CHUNK}
-    one = cli("inspect", chunk_key(7).hex()[:16], *url, "--json").document
+    one = cli("ls", chunk_key(7).hex()[:16], *url, "--json").document
     assert len(one["values"]) == VALUES_PER_CHUNK
     purged = cli("purge", *url, "--all", "--yes", "--json").document
     assert purged["removed_values"] == 30 * VALUES_PER_CHUNK

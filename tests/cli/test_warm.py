@@ -117,7 +117,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
 
 def warm(cli: Cli, api: Api, file: Path, *more: str) -> Any:
-    return cli("warm", str(file), "--url", api.url, "--api-key", "env:API_KEY", *more)
+    return cli("warm", str(file), "--engine", api.url, "--api-key", "env:API_KEY", *more)
 
 
 def test_lines_of_text_are_asked_a_few_at_a_time(cli: Cli, api: Api, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_an_interrupt_waits_for_no_answer(api: Api, tmp_path: Path) -> None:
     # Under nohup tests ignore SIGINT, and so would their children.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from lmcache_connector.cli.app import main; main()"
-    command = [sys.executable, "-c", code, "warm", str(file), "--url", api.url]
+    command = [sys.executable, "-c", code, "warm", str(file), "--engine", api.url]
     command += ["--api-key", "env:API_KEY"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -239,7 +239,7 @@ def test_an_address_that_speaks_no_http_is_said(cli: Cli, tmp_path: Path) -> Non
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        found = cli("warm", str(tmp_path), "--url", f"127.0.0.1:{server.getsockname()[1]}")
+        found = cli("warm", str(tmp_path), "--engine", f"127.0.0.1:{server.getsockname()[1]}")
         thread.join(10.0)
     assert found.code == 3
     assert "is this its API port?" in found.err
@@ -248,11 +248,11 @@ def test_an_address_that_speaks_no_http_is_said(cli: Cli, tmp_path: Path) -> Non
 def test_a_wrong_key_is_not_shown(cli: Cli, api: Api, tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text("one\n", encoding="utf-8")
-    found = cli("warm", str(file), "--url", api.url, "--api-key", "a wrong secret")
+    found = cli("warm", str(file), "--engine", api.url, "--api-key", "a wrong secret")
     assert found.code == 1
     assert "401 who are you?" in found.err
     assert "a wrong secret" not in found.out + found.err
-    assert "NO_SUCH" in cli("warm", str(file), "--url", api.url, "--api-key", "env:NO_SUCH").err
+    assert "NO_SUCH" in cli("warm", str(file), "--engine", api.url, "--api-key", "env:NO_SUCH").err
 
 
 @pytest.mark.parametrize(
@@ -278,5 +278,5 @@ def test_what_cannot_be_reached_or_read_is_said(cli: Cli, api: Api, tmp_path: Pa
     empty = tmp_path / "empty"
     empty.write_text("\n\n", encoding="utf-8")
     assert "holds no prompts" in warm(cli, api, empty).err
-    assert cli("warm", str(empty), "--url", "127.0.0.1:1").code == 3
-    assert cli("warm", str(empty), "--url", "ftp://host").code == 2
+    assert cli("warm", str(empty), "--engine", "127.0.0.1:1").code == 3
+    assert cli("warm", str(empty), "--engine", "ftp://host").code == 2

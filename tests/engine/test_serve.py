@@ -18,7 +18,6 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_connector.cli.app import app
-from lmcache_connector.cli.engine.bench import model_token_bytes
 from lmcache_connector.metrics.table import METRICS, Kind
 from tests.support import ROOT
 from tests.support.dashboard import used_metrics
@@ -26,6 +25,7 @@ from tests.support.engines.api_server import ApiServer, running_api
 from tests.support.engines.audits import build_retrained_model
 from tests.support.engines.pauses import check_pauses
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
@@ -73,8 +73,8 @@ def test_a_prompt_is_served_from_the_cpu_tier(api: ApiServer) -> None:
     assert hit == cold
 
 
-def test_the_metrics_say_what_was_sent(api: ApiServer, tiny_model: Path, valkey: Server) -> None:
-    chunk_bytes = model_token_bytes(tiny_model) * CHUNK_SIZE
+def test_the_metrics_say_what_was_sent(api: ApiServer, valkey: Server) -> None:
+    chunk_bytes = ModelShape().kv_bytes_per_token * CHUNK_SIZE
     first = random_prompt(1, PROMPT_TOKENS)
     before = stats(api)
     for seed in range(2, 13):
@@ -143,7 +143,7 @@ def test_top_watches_hits_as_they_happen(api: ApiServer) -> None:
     sender = threading.Thread(target=send)
     sender.start()
     try:
-        (seen,) = cli("top", api.address, "--interval", "3", "--count", "1")["engines"]
+        (seen,) = cli("stats", api.address, "--watch", "--interval", "3", "--count", "1")["engines"]
     finally:
         stop.set()
         sender.join()

@@ -8,10 +8,8 @@ import re
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
-from lmcache_connector.cli.engine.bench import model_token_bytes
 from tests.support.engines.handover import (
     Answer,
     Ask,
@@ -26,6 +24,7 @@ from tests.support.engines.handover import (
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines
 from tests.support.engines.probe import EngineProbe
+from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 
 
@@ -204,7 +203,7 @@ def test_nobody_at_the_address_costs_a_recompute(engines: Engines) -> None:
     rest(engines)
 
 
-def test_prometheus_is_told_what_was_sent(engines: Engines, tiny_model: Path) -> None:
+def test_prometheus_is_told_what_was_sent(engines: Engines) -> None:
     """Through vLLM's own loggers: two hand-overs, one that nobody has, one request in error."""
     (prefill, _), (decode, _) = engines.prefill[0], engines.decode[0]
     both = prefill, decode
@@ -232,7 +231,7 @@ def test_prometheus_is_told_what_was_sent(engines: Engines, tiny_model: Path) ->
         "recomputed_tokens_total": 500,
         "failed_loads_total unreachable": 1,
         "malformed_requests_total": 1,
-        "received_bytes_total": num_blocks * 128 * model_token_bytes(tiny_model),
+        "received_bytes_total": num_blocks * 128 * ModelShape().kv_bytes_per_token,
     }
     for instance, told in zip(both, after, strict=True):
         totals = instance.counts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,13 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "LMCacheTieredConnector": connector_config,
     "LMCacheP2PConnector": p2p_config,
 }
+# Options of this command, and settings of the connector that are none.
+_OWN = ("--cpu-gib", "--redis-url", "--kv-config", "--dry-run", "--json")
+_SETTINGS = {f"--{name.replace('_', '-')}" for name in ConnectorConfig.model_fields} - {*_OWN}
+_NEAR = 0.8
 # What vLLM would take from its own options instead, abbreviated too, and where it belongs here.
 _OURS = {
-    r"--kv-t.*": "give it with --config",
+    r"--kv-t.*": "give it with --kv-config",
     r"--kv-o.*": "leave it out: vLLM would put a connector of its own in this one's place",
     r"--model": "the model comes first: lmcache-connector serve MODEL",
 }
@@ -50,7 +56,7 @@ class Options:
     model: str
     cpu_gib: float | None
     redis_url: str | None
-    config: str | None
+    kv_config: str | None
     vllm_options: tuple[str, ...]
 
 
@@ -68,14 +74,17 @@ class Server:
 def run(report: Report, options: Options, *, dry_run: bool) -> int:
     """Becomes the server. With ``dry_run`` it only says the line."""
     server = plan(options)
-    if report.as_json:
-        document = {"command": list(server.command), "environment": server.environment}
-        report.emit({"ok": True, **document, "notes": list(server.notes)})
-    else:
-        for note in server.notes:
-            report.say(note)
-        variables = [f"{name}={value}" for name, value in server.environment.items()]
-        report.say(f"$ {shlex.join([*variables, *server.command])}")
+    variables = [f"{name}={value}" for name, value in server.environment.items()]
+    report.emit(
+        {
+            "ok": True,
+            "command": list(server.command),
+            "environment": server.environment,
+            "notes": list(server.notes),
+        },
+        *server.notes,
+        f"$ {shlex.join([*variables, *server.command])}",
+    )
     if not dry_run:
         sys.stdout.flush()
         _become(server)
@@ -133,17 +142,26 @@ def _check_options(options: Options) -> None:
         for pattern, hint in _OURS.items():
             if re.fullmatch(pattern, name):
                 raise CliError(f"{name} is not for vLLM here", hint)
+        if name in _SETTINGS:
+            hint = 'put it into --kv-config: {"kv_connector_extra_config": {...}}'
+            raise CliError(f"{name} is a setting of the connector", hint)
+        # No option of vLLM's is as near to one of ours.
+        for near in difflib.get_close_matches(name, _OWN, 1, _NEAR) if name != "--config" else ():
+            raise CliError(f"{option.partition('=')[0]} is no option", f"did you mean {near}?")
+    for option, value in pairwise(options.vllm_options):
+        if option == "--config" and value.lstrip().startswith("{"):
+            raise CliError("--config is vLLM's own option, for a YAML file", "use --kv-config")
 
 
 def _transfer(options: Options) -> dict[str, Any]:
     """The object of ``--kv-transfer-config``, of a connector that has a parser."""
-    if options.config is not None:
+    if options.kv_config is not None:
         if options.cpu_gib is not None or options.redis_url is not None:
             raise CliError(
-                "--config has all settings; --cpu-gib and --redis-url are for those without one",
+                "--kv-config has all settings; --cpu-gib and --redis-url are for those without one",
                 "put them into that file",
             )
-        document = read_transfer_config(options.config)
+        document = read_transfer_config(options.kv_config)
         if str(document.get("kv_connector")) not in _PARSERS:
             raise CliError(
                 f"kv_connector must be {' or '.join(_PARSERS)}", "`lmcache-connector check` it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import socket
@@ -10,15 +11,13 @@ import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lmcache_connector.cli.check.finding import Finding
-from lmcache_connector.cli.check.host import check_memory, check_versions
-from lmcache_connector.cli.check.ports import check_ports
-from lmcache_connector.cli.check.transfer import kv_port
+from lmcache_connector.cli.check import Finding, check_memory, check_versions
 from lmcache_connector.cli.report import UNREACHABLE, size
 from lmcache_connector.cli.target import p2p_config
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.errors import AddressError
+from lmcache_connector.p2p.control.sockets import listening_socket
+from lmcache_connector.p2p.errors import AddressError, PeerError
 from lmcache_connector.p2p.heartbeat import Registration, tell
 from lmcache_connector.threads import start_thread
 
@@ -29,18 +28,17 @@ _EVERY_INTERFACE = ("0.0.0.0", "::")
 _NOBODY = "lmcache-connector-check.invalid:1"
 
 
-def findings(document: Mapping[str, Any]) -> Iterator[Finding]:
-    """Raises ``CliError`` for settings that the engine would refuse."""
+def findings(document: Mapping[str, Any], port: int | None) -> Iterator[Finding]:
+    """Raises ``CliError`` for settings that the engine would refuse. ``port``: the ``kv_port``."""
     config = p2p_config(document)
     role = str(document.get("kv_role", "no kv_role"))
-    port = kv_port(document)
     yield Finding("settings", "ok", _settings(config, role, port))
     yield check_versions()
     buffers = config.kv_buffer_size + config.overflow_bytes
     yield check_memory("buffers", "kv_buffer_size and overflow_bytes together", buffers, 1)
     yield _check_reach(config)
     if port is not None:
-        yield check_ports(config, port, receives=role != "kv_producer")
+        yield _check_ports(config, port, receives=role != "kv_producer")
     for host in config.peer_hosts:
         yield _check_peer(host)
     if config.router is not None and config.http_address is not None:
@@ -51,6 +49,8 @@ def findings(document: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _settings(config: P2PConfig, role: str, port: int | None) -> str:
     address = PeerAddress(config.host, port) if port is not None else config.host
+    is_local = PeerAddress(config.host, 1).is_loopback
+    peers = " ".join(config.peer_hosts) or ("this host" if is_local else "any")
     parts = [
         f"{role} at {address}",
         f"{config.send_type} for request ids",
@@ -58,16 +58,10 @@ def _settings(config: P2PConfig, role: str, port: int | None) -> str:
         f"transport {config.transport}",
         f"checksum {'on' if config.checksum else 'off'}",
         f"secret {'set' if config.secret else 'not set'}",
-        f"peers: {_peers(config)}",
+        f"peers: {peers}",
         f"namespace {config.namespace}",
     ]
     return ", ".join(parts)
-
-
-def _peers(config: P2PConfig) -> str:
-    if config.peer_hosts:
-        return " ".join(config.peer_hosts)
-    return "this host" if PeerAddress(config.host, 1).is_loopback else "any"
 
 
 def _check_reach(config: P2PConfig) -> Finding:
@@ -92,6 +86,30 @@ def _is_loopback(host: str) -> bool:
         return PeerAddress(host, 1).is_loopback
     except AddressError:
         return False
+
+
+def _check_ports(config: P2PConfig, port: int, *, receives: bool) -> Finding:
+    """Whether this host lets us listen on them. ``receives``: KV comes in at a port of its own."""
+    host = config.bind_host or config.host
+    data_port = config.data_port if receives else None
+    if data_port == port:
+        detail = f"kv_port and data_port are both {port}"
+        return Finding("ports", "error", detail, "leave data_port out, or choose another")
+    try:
+        with contextlib.ExitStack() as stack:
+            if data_port is not None:
+                stack.enter_context(listening_socket(host, data_port))
+            stack.enter_context(listening_socket(host, port))
+    except (PeerError, AddressError) as error:
+        hint = "stop what listens there or choose other ports; bind_host is an address of this host"
+        return Finding("ports", "error", str(error), hint)
+    detail = f"{host}: {port}, and one more for each further rank"
+    if data_port:
+        apart = abs(data_port - port)
+        detail += f"; KV at {data_port}, and so on; from {apart + 1} ranks on the two meet"
+    elif receives:
+        detail += "; KV at any free port"
+    return Finding("ports", "ok", detail)
 
 
 def _check_peer(host: str) -> Finding:

