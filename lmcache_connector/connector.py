@@ -17,10 +17,8 @@ from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
 from lmcache_connector.scheduler.guard import SchedulerGuard, costs_hits
 from lmcache_connector.tracing.spans import make_spans
-from lmcache_connector.vllm_compat.api.contract import Feature
 from lmcache_connector.vllm_compat.api.hit_sources import hit_sources
 from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, RequestStatus
-from lmcache_connector.vllm_compat.api.versions import check_lmcache
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.short_loads import before_each_reset
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@STANDING.without_lost
 class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     """Keeps KV in CPU memory and in Redis, below the GPU. The README lists its settings."""
 
@@ -189,16 +186,16 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:
         # Imported here: lmcache and what it brings along must not be imported before vLLM has
         # initialised the worker.
-        check_lmcache()
-        from lmcache_connector.worker.build import build_worker
+        with STANDING.blamed():
+            from lmcache_connector.worker.build import build_worker
 
-        return build_worker(
-            self._config,
-            self._vllm_config,
-            self._kv_cache_config,
-            kv_caches,
-            kv_events=self._wants_kv_events,
-        )
+            return build_worker(
+                self._config,
+                self._vllm_config,
+                self._kv_cache_config,
+                kv_caches,
+                kv_events=self._wants_kv_events,
+            )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         try:
@@ -253,8 +250,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     @property
     def _wants_kv_events(self) -> bool:
         kv_events = self._vllm_config.kv_events_config
-        wants = kv_events is not None and bool(kv_events.enable_kv_cache_events)
-        return wants and Feature.KV_EVENTS not in STANDING.lost
+        return kv_events is not None and bool(kv_events.enable_kv_cache_events)
 
 
 def _has_weak_block_hashes(vllm_config: VllmConfig) -> bool:

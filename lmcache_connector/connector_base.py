@@ -32,7 +32,7 @@ from lmcache_connector.vllm_compat.api.names import (
     get_kv_transfer_group,
     has_kv_transfer_group,
 )
-from lmcache_connector.vllm_compat.api.versions import warnings
+from lmcache_connector.vllm_compat.api.versions import check_overrides, warnings
 from lmcache_connector.vllm_compat.machines import core_warning
 from lmcache_connector.vllm_compat.short_loads import ShortLoad, compute_the_rest
 
@@ -163,7 +163,6 @@ def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-@STANDING.without_lost
 class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT]):
     """Passes vLLM's calls on to the side that this process has.
 
@@ -183,6 +182,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         log_through("vllm")
+        if STANDING.unverified:
+            check_overrides(type(self), KVConnectorBase_V1)
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             for text in (*warnings(STANDING), core_warning(vllm_config)):

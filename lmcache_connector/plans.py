@@ -36,14 +36,12 @@ class LoadedAdapterList:
     """The LoRA adapters one rank has in memory, as pairs of number and digest.
 
     ``None`` as a digest: what was loaded is not known. ``question``: the last one this answers.
-    ``is_watched`` is false where nobody can say what vLLM loads. ``number``: lists of a rank count
-    from 1. ``replaced``: what was in memory under these numbers at the last list or since, and is
-    no more, in this order.
+    ``number``: lists of a rank count from 1. ``replaced``: what was in memory under these numbers
+    at the last list or since, and is no more, in this order.
     """
 
     question: int
     digests: tuple[tuple[int, str | None], ...] = ()
-    is_watched: bool = True
     number: int = 0
     replaced: tuple[tuple[int, str | None], ...] = ()
 

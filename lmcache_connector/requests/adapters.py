@@ -112,13 +112,6 @@ class AdapterReader:
         adapter, loaded = request.lora_request, self.loaded
         if loaded is None:
             return True
-        if not loaded.are_watched:
-            self._warn(
-                "",
-                "This vLLM does not tell when it loads LoRA adapters: requests with adapters "
-                "bypass the KV cache tiers.",
-            )
-            return False
         ref = AdapterRef(adapter.lora_int_id, name)
         if self.may_compute(request, name):
             loaded.expect(ref)

@@ -83,11 +83,6 @@ class LoadedAdapters:
             listed.question >= question for listed in self._lists.values()
         )
 
-    @property
-    def are_watched(self) -> bool:
-        """Whether all ranks can see what vLLM loads."""
-        return all(listed.is_watched for listed in self._lists.values())
-
     def are(self, adapter: AdapterRef) -> bool:
         """Whether every rank has told that it has loaded this very adapter."""
         return len(self._lists) == self._world_size and all(

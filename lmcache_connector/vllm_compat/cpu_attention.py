@@ -19,10 +19,7 @@ from dataclasses import dataclass
 import torch
 from blake3 import blake3
 
-from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_layout.paged_cache import Plane
-from lmcache_connector.vllm_compat.api.contract import Feature
-from lmcache_connector.vllm_compat.api.versions import missing_late
 
 _CONTEXT = "lmcache-connector 2026-11 packing pattern v1"
 
@@ -83,11 +80,6 @@ def _packed_pattern(attention: CpuAttention, block_size: int, chunk_size: int) -
 
     Returns uint8 ``[2, blocks, elements of a block, bytes of an element]``.
     """
-    if absent := missing_late(Feature.CPU):
-        raise UnsupportedError(
-            f"This vLLM is not as lmcache-connector needs it on a CPU ({', '.join(absent)}): "
-            "install one that this release was tested with, or a newer release."
-        )
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

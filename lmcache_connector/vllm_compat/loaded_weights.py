@@ -25,11 +25,9 @@ import torch
 
 from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.requests.background_read import BackgroundReads, Reading
-from lmcache_connector.vllm_compat.api.contract import Feature
 from lmcache_connector.vllm_compat.api.versions import (
     VLLM_PACKAGE,
     installed_version,
-    missing_late,
 )
 from lmcache_connector.vllm_compat.tensor_digest import (
     closure,
@@ -134,8 +132,6 @@ class LoadedWeights:
     # -- details -------------------------------------------------------------------------------
 
     def _watch(self, worker: Any) -> None:
-        if absent := missing_late(Feature.WEIGHT_UPDATES):
-            logger.warning("%s (this vLLM lacks %s).", Feature.WEIGHT_UPDATES, ", ".join(absent))
         for name in _MAY_CHANGE_WEIGHTS:
             self._wrap(worker, name, self._around)
         self._wrap(worker.model_runner, "reload_weights", self._around)
@@ -329,9 +325,6 @@ class _HiddenWeights:
         from vllm.platforms import current_platform
 
         if self.is_watched or not current_platform.is_cpu():
-            return
-        if absent := missing_late(Feature.PACKED_WEIGHTS):
-            logger.warning("%s (this vLLM lacks %s).", Feature.PACKED_WEIGHTS, ", ".join(absent))
             return
         self.is_watched = True
         from vllm import _custom_ops

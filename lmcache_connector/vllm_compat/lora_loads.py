@@ -24,8 +24,6 @@ from lmcache_connector.requests.adapter_files import (
     adapter_stamp,
 )
 from lmcache_connector.requests.background_read import BackgroundReads, Reading
-from lmcache_connector.vllm_compat.api.contract import Feature
-from lmcache_connector.vllm_compat.api.versions import missing_late
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig
@@ -87,7 +85,6 @@ class LoraLoads:
         self._question = 0
         self._has_changed = False
         self._stop = _watch(self._load)
-        self._is_watching = self._stop is not None
 
     @property
     def has_news(self) -> bool:
@@ -118,9 +115,7 @@ class LoraLoads:
             for each in self._replaced
             if each.list_number == self._num_lists
         )
-        return LoadedAdapterList(
-            self._question, digests, self._is_watching, self._num_lists, replaced
-        )
+        return LoadedAdapterList(self._question, digests, self._num_lists, replaced)
 
     def heard(self, list_number: int) -> None:
         """What the scheduler side plans from now on, it plans knowing that list."""
@@ -136,9 +131,7 @@ class LoraLoads:
         return (*(each.name for each in self._replaced if each.number == number), loaded.name)
 
     def close(self) -> None:
-        if self._stop is not None:
-            self._stop()
-            self._stop = None
+        self._stop()
         self._reads.close()
         self._manager = None
 
@@ -177,24 +170,19 @@ def _stamp_or_none(folder: Path) -> AdapterStamp | None:
 
 def _watch(
     on_load: Callable[[Any, LoRARequest, Callable[[], Any]], Any],
-) -> Callable[[], None] | None:
-    """Call ``on_load(manager, request, load)`` wherever vLLM loads an adapter.
-
-    Returns what ends that; ``None`` if this vLLM has no such place.
-    """
-    if absent := missing_late(Feature.ADAPTERS):
-        logger.warning("%s (this vLLM lacks %s).", Feature.ADAPTERS, ", ".join(absent))
-        return None
+) -> Callable[[], None]:
+    """Call ``on_load(manager, request, load)`` wherever vLLM loads an adapter. Returns what ends
+    that."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     original = vars(WorkerLoRAManager)[_LOAD]
     is_over = False
 
     @wraps(original)
-    def watched(manager: Any, request: LoRARequest) -> Any:
+    def watched(manager: Any, request: LoRARequest, *more: Any, **named: Any) -> Any:
         if is_over:
-            return original(manager, request)
-        return on_load(manager, request, lambda: original(manager, request))
+            return original(manager, request, *more, **named)
+        return on_load(manager, request, lambda: original(manager, request, *more, **named))
 
     def stop() -> None:
         nonlocal is_over

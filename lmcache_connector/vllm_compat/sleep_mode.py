@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 
-from lmcache_connector.vllm_compat.api.contract import Feature
-from lmcache_connector.vllm_compat.api.names import STANDING
+from lmcache_connector.vllm_compat.api.names import KVConnectorBase_V1
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,7 +19,7 @@ def may_sleep_unseen(vllm_config: VllmConfig) -> bool:
     until no copy runs. One that its user steps does not; there the scheduler side stops the copies
     of ranks in its own process, but cannot reach others.
     """
-    if Feature.SLEEP_NOTICE not in STANDING.lost:
+    if hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return False
     sleeps = bool(vllm_config.model_config.enable_sleep_mode)
     parallel = vllm_config.parallel_config

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmcache_connector.vllm_compat.api.contract import Found, Surface, Use
+from tests.contract.contract import Found, Surface, Use
 
 FOLDER = Path(__file__).parent / "surfaces"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from lmcache_connector.vllm_compat.api.contract import Found
+from tests.contract.contract import Found
 
 _MAX_HOPS = 8
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -22,7 +22,7 @@ class SourceTree:
     _modules: dict[str, _Module | None] = field(default_factory=dict)
 
     def surface(self, module: str, name: str) -> Found | None:
-        """See :data:`~lmcache_connector.vllm_compat.api.contract.Surface`."""
+        """See :data:`~tests.contract.contract.Surface`."""
         first, _, method = name.partition(".")
         found = self._definition(module, first)
         if found is None:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.vllm_compat.api.contract import Feature, Found, Use, missing
-from lmcache_connector.vllm_compat.api.installed import installed
 from lmcache_connector.vllm_compat.api.versions import (
     LMCACHE_PACKAGE,
     VLLM_PACKAGE,
@@ -19,7 +17,10 @@ from lmcache_connector.vllm_compat.api.versions import (
 )
 from tests.contract import kept
 from tests.contract.attribute_uses import AND, attribute_uses, bases
+from tests.contract.contract import Found, Use, missing
+from tests.contract.installed import installed
 from tests.contract.source_tree import SourceTree
+from tests.contract.tables import TABLES
 from tests.support import ROOT
 
 KEPT = [
@@ -43,23 +44,13 @@ def test_a_version_has_all_that_is_used_of_it(package: Package, file: Path) -> N
     release = release_of(package, version.version)
     if release not in package.releases:
         pytest.skip("no version that this release names")
-    faults = missing(package.table, version.surface)
+    faults = missing(TABLES[package.name], version.surface)
     expected = {
-        use for use in package.table if use.since and release < release_of(package, use.since)
+        use
+        for use in TABLES[package.name]
+        if use.since and release < release_of(package, use.since)
     }
     assert {fault.use for fault in faults} == expected
-
-
-def test_what_came_later_is_a_feature() -> None:
-    """The oldest version runs without it."""
-    for use in (*VLLM_PACKAGE.table, *LMCACHE_PACKAGE.table):
-        assert use.since is None or use.feature is not None, use
-
-
-def test_only_features_are_looked_at_late() -> None:
-    """What nothing works without is looked at before anything else."""
-    for use in (*VLLM_PACKAGE.table, *LMCACHE_PACKAGE.table):
-        assert not use.late or use.feature is not None, use
 
 
 @pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
@@ -70,7 +61,7 @@ def test_the_source_tree_says_what_the_running_process_says(package: Package) ->
     if not files:
         pytest.skip(f"{name} {version} is not kept")
     surface = kept.read(files[0]).surface
-    table = [use for use in package.table if not use.late]
+    table = [use for use in TABLES[package.name] if not use.late]
     assert missing(table, installed) == missing(table, surface)
 
 
@@ -94,7 +85,7 @@ def product_imports(package: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
 def test_every_name_that_is_imported_is_in_the_table(package: Package) -> None:
-    declared = {(use.module, use.name.partition(".")[0]) for use in package.table}
+    declared = {(use.module, use.name.partition(".")[0]) for use in TABLES[package.name]}
     imported = product_imports(package.distributions[0])
     assert len(imported) > 5
     assert imported <= declared
@@ -134,7 +125,7 @@ def test_every_attribute_that_is_read_is_in_the_table(
     package: Package, files: str, least: int
 ) -> None:
     declared: dict[str, set[str]] = {}
-    for use in package.table:
+    for use in TABLES[package.name]:
         owner, _, method = use.name.partition(".")
         declared.setdefault(owner, set()).update((*use.members, method))
     classes = ({*declared, *FIELDS.values()} if package is VLLM_PACKAGE else {*declared}) - EXTENDED
@@ -150,8 +141,8 @@ def test_every_attribute_that_is_read_is_in_the_table(
 
 @pytest.mark.parametrize("package", [VLLM_PACKAGE, LMCACHE_PACKAGE], ids=lambda each: each.name)
 def test_of_what_we_derive_from_every_abstract_method_is_known(package: Package) -> None:
-    known = {use.name for use in package.table if use.abstract is not None}
-    classes = {use.name.partition(".")[0] for use in package.table}
+    known = {use.name for use in TABLES[package.name] if use.abstract is not None}
+    classes = {use.name.partition(".")[0] for use in TABLES[package.name]}
     found = {
         base
         for file in (ROOT / "lmcache_connector").rglob("*.py")
@@ -244,7 +235,7 @@ def test_a_new_abstract_method_is_found() -> None:
 
 
 def test_missing_members_and_names_are_found() -> None:
-    use = Use("m", "C", members=("x", "y"), feature=Feature.ADAPTERS)
+    use = Use("m", "C", members=("x", "y"))
     assert faults(use, Found(members=frozenset({"y"}))) == ["m.C.x"]
     assert faults(use, None) == ["m.C"]
 

@@ -313,13 +313,3 @@ def test_ranks_are_not_asked_again_about_an_adapter_they_have(tmp_path: Path) ->
     )
     assert isinstance(found, RequestIdentity)
     assert identified.loaded.take_question() == 0
-
-
-def test_where_loading_cannot_be_watched_adapters_stay_out(tmp_path: Path) -> None:
-    identified = Identified()
-    path = adapter(tmp_path / "a")
-    wanted = request(lora_request=LoRARequest("a", 1, str(path)))
-    assert identified.identifier.identify(wanted) is UNREAD
-    question = identified.loaded.take_question()
-    identified.loaded.update(0, LoadedAdapterList(question, is_watched=False))
-    assert identified.identifier.identify(wanted, StepWait(5.0)) is Bypass.ADAPTER

@@ -175,26 +175,17 @@ def test_an_adapter_that_vllm_cannot_load_is_not_loaded(loads: LoraLoads, tmp_pa
     assert not loads.names_of(1)
 
 
-def test_a_loader_of_another_name_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(WorkerLoRAManager, "_load_adapter")
-    loads = LoraLoads(CONFIG)
-    loads.ask(1)
-    assert loads.take() == LoadedAdapterList(1, is_watched=False, number=1)
-    loads.close()
+def test_what_else_the_loader_is_called_with_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a vLLM that nobody has tested: one argument less would end the engine at an adapter."""
 
-
-def test_a_loader_that_is_called_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours in its place would end the engine at the first adapter."""
-
-    def load(manager: object, lora_request: object, device: object) -> str:
-        return "loaded"
+    def load(manager: object, lora_request: object, device: object) -> object:
+        return lora_request, device
 
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
     loads = LoraLoads(CONFIG)
     manager: Any = object.__new__(WorkerLoRAManager)
-    assert manager._load_adapter("request", "device") == "loaded"
-    loads.ask(1)
-    assert loads.take() == LoadedAdapterList(1, is_watched=False, number=1)
+    manager.lora_config = None
+    assert manager._load_adapter("request", "device") == ("request", "device")
     loads.close()
 
 

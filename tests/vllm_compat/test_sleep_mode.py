@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.vllm_compat import sleep_mode
-from lmcache_connector.vllm_compat.api.contract import Feature
-from lmcache_connector.vllm_compat.api.versions import Standing
+from lmcache_connector.vllm_compat.api.names import KVConnectorBase_V1
 from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
 from tests.support.vllm_configs import vllm_config
 
@@ -20,9 +18,10 @@ def test_workers_of_an_engine_that_its_user_steps(
     model: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool, num_ranks: int, own_process: bool
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(own_process)))
-    monkeypatch.setattr(sleep_mode, "STANDING", Standing(lost=frozenset({Feature.SLEEP_NOTICE})))
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
     config = vllm_config(model, tensor_parallel_size=num_ranks)
     monkeypatch.setattr(config.model_config, "enable_sleep_mode", sleeps)
     assert may_sleep_unseen(config) == (sleeps and num_ranks == 2 and not own_process)
-    monkeypatch.setattr(sleep_mode, "STANDING", Standing())
+    notice = "unregister_kv_caches"
+    monkeypatch.setattr(KVConnectorBase_V1, notice, lambda self: None, raising=False)
     assert not may_sleep_unseen(config)  # every rank is told

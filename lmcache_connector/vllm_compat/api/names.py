@@ -1,34 +1,34 @@
 """Every name of vLLM that the connector's other rooms use: the one door to it.
 
-Before the first import all of the table is looked up, so that a vLLM without some of it is refused
-with one message instead of the import error of whatever came first.
+The versions are looked at before the first import, so that a vLLM that is too old, or lacks one of
+these names, is refused with one sentence.
 """
 
-# ruff: noqa: E402 - the check comes before the imports that it vouches for
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmcache_connector.vllm_compat.api.versions import check_vllm
+from lmcache_connector.vllm_compat.api.versions import check_versions
 
-STANDING = check_vllm()
+STANDING = check_versions()
 """Of the versions that are installed."""
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.v1.request import RequestStatus
+with STANDING.blamed():
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+    from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig

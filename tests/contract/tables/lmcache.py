@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_connector.vllm_compat.api.contract import Use
+from tests.contract.contract import Use
 
 _ENGINE = "lmcache.v1.cache_engine"
 _GPU = "lmcache.v1.gpu_connector.gpu_connectors"

@@ -1,27 +1,13 @@
 """What of another package's API is used, as data, and whether a version of it still has that.
 
-A *table* lists uses. A *surface* says what a version has. The same rules are applied to what is
-installed (:mod:`~lmcache_connector.vllm_compat.api.installed`) when an engine starts, and in tests
-to the source trees of versions that are not.
+A *table* lists uses. A *surface* says what a version has: the one that is installed
+(:mod:`~tests.contract.installed`), or the source tree of one that is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class Feature(StrEnum):
-    """What the connector can do without, by the loss."""
-
-    HIT_SOURCES = "vLLM's metrics do not tell hits in CPU memory from hits in Redis"
-    SLEEP_NOTICE = "engines that may sleep finish their stores in every step"
-    KV_EVENTS = "no KV cache events are published"
-    ADAPTERS = "requests with LoRA adapters bypass the tiers"
-    CPU = "machines without a GPU are refused"
-    PACKED_WEIGHTS = "after a reset, machines without a GPU share KV with no other instance"
-    WEIGHT_UPDATES = "weights that are updated are seen at the next reset of vLLM's cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +17,7 @@ class Use:
     ``name`` is that in ``module``; ``Class.method`` for a method. ``passes``: parameters that we
     call it with. ``takes``: parameters that it calls ours with, in order, where we override it.
     ``members``: fields and methods. ``abstract``: methods that whoever derives from it must have,
-    and we do. ``feature``: lost without it; ``None``: nothing works without it. ``since``: the
-    first version that has it, where the oldest supported one does not.
+    and we do. ``since``: the first version that has it, where the oldest supported one does not.
     """
 
     module: str
@@ -41,10 +26,9 @@ class Use:
     takes: tuple[str, ...] | None = None
     members: tuple[str, ...] = ()
     abstract: tuple[str, ...] | None = None
-    feature: Feature | None = None
     since: str | None = None
     late: bool = False
-    """Its module is imported when it is needed, and not looked at before."""
+    """Importing its module has effects: it is read from sources only."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_connector.vllm_compat.api.contract import Feature, Use
+from tests.contract.contract import Use
 
 _SPECS = "vllm.v1.kv_cache_interface"
 _CONFIG = "vllm.config"
@@ -187,17 +187,15 @@ LATE: tuple[Use, ...] = (
         "vllm.lora.worker_manager",
         "WorkerLoRAManager",
         members=("list_adapters", "lora_config"),
-        feature=Feature.ADAPTERS,
         late=True,
     ),
     Use(
         "vllm.lora.worker_manager",
         "WorkerLoRAManager._load_adapter",
         takes=("lora_request",),
-        feature=Feature.ADAPTERS,
         late=True,
     ),
-    Use("vllm", "_custom_ops", feature=Feature.CPU, late=True),
+    Use("vllm", "_custom_ops", late=True),
     Use(
         "vllm._custom_ops",
         "cpu_attn_reshape_and_cache",
@@ -212,11 +210,10 @@ LATE: tuple[Use, ...] = (
             "v_scale",
             "kv_cache_dtype",
         ),
-        feature=Feature.CPU,
         late=True,
     ),
     *(
-        Use("vllm._custom_ops", name, feature=Feature.PACKED_WEIGHTS, late=True)
+        Use("vllm._custom_ops", name, late=True)
         for name in ("create_onednn_mm", "create_onednn_scaled_mm")
     ),
     Use(
@@ -232,21 +229,18 @@ LATE: tuple[Use, ...] = (
             "update_weights",
             "wake_up",
         ),
-        feature=Feature.WEIGHT_UPDATES,
         late=True,
     ),
     Use(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
         members=("drafter", "reload_weights"),
-        feature=Feature.WEIGHT_UPDATES,
         late=True,
     ),
     Use(
         "vllm.v1.attention.backends.cpu_attn",
         "_get_attn_isa",
         passes=("dtype", "block_size", "head_size", "kv_cache_dtype"),
-        feature=Feature.CPU,
         late=True,
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_connector.vllm_compat.api.contract import Feature, Use
+from tests.contract.contract import Use
 
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _BASE = f"{_CONNECTORS}.base"
@@ -72,21 +72,18 @@ CONNECTOR: tuple[Use, ...] = (
         _BASE,
         "KVConnectorBase_V1.get_external_cache_hit_sources",
         takes=("request", "num_external_tokens"),
-        feature=Feature.HIT_SOURCES,
         since="0.32",
     ),
     Use(
         "vllm.v1.metrics.cache_hit_source",
         "CacheHitSource",
         members=("EXTERNAL_UNSPECIFIED", "HOST"),
-        feature=Feature.HIT_SOURCES,
         since="0.32",
     ),
     Use(
         _BASE,
         "KVConnectorBase_V1.unregister_kv_caches",
         takes=(),
-        feature=Feature.SLEEP_NOTICE,
         since="0.33",
     ),
     Use(_BASE, "SupportsHMA", abstract=("request_finished_all_groups",)),

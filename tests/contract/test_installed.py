@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.worker.worker_base import WorkerBase
 
-from lmcache_connector.vllm_compat.api.installed import _members, installed
+from tests.contract.installed import _members, installed
 
 
 def test_a_field_is_found_where_another_initialiser_stands_before_its_own(

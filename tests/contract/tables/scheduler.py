@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_connector.vllm_compat.api.contract import Feature, Use
+from tests.contract.contract import Use
 
 _EVENTS = "vllm.distributed.kv_events"
 _CACHE = "vllm.v1.core.kv_cache_utils"
@@ -131,22 +131,19 @@ KV_EVENTS: tuple[Use, ...] = (
             "parent_block_hash",
             "token_ids",
         ),
-        feature=Feature.KV_EVENTS,
     ),
     Use(
         _EVENTS,
         "BlockRemoved",
         members=("block_hashes", "group_idx", "locality", "medium"),
-        feature=Feature.KV_EVENTS,
     ),
-    Use(_EVENTS, "KVCacheEvent", feature=Feature.KV_EVENTS),
-    Use(_CACHE, "BlockHash", feature=Feature.KV_EVENTS),
+    Use(_EVENTS, "KVCacheEvent"),
+    Use(_CACHE, "BlockHash"),
     Use(
         _CACHE,
         "generate_block_hash_extra_keys",
         passes=("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
-        feature=Feature.KV_EVENTS,
     ),
-    Use(_CACHE, "maybe_convert_block_hash", passes=("hash_bytes",), feature=Feature.KV_EVENTS),
-    Use(_CACHE, "to_event_extra_keys", passes=("extra_keys",), feature=Feature.KV_EVENTS),
+    Use(_CACHE, "maybe_convert_block_hash", passes=("hash_bytes",)),
+    Use(_CACHE, "to_event_extra_keys", passes=("extra_keys",)),
 )
