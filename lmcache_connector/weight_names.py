@@ -28,7 +28,7 @@ from lmcache_connector.plans import WeightsInMemory
 
 logger = logging.getLogger(__name__)
 
-_WAIT_SECONDS = 0.25
+_WAIT_SECONDS = 1.0
 _ASKED_SECONDS = 10.0
 _MAX_NAMES = 64
 

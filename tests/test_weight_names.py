@@ -171,9 +171,9 @@ def test_a_request_waits_a_moment_however_often_the_weights_change() -> None:
     engine.names.reset(is_external=False)
     while engine.names.is_awaited():
         engine.names.reset(is_external=False)
-        engine.now += 0.1
+        engine.now += 0.25
         waited += 1
-    assert waited == 3
+    assert waited == 4
     engine.answer("two")
     engine.names.reset(is_external=False)
     assert engine.names.is_awaited()

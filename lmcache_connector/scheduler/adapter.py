@@ -146,13 +146,7 @@ class SchedulerAdapter:
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
         self.policy.request_arrived(request.request_id, request.num_tokens)
-        state = self._enter(request)
-        if not isinstance(state, RequestState) or request.skip_reading_prefix_cache:
-            return
-        if self._settings.loads:
-            self.spans.begin(request, "lookup")
-            self.hits.ask(state.lookup, first=0)
-            self._prefetcher.queued(state)
+        self._enter(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -241,7 +235,10 @@ class SchedulerAdapter:
             self._was_asked = False
             self._wait.next_step()
         only_decodes = scheduler_output.total_num_scheduled_tokens == len(scheduled)
-        prefill = None if only_decodes else prefill_work(scheduler_output, self.book)
+        # Where another connector loads inside the step, vLLM starts loads before its forward pass:
+        # ours are seen to end before that has begun.
+        is_timed = not (only_decodes or scheduler_output.has_sync_kv_loads)
+        prefill = prefill_work(scheduler_output, self.book) if is_timed else None
         self.policy.step_planned(
             len(scheduled),
             prompt_tokens_left(scheduler_output, self.book) if prefill else 0,
@@ -377,11 +374,17 @@ class SchedulerAdapter:
     ) -> RequestState | Literal[NotYet.UNREAD] | None:
         known = self.book.get(request.request_id)
         state = self.book.enter(request, wait)
-        if isinstance(state, RequestState) and state is not known and self._belongs_in_redis(state):
+        if not isinstance(state, RequestState) or state is known:
+            return state
+        if self._belongs_in_redis(state):
             num_parts = len(self._settings.parts)
             for part in range(num_parts):
                 self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
             self._uses.add(state.keys.keys, state.claim)
+        if self._settings.loads and not request.skip_reading_prefix_cache:
+            self.spans.begin(request, "lookup")
+            self.hits.ask(state.lookup, first=0)
+            self._prefetcher.queued(state)
         return state
 
     def _belongs_in_redis(self, state: RequestState) -> bool:

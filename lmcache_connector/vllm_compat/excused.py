@@ -52,7 +52,7 @@ EXCUSED: MappingProxyType[str, dict[str, str]] = MappingProxyType(
             "model_weights": _IN_WEIGHTS,
             "revision": _IN_WEIGHTS,
             "_hf_config_revision": _IN_WEIGHTS,
-            "seed": "the seed of sampling; that of dummy weights is in their name",
+            "seed": "the seed of sampling; dummy weights are named by what is in memory",
             "runner": "resolved to runner_type",
             "convert": "resolved to convert_type",
             "config_updated": "says that the configuration is complete",

@@ -33,6 +33,7 @@ from lmcache_connector.vllm_compat.excused import (
     SOMETIMES,
 )
 from lmcache_connector.vllm_compat.excused_environment import EXCUSED_ENVIRONMENT
+from lmcache_connector.vllm_compat.model_code import model_code
 from lmcache_connector.vllm_compat.same_form import is_new, same_form
 from lmcache_connector.vllm_compat.support import layer_specs
 
@@ -65,13 +66,14 @@ def configuration_digests(
         if not is_excused(vllm_config, name) and not is_new("VllmConfig", name, value)
     }
     parts["lora_config"] = _lora_config(vllm_config)
-    if (drafter := find_drafter(vllm_config)) is not None:
-        parts["drafter"] = [
-            vllm_config.speculative_config,
-            ModelRegistry.models.get(drafter.model.architecture),
-        ]
     # A plugin may register a class of its own under a known name.
     parts["model_class"] = ModelRegistry.models.get(vllm_config.model_config.architecture)
+    classes = [parts["model_class"]]
+    if (drafter := find_drafter(vllm_config)) is not None:
+        classes.append(ModelRegistry.models.get(drafter.model.architecture))
+        parts["drafter"] = [vllm_config.speculative_config, classes[-1]]
+    if any(code := [model_code(each) for each in classes]):
+        parts["model_code"] = code
     parts["environment"] = _environment()
     # A list of them where there are several parts: so roots, and all keys, differ from those of a
     # model of one part, under whose keys a value has another geometry.

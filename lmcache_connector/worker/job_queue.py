@@ -93,19 +93,20 @@ class JobQueue:
         waits = fence is not None and isinstance(job, LoadJob)
         queued = QueuedJob(job, fence, now, now, None if waits else now)
         with self._lock:
-            self._open[job.job_id] = queued
-            self.is_busy = True
             if isinstance(job, StoreJob):
                 queued.not_before += self._store_delay
                 (self._audits if isinstance(job, AuditJob) else self._stores).append(queued)
-                self._store_came.notify_all()
-                return
-            if isinstance(job, PrefetchJob):
+            elif isinstance(job, PrefetchJob):
                 self._prefetches.add(queued)
             else:
                 (self._redis_loads if job.needs_redis else self._cpu_loads).add(queued)
-                if job.after_job in self._open:
-                    self._begin_stores()
+            self._open[job.job_id] = queued
+            self.is_busy = True
+            if isinstance(job, StoreJob):
+                self._store_came.notify_all()
+                return
+            if isinstance(job, LoadJob) and job.after_job in self._open:
+                self._begin_stores()
             self._load_may_run.notify_all()
 
     def refuse(self, jobs: Iterable[Job]) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.worker.lmcache_redis import RedisStoragePlugin
 
-# Chunks offered to Redis again are written while no more than that waits to be written, and when
-# the queue fills up they are given up first.
+# Chunks offered to Redis again are written while no more than that waits to be written to their
+# node, and when the queue fills up they are given up first.
 _OFFERED_BYTES = 32 << 20
 _LAST = 1 << 20
 
@@ -85,11 +85,10 @@ class RedisWrites:
         with self._plugin.store_context(_LAST, self._ended):
             return self._put(key)
 
-    def _may_offer(self) -> bool:
+    def _may_offer(self, key: bytes) -> bool:
         """What waits to be written stays in the CPU tier: offers take little of it. An offer that
         finds the queue full would count as a failed write."""
-        largest = self._tier.geometries.largest.chunk_bytes
-        return self._tier.room_bytes >= largest and self._tier.queued_bytes <= _OFFERED_BYTES
+        return self._tier.has_room(key, _OFFERED_BYTES)
 
     def _put(self, key: bytes) -> bool:
         """Queue a chunk of the CPU tier. False if it is not there."""

@@ -30,6 +30,8 @@ _TICK_SECONDS = 0.1
 _IDLE_TICK_SECONDS = 0.5
 """After a tick that offered nothing."""
 _OFFERS_PER_TICK = 16
+_LOOKS_PER_TICK = 256
+"""Most may be at chunks of a node that is slow."""
 _MAX_FAILURES = 6
 """In a row, three and a half minutes with the usual pace."""
 
@@ -91,6 +93,12 @@ class Offers:
         seconds = min(self._pace.max_retry_seconds, self._pace.retry_seconds * 2 ** (failures - 1))
         self._put(key, _State(now + seconds, failures, is_due=True))
 
+    def put_off(self, key: bytes, now: float) -> None:
+        """No room for it: it comes behind all that are due, and before what is wanted later."""
+        state = self._states.get(key)
+        if state is not None and not state.is_due:
+            self._put(key, _State(now, state.failures, is_due=True))
+
     def forget(self, key: bytes) -> None:
         """Offer it no more, until it is wanted or written again."""
         self._states.pop(key, None)
@@ -124,12 +132,12 @@ class Offers:
 
 class Reconciler:
     """``offer(key)`` begins to write a chunk from memory; False if memory does not hold it. Its end
-    is told to `ended`. ``may_offer()``: whether there is room beside the fresh writes."""
+    is told to `ended`. ``may_offer(key)``: whether there is room for it beside fresh writes."""
 
     def __init__(
         self,
         offer: Callable[[bytes], bool],
-        may_offer: Callable[[], bool],
+        may_offer: Callable[[bytes], bool],
         pace: Pace,
         clock: Callable[[], float],
     ) -> None:
@@ -155,17 +163,25 @@ class Reconciler:
 
     def tick(self) -> int:
         """Offer what is due, as much as may be at once. How many chunks that were."""
-        for count in range(_OFFERS_PER_TICK):
-            if not self._may_offer():
-                return count
+        num_offered, without_room = 0, list[bytes]()
+        for _ in range(_LOOKS_PER_TICK):
+            if num_offered == _OFFERS_PER_TICK:
+                break
             with self._lock:
                 due = self._offers.take(self._clock(), 1)
             if not due:
-                return count
+                break
+            if not self._may_offer(due[0]):
+                without_room += due
+                continue
+            num_offered += 1
             if not self._offer(due[0]):
                 with self._lock:
                     self._offers.forget(due[0])
-        return _OFFERS_PER_TICK
+        with self._lock:
+            for key in without_room:
+                self._offers.put_off(key, self._clock())
+        return num_offered
 
     def close(self, seconds: float) -> None:
         self._closed.set()

@@ -110,13 +110,14 @@ class WaitingLoads:
         return len(self._waiting)
 
     def add(self, queued: QueuedJob) -> None:
-        job_id = queued.job.job_id
+        job_id, turn, deadline = queued.job.job_id, queued.turn, queued.deadline
+        # Nothing raises from here on: a job that waits is whole.
         self._waiting[job_id] = queued
-        heapq.heappush(self._deadlines, (queued.deadline, job_id))
+        heapq.heappush(self._deadlines, (deadline, job_id))
         if queued.fenced_at is None:
             self._behind_passes.append(queued)
         else:
-            heapq.heappush(self._ready, (queued.turn, job_id, None))
+            heapq.heappush(self._ready, (turn, job_id, None))
 
     def next(self, now: float) -> QueuedJob | None:
         """Takes out the one that is to begin."""

@@ -19,6 +19,8 @@ class NotAsked(Enum):
 
     UNAVAILABLE = "unavailable"
     AFTER_MISS = "after_miss"
+    # The time was over before its turn among all reads.
+    QUEUED = "queued"
     # Our own thread failed; the log says how.
     INTERNAL_ERROR = "internal_error"
 

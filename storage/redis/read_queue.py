@@ -90,6 +90,7 @@ class PendingRead:
         self._misses: dict[int, Miss] = {}
         # Chunks from here on are of no use: an earlier one is missing.
         self._end = len(keys)
+        self._asked: set[int] = set()  # chunks of which a value was asked for
         self._active = 0
         self._closed = False
         self._work = {
@@ -116,6 +117,7 @@ class PendingRead:
                     self._changed.notify_all()
                     break
                 claimed.append(request)
+                self._asked.add(request.chunk)
                 size += request.reply_bytes
         return claimed
 
@@ -178,12 +180,18 @@ class PendingRead:
 
     def misses(self) -> list[Miss]:
         """Why each missing chunk is missing. Only after `wait`."""
-        over = WireFault.CANCELLED if self.deadline.cancelled() else WireFault.DEADLINE
         return [
-            self._misses.get(i, Miss(over if i < self._end else NotAsked.AFTER_MISS))
+            self._misses.get(i) or Miss(self._why_over(i))
             for i, hit in enumerate(self.hits())
             if not hit
         ]
+
+    def _why_over(self, chunk: int) -> WireFault | NotAsked:
+        if chunk >= self._end:
+            return NotAsked.AFTER_MISS
+        if self.deadline.cancelled():
+            return WireFault.CANCELLED
+        return WireFault.DEADLINE if chunk in self._asked else NotAsked.QUEUED
 
     def _fail_chunk(self, chunk: int, miss: Miss) -> None:
         self._misses.setdefault(chunk, miss)

@@ -193,10 +193,11 @@ class RedisTier:
         """Of chunks that wait to be written, or are being written."""
         return self._writes.num_bytes
 
-    @property
-    def room_bytes(self) -> int:
-        """For chunks that are to be written."""
-        return self._writes.room_bytes
+    def has_room(self, key: bytes, most_bytes: int) -> bool:
+        """Whether the chunk would be queued, behind ``most_bytes`` to its node at most."""
+        lane = self._lanes.of(self._topology.node_of(chunk_tag(self._config.namespace, key)))
+        num_bytes = self.geometries.of(key).chunk_bytes
+        return self._writes.lane_bytes(lane) <= most_bytes and self._writes.room_bytes >= num_bytes
 
     def stats(self) -> RedisTierStats:
         return RedisTierStats(

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from lmcache_connector.plans import ForwardTime, PrefillWork, RankReport
+from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
+from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import VOCABULARY
 
 
@@ -42,6 +44,17 @@ def test_several_prompts_count_as_one_that_reads_as_much(model: Path) -> None:
     assert (last.num_tokens, last.running_requests) == (120, 1)
     assert last.context_tokens == 0  # they read less than one prompt of 120 tokens does
     engine.run_until_idle()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_step_in_which_another_connector_loads_is_not_timed(model: Path, is_async: bool) -> None:
+    """vLLM starts all loads before the forward pass then, and ours ended the measurement there."""
+    engine = ShadowEngine(model, Shape(beside=1), 0)
+    offer = Offer(BLOCK_SIZE, is_async, Arrival.RIGHT)
+    engine.add(prompt(1, 126), 1, offer=offer)
+    engine.run_until_idle()
+    assert works(engine)[0] is None
+    assert any(works(engine)), "and the next one is"
 
 
 def test_forward_times_teach_what_recompute_costs(model: Path) -> None:

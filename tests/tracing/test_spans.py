@@ -129,3 +129,15 @@ def test_an_aborted_request_leaves_nothing(model: Path, traces: Traces) -> None:
     engine.run_until_idle()
     engine.check_whole()
     assert len(traces.spans) == 0
+
+
+def test_the_first_request_after_a_reset_is_in_the_trace(model: Path, traces: Traces) -> None:
+    """It comes before the weights have their name again."""
+    engine = ShadowEngine(model, Shape(prefix_caching=False), 0)
+    engine.adapter.spans = engine.adapter._dispatcher._spans = traces.spans
+    assert engine.reset(new_weights=False)
+    engine.add(prompt(1, 4 * CHUNK), 1, trace_headers=TRACED)
+    engine.run_until_idle()
+    assert "lmcache.lookup" in {span.name for span in traces.take()}
+    engine.check_whole()
+    assert len(traces.spans) == 0

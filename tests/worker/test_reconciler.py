@@ -97,22 +97,54 @@ class TestOffers:
         assert taken[-1] == (199_999).to_bytes(32, "big")
 
 
-def test_offers_leave_room_for_fresh_writes() -> None:
-    offered: list[bytes] = []
+def keys(name: bytes, count: int) -> list[bytes]:
+    return [name + i.to_bytes(31, "big") for i in range(count)]
 
-    def offer(key: bytes) -> bool:
-        offered.append(key)
+
+class Offering:
+    """Offers to nodes, which are the first byte of a chunk, as long as they have room."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.offered: list[bytes] = []
+        self.room = {ord("s"): 0, ord("q"): 1 << 20}
+        self.reconciler = Reconciler(self.offer, self.has_room, PACE, lambda: self.now)
+        self.reconciler.close(5.0)  # `tick` is called here
+
+    def has_room(self, key: bytes) -> bool:
+        return self.room[key[0]] > 0
+
+    def offer(self, key: bytes) -> bool:
+        self.room[key[0]] -= 1
+        self.offered.append(key)
         return True
 
-    reconciler = Reconciler(offer, lambda: len(offered) < 3, PACE, lambda: 0.0)
-    reconciler.close(5.0)
-    reconciler.want(i.to_bytes(32, "big") for i in range(50))
-    for _ in range(5):
-        reconciler.tick()
-    assert len(offered) == 3
-    offered.clear()
-    reconciler.tick()
-    assert len(offered) == 3
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.reconciler.tick()
+            self.now += 0.1
+
+
+def test_offers_leave_room_for_fresh_writes() -> None:
+    offering = Offering()
+    offering.room[ord("q")] = 3
+    offering.reconciler.want(keys(b"q", 50))
+    offering.ticks(5)
+    assert len(offering.offered) == 3
+    offering.room[ord("q")] = 3
+    offering.ticks(12)
+    assert len(offering.offered) == 6
+
+
+def test_while_a_node_is_slow_its_own_chunks_wait() -> None:
+    offering = Offering()
+    slow, quick = keys(b"s", 1500), keys(b"q", 30)
+    offering.reconciler.want([*slow, *quick])
+    offering.ticks(8)
+    assert sorted(offering.offered) == quick
+    offering.room[ord("s")] = 1 << 20
+    offering.ticks(150)
+    assert sorted(offering.offered) == sorted([*quick, *slow])
 
 
 @pytest.fixture

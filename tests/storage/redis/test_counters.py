@@ -22,7 +22,9 @@ def test_the_labels_are_those_that_dashboards_know() -> None:
     assert [fault.value for fault in WireFault] == [
         *("deadline", "cancelled", "closed", "stalled", "out_of_step")
     ]
-    assert [fault.value for fault in NotAsked] == ["unavailable", "after_miss", "internal_error"]
+    assert [fault.value for fault in NotAsked] == [
+        *("unavailable", "after_miss", "queued", "internal_error")
+    ]
     assert Miss(ReplyFault.MISSING).label == "missing"
     assert Miss(ReplyFault.MISSING, is_behind=True).label == "after_missing"
     assert Miss(WireFault.STALLED, is_behind=True).label == "after_stalled"

@@ -148,6 +148,31 @@ def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -
         assert tier.stats().counts.misses == {"cancelled": 1}
 
 
+def test_a_read_that_had_no_turn_says_nothing_of_the_server(proxy: FaultProxy) -> None:
+    """The reader waits for an older read. That one was cut off, and tells."""
+    with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
+        wait_until(lambda: all(put_all(tier, range(2))), "not writable at first")
+        wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
+        num_struck = proxy.num_struck
+        proxy.arm(Fault(Kind.STALL))
+        cut_off: dict[int, bool] = {}
+
+        def read(index: int, deadline: float) -> None:
+            buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
+            found = tier.read([chunk_key(index)], [buffer], deadline)
+            assert found.hits == [False]
+            cut_off[index] = found.cut_off
+
+        soon = time.monotonic() + 2.0
+        older = threading.Thread(target=read, args=(0, soon))
+        older.start()
+        wait_until(lambda: proxy.num_struck > num_struck, "the server was not asked")
+        read(1, time.monotonic() + 0.05)
+        older.join(GRACE_SECONDS)
+        assert cut_off == {0: True, 1: False}
+        assert tier.stats().counts.misses == {"deadline": 1, "queued": 1}
+
+
 def test_closing_does_not_wait_for_a_silent_server(proxy: FaultProxy) -> None:
     ends = Ends()
     tier = RedisTier(config(proxy.url, write_timeout_seconds=3600.0), PARTS)

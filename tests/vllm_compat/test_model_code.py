@@ -1,0 +1,64 @@
+"""Versions of code that vLLM names alike are told apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from vllm.model_executor.models import ModelRegistry
+
+from lmcache_connector.vllm_compat import identity, model_code
+from tests.support.vllm_configs import kv_cache, vllm_config
+
+
+def plug_in(folder: Path, text: str) -> None:
+    """A plugin of two files, one of which the other imports."""
+    package = folder / "a_plugin"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "layers.py").write_text(text)
+    (package / "model.py").write_text("from a_plugin.layers import *")
+
+
+@pytest.fixture
+def digests(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, str]]:
+    """Of an engine whose model a plugin has registered."""
+    config = vllm_config(model)
+    own = ModelRegistry.models["LlamaForCausalLM"]
+    other = dataclasses.replace(own, module_name="a_plugin.model")
+    monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", other)
+    return lambda: identity.configuration_digests(config, kv_cache(), [None])
+
+
+def test_two_versions_of_a_plugin_are_two_models(
+    digests: Callable[[], dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name, text in (("one", "scale = 1"), ("two", "scale = 2"), ("copy", "scale = 1")):
+        plug_in(tmp_path / name, text)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / name)
+            importlib.invalidate_caches()
+            found.append(digests())
+    one, two, copy = found
+    assert {name for name in one if one[name] != two[name]} == {"model_code"}
+    assert one == copy
+    assert "a_plugin" not in sys.modules, "this process may not be one that loads models"
+
+
+def test_vllms_own_models_have_no_code_beside_it(model: Path) -> None:
+    found = identity.configuration_digests(vllm_config(model), kv_cache(), [None])
+    assert "model_code" not in found
+
+
+def test_models_of_a_library_go_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = ModelRegistry.models["TransformersForCausalLM"]
+    here = model_code.model_code(registered)
+    assert here is not None
+    assert here[0].startswith("transformers ")
+    monkeypatch.setattr(model_code, "version", lambda name: "another")
+    assert model_code.model_code(registered) == ["transformers another"]
