@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 _LISTENS = "0A"
-_PATIENCE_SECONDS = 0.4
+_PATIENCE_SECONDS = 0.1
 _HUGE = 2**62
 
 
