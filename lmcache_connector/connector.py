@@ -79,6 +79,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 num_batches=vllm_config.max_concurrent_batches,
                 max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 spans=make_spans(vllm_config),
+                engine_id=str(self._kv_transfer_config.engine_id),
             )
             self._guard = SchedulerGuard(self._scheduler, self._failures)
 

@@ -90,6 +90,15 @@ class ChunkGeometry:
         """The layers per stripe: as many as fit into ``max_value_bytes``, but at least one."""
         return max(1, max_value_bytes // (max(self.layer_widths) * self.num_tokens))
 
+    def stripe(self, layer_start: int, layer_end: int, shard: int) -> Stripe:
+        """Any run of these layers of one of these shards. Raises ``ValueError`` for others."""
+        first, end = layer_start - self.layer_start, layer_end - self.layer_start
+        if not 0 <= first < end <= len(self.layer_widths) or shard not in self.shards:
+            raise ValueError(f"layers {layer_start} to {layer_end} of head {shard} are not here")
+        offset = self.shards.index(shard) * self.shard_bytes + self.layer_offsets[first]
+        num_bytes = self.layer_offsets[end] - self.layer_offsets[first]
+        return Stripe(layer_start, layer_end, shard, offset, num_bytes)
+
     def stripes(self, max_value_bytes: int) -> tuple[Stripe, ...]:
         """All stripes of this chunk, shard by shard, in buffer order."""
         width = self.stripe_width(max_value_bytes)

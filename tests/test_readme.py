@@ -59,6 +59,8 @@ def type_words(annotation: Any) -> str:
     arguments = [a for a in get_args(annotation) if a is not NoneType]
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
+    if get_origin(annotation) is tuple:
+        return f"list of {type_words(arguments[0])}s"
     return type_words(arguments[0])  # T | None, or Annotated[T, ...]
 
 

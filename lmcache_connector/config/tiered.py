@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from lmcache_connector.config.model_digest import ModelDigest
 from lmcache_connector.config.strict import Secret, StrictSettings, parse
 from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.peers.address import Address
 from lmcache_connector.storage.chunk_codec import Codec
 from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 
 _LMCACHE_PREFIX = "lmcache."
+_FOUND_AGAIN_SECONDS = 2.0
+"""A peer is back, or new, for so long at most before it is asked."""
 _GONE = {
     "share_after_reset": "no setting any more: weights are named by what is in memory, so leave it "
     "out",
@@ -33,6 +36,20 @@ def _long_enough(key: SecretStr) -> SecretStr:
 def _is_url(url: SecretStr) -> SecretStr:
     RedisTierConfig(url=url.get_secret_value())
     return url
+
+
+def _is_address(text: str) -> str:
+    Address.parse(text)
+    return text
+
+
+def _are_addresses(texts: object) -> object:
+    """JSON has no tuples."""
+    if isinstance(texts, list):
+        for text in texts:
+            Address.parse(str(text), may_be_dns=True)
+        return tuple(texts)
+    return texts
 
 
 HashKey = Annotated[Secret, AfterValidator(_long_enough)]
@@ -79,6 +96,15 @@ class ConnectorConfig(StrictSettings):
     """Bytes waiting to be written to Redis; above it, writes are dropped."""
     prefetch_mib: Annotated[int, Field(ge=0, le=1048576)] = 512
     """Most bytes per worker rank that are fetched from Redis for requests that still wait."""
+    peer_listen: Annotated[str, AfterValidator(_is_address)] | None = None
+    """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier, rank r r ports higher."""
+    peer_secret: Secret | None = None
+    """Who knows it may list what is served. On loopback alone; ``env:NAME`` or ``file:PATH``."""
+    peer_insecure: bool = False
+    """Serve beyond loopback without a ``hash_key``: who can name a chunk may read it."""
+    peers: Annotated[tuple[str, ...], BeforeValidator(_are_addresses), Field(max_length=256)] = ()
+    """Others to load from: their ``peer_listen``, ``HOST:PORT``, or ``dns:NAME:PORT`` for all
+    addresses of a name. What they hold is taken for true, as what Redis holds is."""
     load_deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Longest time a request waits for a load before the rest is recomputed."""
     lookup_wait_seconds: Annotated[float, Field(ge=0, le=1)] = 0.001
@@ -118,6 +144,11 @@ class ConnectorConfig(StrictSettings):
         """``None`` without a secret."""
         return self.hash_key.get_secret_value().encode() if self.hash_key else None
 
+    @property
+    def peer_secret_bytes(self) -> bytes | None:
+        """``None`` without a secret."""
+        return self.peer_secret.get_secret_value().encode() if self.peer_secret else None
+
     def redis_tier_config(self) -> RedisTierConfig | None:
         """Settings of the Redis tier, ``None`` without one. Raises ``ValueError``."""
         if self.redis_url is None:
@@ -138,6 +169,24 @@ class ConnectorConfig(StrictSettings):
         )
 
     @property
+    def peer_addresses(self) -> tuple[Address, ...]:
+        return tuple(Address.parse(text, may_be_dns=True) for text in self.peers)
+
+    def peer_tier_config(self) -> RedisTierConfig | None:
+        """How values are read from peers, ``None`` without any: as from Redis."""
+        if not self.peers:
+            return None
+        return RedisTierConfig(
+            url="redis://peers",
+            namespace=self.namespace,
+            hash_key=self.hash_key_bytes,
+            connect_timeout_seconds=self.redis_timeout_seconds,
+            read_timeout_seconds=self.redis_timeout_seconds,
+            num_connections=self.redis_connections,
+            backoff_max_seconds=_FOUND_AGAIN_SECONDS,
+        )
+
+    @property
     def prefetch_bytes(self) -> int:
         """Fetched ahead and not yet used: never more than a quarter of the CPU tier, nor half of a
         tenant's share, or what comes for one request would push out what came for another."""
@@ -149,6 +198,14 @@ class ConnectorConfig(StrictSettings):
             read_weights_label(self.weights_label)
         except ConfigError as error:
             yield f"'weights_label': {error}"
+        if self.peer_listen is not None and not Address.parse(self.peer_listen).is_loopback:
+            if self.hash_key is None and not self.peer_insecure:
+                yield (
+                    "'peer_listen': beyond loopback it needs a 'hash_key', or 'peer_insecure' if "
+                    "whoever reaches it may read every chunk that they can name"
+                )
+            if self.peer_secret is not None:
+                yield "'peer_secret': beyond loopback it would be sent in clear text"
         try:
             self.redis_tier_config()
         except ValueError as error:

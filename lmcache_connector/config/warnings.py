@@ -95,19 +95,23 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
         )
     if config.redis_url is not None:
         return
-    idle = sorted(k for k in config.model_fields_set if k.startswith(("redis_", "lookup_")))
+    # Peers are read as Redis is.
+    used = ("redis_timeout_seconds", "redis_connections") if config.peers else ()
+    unused = "redis_" if config.peers else ("redis_", "lookup_")
+    settings = config.model_fields_set.difference(used)
+    idle = sorted(name for name in settings if name.startswith(unused))
     if idle:
         yield StartupWarning(
             f"without redis_url nothing is done with {' and '.join(idle)}",
             "set it, or leave them out",
         )
-    if kv_role == "kv_consumer":
+    if kv_role == "kv_consumer" and not config.peers:
         yield StartupWarning(
             "kv_role kv_consumer loads only, and without redis_url nobody stores what it could "
             "load, so every request is a miss",
             "set redis_url, or kv_role kv_both",
         )
-    if kv_role == "kv_producer":
+    if kv_role == "kv_producer" and config.peer_listen is None:
         yield StartupWarning(
             "kv_role kv_producer stores only, and without redis_url nobody can load what it stores",
             "set redis_url, or kv_role kv_both",

@@ -178,6 +178,11 @@ METRICS = table(
             _READS,
         ),
         counter(
+            "peer_chunks",
+            ("result",),
+            "Chunks asked of peers by loads: hit, or why not. In `tier` labels peers are `redis`.",
+        ),
+        counter(
             "audits",
             ("result",),
             "Chunks of hits recomputed and compared: match, mismatch, inconclusive.",

@@ -370,7 +370,8 @@ def wait_readable(wires: Sequence[Wire], seconds: float) -> list[Wire]:
     poll, by_number = select.poll(), {wire.fileno(): wire for wire in wires}
     for number in by_number:
         poll.register(number, select.POLLIN)
-    return [by_number[number] for number, _ in poll.poll(max(1, round(1e3 * seconds)))]
+    millis = max(1, round(1e3 * seconds)) if seconds else 0
+    return [by_number[number] for number, _ in poll.poll(millis)]
 
 
 class _Silence:

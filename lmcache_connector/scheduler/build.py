@@ -43,6 +43,7 @@ from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.weight_names import WeightFiles, WeightNames
 
 if TYPE_CHECKING:
+    from lmcache_connector.peers.lookup import AnyLookup
     from lmcache_connector.storage.redis.lookup import RedisLookup
     from lmcache_connector.vllm_compat.model import ModelDescription
 
@@ -60,12 +61,13 @@ def build_scheduler(
     max_step_tokens: int,
     find_adapter: Callable[[str], Path | None] = Path,
     spans: Spans | None = None,
+    engine_id: str = "",
 ) -> SchedulerAdapter:
     """The scheduler side of an engine. ``weights`` is what they are loaded
     from. ``loads`` and ``stores``: what
     ``kv_role`` allows. ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter``
     turns a LoRA adapter's path into the folder vLLM reads. ``num_batches`` steps are under way at
-    once, of ``max_step_tokens`` at most."""
+    once, of ``max_step_tokens`` at most. ``engine_id``: vLLM's name of this engine."""
     settings = _settings(config, model, loads, stores, weak_block_hashes, num_batches)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model, num_batches, max_step_tokens)
@@ -73,7 +75,9 @@ def build_scheduler(
     if kv_events:
         lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
         events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews)
-    hits, metrics, redis = _make_hits(config, model, settings, index, policy, events, tally)
+    hits, metrics, redis = _make_hits(
+        config, model, settings, index, policy, events, tally, engine_id
+    )
     loaded = LoadedAdapters(model.world_size)
     noise = NoiseGauge(model.parts[0].formats)
     learn = partial(_learn_layers, model, policy, redis, noise)
@@ -104,17 +108,14 @@ def _make_hits(
     policy: LoadPolicy,
     events: KvEventSink,
     tally: Tally,
-) -> tuple[HitFinder, SchedulerMetrics, RedisLookup | None]:
+    engine_id: str,
+) -> tuple[HitFinder, SchedulerMetrics, RedisLookup | AnyLookup | None]:
     """And the metrics, which tell of Redis if it is asked, and what asks it."""
-    tier_config, clock = config.redis_tier_config(), time.monotonic
-    if tier_config is None:
+    clock = time.monotonic
+    redis = _make_lookup(config, model, engine_id)
+    if redis is None:
         finder = HitFinder(settings.parts, settings.chunk_size, index, tally)
         return finder, SchedulerMetrics(tally, clock), None
-    from lmcache_connector.storage.geometry import PartGeometries
-    from lmcache_connector.storage.redis.lookup import RedisLookup
-
-    ranks = zip(*(part.geometries for part in model.parts), strict=True)
-    redis = RedisLookup(tier_config, [PartGeometries(parts) for parts in ranks])
     lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, clock)
     hits = RedisHitFinder(
         settings.parts,
@@ -127,6 +128,32 @@ def _make_hits(
         clock,
     )
     return hits, SchedulerMetrics(tally, clock, lookup.take_seconds, redis.servers), redis
+
+
+def _make_lookup(
+    config: ConnectorConfig, model: ModelDescription, engine_id: str
+) -> RedisLookup | AnyLookup | None:
+    """What asks Redis, or peers, or both; ``None``: there are neither."""
+    redis_config, peer_config = config.redis_tier_config(), config.peer_tier_config()
+    if redis_config is None and peer_config is None:
+        return None
+    from lmcache_connector.storage.geometry import PartGeometries
+    from lmcache_connector.storage.redis.lookup import RedisLookup
+
+    ranks = zip(*(part.geometries for part in model.parts), strict=True)
+    geometries = [PartGeometries(parts) for parts in ranks]
+    redis = RedisLookup(redis_config, geometries) if redis_config is not None else None
+    if peer_config is None:
+        return redis
+    from lmcache_connector.peers.commands import Greeting
+    from lmcache_connector.peers.lookup import AnyLookup, PeerLookup
+    from lmcache_connector.peers.topology import PeerTopology
+
+    greeting = Greeting(model.world_size, engine_id)
+    addresses, clock = config.peer_addresses, time.monotonic
+    topology = PeerTopology(peer_config, addresses, greeting, 0, clock)
+    peers = PeerLookup(peer_config, geometries, topology, clock)
+    return AnyLookup([redis, peers] if redis is not None else [peers], clock)
 
 
 def _make_book(
@@ -163,7 +190,7 @@ def _make_book(
 def _learn_layers(
     model: ModelDescription,
     policy: LoadPolicy,
-    redis: RedisLookup | None,
+    redis: RedisLookup | AnyLookup | None,
     noise: NoiseGauge,
     starts: Sequence[RankStart],
 ) -> None:

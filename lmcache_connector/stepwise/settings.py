@@ -20,6 +20,8 @@ def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
     if not isinstance(config, Mapping):
         raise ConfigError(f"settings are a dict of kv_connector_extra_config, not {config!r:.60}")
     settings, standing = parse_config(config), check_lmcache()
+    if settings.peer_listen is not None or settings.peers:
+        raise ConfigError("'peer_listen' and 'peers' are vLLM's connector's: share through Redis")
     if not standing.unverified:
         return settings
     logger.warning(

@@ -38,6 +38,7 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.requests.loaded_adapters import came_to_stay
+from lmcache_connector.storage.redis.counters import TierCounts
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import FixedWeights, LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
@@ -53,6 +54,9 @@ from lmcache_connector.worker.step_gate import StepGate
 from lmcache_connector.worker.waiting_jobs import QueuedJob
 
 if TYPE_CHECKING:
+    from lmcache_connector.peers.commands import Chunks
+    from lmcache_connector.peers.server import PeerServer
+    from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.storage.redis.tier import RedisTier
 
 logger = logging.getLogger(__name__)
@@ -93,7 +97,8 @@ class WorkerAdapter:
     """Maps vLLM's worker-side connector calls onto jobs.
 
     ``make_redis_tier`` is called once; the tier is closed with the adapter. ``None``: there is only
-    the CPU tier. Runs on the engine's step thread.
+    the CPU tier. ``make_peers`` and ``make_peer_server``: likewise, of peers to load from, and of
+    the server that peers read chunks from. Runs on the engine's step thread.
     """
 
     def __init__(
@@ -104,6 +109,8 @@ class WorkerAdapter:
         clock: Callable[[], float] = time.monotonic,
         lora_loads: LoraLoads | NoLoraLoads | None = None,
         weights: LoadedWeights | FixedWeights | None = None,
+        make_peers: Callable[[], PeerTier] | None = None,
+        make_peer_server: Callable[[Chunks], PeerServer] | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -120,14 +127,15 @@ class WorkerAdapter:
         tier = self._tier = make_redis_tier() if make_redis_tier else None
         # On CPU, the cores that write compute the model.
         self._hold_writes = tier.hold_writes if tier is not None and on_cpu else _hold_nothing
-        self._engine = LMCacheEngineAdapter(settings.engine, parts, self._copier, tier)
+        self._peers = make_peers() if make_peers else None
+        self._engine = LMCacheEngineAdapter(settings.engine, parts, self._copier, tier, self._peers)
         self._probe = _make_probe(tier, settings.probe_keys, clock)
         self.self_test: SelfTestResult | None = None
         if settings.self_test:
             self.self_test = run_self_test(self._engine, parts, clock)
         self._jobs = JobQueue(
             self._run,
-            _NUM_REDIS_LANES if tier is not None else 0,
+            _NUM_REDIS_LANES if tier is not None or self._peers is not None else 0,
             clock,
             _STORE_DELAY_SECONDS if on_cpu else 0.0,
         )
@@ -140,6 +148,7 @@ class WorkerAdapter:
         self._idle = False
         self._is_start_told = False
         self._probe_until = clock() + _FIRST_PROBE_SECONDS
+        self._server = make_peer_server(self._engine.chunks) if make_peer_server else None
 
     # -- the engine's step ---------------------------------------------------------------------
 
@@ -260,6 +269,10 @@ class WorkerAdapter:
         self._probe.close(seconds)
         if not self._jobs.close(seconds):
             logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
+        if self._peers is not None and not self._peers.close(seconds):
+            logger.warning("A read from a peer did not stop within %.1f s", seconds)
+        if self._server is not None and not self._server.close(seconds):
+            logger.warning("The peer server did not stop within %.1f s", seconds)
         self._engine.close(seconds)
         self._lora_loads.close()
         self._weights.close()
@@ -417,6 +430,7 @@ class WorkerAdapter:
             cpu_capacity_bytes=int(settings.engine.cpu_gib * 2**30),
             holdings=self._engine.holdings(),
             redis=self._tier.stats() if self._tier is not None else None,
+            peers=self._peers.counts() if self._peers is not None else TierCounts(),
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )
 

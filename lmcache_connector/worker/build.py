@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,13 +17,20 @@ from lmcache_connector.config.warnings import (
     settings_warnings,
     size_warnings,
 )
+from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_parts.part import Rule, part_key
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.commands import Chunks, Commands, Greeting
+from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.startup import banner
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Sealer
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.vllm_compat.identity import fingerprint
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, worker_on_stack
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
+from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
@@ -32,12 +40,15 @@ from lmcache_connector.worker.reconciler import Pace
 if TYPE_CHECKING:
     import torch
 
+    from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.vllm_compat.api.names import KVCacheConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
 _NUM_PROBE_CHUNKS = 8
+_LEASED_SHARE = 1 / 8
+"""Of the CPU tier, what answers to slow peers may keep from being evicted."""
 
 
 def build_worker(
@@ -74,6 +85,8 @@ def build_worker(
         _redis_tier_maker(config, model),
         lora_loads=LoraLoads(lora_config) if lora_config is not None else None,
         weights=LoadedWeights(worker_on_stack()),
+        make_peers=_peer_tier_maker(config, model, vllm_config),
+        make_peer_server=_peer_server_maker(config, model, vllm_config),
     )
     if model.rank == 0:
         logger.info(
@@ -139,6 +152,58 @@ def _redis_tier_maker(
     rank = model.rank
     write_shards = tuple(part.ranks[rank].write_shards for part in model.parts)
     return partial(RedisTier, tier_config, _geometries(model), write_shards)
+
+
+def _peer_tier_maker(
+    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
+) -> Callable[[], PeerTier] | None:
+    tier_config, transfer = config.peer_tier_config(), vllm_config.kv_transfer_config
+    assert transfer is not None
+    if tier_config is None or not transfer.is_kv_consumer:
+        return None
+    from lmcache_connector.peers.tier import PeerTier
+    from lmcache_connector.peers.topology import PeerTopology
+
+    greeting = Greeting(model.world_size, str(transfer.engine_id))
+    topology = PeerTopology(
+        tier_config, config.peer_addresses, greeting, model.rank, time.monotonic
+    )
+    return partial(PeerTier, tier_config, _geometries(model), topology)
+
+
+def _peer_server_maker(
+    config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
+) -> Callable[[Chunks], PeerServer] | None:
+    if config.peer_listen is None:
+        return None
+    transfer, address = vllm_config.kv_transfer_config, Address.parse(config.peer_listen)
+    assert transfer is not None
+    first_rank = engine_index(vllm_config.parallel_config) * model.world_size
+    port = address.port + first_rank + model.rank
+    ranks = zip(*(part.geometries for part in model.parts), strict=True)
+    geometries = [PartGeometries(parts) for parts in ranks]
+    leased_bytes = int(config.cpu_gib * 2**30 * _LEASED_SHARE)
+
+    def start(chunks: Chunks) -> PeerServer:
+        commands = Commands(
+            chunks,
+            geometries,
+            model.rank,
+            namespace=config.namespace,
+            sealer=Sealer(config.hash_key_bytes),
+            greeting=Greeting(model.world_size, str(transfer.engine_id)),
+            max_payload_bytes=RedisTierConfig.max_value_bytes - HEADER_BYTES,
+            secret=config.peer_secret_bytes,
+        )
+        try:
+            return PeerServer(address.host, port, commands, Limits(leased_bytes=leased_bytes))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"'peer_listen': cannot listen on {address.host}, port {port}: {reason}"
+            ) from error
+
+    return start
 
 
 def _geometries(model: ModelDescription) -> PartGeometries:

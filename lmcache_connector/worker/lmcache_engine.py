@@ -41,6 +41,7 @@ from lmcache_connector.plans import (
 from lmcache_connector.retention.bounds import Holdings, Limits
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.worker.lmcache_peers import CpuTierChunks
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
     ChangedKeys,
@@ -63,6 +64,7 @@ from lmcache_connector.worker.lmcache_writes import RedisWrites
 from lmcache_connector.worker.paged_part import PagedPart
 
 if TYPE_CHECKING:
+    from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.storage.redis.tier import RedisTier
     from lmcache_connector.worker.step_gate import StepGate
 
@@ -76,9 +78,9 @@ class LMCacheEngineAdapter:
     """One rank's CPU tier, and Redis behind it.
 
     ``copier`` moves blocks between ``parts``, the model's in order, and LMCache's memory. A job may
-    name other caches of the same geometries instead, where KV has no fixed place.
-    ``redis_tier`` is closed with the engine. Raises :class:`ConfigError` if LMCache cannot be
-    started with the settings.
+    name other caches of the same geometries instead, where KV has no fixed place. ``redis_tier`` is
+    closed with the engine, ``peers`` by whoever made them. Raises :class:`ConfigError` if LMCache
+    cannot be started with the settings.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class LMCacheEngineAdapter:
         parts: Sequence[PagedPart],
         copier: Copier,
         redis_tier: RedisTier | None,
+        peers: PeerTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._parts = parts
@@ -97,12 +100,16 @@ class LMCacheEngineAdapter:
         self._database = PlannedTokenDatabase(metadata)
         self._blocks = BlockCopyConnector(self._sizes, copier)
         self.fence = copier.fence  # of the work that the device has been given so far
-        self._engine = start_engine(settings, metadata, self._database, self._blocks, redis_tier)
+        self._engine = start_engine(
+            settings, metadata, self._database, self._blocks, redis_tier, peers
+        )
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
         self._plugin = backends.get(REDIS_BACKEND)
-        if redis_tier is not None and self._plugin is None:
-            redis_tier.close(0.0)
+        sources = [source for source in (redis_tier, peers) if source is not None]
+        if sources and self._plugin is None:
+            for source in sources:
+                source.close(0.0)
             self._engine.close()
             raise ConfigError("LMCache did not start the Redis tier; its log says why")
         capacity_bytes = settings.cpu_gib * 2**30
@@ -111,6 +118,7 @@ class LMCacheEngineAdapter:
         LedgerPolicy(self._ledger, self._database.engine_key).install(self._cpu)
         self._changed = ChangedKeys()
         self._cpu.batched_msg_sender = self._changed
+        self.chunks = CpuTierChunks(self._cpu, self._database, self._sizes.geometries)
         self._writes: RedisWrites | None = None
         if redis_tier is not None:
             self._writes = RedisWrites(

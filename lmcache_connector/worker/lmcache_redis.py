@@ -1,4 +1,4 @@
-"""The Redis tier as a storage plugin of LMCache's engine, beside LMCache's own CPU tier.
+"""Peers and the Redis tier as a storage plugin of LMCache's engine, beside LMCache's own CPU tier.
 
 LMCache makes the plugin, and asks it for the chunks of a prompt that the CPU tier lacks. Memory
 objects come from the CPU tier's allocator and hold one value each: as many bytes as the geometry of
@@ -9,11 +9,12 @@ every object that it hands to the tier once that is written.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -25,8 +26,13 @@ from lmcache_connector.net.deadline import never
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_plugs import ValueSizes, value_bytes
 
+if TYPE_CHECKING:
+    from lmcache_connector.peers.tier import PeerTier
+
 TIER = "lmcache_connector.redis_tier"
-"""The entry of LMCache's ``extra_config`` that holds the `RedisTier`."""
+PEERS = "lmcache_connector.peer_tier"
+"""The entries of LMCache's ``extra_config`` that hold a `RedisTier` and a `PeerTier`, or neither of
+one of them."""
 
 
 @dataclass
@@ -74,8 +80,10 @@ class RedisStoragePlugin(StoragePluginInterface):
         loop: Any = None,
     ) -> None:
         super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
-        self._tier: RedisTier = config.extra_config[TIER]
-        self._sizes = ValueSizes(self._tier.geometries)
+        self._tier: RedisTier | None = config.extra_config.get(TIER)
+        peers: PeerTier | None = config.extra_config.get(PEERS)
+        self._sources = [source for source in (peers, self._tier) if source is not None]
+        self._sizes = ValueSizes(self._sources[0].geometries)
         self._contexts = _Contexts()
 
     def __str__(self) -> str:
@@ -165,7 +173,9 @@ class RedisStoragePlugin(StoragePluginInterface):
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
-        """Queue the chunks for writing; never blocks."""
+        """Queue the chunks for writing; never blocks. Peers take what they want by themselves."""
+        if self._tier is None:
+            return
         context = self._contexts.store
         pairs = zip(keys, objs, strict=True)
         for order, (key, memory) in enumerate(pairs, start=context.first_chunk):
@@ -195,20 +205,30 @@ class RedisStoragePlugin(StoragePluginInterface):
     def _read(
         self, keys: list[CacheEngineKey], objects: list[MemoryObj], context: LoadContext
     ) -> list[bool]:
-        """Read chunks from Redis into ``objects``. Whether each is there."""
-        if not keys:
-            return []
+        """Read chunks into ``objects`` from the first source that has them. Whether each is there.
+        While another source is left to ask, one may take half of the time."""
+        names = [chunk_key(key) for key in keys]
         values = [self._value(*each) for each in zip(keys, objects, strict=True)]
-        result = self._tier.read(
-            [chunk_key(key) for key in keys], values, context.deadline, context.cancelled
-        )
-        context.redis_bytes += sum(compress(map(len, values), result.hits))
-        context.redis_seconds += result.seconds
-        context.cut_off |= result.cut_off
-        return result.hits
+        hits, left = [False] * len(keys), list(range(len(keys)))
+        for number, source in enumerate(self._sources, start=1):
+            if not left:
+                break
+            until = context.deadline
+            if number < len(self._sources):
+                until -= max(0.0, until - time.monotonic()) / 2
+            wanted = [names[i] for i in left], [values[i] for i in left]
+            result = source.read(*wanted, until, context.cancelled)
+            for index, hit in zip(left, result.hits, strict=True):
+                hits[index] = hit
+            left = [index for index in left if not hits[index]]
+            context.redis_seconds += result.seconds
+            is_last = number == len(self._sources)
+            context.cut_off |= is_last and result.cut_off
+        context.redis_bytes += sum(compress(map(len, values), hits))
+        return hits
 
     def _value(self, key: CacheEngineKey, memory: MemoryObj) -> memoryview:
-        return value_bytes(memory, self._tier.geometries.of(chunk_key(key)))
+        return value_bytes(memory, self._sizes.geometries.of(chunk_key(key)))
 
     def _allocate(
         self, keys: Sequence[CacheEngineKey], indices: Sequence[int]
@@ -216,7 +236,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         """An object for the key at each leading index, up to the first that finds no memory."""
         allocated: dict[int, MemoryObj] = {}
         for index in indices:
-            shape = self._sizes.shape(self._tier.geometries.of(chunk_key(keys[index])))
+            shape = self._sizes.shape(self._sizes.geometries.of(chunk_key(keys[index])))
             memory = self.local_cpu_backend.allocate(shape, torch.uint8, busy_loop=False)
             if memory is None:
                 break

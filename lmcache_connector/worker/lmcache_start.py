@@ -26,6 +26,7 @@ from lmcache_connector.worker.lmcache_plugs import ValueSizes
 from lmcache_connector.worker.reconciler import Pace
 
 if TYPE_CHECKING:
+    from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.storage.redis.tier import RedisTier
 
 # By logger: the warnings LMCache logs during ordinary work, such as a full tier for every chunk it
@@ -114,9 +115,10 @@ def start_engine(
     database: TokenDatabase,
     connector: GPUConnectorInterface,
     redis_tier: RedisTier | None,
+    peers: PeerTier | None,
 ) -> LMCacheEngine:
     """Raises :class:`ConfigError` for ``lmcache.*`` settings that cannot be used."""
-    config = _engine_config(settings, metadata.chunk_size, redis_tier)
+    config = _engine_config(settings, metadata.chunk_size, redis_tier, peers)
     _let_vllm_start_again()
     with _process_settings_kept():
         engine = LMCacheEngine(config, metadata, database, connector, _no_broadcast, _no_broadcast)
@@ -125,7 +127,10 @@ def start_engine(
 
 
 def _engine_config(
-    settings: EngineSettings, chunk_size: int, redis_tier: RedisTier | None
+    settings: EngineSettings,
+    chunk_size: int,
+    redis_tier: RedisTier | None,
+    peers: PeerTier | None,
 ) -> LMCacheEngineConfig:
     values: dict[str, Any] = {
         "chunk_size": chunk_size,
@@ -137,12 +142,13 @@ def _engine_config(
         "lmcache_instance_id": f"rank-{settings.rank}",
     }
     extra: dict[str, Any] = {}
-    if redis_tier is not None:
+    if redis_tier is not None or peers is not None:
         values["storage_plugins"] = [REDIS_BACKEND]
         extra |= {
             f"storage_plugin.{REDIS_BACKEND}.module_path": _PLUGIN_MODULE,
             f"storage_plugin.{REDIS_BACKEND}.class_name": "RedisStoragePlugin",
             "lmcache_connector.redis_tier": redis_tier,
+            "lmcache_connector.peer_tier": peers,
         }
     overrides = dict(settings.overrides)
     extra |= overrides.pop("extra_config", {})

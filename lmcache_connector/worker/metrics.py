@@ -6,7 +6,7 @@ ended, else once per second. Runs on the engine's step thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,8 +36,8 @@ _DROPPED = (WriteEnd.QUEUE_FULL, WriteEnd.FAILED)
 class RankSnapshot:
     """One rank at one moment.
 
-    ``redis``: ``None`` without a Redis tier. ``redis_writes``: bytes and seconds of each burst
-    written to Redis since the last snapshot.
+    ``redis``: ``None`` without a Redis tier; ``peers``: what was read from them since the start.
+    ``redis_writes``: bytes and seconds of each burst written to Redis since the last snapshot.
     """
 
     queued_jobs: int
@@ -46,6 +46,7 @@ class RankSnapshot:
     redis: RedisTierStats | None
     redis_writes: Sequence[tuple[int, float]] = ()
     holdings: Holdings = field(default_factory=Holdings)
+    peers: TierCounts = field(default_factory=TierCounts)
 
 
 class WorkerMetrics:
@@ -58,7 +59,7 @@ class WorkerMetrics:
         self._take_snapshot = take_snapshot
         self._clock = clock
         self.tally = Tally()
-        self._last_counts = TierCounts()
+        self._last_counts = self._last_peers = TierCounts()
         self._last_holdings = Holdings()
         self._next_snapshot = _AT_ONCE
 
@@ -117,6 +118,9 @@ class WorkerMetrics:
             self._observe("store", "redis", num_bytes, seconds)
         if snapshot.redis is not None:
             self._count_tier(snapshot.redis)
+        for result, amount in _chunks_since(self._last_peers, snapshot.peers):
+            self.tally.count("peer_chunks", result, amount=amount)
+        self._last_peers = snapshot.peers
 
     def _count_holdings(self, now: Holdings) -> None:
         tally, last = self.tally, self._last_holdings
@@ -135,9 +139,8 @@ class WorkerMetrics:
         tally.set("writes_paused", self._rank, value=float(tier.writes_paused))
         for node, state in tier.servers:
             tally.set("circuit_state", self._rank, node, value=state.value)
-        tally.count("redis_chunks", "hit", amount=counts.chunks_hit - last.chunks_hit)
-        for reason, count in counts.misses.items():
-            tally.count("redis_chunks", reason, amount=count - last.misses.get(reason, 0))
+        for result, amount in _chunks_since(last, counts):
+            tally.count("redis_chunks", result, amount=amount)
         for end, count in counts.writes.items():
             new = count - last.writes.get(end, 0)
             if end in _DROPPED:
@@ -146,3 +149,10 @@ class WorkerMetrics:
                 tally.count("written_chunks", end.value, amount=new)
         tally.count("stored_bytes", "redis", amount=counts.bytes_written - last.bytes_written)
         self._last_counts = counts
+
+
+def _chunks_since(last: TierCounts, now: TierCounts) -> Iterator[tuple[str, int]]:
+    """Chunks read since then, and those that were not, by cause."""
+    yield "hit", now.chunks_hit - last.chunks_hit
+    for reason, count in now.misses.items():
+        yield reason, count - last.misses.get(reason, 0)

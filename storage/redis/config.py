@@ -14,7 +14,7 @@ from lmcache_connector.storage.chunk_codec import (
     ValueHeader,
     stripe_header,
 )
-from lmcache_connector.storage.geometry import ChunkGeometry, Stripe
+from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries, Stripe
 from lmcache_connector.storage.redis.client.url import RedisAddress, parse_redis_url
 
 MIB = 1 << 20
@@ -125,9 +125,11 @@ class PartValues:
 
 @dataclass(frozen=True, slots=True)
 class ValuePlan:
-    """What all reads, or all writes, of a tier have in common. ``parts``: the model's, in order."""
+    """What all reads, or all writes, of a tier have in common. ``geometries``: of the chunks,
+    ``parts``: what is moved of them, both of the model's parts in order."""
 
     config: RedisTierConfig
+    geometries: PartGeometries
     parts: tuple[PartValues, ...]
     sealer: Sealer
 

@@ -49,7 +49,7 @@ class Servers:
     """What all threads of a tier know about its servers. Thread-safe.
 
     ``clock`` returns seconds, ``random`` numbers in [0, 1). ``greet`` is called once, with the
-    first connection made, to look at the server's settings.
+    first connection made, to look at the server's settings. ``kind``: what logs call a server.
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class Servers:
         clock: Callable[[], float],
         random: Callable[[], float],
         greet: Callable[[Client], None] = lambda client: None,
+        kind: str = "redis",
     ) -> None:
+        self.kind = kind
         self.config = config
         self.topology = topology
         self.clock = clock
@@ -158,7 +160,8 @@ class Servers:
         except TALK_ERRORS as error:
             if self._set_troubled(True):
                 address, detail = self.config.address, self.redact(error)
-                logger.warning("redis %s: cannot learn where chunks live: %s", address, detail)
+                what = "cannot learn where chunks live"
+                logger.warning("%s %s: %s: %s", self.kind, address, what, detail)
         else:
             self._set_troubled(False)
 
@@ -270,12 +273,13 @@ class Dial:
         except Exception as error:
             servers.topology.mark_stale()
             if breaker.failed(at_once=not says_no(error)):
-                logger.warning("redis %s: cannot connect: %s", node, servers.redact(error))
+                detail = servers.redact(error)
+                logger.warning("%s %s: cannot connect: %s", servers.kind, node, detail)
             if not isinstance(error, TALK_ERRORS):
                 raise
             return
         if breaker.connected():
-            logger.info("redis %s: connected again", node)
+            logger.info("%s %s: connected again", servers.kind, node)
         with self._lock:
             self._wire = wire
             if self._abandoned:
@@ -328,8 +332,8 @@ class Connections:
         self._close(node)
         self._servers.topology.mark_stale()
         if blame and self._servers.breaker(node).failed():
-            detail = self._servers.redact(detail)
-            logger.warning("redis %s: %s; leaving it alone for a while", node, detail)
+            kind, detail = self._servers.kind, self._servers.redact(detail)
+            logger.warning("%s %s: %s; leaving it alone for a while", kind, node, detail)
 
     def tend(self, is_wanted: Callable[[Node], bool] = lambda node: True) -> None:
         """Begin to connect, ahead of need, to every node without a live connection when it is

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random as random_module
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmcache_connector.kv_parts.part import part_of
 from lmcache_connector.net.deadline import Deadline, never
@@ -19,7 +19,7 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.resp import command, first_line, is_redirection
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
-from lmcache_connector.storage.redis.topology import Node, make_topology
+from lmcache_connector.storage.redis.topology import Node, Topology, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
 
 # Of the time a look-up has, for connecting to servers that are not connected.
@@ -43,11 +43,16 @@ class RedisLookup:
         *,
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
+        topology: Topology | None = None,
+        kind: str = "redis",
+        connect_share: float = _CONNECT_SHARE,
     ) -> None:
+        self._connect_share = connect_share
         self._config = config
         self._clock = clock
         self.learn_geometries(geometries)
-        self._servers = Servers(config, make_topology(config, clock), clock, random)
+        topology = topology or make_topology(config, clock)
+        self._servers = Servers(config, topology, clock, random, kind=kind)
         self._connections = Connections(self._servers, config.read_timeout_seconds)
 
     def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
@@ -76,9 +81,9 @@ class RedisLookup:
         if not keys:
             return []
         limit = Deadline(deadline, self._clock, cancelled)
-        self._servers.refresh(limit)
-        counts = self._ask(keys, limit)
-        return [count == len(self._names(key)) for key, count in zip(keys, counts, strict=True)]
+        questions = self.ask(keys, limit)
+        await_answers(questions, limit)
+        return self.found(keys, questions)
 
     def tend(self) -> None:
         """Connect ahead of need."""
@@ -91,31 +96,31 @@ class RedisLookup:
         """The servers asked so far, and the states of their circuits. Thread-safe."""
         return self._servers.states()
 
-    def _ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[int]:
-        """The number of existing values of each chunk, as far as it becomes known."""
-        started = self._clock()
-        counts = [0] * len(keys)
-        questions = self._send(keys, deadline)
-        while questions and deadline.remaining() > 0.0:
-            slice_seconds = min(SLICE_SECONDS, deadline.remaining())
-            ready = wait_readable([question.wire for question in questions], slice_seconds)
-            for question in [q for q in questions if q.wire in ready]:
-                if self._receive(question, counts, deadline):
-                    questions.remove(question)
-        is_silent = self._clock() - started > _SUSPICIOUS_SECONDS and not deadline.cancelled()
-        for question in questions:
-            self._connections.drop(question.node, "no answer in time", blame=is_silent)
-        return counts
+    def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
+        """Ask every server that can be reached for the chunks that it may hold."""
+        self._servers.refresh(deadline)
+        return self._send(keys, deadline)
 
-    def _send(self, keys: Sequence[bytes], deadline: Deadline) -> list[_Question]:
-        """Ask every server that can be reached for the chunks that it holds."""
-        tags = [chunk_tag(self._config.namespace, key) for key in keys]
+    def found(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[bool]:
+        """Which of the ``keys`` are wholly there, as far as the answers to `ask` tell."""
+        counts: dict[int, int] = {}
+        for question in questions:
+            counts |= question.counts
+        return [counts.get(i) == len(self._names(key)) for i, key in enumerate(keys)]
+
+    def _assign(self, tags: Sequence[bytes]) -> dict[Node, list[int]]:
+        """Which of the chunks each server may hold."""
         by_node: dict[Node, list[int]] = {}
         for index, tag in enumerate(tags):
             node = self._servers.topology.node_of(tag)
             if node is not None:
                 by_node.setdefault(node, []).append(index)
-        connect_until = self._clock() + _CONNECT_SHARE * deadline.remaining()
+        return by_node
+
+    def _send(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
+        tags = [chunk_tag(self._config.namespace, key) for key in keys]
+        by_node = self._assign(tags)
+        connect_until = self._clock() + self._connect_share * deadline.remaining()
         connecting = Deadline(connect_until, self._clock, deadline.cancelled)
         questions = []
         for node in sorted(by_node, key=self._connections.has, reverse=True):
@@ -128,19 +133,19 @@ class RedisLookup:
             except WireError as error:
                 self._connections.drop(node, str(error), blame=error.is_peers_fault)
                 continue
-            questions.append(_Question(node, wire, by_node[node]))
+            questions.append(Question(self, node, wire, by_node[node], self._clock()))
         return questions
 
     def _names(self, key: bytes) -> tuple[bytes, ...]:
         """How the names of the values of ``key`` end."""
         return self._suffixes[part_of(key, len(self._suffixes))]
 
-    def _receive(self, question: _Question, counts: list[int], deadline: Deadline) -> bool:
+    def receive(self, question: Question, deadline: Deadline) -> bool:
         """Take in what a server has answered so far. Whether that was the end of it."""
         try:
             question.wire.receive_some(deadline)
             while question.indices and (line := question.wire.next_line()) is not None:
-                counts[question.indices.pop(0)] = self._number(line, question.node)
+                question.counts[question.indices.pop(0)] = self._number(line, question.node)
         except WireError as error:
             self._connections.drop(question.node, str(error), blame=error.is_peers_fault)
             return True
@@ -148,6 +153,10 @@ class RedisLookup:
             return False
         self._connections.succeeded(question.node)
         return True
+
+    def leave(self, question: Question, *, is_silent: bool) -> None:
+        """Wait no longer for the answer: what comes now would be out of step."""
+        self._connections.drop(question.node, "no answer in time", blame=is_silent)
 
     def _number(self, line: bytes, node: Node) -> int:
         """The count in an answer. A chunk that has moved, or is on its way, is not there."""
@@ -166,9 +175,31 @@ def _suffixes(ranks: Sequence[ChunkGeometry], max_payload_bytes: int) -> tuple[b
 
 
 @dataclass(eq=False)
-class _Question:
-    """``indices``: the chunks that ``node`` has not answered yet, in the order of its answers."""
+class Question:
+    """``indices``: the chunks that ``node`` has not answered yet, in the order of its answers.
+    ``counts``: how many values of each of the others it has. ``asked_at``: by the clock."""
 
+    asker: RedisLookup
     node: Node
     wire: Wire
     indices: list[int]
+    asked_at: float
+    counts: dict[int, int] = field(default_factory=dict)
+
+
+def await_answers(
+    questions: Sequence[Question],
+    deadline: Deadline,
+    is_enough: Callable[[Sequence[Question]], bool] = lambda left: False,
+) -> None:
+    """Until all are answered, or ``deadline``, or ``is_enough`` of those that are not."""
+    started, left = deadline.clock(), list(questions)
+    while left and deadline.remaining() > 0.0 and not is_enough(left):
+        slice_seconds = min(SLICE_SECONDS, deadline.remaining())
+        ready = wait_readable([question.wire for question in left], slice_seconds)
+        for question in [q for q in left if q.wire in ready]:
+            if question.asker.receive(question, deadline):
+                left.remove(question)
+    is_silent = deadline.clock() - started > _SUSPICIOUS_SECONDS and not deadline.cancelled()
+    for question in left:
+        question.asker.leave(question, is_silent=is_silent)

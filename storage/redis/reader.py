@@ -77,7 +77,7 @@ class Reader(threading.Thread):
                 else:
                     self._read(read)
             except Exception:  # whatever it is, the next read may fare better
-                logger.exception("a read from redis failed; its chunks count as misses")
+                logger.exception("a read failed; its chunks count as misses")
                 self._connections.close()
                 if read is not None:
                     read.fail_all(Miss(NotAsked.INTERNAL_ERROR))

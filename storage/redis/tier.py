@@ -18,9 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline, never
-from lmcache_connector.net.wire import WireFault
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.compression_policy import CompressionPolicy
 from lmcache_connector.storage.geometry import PartGeometries
@@ -29,32 +27,19 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import Client
 from lmcache_connector.storage.redis.config import PartValues, RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, look_at_memory
-from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked, TierCounts, WriteEnd
+from lmcache_connector.storage.redis.counters import Counters, TierCounts, WriteEnd
 from lmcache_connector.storage.redis.healer import Healer, Suspect
-from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
-from lmcache_connector.storage.redis.reader import Reader
+from lmcache_connector.storage.redis.read_queue import ValueRequest
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
+from lmcache_connector.storage.redis.value_readers import ReadResult as ReadResult
+from lmcache_connector.storage.redis.value_readers import ValueReaders, check_sizes
 from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WriteQueue
 from lmcache_connector.storage.redis.writer import Lanes, WriteContext, Writers
 
 _POLL_SECONDS = 0.02
 # For threads to notice that they are to end, however short the time given.
 _CLOSE_GRACE_SECONDS = 0.5
-# Causes of misses that tell of the way to the servers, not of what they hold.
-_CONNECTION_FAULTS = frozenset(
-    {WireFault.DEADLINE, WireFault.CLOSED, WireFault.STALLED, NotAsked.UNAVAILABLE}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """``hits[i]``: chunk i is there, every byte verified. ``seconds``: how long the read took.
-    ``cut_off``: chunks are missing because a server was too slow or a connection broke."""
-
-    hits: list[bool]
-    seconds: float
-    cut_off: bool
 
 
 @dataclass(frozen=True)
@@ -96,21 +81,21 @@ class RedisTier:
         )
         self._servers = Servers(config, self._topology, clock, random, greet=self._greet)
         self._healer = Healer(self._servers)
-        self._reads = ReadQueue()
         self._writes = WriteQueue(config.write_queue_bytes, clock)
         self._lanes = Lanes()
         shards = tuple(part.shards for part in geometries.parts)
         sealer = Sealer(config.hash_key)
-        self._read_plan = _plan(config, geometries, shards, sealer)
-        self._write_plan = _plan(config, geometries, write_shards or shards, sealer)
-        self._readers = [self._make_reader(i) for i in range(config.num_connections)]
+        self._read_plan = plan_values(config, geometries, shards, sealer)
+        self._write_plan = plan_values(config, geometries, write_shards or shards, sealer)
+        observers = (self._found_spoiled, self._compression.received)
+        self._readers = ValueReaders(self._servers, self._read_plan, self._counters, *observers)
         self._write_context = WriteContext(
             self._servers, self._writes, self._write_plan, self._counters, self._notes,
             self._compression.compress, self._healer, self._lanes,
         )  # fmt: skip
         self._writers = Writers(self._write_context, _num_writers(config.num_connections))
-        for thread in (*self._readers, self._writers):
-            thread.start()
+        self._readers.start()
+        self._writers.start()
 
     def __repr__(self) -> str:
         return f"RedisTier({self._config.address}, namespace={self._config.namespace!r})"
@@ -132,12 +117,8 @@ class RedisTier:
         After the first miss the rest is not worth reading, and may be hits or misses. Raises
         ``ValueError`` for keys or buffers of the wrong size.
         """
-        self._check_sizes(keys, buffers)
-        started = self._clock()
-        hits, misses = self._read(keys, buffers, Deadline(deadline, self._clock, cancelled))
-        self._counters.count_chunks(sum(hits), misses)
-        cut_off = not _CONNECTION_FAULTS.isdisjoint(miss.cause for miss in misses)
-        return ReadResult(hits, self._clock() - started, cut_off)
+        limit = Deadline(deadline, self._clock, cancelled)
+        return self._readers.read(keys, buffers, lambda until: self._nodes(keys, until), limit)
 
     def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
         """Write a chunk in the background. Never blocks. False if there was no room for it.
@@ -148,7 +129,7 @@ class RedisTier:
         when the queue is full, the deepest chunks are given up first. Raises ``ValueError`` for a
         key or buffer of the wrong size.
         """
-        self._check_sizes([key], [buffer])
+        check_sizes(self.geometries, [key], [buffer])
         write = PendingWrite(key, buffer, order, [on_done])
         if not self._write_plan.of(key).stripes:
             write.finish(True)
@@ -180,10 +161,10 @@ class RedisTier:
         self._writes.wait_empty(timeout)
         self._drop(self._writes.close())
         self._writers.stop()
-        self._reads.close()
+        self._readers.stop()
         until = max(until, time.monotonic() + _CLOSE_GRACE_SECONDS)
         self._writers.join(max(0.0, until - time.monotonic()))  # it starts no other any more
-        threads = (*self._readers, self._writers, *self._writers.threads())
+        threads = (*self._readers.threads, self._writers, *self._writers.threads())
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
@@ -212,11 +193,6 @@ class RedisTier:
         times = self._write_context.times
         return [times.popleft() for _ in range(len(times))]
 
-    def _make_reader(self, index: int) -> Reader:
-        name = f"lmc-redis-read-{index}"
-        observers = (self._found_spoiled, self._compression.received)
-        return Reader(name, self._servers, self._reads, *observers)
-
     def _greet(self, client: Client) -> None:
         self._compression.memory_is_full = look_at_memory(client)
 
@@ -224,19 +200,7 @@ class RedisTier:
         self._notes.add_spoiled(request.expected.key)
         self._healer.add(Suspect(request.name, request.expected, request.sealer))
 
-    def _read(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], limit: Deadline
-    ) -> tuple[list[bool], list[Miss]]:
-        """Whether each chunk was read, and for each that was not the cause."""
-        nodes = self._usable_nodes(keys, limit)
-        end = len(nodes)
-        read = PendingRead(self._read_plan, keys[:end], buffers[:end], nodes, limit)
-        if nodes and self._reads.add(read):
-            read.wait()
-        left = len(keys) - end
-        return read.hits() + [False] * left, read.misses() + [Miss(NotAsked.UNAVAILABLE)] * left
-
-    def _usable_nodes(self, keys: Sequence[bytes], limit: Deadline) -> list[Node]:
+    def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> list[Node]:
         """The nodes of the leading chunks, up to the first whose node is not known or not used for
         now. Right after the start, this waits until nodes are known."""
         while not self._topology.nodes() and (left := limit.remaining()) > 0.0:
@@ -254,21 +218,8 @@ class RedisTier:
             self._counters.count_write(WriteEnd.QUEUE_FULL)
             write.finish(False)
 
-    def _check_sizes(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        if len(keys) != len(buffers):
-            raise ValueError(f"{len(keys)} keys, {len(buffers)} buffers")
-        for key, buffer in zip(keys, buffers, strict=True):
-            if len(key) != CHUNK_KEY_BYTES:
-                raise ValueError(f"a chunk key has {CHUNK_KEY_BYTES} bytes, not {len(key)}")
-            wanted = self.geometries.of(key).chunk_bytes
-            if buffer.format != "B" or buffer.nbytes != wanted:
-                raise ValueError(
-                    f"a buffer has {wanted} bytes of format B, "
-                    f"not {buffer.nbytes} of {buffer.format}"
-                )
 
-
-def _plan(
+def plan_values(
     config: RedisTierConfig,
     geometries: PartGeometries,
     shards: tuple[tuple[int, ...], ...],
@@ -279,7 +230,7 @@ def _plan(
     for geometry, wanted in zip(geometries.parts, shards, strict=True):
         stripes = geometry.stripes(config.max_payload_bytes)
         parts.append(PartValues(geometry, tuple(s for s in stripes if s.shard in wanted)))
-    return ValuePlan(config, tuple(parts), sealer)
+    return ValuePlan(config, geometries, tuple(parts), sealer)
 
 
 def _num_writers(num_connections: int) -> int:

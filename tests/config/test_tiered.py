@@ -143,3 +143,32 @@ def test_what_is_fetched_ahead_leaves_room_in_memory() -> None:
     assert parse_config({"cpu_gib": 1.0, "tenant_share": 1}).prefetch_bytes == 256 << 20
     small = parse_config({"cpu_gib": 4.0, "tenant_share": 0.125})
     assert small.prefetch_bytes == 256 << 20, "half of a tenant's share"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"peer_listen": "10.0.0.1:7450"}, "'peer_listen'.*hash_key"),
+        ({"peer_listen": "peers.example:7450"}, "'peer_listen'.*hash_key"),
+        ({"peer_listen": "10.0.0.1:1", "peer_insecure": True, "peer_secret": "x"}, "clear text"),
+        ({"peer_listen": "7450"}, "HOST:PORT"),
+        ({"peers": ["dns:a:70000"]}, "HOST:PORT"),
+        ({"peers": "127.0.0.1:7450"}, "'peers'"),
+    ],
+)
+def test_what_a_peer_server_needs_beyond_loopback(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_config(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"peer_listen": "127.0.0.1:7450", "peer_secret": "x"},
+        {"peer_listen": "10.0.0.1:7450", "hash_key": "a secret of enough bytes"},
+        {"peer_listen": "[::]:7450", "peer_insecure": True, "peers": ["dns:peers:7450", "[::1]:1"]},
+    ],
+)
+def test_peers_that_may_be(settings: dict[str, Any]) -> None:
+    config = parse_config(settings)
+    assert (config.peer_tier_config() is not None) == bool(config.peers)

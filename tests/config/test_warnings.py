@@ -131,3 +131,12 @@ def test_a_container_has_what_its_limit_leaves(
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def test_peers_are_somebody_to_share_with() -> None:
+    peers = {"peers": ["127.0.0.1:7450"], "lookup_deadline_seconds": 1.0, "redis_connections": 1}
+    assert list(settings_warnings(parse_config(peers), "kv_consumer")) == []
+    serves = parse_config({"peer_listen": "127.0.0.1:7450"})
+    assert list(settings_warnings(serves, "kv_producer")) == []
+    (warning,) = settings_warnings(parse_config({**peers, "redis_codec": "none"}), "kv_both")
+    assert "redis_codec" in str(warning)

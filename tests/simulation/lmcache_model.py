@@ -229,7 +229,12 @@ class EngineModel:
 
 
 def start_engine(
-    settings: Any, metadata: Any, database: Any, connector: Any, redis_tier: Any
+    settings: Any,
+    metadata: Any,
+    database: Any,
+    connector: Any,
+    redis_tier: Any,
+    peers: Any = None,
 ) -> EngineModel:
     """Stands in the place of `lmcache_start.start_engine`."""
     from lmcache_connector.worker import lmcache_redis

@@ -14,6 +14,7 @@ import torch
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
+from lmcache_connector.stepwise.settings import read_settings
 from tests.support.engines.stepped_model import (
     BLOCK,
     VOCABULARY,
@@ -356,6 +357,8 @@ def test_caches_of_another_form_are_refused(caches: Any) -> None:
 
 
 def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(ConfigError, match="vLLM's connector's"):
+        read_settings({"peers": ["127.0.0.1:7450"]})
     with pytest.raises(ConfigError, match="chunk_sise"):
         LMCacheConnector(0, 0, {"chunk_sise": 32})
     with SteppedEngine({"chunk_size": 24}) as engine, pytest.raises(ConfigError, match="multiple"):

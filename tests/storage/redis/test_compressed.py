@@ -100,7 +100,7 @@ def test_values_of_the_expected_length_come_at_once_again(valkey: Server) -> Non
         assert all(put_all(small, range(3), kv_data))
         assert all(put_all(plain, range(3, 6), kv_data))
     with open_tier(valkey.url, num_connections=1) as tier:
-        (reader,) = tier._readers
+        (reader,) = tier._readers.threads
         for chunks, are_wanted in ((range(3), True), (range(3, 6), False), (range(3), True)):
             assert get_all(tier, chunks)[0] == [True] * 3
             assert reader._replies.are_wanted is are_wanted

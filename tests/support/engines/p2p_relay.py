@@ -19,11 +19,19 @@ def as_it_is(data: bytes) -> bytes:
 
 class Relay:
     """Listens on a port of its own, and dials ``target`` for whoever comes. ``alter``: what becomes
-    of each read of the client's bytes. Bounded: at most ``max_clients`` at a time."""
+    of each read of the client's bytes, ``alter_back`` of the target's. Bounded: at most
+    ``max_clients`` at a time."""
 
-    def __init__(self, target: PeerAddress, alter: Alter = as_it_is, max_clients: int = 64) -> None:
+    def __init__(
+        self,
+        target: PeerAddress,
+        alter: Alter = as_it_is,
+        max_clients: int = 64,
+        alter_back: Alter = as_it_is,
+    ) -> None:
         self._target = target
         self.alter = alter
+        self.alter_back = alter_back
         self._slots = threading.Semaphore(max_clients)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = PeerAddress("127.0.0.1", self._listener.getsockname()[1])
@@ -78,7 +86,7 @@ class Relay:
     def _pass_back(self, server: socket.socket, client: socket.socket) -> None:
         try:
             while data := server.recv(1 << 16):
-                client.sendall(data)
+                client.sendall(self.alter_back(data))
         except OSError:
             pass
         finally:

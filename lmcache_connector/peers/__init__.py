@@ -1,0 +1,1 @@
+"""Peers: instances that serve the chunks of their CPU tier to each other."""

@@ -1,0 +1,52 @@
+"""Addresses of peers: where one listens, where others are."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where rank 0 of an instance serves its chunks; rank r does r ports higher. ``is_dns``: the
+    name stands for as many instances as it has addresses."""
+
+    host: str
+    port: int
+    is_dns: bool = False
+
+    @classmethod
+    def parse(cls, text: str, *, may_be_dns: bool = False) -> Address:
+        """``HOST:PORT``, ``[IPv6]:PORT``, or ``dns:NAME:PORT``. Raises ``ValueError``."""
+        is_dns = may_be_dns and text.startswith("dns:")
+        host, _, port = text.removeprefix("dns:" if is_dns else "").rpartition(":")
+        if host[:1] == "[" and host[-1:] == "]":
+            host = host[1:-1]
+        elif ":" in host:
+            raise ValueError("an IPv6 address goes into brackets: [::1]:7450")
+        if not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536):
+            raise ValueError("must be HOST:PORT, with a port from 1 to 65535")
+        if not (_is_address(host) or _NAME.fullmatch(host)):
+            raise ValueError("must be HOST:PORT: neither a host name nor an address comes first")
+        return cls(host, int(port), is_dns)
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        return _is_address(self.host) and ipaddress.ip_address(self.host).is_loopback
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'dns:' if self.is_dns else ''}{host}:{self.port}"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

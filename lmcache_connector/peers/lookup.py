@@ -1,0 +1,164 @@
+"""Asks all peers at once which chunks they hold, and Redis with them.
+
+The answer is there as soon as every chunk has a place. A peer that answers late is left out, and
+its circuit breaker sees to it that a dead one is not asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.net.wire import SLICE_SECONDS, wait_readable
+from lmcache_connector.peers.topology import PeerTopology
+from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.lookup import Question, RedisLookup, await_answers
+from lmcache_connector.storage.redis.topology import Node
+
+# After the first answer, for those that are as quick as they should be.
+_LATE_SECONDS = 0.02
+# A peer that owes an answer for as long has none.
+_OWED_SECONDS = 1.0
+
+
+class PeerLookup(RedisLookup):
+    """One thread owns it, but for `servers`. ``connect_share``: of the time a look-up has, for
+    connecting to peers that are not connected."""
+
+    def __init__(
+        self,
+        config: RedisTierConfig,
+        geometries: Sequence[PartGeometries],
+        topology: PeerTopology,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        connect_share: float = 0.0,
+    ) -> None:
+        super().__init__(
+            config,
+            geometries,
+            clock=clock,
+            topology=topology,
+            kind="peer",
+            connect_share=connect_share,
+        )
+
+        self._owed: dict[Node, Question] = {}
+
+    def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
+        """Those that are known, and connected: nobody waits for a name."""
+        self._servers.refresh()
+        self._collect()
+        return self._send(keys, deadline)
+
+    def leave(self, question: Question, *, is_silent: bool) -> None:
+        """Its answer is taken later, so that the connection stays; until then it is not asked."""
+        self._owed[question.node] = question
+
+    def tend(self) -> None:
+        self._collect()
+        if not self._owed:  # an answer that comes now would look like bytes nobody asked for
+            super().tend()
+
+    def _collect(self) -> None:
+        """Take the answers that nobody waited for."""
+        self._owed = {n: q for n, q in self._owed.items() if q.wire.fileno() >= 0}  # not closed
+        if not self._owed:
+            return
+        ready = wait_readable([question.wire for question in self._owed.values()], 0.0)
+        now = self._clock()
+        for node, question in list(self._owed.items()):
+            if question.wire in ready:
+                is_over = self.receive(question, Deadline(now + SLICE_SECONDS, self._clock))
+            elif is_over := now - question.asked_at > _OWED_SECONDS:
+                super().leave(question, is_silent=True)
+            if is_over:
+                del self._owed[node]
+
+    def _assign(self, tags: Sequence[bytes]) -> dict[Node, list[int]]:
+        nodes = self._servers.topology.nodes()
+        usable = (n for n in nodes if n not in self._owed and not self._servers.is_open(n))
+        return {node: list(range(len(tags))) for node in usable}
+
+    def found(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[bool]:
+        return [place is not None for place in self.places(keys, questions)]
+
+    def places(self, keys: Sequence[bytes], questions: Sequence[Question]) -> list[Node | None]:
+        """Where each of the ``keys`` is: with the peer that has most of them, if it has it."""
+        wanted = [len(self._names(key)) for key in keys]
+        held = {
+            question.node: {i for i, count in question.counts.items() if count == wanted[i]}
+            for question in questions
+        }
+        places: list[Node | None] = [None] * len(keys)
+        for node in sorted(held, key=lambda node: len(held[node])):
+            for index in held[node]:
+                places[index] = node
+        return places
+
+    def find_places(self, keys: Sequence[bytes], limit: Deadline) -> list[Node | None]:
+        """Ask, and wait for it: see `places`."""
+        questions = self.ask(keys, limit)
+        await_answers(questions, limit, enough([self], keys, questions))
+        return self.places(keys, questions)
+
+
+class AnyLookup:
+    """What peers or Redis hold. One thread owns it, but for `servers`."""
+
+    def __init__(self, lookups: Sequence[RedisLookup], clock: Callable[[], float]) -> None:
+        self._lookups = lookups
+        self._clock = clock
+
+    def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
+        for lookup in self._lookups:
+            lookup.learn_geometries(geometries)
+
+    def exist(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """Whether somebody holds each of the ``keys``, as far as it is known by ``deadline``."""
+        if not keys:
+            return []
+        limit = Deadline(deadline, self._clock)
+        asked = [(lookup, lookup.ask(keys, limit)) for lookup in self._lookups]
+        questions = [question for _, each in asked for question in each]
+        await_answers(questions, limit, enough(self._lookups, keys, questions))
+        found = zip(*(lookup.found(keys, each) for lookup, each in asked), strict=True)
+        return [any(each) for each in found]
+
+    def tend(self) -> None:
+        for lookup in self._lookups:
+            lookup.tend()
+
+    def close(self) -> None:
+        for lookup in self._lookups:
+            lookup.close()
+
+    def servers(self) -> tuple[tuple[str, CircuitState], ...]:
+        return tuple(server for lookup in self._lookups for server in lookup.servers())
+
+
+def enough(
+    lookups: Sequence[RedisLookup], keys: Sequence[bytes], questions: Sequence[Question]
+) -> Callable[[Sequence[Question]], bool]:
+    """Whether no further answer is worth waiting for: every key has a place, or the others have
+    answered and those left are late."""
+    first_answer: list[float] = []
+
+    def is_enough(left: Sequence[Question]) -> bool:
+        if len(left) == len(questions):
+            return False
+        now = time.monotonic()
+        first_answer.append(now)
+        if now - first_answer[0] > _LATE_SECONDS and all(
+            isinstance(question.asker, PeerLookup) for question in left
+        ):
+            return True
+        found = (
+            lookup.found(keys, [q for q in questions if q.asker is lookup]) for lookup in lookups
+        )
+        return all(any(each) for each in zip(*found, strict=True))
+
+    return is_enough

@@ -1,0 +1,283 @@
+"""Serves the chunks of one rank's CPU tier to whoever connects: all clients on one thread.
+
+What a client may cost is bounded: what it may say ahead, what it may leave unread, and for how
+long. While so much is leased that others might go short, nobody's next command is answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from lmcache_connector.net.keepalive import keep_alive
+from lmcache_connector.peers.commands import (
+    MAX_COMMAND_BYTES,
+    Client,
+    CommandParser,
+    Commands,
+    Lease,
+    ProtocolError,
+    Reply,
+)
+from lmcache_connector.threads import start_thread
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+_READ_BYTES = 1 << 16
+_MAX_VECTORS = 256
+# Of answers that one client has not taken: small ones weigh more than their bytes.
+_MAX_PARTS = 4096
+# A client that takes less than that in ``stall_seconds`` is as good as silent.
+_LEAST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``unsent_bytes`` of answers wait for one client, ``leased_bytes`` of chunks for all together;
+    for ``stall_seconds`` one may leave us with half a command, or take next to nothing."""
+
+    num_clients: int = 256
+    unsent_bytes: int = 16 << 20
+    leased_bytes: int = 256 << 20
+    stall_seconds: float = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """``unsent``: parts of answers; with the last of one comes its lease, if it has one.
+    ``moved_at``: when a command last came whole, or answers were taken."""
+
+    sock: socket.socket
+    moved_at: float
+    parser: CommandParser = field(default_factory=CommandParser)
+    client: Client = field(default_factory=Client)
+    unsent: deque[tuple[memoryview, Lease | None]] = field(default_factory=deque)
+    unsent_bytes: int = 0
+    taken_bytes: int = 0  # since ``moved_at``
+    has_asked: bool = False
+    is_ending: bool = False  # once everything is sent
+
+
+class PeerServer:
+    """Listens at once, on ``host`` and ``port`` (0: any free one). Raises ``OSError`` if it cannot.
+    ``clock`` returns seconds."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        commands: Commands,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._commands = commands
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._leased_bytes = 0
+        self._stopping = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        self._listener = _listening_socket(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = start_thread("lmc-peer-server", self._serve)
+
+    def close(self, seconds: float) -> bool:
+        """False if the thread did not end in time: then it may still read chunks."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    # -- the server's thread -------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self._turn()
+                except Exception:  # it must not end the server
+                    logger.exception("The peer server met an error")
+                    self._stopping.wait(_POLL_SECONDS)  # it may be one of every turn
+        finally:
+            for connection in list(self._connections.values()):
+                self._drop(connection)
+            for sock in (self._listener, self._wake, self._woken):
+                sock.close()
+            self._selector.close()
+
+    def _turn(self) -> None:
+        was_full = self._is_full
+        for key, events in self._selector.select(_POLL_SECONDS):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif (connection := self._connections.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                self._attend(connection, events)
+        now, is_held_up = self._clock(), was_full or self._is_full
+        for connection in list(self._connections.values()):
+            if is_held_up and not connection.unsent:
+                connection.moved_at = now  # it waits for us
+            waits_for_it = connection.unsent or connection.parser.num_bytes
+            if waits_for_it and now - connection.moved_at > self._limits.stall_seconds:
+                self._drop(connection)
+        if was_full and not self._is_full:
+            for connection in list(self._connections.values()):
+                self._attend(connection, 0)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._leased_bytes >= self._limits.leased_bytes
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            logger.debug("A peer was not accepted: %s", error)
+            self._stopping.wait(_POLL_SECONDS)  # out of descriptors: it would be ready at once
+            return
+        try:
+            sock.setblocking(False)
+            keep_alive(sock)
+            self._selector.register(sock, selectors.EVENT_READ)
+        except (OSError, ValueError) as error:
+            logger.debug("A peer was not accepted: %s", error)
+            sock.close()
+            return
+        self._connections[sock] = _Connection(sock, self._clock())
+        if len(self._connections) > self._limits.num_clients:
+            # Whoever only connects displaces nobody who has asked.
+            others = list(self._connections.values())[:-1]
+            self._drop(min(others, key=lambda each: (each.has_asked, each.moved_at)))
+
+    def _attend(self, connection: _Connection, events: int) -> None:
+        """Take what a client says, answer what it may be answered, send what its socket takes."""
+        try:
+            if events & selectors.EVENT_READ:
+                data = connection.sock.recv(_READ_BYTES)
+                if not data:
+                    self._drop(connection)
+                    return
+                if not connection.parser.num_bytes:
+                    connection.moved_at = self._clock()
+                connection.parser.feed(data)
+            self._send(connection)
+            while self._answer_next(connection):
+                self._send(connection)
+            if connection.is_ending and not connection.unsent:
+                self._drop(connection)
+            else:
+                self._listen(connection)
+        except BlockingIOError:
+            self._listen(connection)
+        except OSError as error:  # it has left
+            logger.debug("A peer's connection ended: %s", error)
+            self._drop(connection)
+        except BaseException:
+            self._drop(connection)
+            raise
+
+    def _answer_next(self, connection: _Connection) -> bool:
+        """Queue the answers to commands that are there and may be answered. False: none."""
+        num_answered = 0
+        while self._may_answer(connection):
+            try:
+                words = None if connection.is_ending else connection.parser.next()
+                if words is None:
+                    break
+                is_last = words[0].upper() == b"QUIT"
+                reply = (
+                    Reply((b"+OK\r\n",))
+                    if is_last
+                    else self._commands.answer(connection.client, words)
+                )
+            except ProtocolError as error:
+                reply, is_last = Reply((f"-ERR {error}\r\n".encode(),)), True
+            connection.is_ending |= is_last
+            self._queue(connection, reply)
+            num_answered += 1
+        if num_answered:
+            connection.has_asked, connection.moved_at = True, self._clock()
+        return num_answered > 0
+
+    def _may_answer(self, connection: _Connection) -> bool:
+        has_room = connection.unsent_bytes < self._limits.unsent_bytes
+        return has_room and len(connection.unsent) < _MAX_PARTS and not self._is_full
+
+    def _queue(self, connection: _Connection, reply: Reply) -> None:
+        parts = [memoryview(part) for part in reply.parts if part]
+        for part in parts[:-1]:
+            connection.unsent.append((part, None))
+        connection.unsent.append((parts[-1], reply.lease))
+        connection.unsent_bytes += sum(map(len, parts))
+        if reply.lease is not None:
+            self._leased_bytes += len(reply.lease.view)
+
+    def _send(self, connection: _Connection) -> None:
+        """As much as the socket takes now, straight from where the chunks lie. Raises ``OSError``,
+        or ``BlockingIOError`` if it takes nothing."""
+        while connection.unsent:
+            views = [view for view, _ in islice(connection.unsent, _MAX_VECTORS)]
+            num_bytes = connection.sock.sendmsg(views)
+            connection.unsent_bytes -= num_bytes
+            connection.taken_bytes += num_bytes
+            if connection.taken_bytes >= _LEAST_BYTES or not connection.unsent_bytes:
+                connection.moved_at, connection.taken_bytes = self._clock(), 0
+            while num_bytes:
+                view, lease = connection.unsent[0]
+                if num_bytes < len(view):
+                    connection.unsent[0] = view[num_bytes:], lease
+                    break
+                num_bytes -= len(view)
+                connection.unsent.popleft()
+                self._release(lease)
+
+    def _listen(self, connection: _Connection) -> None:
+        """For what can go on. A client that has said much is not heard before it is answered."""
+        may_hear = connection.parser.num_bytes <= MAX_COMMAND_BYTES and not connection.is_ending
+        may_hear &= self._may_answer(connection)
+        events = (selectors.EVENT_READ if may_hear else 0) | (
+            selectors.EVENT_WRITE if connection.unsent else 0
+        )
+        known = self._selector.get_map().get(connection.sock)
+        if known is None:
+            if events:
+                self._selector.register(connection.sock, events)
+        elif not events:
+            self._selector.unregister(connection.sock)
+        elif known.events != events:
+            self._selector.modify(connection.sock, events)
+
+    def _drop(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.sock, None) is None:
+            return
+        for _, lease in connection.unsent:
+            self._release(lease)
+        connection.unsent.clear()
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.sock)
+        connection.sock.close()
+
+    def _release(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self._leased_bytes -= len(lease.view)
+            lease.release()
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    # IPv4 where a name has both.
+    family, _, _, _, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return socket.create_server(place[:2], family=family, backlog=128)

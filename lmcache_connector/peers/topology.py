@@ -1,0 +1,94 @@
+"""Which instances there are to ask: all of them, since each may hold any chunk."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.commands import Greeting
+from lmcache_connector.storage.redis.client.dial import Client, Dialer
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
+
+_SECONDS_BETWEEN_LOOKS = 10.0
+MAX_PEERS = 1024
+
+
+class PeerTopology(Topology):
+    """``port_offset``: of the rank that is asked of each; ``greeting``: how this engine's own
+    server would greet. Others with as many ranks are peers, and itself is none."""
+
+    def __init__(
+        self,
+        config: RedisTierConfig,
+        addresses: Sequence[Address],
+        greeting: Greeting,
+        port_offset: int,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(config, clock, "peers")
+        self._dialer = Dialer(
+            config.address, config.connect_timeout_seconds, config.read_timeout_seconds, clock
+        )
+        self._clock = clock
+        self._addresses = addresses
+        self._greeting = greeting
+        self._port_offset = port_offset
+        self._own: set[Node] = set()
+        self._endpoints: dict[Node, Endpoint] = {}
+        self._next_look = float("-inf")
+
+    def prepare(self) -> None:
+        """Look names up. One that nobody knows for now keeps nobody else out."""
+        self._next_look = self._clock() + _SECONDS_BETWEEN_LOOKS
+        found: dict[Node, Endpoint] = {}
+        for address in self._addresses:
+            for host in _hosts(address):
+                port = address.port + self._port_offset
+                found[Node(str(Address(host, address.port)))] = host, port
+        self._endpoints = dict(sorted(found.items())[:MAX_PEERS])
+
+    def is_current(self) -> bool:
+        is_fixed = self._endpoints and not any(address.is_dns for address in self._addresses)
+        return bool(is_fixed) or self._clock() < self._next_look
+
+    def node_of(self, key: bytes) -> Node | None:
+        """The one peer that there is; ``None`` where somebody has to be asked first."""
+        nodes = self.nodes()
+        return nodes[0] if len(nodes) == 1 else None
+
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(node for node in self._endpoints if node not in self._own)
+
+    def connect(self, node: Node, max_bytes: int) -> Client:
+        try:
+            host, port = self._endpoints[node]
+        except KeyError:
+            raise OSError("it is no peer any more") from None
+        client = self._dialer.connect(host, port, max_bytes)
+        try:
+            found = Greeting.parse(client.execute_command("PEER"))
+            if found.engine_id == self._greeting.engine_id:
+                self._own.add(node)
+                raise ValueError("it is this engine itself, which is not asked")
+            if found.num_ranks != self._greeting.num_ranks:
+                ranks = f"{found.num_ranks} ranks, and {self._greeting.num_ranks} are here"
+                raise ValueError(f"it has {ranks}: such instances share through Redis")
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def mark_stale(self) -> None:
+        """Peers come and go by their own addresses: names are looked up in their own time."""
+
+
+def _hosts(address: Address) -> list[str]:
+    if not address.is_dns:
+        return [address.host]
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted({str(place[0]) for *_, place in found})

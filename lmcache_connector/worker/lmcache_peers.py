@@ -1,0 +1,48 @@
+"""The chunks of LMCache's CPU tier, as a peer server leases them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase, chunk_key_of, value_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLease:
+    """LMCache evicts no memory object that somebody has a reference to."""
+
+    view: memoryview
+    memory: MemoryObj
+
+    def release(self) -> None:
+        self.memory.ref_count_down()
+
+
+class CpuTierChunks:
+    """Thread-safe: LMCache's own lock is taken to lease, and to list. ``geometries``: this rank's.
+    A chunk comes to the tier when its store has copied it."""
+
+    def __init__(
+        self, cpu: LocalCPUBackend, database: PlannedTokenDatabase, geometries: PartGeometries
+    ) -> None:
+        self._cpu = cpu
+        self._database = database
+        self._geometries = geometries
+
+    def holds(self, key: bytes) -> bool:
+        return self._database.engine_key(key) in self._cpu.hot_cache
+
+    def lease(self, key: bytes) -> ChunkLease | None:
+        """Raises ``ValueError`` for a key that names no part of the model."""
+        memory = self._cpu.get_blocking(self._database.engine_key(key))
+        if memory is None:
+            return None
+        return ChunkLease(value_bytes(memory, self._geometries.of(key)).toreadonly(), memory)
+
+    def all_keys(self) -> list[bytes]:
+        with self._cpu.cpu_lock:
+            return [chunk_key_of(key) for key in self._cpu.hot_cache]

@@ -1,0 +1,85 @@
+"""Two engines without a Redis: each loads what the other has computed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.engines.calls import check_integrity, forget_unseen
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.prompts import random_prompt
+
+NUM_TOKENS = 5 * CHUNK_SIZE + 40
+
+
+@pytest.fixture(scope="module")
+def pair(start: StartInstance) -> Iterator[list[VllmInstance]]:
+    ports = [free_ports(1), free_ports(1)]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    transfers = [
+        kv_transfer(peer_listen=own, peers=addresses, lookup_deadline_seconds=1.0)
+        for own in addresses  # itself among them, as behind a headless service
+    ]
+    with start(transfers[0]) as one, start(transfers[1]) as two:
+        for writer, reader in ((one, two), (two, one)):  # which was there before its peer
+            assert any(finds(writer, reader, 100 + seed) for seed in range(40))
+        yield [one, two]
+
+
+def finds(writer: VllmInstance, reader: VllmInstance, seed: int) -> bool:
+    """Whether the reader has found its peer by now, and has read what it has found."""
+    time.sleep(0.2)
+    prompt = random_prompt(seed, CHUNK_SIZE + 1)
+    writer.serve(prompt)
+    before = reader.counts().total("peer_chunks", "hit")
+    reader.serve(prompt)
+    return reader.counts().total("peer_chunks", "hit") > before
+
+
+def test_what_one_computed_the_other_loads(pair: list[VllmInstance]) -> None:
+    for seed, (writer, reader) in enumerate((pair, pair[::-1])):
+        prompt = random_prompt(seed, NUM_TOKENS)
+        cold = writer.serve(prompt)
+        hit = reader.serve(prompt)
+        assert hit.external_hit_tokens == 5 * CHUNK_SIZE
+        assert () != hit.block_digests == cold.block_digests
+        # It stores what follows, and has it without its peer from now on.
+        reader.reset_prefix_cache()
+        again = reader.serve([*prompt, *random_prompt(9, CHUNK_SIZE)])
+        assert again.external_hit_tokens == 5 * CHUNK_SIZE
+        for each in pair:
+            each.call(check_integrity)
+
+
+def test_what_a_peer_has_let_go_of_is_computed(pair: list[VllmInstance]) -> None:
+    writer, reader = pair
+    prompt = random_prompt(20, NUM_TOKENS)
+    cold = writer.serve(prompt)
+    writer.call(forget_unseen)
+    own = reader.serve(prompt)
+    assert own.external_hit_tokens == 0
+    assert () != own.block_digests == cold.block_digests
+
+
+def test_a_peer_that_is_stopped_and_killed_costs_hits_alone(pair: list[VllmInstance]) -> None:
+    """Last of all: it is gone after it."""
+    victim, reader = pair
+    for number, struck in enumerate((signal.SIGSTOP, signal.SIGKILL)):
+        prompt = random_prompt(30 + number, NUM_TOKENS)
+        cold = victim.serve(prompt)
+        os.kill(victim.pid, struck)
+        try:
+            served = reader.serve(prompt)
+            assert len(served.token_ids) == 2
+            if served.external_hit_tokens == 0:
+                assert () != served.block_digests == cold.block_digests
+        finally:
+            if struck is signal.SIGSTOP:
+                os.kill(victim.pid, signal.SIGCONT)
+        reader.call(check_integrity)

@@ -1,0 +1,312 @@
+"""A peer server, as Redis clients, the Redis tier's own reader, and strangers find it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import redis
+
+from lmcache_connector.peers.commands import Greeting
+from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES
+from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.value_names import chunk_tag
+from tests.support.command_line import call_cli
+from tests.support.engines.strangers import SAYINGS, memory_of, talk
+from tests.support.peers.chunks import SECRET, HeldChunks, serving
+from tests.support.redis.chunks import (
+    GEOMETRY,
+    PARTS,
+    chunk_data,
+    chunk_key,
+    config,
+    get_all,
+    open_tier,
+)
+
+NUM_CHUNKS = 6
+HALVES = [
+    PartGeometries((replace(GEOMETRY, shards=(head,)),)) for head in GEOMETRY.shards
+]  # two ranks
+
+
+@pytest.fixture
+def chunks() -> HeldChunks:
+    return HeldChunks(range(NUM_CHUNKS))
+
+
+@pytest.fixture
+def server(chunks: HeldChunks) -> Iterator[PeerServer]:
+    with serving(chunks) as found:
+        yield found
+
+
+def url(server: PeerServer, secret: str = "") -> str:
+    login = f":{secret}@" if secret else ""
+    return f"redis://{login}127.0.0.1:{server.port}"
+
+
+def name(index: int, layers: str = "0-4", head: int = 0) -> bytes:
+    return chunk_tag("default", chunk_key(index)) + f":{layers}:{head}".encode()
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# -- who reads -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value_bytes", [4096, 1 << 22])
+@pytest.mark.parametrize("hash_key", [None, b"a secret of enough bytes"])
+def test_the_redis_tier_reads_from_it(
+    chunks: HeldChunks, hash_key: bytes | None, value_bytes: int
+) -> None:
+    """In values of whatever size the reader has them."""
+    settings = {"hash_key": hash_key, "max_value_bytes": value_bytes}
+    with serving(chunks, hash_key=hash_key) as server, open_tier(url(server), **settings) as tier:  # type: ignore[arg-type]
+        hits, found = get_all(tier, range(NUM_CHUNKS + 2))
+    assert hits == [True] * NUM_CHUNKS + [False] * 2
+    assert found[:NUM_CHUNKS] == [chunk_data(i) for i in range(NUM_CHUNKS)]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"namespace": "another"}, {"hash_key": b"a secret of enough bytes"}]
+)
+def test_another_namespace_or_key_is_a_miss(
+    server: PeerServer, settings: dict[str, object]
+) -> None:
+    with open_tier(url(server), **settings) as tier:  # type: ignore[arg-type]
+        assert get_all(tier, range(2))[0] == [False, False]
+
+
+@pytest.mark.parametrize(("rank", "found"), [(0, 2), (1, 1)])
+def test_rank_0_answers_for_all_ranks(chunks: HeldChunks, rank: int, found: int) -> None:
+    with (
+        serving(chunks, ranks=HALVES, rank=rank) as server,
+        redis.Redis.from_url(url(server), protocol=2) as client,
+    ):
+        own, other = name(0, head=rank), name(0, head=1 - rank)
+        assert client.exists(own, other, name(9), name(0, "0-5")) == found
+        assert client.get(own) is not None
+        assert client.get(other) is None
+
+
+def test_a_look_up_finds_what_is_there(server: PeerServer) -> None:
+    lookup = RedisLookup(config(url(server)), [PARTS])
+    try:
+        found = lookup.exist([chunk_key(i) for i in (0, 9, 5)], time.monotonic() + 5.0)
+    finally:
+        lookup.close()
+    assert found == [True, False, True]
+
+
+def test_values_as_clients_see_them(server: PeerServer) -> None:
+    with redis.Redis.from_url(url(server), protocol=2) as client:
+        whole = client.get(name(0))
+        assert whole[HEADER_BYTES:] == chunk_data(0)[: GEOMETRY.shard_bytes]
+        assert client.strlen(name(0)) == len(whole)
+        assert client.getrange(name(0), 0, 127) == whole[:128]
+        assert client.getrange(name(0), 100, 200) == whole[100:201]
+        assert client.getrange(name(9), 0, 127) == b""
+        half = client.get(name(0, "1-3", head=1))
+        first = GEOMETRY.shard_bytes + GEOMETRY.layer_offsets[1]
+        assert half[HEADER_BYTES:] == chunk_data(0)[first : first + GEOMETRY.layer_offsets[2]]
+        assert client.pttl(name(0)) == -1
+        assert Greeting.parse(client.execute_command("PEER")) == Greeting(1, "engine")
+        for impossible in ("2-2", "3-1", "0-5", "4-5"):
+            assert client.get(name(0, impossible)) is None
+        assert client.get(name(0, head=2)) is None
+        assert client.get(b"lmc:{default:xyz}:0-4:0") is None
+
+
+@pytest.mark.parametrize(
+    "words", [("SET", "x", "y"), ("DEL", "x"), ("FLUSHALL",), ("CONFIG", "GET", "*"), ("KEYS", "*")]
+)
+def test_nothing_is_written_and_nothing_else_is_told(
+    server: PeerServer, words: tuple[str, ...]
+) -> None:
+    with redis.Redis.from_url(url(server), protocol=2) as client:
+        with pytest.raises(redis.ResponseError, match="unknown command"):
+            client.execute_command(*words)
+        assert client.get(name(0)) is not None
+
+
+def test_names_are_told_after_auth(server: PeerServer) -> None:
+    with redis.Redis.from_url(url(server), protocol=2) as client:
+        for ask in (client.scan, client.dbsize):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                ask()
+        with pytest.raises(redis.AuthenticationError):
+            client.execute_command("AUTH", "wrong")
+    with redis.Redis.from_url(url(server, SECRET.decode()), protocol=2) as client:
+        assert client.dbsize() == 4 * NUM_CHUNKS
+        assert len(set(client.scan_iter(count=5))) == 4 * NUM_CHUNKS
+        one = chunk_key(3).hex()
+        assert len(set(client.scan_iter(f"lmc:{{default:{one}*"))) == 4
+        assert list(client.scan_iter("lmc:{other:*")) == []
+    with redis.Redis.from_url(url(server), protocol=2) as client:
+        for _ in range(2):
+            with pytest.raises(redis.AuthenticationError):
+                client.execute_command("AUTH", "guess")
+
+
+def test_without_a_secret_nobody_lists(chunks: HeldChunks) -> None:
+    with (
+        serving(chunks, secret=None) as server,
+        redis.Redis.from_url(url(server), protocol=2) as client,
+    ):
+        with pytest.raises(redis.ResponseError):
+            client.execute_command("AUTH", "")
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.scan()
+
+
+def test_the_command_line_lists_and_verifies(server: PeerServer) -> None:
+    at = ("--redis-url", url(server, SECRET.decode()), "--json")
+    (group,) = call_cli("ls", *at).document["groups"]
+    assert (group["namespace"], group["chunks"], group["values"]) == ("default", 6, 24)
+    assert (group["tokens"], group["layers"], group["kv_heads"]) == (6 * 16, 4, 2)
+    outcome = call_cli("verify", *at)
+    assert (outcome.code, outcome.document["values"]) == (0, {"sound": 24})
+
+
+# -- what a client may cost ----------------------------------------------------------------------
+
+
+def dial(server: PeerServer, buffer_bytes: int = 0) -> socket.socket:
+    sock = socket.socket()
+    if buffer_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    sock.settimeout(10.0)
+    sock.connect(("127.0.0.1", server.port))
+    return sock
+
+
+def get(index: int, head: int = 0) -> bytes:
+    wanted = name(index, head=head)
+    return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(wanted), wanted)
+
+
+def is_closed(sock: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        while data := sock.recv(1 << 16):
+            assert data
+    return True
+
+
+@pytest.mark.parametrize("said", SAYINGS, ids=lambda said: said.replace(" ", "-"))
+def test_strangers_cost_little(chunks: HeldChunks, said: str) -> None:
+    with serving(chunks, limits=Limits(stall_seconds=0.5)) as server:
+        talk(server.port, SAYINGS[said], 50)
+        before = memory_of_self()
+        for _ in range(4):
+            assert talk(server.port, SAYINGS[said], 50) < 64 << 10
+        assert memory_of_self() - before < 32 << 20
+        with redis.Redis.from_url(url(server), protocol=2) as client:
+            assert client.get(name(0)) is not None
+
+
+def memory_of_self() -> int:
+    return memory_of(os.getpid())
+
+
+def test_silent_strangers_displace_nobody_who_asks(chunks: HeldChunks) -> None:
+    ping = b"*1\r\n$4\r\nPING\r\n"
+    with (
+        serving(chunks, limits=Limits(num_clients=4)) as server,
+        dial(server) as asker,
+        contextlib.ExitStack() as stack,
+    ):
+        asker.sendall(ping)
+        assert asker.recv(100) == b"+PONG\r\n"
+        strangers = [stack.enter_context(dial(server)) for _ in range(20)]
+        assert all(map(is_closed, strangers[:16]))
+        asker.sendall(ping)
+        assert asker.recv(100) == b"+PONG\r\n"
+
+
+def test_who_takes_nothing_is_left_and_keeps_nothing(chunks: HeldChunks) -> None:
+    """What is leased meanwhile is bounded, and all of it comes back."""
+    large = HeldChunks([])
+    big = replace(GEOMETRY, layer_widths=(1 << 14,) * 4)
+    parts = PartGeometries((big,))
+    large.data = {chunk_key(i): chunk_data(i, big) for i in range(8)}  # 2 MiB each
+    limits = Limits(stall_seconds=0.5, unsent_bytes=1 << 20, leased_bytes=8 << 20)
+    with serving(large, ranks=[parts], limits=limits) as server:
+        slow = [dial(server, 4096) for _ in range(20)]
+        for sock in slow:
+            sock.sendall(b"".join(get(i) for i in range(8)) * 2)
+        eventually(lambda: large.num_leased > 0)
+        assert large.num_leased <= 8 + 2
+        quick = config(url(server), max_value_bytes=1 << 22, read_timeout_seconds=10.0)
+        with open_tier(quick.url, big, max_value_bytes=1 << 22, read_timeout_seconds=10.0) as tier:
+            assert get_all(tier, range(8), 20.0)[0] == [True] * 8  # once the slow ones are left
+        eventually(lambda: large.num_leased == 0)
+        for sock in slow:
+            assert is_closed(sock)
+            sock.close()
+
+
+def test_who_takes_a_trickle_is_left(chunks: HeldChunks) -> None:
+    big = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)
+    held = HeldChunks([])
+    held.data = {chunk_key(0): chunk_data(0, big)}
+    limits = Limits(stall_seconds=0.5)
+    parts = PartGeometries((big,))
+    with serving(held, ranks=[parts], limits=limits) as server, dial(server, 4096) as sock:
+        sock.sendall(get(0) * 4)
+        eventually(lambda: held.num_leased > 0)
+        until = time.monotonic() + 10.0
+        with contextlib.suppress(ConnectionError):
+            while held.num_leased and time.monotonic() < until:
+                sock.recv(100)
+                time.sleep(0.05)
+        assert held.num_leased == 0
+
+
+def test_half_a_command_is_left(chunks: HeldChunks) -> None:
+    with serving(chunks, limits=Limits(stall_seconds=0.3)) as server, dial(server) as sock:
+        sock.sendall(get(0)[:-5])
+        assert is_closed(sock)
+
+
+def test_commands_are_answered_in_order_however_they_are_cut(server: PeerServer) -> None:
+    said = b"".join(get(i) for i in range(NUM_CHUNKS)) + b"*1\r\n$4\r\nQUIT\r\n"
+    with dial(server) as sock:
+        for place in range(0, len(said), 7):
+            sock.sendall(said[place : place + 7])
+        received = b""
+        while data := sock.recv(1 << 16):
+            received += data
+    for i in range(NUM_CHUNKS):
+        place = received.index(chunk_data(i)[: GEOMETRY.shard_bytes])
+        received = received[place:]
+    assert received.endswith(b"\r\n+OK\r\n")
+
+
+def test_a_taken_port_is_an_error(chunks: HeldChunks, server: PeerServer) -> None:
+    with pytest.raises(OSError, match="in use"), serving(chunks, port=server.port):
+        pass
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", None, 5, b"lmcache-connector 0 x", b"lmcache-connector 1", b"redis 1 x"),
+        *(b"lmcache-connector 1 x y", b"lmcache-connector 9999999 x", b"lmcache-connector -1 x"),
+    ],
+)
+def test_a_greeting_of_somebody_else(line: object) -> None:
+    with pytest.raises(ValueError, match="no peer server"):
+        Greeting.parse(line)

@@ -1,0 +1,267 @@
+"""Chunks of peers: found with whoever has them, read as from Redis; nobody waits for the dead."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.commands import Greeting
+from lmcache_connector.peers.lookup import AnyLookup, PeerLookup
+from lmcache_connector.peers.server import PeerServer
+from lmcache_connector.peers.tier import PeerTier
+from lmcache_connector.peers.topology import PeerTopology
+from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
+from lmcache_connector.storage.redis.client.dial import Client
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.lookup import RedisLookup
+from lmcache_connector.storage.redis.tier import ReadResult
+from lmcache_connector.storage.redis.topology import Node
+from tests.support.engines.p2p_instances import free_ports
+from tests.support.peers.chunks import HeldChunks, serving
+from tests.support.redis.chunks import (
+    GEOMETRY,
+    PARTS,
+    chunk_data,
+    chunk_key,
+    config,
+    open_tier,
+    put_all,
+)
+from tests.support.redis.servers import Server
+
+OWN = Greeting(1, "the reader")
+
+
+def settings(**more: object) -> RedisTierConfig:
+    return config("redis://peers", **{"connect_timeout_seconds": 0.3} | more)
+
+
+def topology_of(addresses: Sequence[str], rank: int = 0, greeting: Greeting = OWN) -> PeerTopology:
+    parsed = [Address.parse(each, may_be_dns=True) for each in addresses]
+    return PeerTopology(settings(), parsed, greeting, rank, time.monotonic)
+
+
+def at(*servers: PeerServer | int) -> list[str]:
+    ports = [each if isinstance(each, int) else each.port for each in servers]
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
+@contextmanager
+def reading(addresses: Sequence[str], **more: object) -> Iterator[PeerTier]:
+    tier = PeerTier(settings(**more), PARTS, topology_of(addresses))
+    try:
+        yield tier
+    finally:
+        assert tier.close(5.0)
+
+
+def read(
+    tier: PeerTier, indices: Sequence[int], seconds: float = 5.0
+) -> tuple[ReadResult, list[bytes]]:
+    buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in indices]
+    keys, views = [chunk_key(i) for i in indices], [memoryview(b) for b in buffers]
+    result = tier.read(keys, views, time.monotonic() + seconds)
+    return result, [bytes(b) for b in buffers]
+
+
+def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
+    """Tries again while connections are made."""
+    for _ in range(50):
+        result, found = read(tier, indices)
+        if all(result.hits):
+            assert found == [chunk_data(i) for i in indices]
+            return result
+        time.sleep(0.05)
+    return result
+
+
+def test_one_peer() -> None:
+    with serving(HeldChunks(range(4))) as server, reading(at(server)) as tier:
+        result, found = read(tier, range(6))
+        assert result.hits == [True] * 4 + [False] * 2
+        assert found[:4] == [chunk_data(i) for i in range(4)]
+        assert not result.cut_off
+        assert tier.counts().chunks_hit == 4
+
+
+def test_each_chunk_is_read_from_a_peer_that_has_it() -> None:
+    held = [HeldChunks(range(3)), HeldChunks(range(2, 6)), HeldChunks([])]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(each)) for each in held]
+        tier = stack.enter_context(reading(at(*servers)))
+        assert read_once_connected(tier, range(6)).hits == [True] * 6
+        assert read(tier, [5, 9, 0])[0].hits[0]
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def silent_server() -> socket.socket:
+    """Takes connections and says nothing: a stopped process."""
+    return socket.create_server(("127.0.0.1", 0), backlog=64)
+
+
+@pytest.mark.parametrize("trouble", ["nobody", "silent", "other ranks", "itself"])
+def test_a_peer_in_trouble_delays_nobody(trouble: str) -> None:
+    """What another one has is read, and soon the one in trouble is left alone."""
+    with ExitStack() as stack:
+        good = stack.enter_context(serving(HeldChunks(range(4))))
+        if trouble == "nobody":
+            bad = free_ports(1)
+        elif trouble == "silent":
+            bad = stack.enter_context(silent_server()).getsockname()[1]
+        elif trouble == "other ranks":
+            bad = stack.enter_context(serving(HeldChunks(range(8)), ranks=[PARTS, PARTS])).port
+        else:
+            name = OWN.engine_id
+            bad = stack.enter_context(serving(HeldChunks(range(8)), engine_id=name)).port
+        tier = stack.enter_context(reading(at(bad, good), read_timeout_seconds=0.3))
+        assert read_once_connected(tier, range(4)).hits == [True] * 4
+        if trouble != "itself":  # which is no server of the tier's at all
+            eventually(lambda: dict(tier.servers()).get(at(bad)[0]) is CircuitState.OPEN)
+        assert read(tier, range(4))[0].hits == [True] * 4
+        assert read(tier, [4])[0].hits == [False]  # other ranks have other heads
+
+
+def test_a_peer_that_goes_away_and_comes_back() -> None:
+    chunks, port = HeldChunks(range(4)), free_ports(1)
+    with reading(at(port), read_timeout_seconds=0.3) as tier:
+        assert read(tier, range(4), 0.5)[0].hits == [False] * 4
+        for _ in range(2):
+            with serving(chunks, port=port):
+                assert read_once_connected(tier, range(4)).hits == [True] * 4
+            result, _ = read(tier, range(4), 0.5)
+            assert result.hits == [False] * 4
+
+
+def test_damaged_bytes_are_a_miss() -> None:
+    """Whoever is on the way."""
+    from lmcache_connector.p2p.control.address import PeerAddress
+    from tests.support.engines.p2p_relay import Relay
+
+    def spoil(data: bytes) -> bytes:
+        return data.replace(chunk_data(1)[:16], bytes(16))
+
+    with serving(HeldChunks(range(3))) as server:
+        target = PeerAddress("127.0.0.1", server.port)
+        with Relay(target, alter_back=spoil) as relay, reading(at(relay.address.port)) as tier:
+            result, found = read(tier, range(3))
+            assert result.hits[:2] == [True, False]
+            assert found[0] == chunk_data(0)
+            assert tier.counts().misses["bad_checksum"] == 1
+
+
+def test_a_name_that_stands_for_several() -> None:
+    """Looked up beside everything else; one that nobody knows keeps nobody out."""
+    with serving(HeldChunks(range(2))) as server:
+        port = server.port
+        topology = topology_of([f"dns:localhost:{port}", f"dns:nobody.invalid:{port}"])
+        topology.prepare()
+        assert f"127.0.0.1:{port}" in topology.nodes()
+        assert all(str(port) in node for node in topology.nodes())
+        assert topology.is_current()
+
+
+# -- look-ups ------------------------------------------------------------------------------------
+
+
+def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> list[bool]:
+    keys = [chunk_key(i) for i in indices]
+    for _ in range(50):
+        lookup.tend()
+        time.sleep(0.02)
+        found = lookup.exist(keys, time.monotonic() + seconds)
+        if any(found):
+            break
+    return found
+
+
+@contextmanager
+def looking(addresses: Sequence[str], url: str = "") -> Iterator[AnyLookup]:
+    peers = PeerLookup(settings(), [PARTS], topology_of(addresses))
+    redis = [RedisLookup(config(url), [PARTS])] if url else []
+    lookup = AnyLookup([*redis, peers], time.monotonic)
+    try:
+        yield lookup
+    finally:
+        lookup.close()
+
+
+def test_peers_and_redis_are_asked_together(valkey: Server) -> None:
+    with open_tier(valkey.url) as tier:
+        assert all(put_all(tier, [4, 5]))
+    held = HeldChunks([0, 1]), HeldChunks([1, 2])
+    with (
+        serving(held[0]) as one,
+        serving(held[1]) as two,
+        looking(at(one, two), valkey.url) as lookup,
+    ):
+        exist(lookup, [0])
+        exist(lookup, [2])
+        assert exist(lookup, range(7)) == [True, True, True, False, True, True, False]
+
+
+def test_a_silent_peer_is_left_out_and_then_left_alone() -> None:
+    with (
+        silent_server() as bad,
+        serving(HeldChunks([0])) as good,
+        looking(at(bad.getsockname()[1], good)) as lookup,
+    ):
+        assert exist(lookup, [0, 1]) == [True, False]
+        address = at(bad.getsockname()[1])[0]
+        eventually(lambda: dict(lookup.servers()).get(address) is CircuitState.OPEN)
+        assert exist(lookup, [0, 1]) == [True, False]
+
+
+class CountedTopology(PeerTopology):
+    num_connected = 0
+
+    def connect(self, node: Node, max_bytes: int) -> Client:
+        self.num_connected += 1
+        return super().connect(node, max_bytes)
+
+
+def test_whom_nobody_waits_for_stays_connected() -> None:
+    """The answer is there with the first peer that has everything; the others' come later."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(HeldChunks(range(8)))) for _ in range(4)]
+        parsed = [Address.parse(each) for each in at(*servers)]
+        topology = CountedTopology(settings(), parsed, OWN, 0, time.monotonic)
+        lookup = AnyLookup([PeerLookup(settings(), [PARTS], topology)], time.monotonic)
+        stack.callback(lookup.close)
+        for _ in range(40):
+            exist(lookup, range(8))
+        assert exist(lookup, range(9)) == [True] * 8 + [False]
+        assert topology.num_connected == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":1", "host", "host:0", "host:65536", "host:1x", "::1:7450", "a b:1", "dns:x", "-a:1"],
+)
+def test_impossible_addresses(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be|brackets"):
+        Address.parse(text, may_be_dns=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "is_loopback"),
+    [
+        ("127.0.0.1:7450", Address("127.0.0.1", 7450), True),
+        ("[::1]:7450", Address("::1", 7450), True),
+        ("localhost:1", Address("localhost", 1), True),
+        ("dns:peers.svc:7450", Address("peers.svc", 7450, is_dns=True), False),
+    ],
+)
+def test_addresses(text: str, address: Address, is_loopback: bool) -> None:
+    found = Address.parse(text, may_be_dns=True)
+    assert (found, str(found), found.is_loopback) == (address, text, is_loopback)

@@ -1,0 +1,89 @@
+"""A CPU tier that a peer server can serve from: chunks that count who has leased them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_connector.peers.commands import Commands, Greeting
+from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.storage.chunk_codec import Sealer
+from lmcache_connector.storage.geometry import PartGeometries
+from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
+
+SECRET = b"known-to-those-who-list"
+
+
+@dataclass(frozen=True)
+class CountedLease:
+    view: memoryview
+    chunks: HeldChunks
+    key: bytes
+
+    def release(self) -> None:
+        with self.chunks.lock:
+            self.chunks.leases[self.key] -= 1
+
+
+class HeldChunks:
+    """The chunks of ``indices``."""
+
+    def __init__(self, indices: Sequence[int], parts: PartGeometries = PARTS) -> None:
+        self.lock = threading.Lock()
+        self.leases: Counter[bytes] = Counter()
+        self.data = {chunk_key(i): chunk_data(i, parts.of(chunk_key(i))) for i in indices}
+
+    def holds(self, key: bytes) -> bool:
+        return key in self.data
+
+    def lease(self, key: bytes) -> CountedLease | None:
+        if key not in self.data:
+            return None
+        with self.lock:
+            self.leases[key] += 1
+        return CountedLease(memoryview(self.data[key]), self, key)
+
+    def all_keys(self) -> list[bytes]:
+        return list(self.data)
+
+    @property
+    def num_leased(self) -> int:
+        with self.lock:
+            return sum(self.leases.values())
+
+
+@contextmanager
+def serving(
+    chunks: HeldChunks,
+    *,
+    ranks: Sequence[PartGeometries] = (PARTS,),
+    rank: int = 0,
+    limits: Limits | None = None,
+    namespace: str = "default",
+    hash_key: bytes | None = None,
+    secret: bytes | None = SECRET,
+    engine_id: str = "engine",
+    port: int = 0,
+    **more: Any,
+) -> Iterator[PeerServer]:
+    """A peer server on a free port; when it ends, nothing is leased any more."""
+    commands = Commands(
+        chunks,
+        ranks,
+        rank,
+        namespace=namespace,
+        sealer=Sealer(hash_key),
+        greeting=Greeting(len(ranks), engine_id),
+        max_payload_bytes=4096 - 128,
+        secret=secret,
+    )
+    server = PeerServer("127.0.0.1", port, commands, limits, **more)
+    try:
+        yield server
+    finally:
+        assert server.close(5.0)
+        assert chunks.num_leased == 0

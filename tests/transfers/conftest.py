@@ -1,0 +1,80 @@
+"""Engines that all cases share: one that computes prompts, two that answer.
+
+A case runs once per way of moving KV in ``WAYS``. What a way cannot do yet is a strict xfail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.p2p_engines import Engines, kv_transfer, running
+from tests.support.engines.p2p_instances import free_ports
+
+Way = Callable[..., dict[str, Any]]
+"""``(role, port, **settings)``: the JSON of ``--kv-transfer-config``."""
+
+
+def by_p2p(role: str, port: int, **settings: Any) -> dict[str, Any]:
+    """Sent by the connector's own protocol, between instances that share a secret."""
+    return kv_transfer(role, port, **{"secret": "shared by all of them"} | settings)
+
+
+WAYS: dict[str, Way] = {"p2p": by_p2p}
+LACKS = {
+    "p2p": frozenset({"stores what follows", "drafters", "several kinds of KV"}),
+}
+"""What a way cannot do, by the word that a case is marked ``needs`` with."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/transfers" in str(item.path):
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.timeout(420))
+
+
+@pytest.fixture(scope="session", params=WAYS)
+def way_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def way(way_name: str) -> Way:
+    return WAYS[way_name]
+
+
+@pytest.fixture(autouse=True)
+def _lacking(request: pytest.FixtureRequest, way_name: str) -> None:
+    for mark in request.node.iter_markers("needs"):
+        if mark.args[0] in LACKS[way_name]:
+            request.applymarker(pytest.mark.xfail(strict=True, reason=f"{way_name} has no {mark}"))
+
+
+@pytest.fixture(scope="session")
+def engines(
+    way: Way, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    """The prefill engine computes long prompts in several steps."""
+    ports = [free_ports(1) for _ in range(3)]
+    roles = "kv_producer", "kv_consumer", "kv_consumer"
+    transfers = [way(role, port) for role, port in zip(roles, ports, strict=True)]
+    folder = tmp_path_factory.mktemp("transfers")
+    with running(tiny_model, folder, transfers, max_num_batched_tokens=[512, None, None]) as found:
+        pairs = list(zip(found, ports, strict=True))
+        yield Engines(pairs[:1], pairs[1:], count())
+
+
+@pytest.fixture
+def prefill_engine(engines: Engines) -> VllmInstance:
+    return engines.prefill[0][0]
+
+
+@pytest.fixture
+def decode_engine(engines: Engines) -> VllmInstance:
+    return engines.decode[0][0]

@@ -1,0 +1,215 @@
+"""KV transfers, the long cases: each with engines of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.handover import Ask, ask, prefill
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.layer_digests import differences
+from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, running
+from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.strangers import SAYINGS, memory_of, ports_of, talk
+from tests.support.engines.tiny_drafters import KINDS, build_drafted
+from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.prompts import random_prompt
+from tests.transfers.conftest import Way
+from tests.transfers.test_transfers import WANTS, check, missing_blocks, rest
+
+pytestmark = pytest.mark.soak
+ROLES = "kv_producer", "kv_consumer"
+
+
+@contextmanager
+def pair(
+    way: Way, model: Path, folder: Path, roles: tuple[str, str] = ROLES, **settings: Any
+) -> Iterator[Engines]:
+    """Two engines. ``settings``: of the connector under ``connector``, else of vLLM."""
+    ports = [free_ports(4) for _ in roles]
+    extra = settings.pop("connector", {})
+    transfers = [way(role, port, **extra) for role, port in zip(roles, ports, strict=True)]
+    with running(model, folder, transfers, **settings) as (first, second):
+        yield Engines([(first, ports[0])], [(second, ports[1])], count())
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_other_tensor_parallel_sizes(
+    way: Way, tiny_model: Path, tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    with pair(way, tiny_model, tmp_path, tensor_parallel_size=list(sizes)) as engines:
+        for number, transfer in enumerate((Engines.hand_over, Engines.hand_over_by_params)):
+            for num_tokens in (300, 3001):
+                cold, served = transfer(
+                    engines, random_prompt(10 * num_tokens + number, num_tokens)
+                )
+                assert served.served.external_hit_tokens in (num_tokens, num_tokens - 1)
+                assert () != served.served.shard_digests == cold.served.shard_digests
+
+
+@pytest.mark.needs("drafters")
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafters(way: Way, tmp_path: Path, kind: str) -> None:
+    folder, args = build_drafted(kind, tmp_path)
+    with pair(way, folder, tmp_path, max_model_len=None, **args) as engines:
+        cold, served = engines.hand_over_by_params(random_prompt(1, 1001))
+        assert served.served.external_hit_tokens >= 896
+        assert {} != served.served.layer_digests == cold.served.layer_digests
+
+
+@pytest.mark.needs("several kinds of KV")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(way: Way, tmp_path: Path, family: str) -> None:
+    folder = build_family(family, tmp_path)
+    with pair(way, folder, tmp_path, **FAMILIES[family].engine_args) as engines:
+        cold, served = engines.hand_over_by_params(random_prompt(1, 1601))
+        assert served.served.external_hit_tokens >= 1024
+        found, made = served.served.layer_digests, cold.served.layer_digests
+        assert found.keys() & made.keys()
+        assert differences(found, made) == []
+
+
+def strike(victim: VllmInstance, seconds: float, number: int) -> threading.Timer:
+    timer = threading.Timer(seconds, os.kill, (victim.pid, number))
+    timer.start()
+    return timer
+
+
+def until_it_dies(instance: VllmInstance, request: Ask) -> None:
+    with contextlib.suppress(RuntimeError):
+        instance.call(ask, request)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.25, 0.6])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_the_prefill_engine_falls_silent(
+    way: Way, tiny_model: Path, tmp_path: Path, number: signal.Signals, seconds: float
+) -> None:
+    """While it computes and while it sends: a recompute, soon, and what comes later is fine."""
+    with pair(way, tiny_model, tmp_path, max_num_batched_tokens=[512, None]) as engines:
+        (first, _), (second, _) = engines.prefill[0], engines.decode[0]
+        name, prompt = engines.name(), random_prompt(1, 7901)
+        computing = threading.Thread(target=until_it_dies, args=(first, Ask(name, prompt, 1)))
+        computing.start()
+        timer, started = strike(first, seconds, number), time.monotonic()
+        answer = second.call(ask, Ask(name, prompt))
+        assert answer.finish_reason == "length"
+        assert time.monotonic() - started < NOTICED_SECONDS
+        timer.join()
+        assert second.call(missing_blocks) == 0
+        if number is signal.SIGSTOP:
+            os.kill(first.pid, signal.SIGCONT)
+            computing.join()
+            check(*engines.hand_over(random_prompt(2, 500)), 500)
+        computing.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_the_decode_engine_falls_silent(
+    way: Way, tiny_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """What was kept for it comes back to the prefill engine when the lease is over."""
+    lease, steps = {"lease_seconds": 3.0}, [512, None]
+    with pair(way, tiny_model, tmp_path, connector=lease, max_num_batched_tokens=steps) as engines:
+        (first, _), (second, _) = engines.prefill[0], engines.decode[0]
+        cold = first.call(prefill, Ask("p", random_prompt(3, 7901), 1, WANTS))
+        reading = threading.Thread(
+            target=until_it_dies, args=(second, Ask("d", random_prompt(3, 7901), 2, cold.params))
+        )
+        timer = strike(second, 0.02, number)
+        reading.start()
+        timer.join()
+        for _ in range(60):
+            if first.call(missing_blocks) == 0:
+                break
+            time.sleep(0.5)
+        assert first.call(missing_blocks) == 0
+        if number is signal.SIGSTOP:
+            os.kill(second.pid, signal.SIGCONT)
+        reading.join()
+
+
+def test_two_that_hold_what_the_other_one_waits_for(
+    way: Way, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Each has room in its cache for one and a half of the prompts."""
+    sizes = {"num_gpu_blocks_override": 40, "max_model_len": 4096}
+    roles = "kv_both", "kv_both"
+    with pair(way, tiny_model, tmp_path, roles, connector={"lease_seconds": 4.0}, **sizes) as both:
+        engines = [both.prefill[0][0], both.decode[0][0]]
+        for engine in engines:
+            engine.serve(random_prompt(99, 50))
+        prompts = [random_prompt(1 + i, 3000) for i in range(2)]
+        cold = [
+            engine.call(prefill, Ask(f"p{i}", prompt, 1, WANTS))
+            for i, (engine, prompt) in enumerate(zip(engines, prompts, strict=True))
+        ]
+        asks = [Ask(f"d{i}", prompts[1 - i], 2, cold[1 - i].params) for i in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            served = list(pool.map(lambda engine, a: engine.call(ask, a), engines, asks))
+        for one, other in zip(cold, reversed(served), strict=True):
+            assert other.finish_reason == "length"
+            assert () != one.served.block_digests == other.served.block_digests
+        rest(both)
+
+
+def test_strangers_by_the_thousand(engines: Engines) -> None:
+    (first, _), grown = engines.prefill[0], []
+    for _ in range(3):
+        before = memory_of(first.pid)
+        for port in ports_of(first.pid):
+            for said in SAYINGS.values():
+                talk(port, said, 40)
+        grown.append(memory_of(first.pid) - before)
+    assert grown[-1] < 16 << 20
+    check(*engines.hand_over(random_prompt(5, 1500)), 1500)
+
+
+def step_seconds(probe: EngineProbe, request: Ask) -> float:
+    """Computed by the engine's own thread for a request that only waits for its KV."""
+    step, spent = probe.engine.step, []
+
+    def timed() -> Any:
+        started = time.thread_time()
+        try:
+            return step()
+        finally:
+            spent.append(time.thread_time() - started)
+
+    probe.engine.step = timed
+    try:
+        ask(probe, request)
+    finally:
+        probe.engine.step = step
+    return sum(spent)
+
+
+def test_long_prompts_cost_the_engines_step_no_more(
+    way: Way, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Store finding 10: in proportion to their length at most, and half as much again."""
+    settings: dict[str, Any] = {"max_model_len": 16384, "kv_cache_memory_bytes": 1 << 30}
+    with pair(way, tiny_model, tmp_path, **settings) as engines:
+        (first, _), (second, _) = engines.prefill[0], engines.decode[0]
+        spent: dict[int, list[float]] = {1001: [], 16001: []}
+        measure: Callable[..., float] = second.call
+        for number in range(3):
+            for num_tokens in spent:
+                prompt = random_prompt(number + num_tokens, num_tokens)
+                cold = first.call(prefill, Ask(f"p-{num_tokens}-{number}", prompt, 1, WANTS))
+                request = Ask(f"d-{num_tokens}-{number}", prompt, 2, cold.params)
+                spent[num_tokens].append(measure(step_seconds, request))
+                second.reset_prefix_cache()
+        assert min(spent[16001]) < 1.5 * 16 * min(spent[1001])

@@ -1,0 +1,385 @@
+"""KV transfers as users of two engines see them: the same bytes, or none, and no request fails.
+
+Bytes are compared by digests of every block of KV that the prompt fills.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_connector.p2p.control.address import PeerAddress
+from tests.support.command_line import call_cli
+from tests.support.engines.handover import Answer, Ask, add, answer_of, ask, ask_all, prefill
+from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines
+from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.p2p_relay import Relay, as_it_is
+from tests.support.engines.probe import EngineProbe
+from tests.support.engines.strangers import SAYINGS, cpu_seconds_of, memory_of, ports_of, talk
+from tests.support.engines.updates import load_rows, move_weights
+from tests.support.prompts import random_prompt
+from tests.transfers.conftest import Way
+
+BLOCK = 128
+WANTS: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+HandOver = Callable[[Engines, Sequence[int]], tuple[Answer, Answer]]
+BY = pytest.mark.parametrize(
+    "transfer", [Engines.hand_over, Engines.hand_over_by_params], ids=["id", "params"]
+)
+
+
+def check(cold: Answer, served: Answer, num_tokens: int) -> None:
+    """All of the prompt was handed over but for its last token, if that, and is the same."""
+    assert served.served.external_hit_tokens in (num_tokens, num_tokens - 1)
+    assert served.served.block_digests == cold.served.block_digests
+    assert len(served.served.block_digests) == num_tokens // BLOCK
+    assert served.finish_reason == "length"
+
+
+def fresh(engines: Engines, num_tokens: int) -> list[int]:
+    """A prompt that no engine has seen."""
+    return random_prompt(10_000 + next(engines.numbers), num_tokens)
+
+
+def rest(engines: Engines) -> None:
+    """All blocks come back to vLLM by themselves."""
+    for instance, _ in engines.prefill + engines.decode:
+        assert instance.call(missing_blocks) == 0
+
+
+def missing_blocks(probe: EngineProbe) -> int:
+    probe.drain()
+    pool = probe.scheduler.kv_cache_manager.block_pool
+    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block is no one's
+
+
+# -- what is handed over -----------------------------------------------------------------------
+
+
+@BY
+# Not a multiple of a block: vLLM computes a prompt's last token once more, and that block differs.
+@pytest.mark.parametrize("num_tokens", [2, 127, 129, 300, 3001])
+def test_a_prompt_of_any_length(engines: Engines, transfer: HandOver, num_tokens: int) -> None:
+    cold, served = transfer(engines, fresh(engines, num_tokens))
+    check(cold, served, num_tokens)
+    rest(engines)
+
+
+def test_routers_are_told_what_to_pass_on(engines: Engines) -> None:
+    cold, _ = engines.hand_over_by_params(random_prompt(2, 500))
+    assert cold.params is not None
+    assert (cold.params["do_remote_prefill"], cold.params["do_remote_decode"]) == (True, False)
+    names = {"remote_engine_id", "remote_request_id", "remote_block_ids", "remote_num_tokens"}
+    assert cold.params.keys() >= names | {"tp_size"}
+    assert (cold.params["remote_host"], cold.params["remote_port"]) == (
+        "127.0.0.1",
+        engines.prefill[0][1],
+    )
+
+
+@BY
+def test_what_the_prefill_engine_has_cached(engines: Engines, transfer: HandOver) -> None:
+    prompt = fresh(engines, 1500)
+    transfer(engines, prompt)
+    engines.decode[0][0].reset_prefix_cache()
+    cold, served = transfer(engines, prompt)
+    assert cold.served.cached_tokens > 1000
+    check(cold, served, 1500)
+    engines.decode[0][0].reset_prefix_cache()
+
+
+@BY
+def test_what_the_decode_engine_has_is_not_fetched(engines: Engines, transfer: HandOver) -> None:
+    prompt = fresh(engines, 1500)
+    transfer(engines, prompt)
+    cold, served = transfer(engines, [*prompt, *random_prompt(5, 500)])
+    assert served.served.external_hit_tokens in (2000 - 11 * BLOCK, 1999 - 11 * BLOCK)
+    assert () != served.served.block_digests == cold.served.block_digests
+    rest(engines)
+
+
+def test_many_at_once_while_they_are_computed(engines: Engines) -> None:
+    prompts = [random_prompt(20 + i, 301 + 170 * i) for i in range(8)]
+    asks = [Ask(engines.name(), prompt) for prompt in prompts]
+    (first, _), (second, _) = engines.prefill[0], engines.decode[0]
+    with ThreadPoolExecutor(1) as pool:
+        computing = pool.submit(first.call, ask_all, [Ask(a.request_id, a.prompt, 1) for a in asks])
+        served = second.call(ask_all, asks)
+        computing.result()
+    total = sum(map(len, prompts))
+    assert total - len(prompts) <= served[0].served.external_hit_tokens <= total
+    for number, (prompt, answer) in enumerate(zip(prompts, served, strict=True)):
+        again = first.call(ask, Ask(f"again-{number}", prompt))
+        assert () != answer.served.block_digests == again.served.block_digests
+    rest(engines)
+
+
+def test_two_readers_of_one_transfer(engines: Engines) -> None:
+    """Store finding 1: while the prefill engine goes on with prompts of others, two decode engines
+    read one prompt, one of which has its beginning. Neither gets KV of another prompt."""
+    (first, _), readers = engines.prefill[0], [decode for decode, _ in engines.decode]
+    prompt, whole = random_prompt(30, 3001), 0
+    readers[0].serve(prompt[: BLOCK + 5])
+    for number in range(3):
+        cold = first.call(prefill, Ask(f"p-two-{number}", prompt, 1, WANTS))
+        asks = [Ask(f"d-two-{number}-{i}", prompt, 2, cold.params) for i in range(2)]
+        others = [Ask(f"other-{number}-{i}", random_prompt(40 + i, 900), 1) for i in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            busy = pool.submit(first.call, ask_all, others)
+            served = list(pool.map(lambda reader, a: reader.call(ask, a), readers, asks))
+            busy.result()
+        for reader, answer in zip(readers, served, strict=True):
+            if answer.served.external_hit_tokens:
+                whole += 1
+                assert () != answer.served.block_digests == cold.served.block_digests
+            assert answer.finish_reason == "length"
+            reader.reset_prefix_cache()
+    assert whole >= 3
+    rest(engines)
+
+
+@pytest.mark.needs("stores what follows")
+def test_the_decode_engine_stores_what_follows(engines: Engines) -> None:
+    """The next turn of a conversation comes to the decode engine, which has forgotten the first."""
+    prompt, decode = random_prompt(50, 1001), engines.decode[0][0]
+    _, served = engines.hand_over_by_params(prompt)
+    turn = [*prompt, *served.served.token_ids, *random_prompt(51, 400)]
+    decode.serve(turn)
+    decode.reset_prefix_cache()
+    again = decode.serve(turn)
+    assert again.external_hit_tokens >= 1300
+
+
+# -- what goes wrong ---------------------------------------------------------------------------
+
+
+def preempt_while_computing(probe: EngineProbe, request: Ask) -> Answer:
+    """Step until part of the prompt is computed, take its blocks away, then serve it. Without a
+    reset that anybody hears of: it would end the transfer."""
+    add(probe, request)
+    for _ in range(2):
+        probe.engine.step()
+    (running,) = probe.scheduler.running
+    assert 0 < running.num_computed_tokens < len(request.prompt)
+    scheduler = probe.scheduler
+    scheduler._preempt_request(scheduler.running.pop(), time.monotonic(), drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.clear()
+    assert scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+    (finished,) = probe.finish({request.request_id: len(request.prompt)}, time.perf_counter())
+    assert running.num_preemptions == 1
+    return answer_of(finished)
+
+
+def test_a_preempted_prompt_is_handed_over_as_computed_last(engines: Engines) -> None:
+    prompt, name = random_prompt(60, 2001), engines.name()
+    cold = engines.prefill[0][0].call(preempt_while_computing, Ask(name, prompt, 1))
+    check(cold, engines.decode[0][0].call(ask, Ask(name, prompt)), 2001)
+    rest(engines)
+
+
+def abort_after(probe: EngineProbe, request: Ask, steps: int) -> None:
+    add(probe, request)
+    for _ in range(steps):
+        probe.engine.step()
+    probe.engine.abort_request([request.request_id])
+    probe.engine.step()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_aborts_on_either_side(engines: Engines, steps: int) -> None:
+    (first, _), (second, _) = engines.prefill[0], engines.decode[0]
+    name, prompt = engines.name(), random_prompt(70 + steps, 2001)
+    first.call(abort_after, Ask(name, prompt, 1), steps)
+    started = time.monotonic()
+    served = second.call(ask, Ask(name, prompt))
+    assert time.monotonic() - started < NOTICED_SECONDS
+    assert served.finish_reason == "length"
+    second.call(abort_after, Ask(engines.name(), random_prompt(80 + steps, 1000)), steps)
+    rest(engines)
+    cold, served = engines.hand_over(prompt[:700])
+    assert () != served.served.block_digests == cold.served.block_digests
+
+
+def elsewhere(host: str, port: object = 9) -> dict[str, Any]:
+    names = {"remote_host": host, "remote_port": port, "remote_request_id": "x"}
+    return {"do_remote_prefill": True, **names}
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("___prefill_addr_here___decode_addr_there_1", None),
+        ("bad-1", {"do_remote_prefill": True}),
+        ("bad-2", {"do_remote_prefill": "yes"}),
+        ("bad-3", elsewhere("10.9.8.7")),
+        ("bad-4", elsewhere("127.0.0.1", "a port")),
+        ("bad-5", elsewhere("127.0.0.1") | {"remote_request_id": "x" * 100_000}),
+    ],
+)
+def test_a_malformed_request_is_served_alone(
+    engines: Engines, name: str, params: dict[str, Any] | None
+) -> None:
+    """And an address that is not in ``peer_hosts`` is not dialled."""
+    started = time.monotonic()
+    answer = engines.decode[0][0].call(ask, Ask(name, random_prompt(90, 200), params=params))
+    assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
+    assert time.monotonic() - started < NOTICED_SECONDS
+    engines.decode[0][0].reset_prefix_cache()
+
+
+def test_nobody_at_the_address_costs_a_recompute(engines: Engines) -> None:
+    (second, _), started = engines.decode[0], time.monotonic()
+    params = elsewhere("127.0.0.1", free_ports(1))
+    answer = second.call(ask, Ask("gone-1", random_prompt(91, 600), params=params))
+    assert (answer.finish_reason, answer.served.external_hit_tokens) == ("length", 0)
+    assert time.monotonic() - started < NOTICED_SECONDS
+    rest(engines)
+
+
+def spoil(data: bytes) -> bytes:
+    """Altered lengths and payloads: of every read, one byte near its beginning becomes another."""
+    place = min(len(data) - 1, 5)
+    return data[:place] + bytes([data[place] ^ 0x40]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("back", [True, False], ids=["answers", "questions"])
+def test_somebody_on_the_way_alters_bytes(engines: Engines, back: bool) -> None:
+    """Store finding 3: it costs a recompute, and no memory."""
+    (first, port), (second, _) = engines.prefill[0], engines.decode[0]
+    prompt = random_prompt(92 + back, 2001)
+    own = second.call(ask, Ask(f"own-{back}", prompt))
+    second.reset_prefix_cache()
+    before = memory_of(second.pid), memory_of(first.pid)
+    there, here = (as_it_is, spoil) if back else (spoil, as_it_is)
+    with Relay(PeerAddress("127.0.0.1", port), there, alter_back=here) as relay:
+        cold = first.call(prefill, Ask(f"p-spoilt-{back}", prompt, 1, WANTS))
+        assert cold.params is not None
+        params = cold.params | {"remote_port": relay.address.port}
+        started = time.monotonic()
+        served = second.call(ask, Ask(f"d-spoilt-{back}", prompt, 2, params))
+        assert time.monotonic() - started < NOTICED_SECONDS
+    assert served.finish_reason == "length"
+    assert () != served.served.block_digests == own.served.block_digests
+    grown = memory_of(second.pid) - before[0], memory_of(first.pid) - before[1]
+    assert max(grown) < 256 << 20
+    second.reset_prefix_cache()
+    check(*engines.hand_over_by_params(random_prompt(94, 700)), 700)
+
+
+def test_strangers_learn_nothing_and_cost_little(engines: Engines) -> None:
+    """Store findings 2, 3 and 12: of an idle engine they get no KV, no memory and no time, and what
+    is in its KV cache stays."""
+    first, _ = engines.prefill[0]
+    prompt = fresh(engines, 700)
+    cold = first.call(prefill, Ask(engines.name(), prompt, 1))
+    ports = ports_of(first.pid)
+    assert ports
+    for said in SAYINGS.values():
+        for port in ports:
+            talk(port, said)  # whatever is there once
+    memory, seconds = memory_of(first.pid), cpu_seconds_of(first.pid)
+    for said in SAYINGS.values():
+        for port in ports:
+            assert talk(port, said, 8) < 64 << 10
+    assert memory_of(first.pid) - memory < 64 << 20
+    assert cpu_seconds_of(first.pid) - seconds < 0.05 * 8 * len(SAYINGS) * len(ports)
+    again = first.serve(prompt)
+    assert again.cached_tokens >= 640
+    assert () != again.block_digests == cold.served.block_digests
+    check(*engines.hand_over(fresh(engines, 300)), 300)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"peer_hosts": ["10.0.0.2"]}, {"peer_hosts": ["10.0.0.0/8"]}]
+)
+def test_addresses_open_no_port_beyond_loopback(way: Way, settings: dict[str, Any]) -> None:
+    """Store finding 9: they prove nothing. A secret does, or nobody needs to prove anything."""
+    beyond = {"host": "10.1.2.3", "bind_host": "127.0.0.1", "secret": None}
+    transfer = way("kv_both", free_ports(1), **beyond | settings)
+    outcome = call_cli("check", json.dumps(transfer), "--json")
+    assert outcome.code != 0
+    assert "insecure" in json.dumps(outcome.document)
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+def check_computed(engines: Engines, seed: int) -> None:
+    """Nothing is handed over, though the prefill engine computes other KV for the prompt."""
+    prompt, decode = random_prompt(seed, 700), engines.decode[0][0]
+    own = decode.call(ask, Ask(f"own-{seed}", prompt))
+    decode.reset_prefix_cache()
+    for transfer in (engines.hand_over, engines.hand_over_by_params):
+        cold, served = transfer(prompt)
+        assert served.served.external_hit_tokens == 0
+        assert () != served.served.block_digests == own.served.block_digests
+        assert cold.served.block_digests != own.served.block_digests
+        decode.reset_prefix_cache()
+
+
+def test_weights_are_compared_and_resets_are_not(engines: Engines) -> None:
+    """Store finding 4: as many resets on both sides say nothing, and other numbers of them neither.
+    The second decode engine is not updated, so it is of no use after this."""
+    (first, _), (second, _) = engines.prefill[0], engines.decode[0]
+    for _ in range(2):
+        second.reset_prefix_cache()
+        second.serve(random_prompt(120, 50))
+    check(*engines.hand_over(random_prompt(121, 700)), 700)
+    assert first.call(move_weights, 0.02) > 0  # nobody is told, but by vLLM's own reset
+    for _ in range(3):
+        first.reset_prefix_cache()
+        first.serve(random_prompt(122, 50))
+    check_computed(engines, 123)
+    assert second.call(move_weights, 0.02) > 0
+    second.reset_prefix_cache()
+    check(*engines.hand_over(random_prompt(124, 700)), 700)
+
+
+def test_an_update_without_a_reset_hands_over_nothing(engines: Engines) -> None:
+    """The prefill engine has KV of before in vLLM's own cache, the decode engine none."""
+    (first, _), (second, _) = engines.prefill[0], engines.decode[0]
+    prompt = random_prompt(125, 700)
+    first.serve(prompt)
+    for each in (first, second):
+        each.call(load_rows, 0.5)
+    second.reset_prefix_cache()
+    own = second.call(ask, Ask("own-125", prompt))
+    second.reset_prefix_cache()
+    for _ in range(2):  # by then the weights are read
+        cold, served = engines.hand_over(prompt)
+        assert cold.served.cached_tokens > 0
+        assert served.served.external_hit_tokens == 0
+        assert () != served.served.block_digests == own.served.block_digests
+        second.reset_prefix_cache()
+    first.reset_prefix_cache()
+    check(*engines.hand_over(prompt), 700)
+
+
+# -- what is left ------------------------------------------------------------------------------
+
+
+def resources(probe: EngineProbe) -> tuple[int, int]:
+    """Descriptors and threads of the engine's process."""
+    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+
+@BY
+def test_nothing_is_left_behind(engines: Engines, transfer: HandOver) -> None:
+    both = engines.prefill[0][0], engines.decode[0][0]
+    for _ in range(3):
+        transfer(engines, fresh(engines, 300))
+    before = [each.call(resources) for each in both]
+    for _ in range(12):
+        transfer(engines, fresh(engines, 300))
+    after = [each.call(resources) for each in both]
+    for then, now in zip(before, after, strict=True):
+        assert now[0] <= then[0] + 2
+        assert now[1] <= then[1] + 2
+    rest(engines)
