@@ -28,7 +28,7 @@ VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of two workers one runs all that starts engines, which need both cores; the other runs file
     after file of the rest."""
-    if not config.getoption("numprocesses", None):
+    if not hasattr(config, "workerinput"):  # one process runs all
         return
     for item in items:
         file = item.path.relative_to(config.rootpath).as_posix()
