@@ -24,18 +24,6 @@ os.environ["XDG_CACHE_HOME"] = _FOLDER.name
 VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of two workers one runs all that starts engines, which need both cores; the other runs file
-    after file of the rest."""
-    if not hasattr(config, "workerinput"):  # one process runs all
-        return
-    for item in items:
-        file = item.path.relative_to(config.rootpath).as_posix()
-        is_engine = file.startswith(("tests/engine/", "tests/transfers/"))
-        item.add_marker(pytest.mark.xdist_group("engines" if is_engine else file))
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random Llama and its tokenizer."""

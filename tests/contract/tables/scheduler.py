@@ -46,6 +46,7 @@ SCHEDULING: tuple[Use, ...] = (
         "SchedulerOutput",
         members=(
             "free_encoder_mm_hashes",
+            "has_sync_kv_loads",
             "kv_connector_block_state",
             "num_scheduled_tokens",
             "preempted_req_ids",
