@@ -27,12 +27,12 @@ from lmcache_connector.startup import banner
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Sealer
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.vllm_compat.api.sleep_mode import may_sleep_unseen
 from lmcache_connector.vllm_compat.identity import fingerprint
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, worker_on_stack
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
-from lmcache_connector.vllm_compat.sleep_mode import may_sleep_unseen
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings, cuda_code_warning
 from lmcache_connector.worker.reconciler import Pace
