@@ -12,7 +12,6 @@ from vllm.platforms import current_platform
 
 from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
 from lmcache_connector.copy_kv_blocks.plan import BlockCopy
-from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
 from lmcache_connector.storage.geometry import ChunkGeometry
@@ -25,14 +24,6 @@ NUM_TOKENS = CHUNK * NUM_CHUNKS
 BF16 = CpuAttention(HEAD_SIZE, torch.bfloat16, "auto", torch.bfloat16)
 BLOCK_SIZES = (32, 64, 128, 256)
 """vLLM's CPU backend takes multiples of 32, and does not start with others."""
-
-
-def test_a_kernel_that_is_called_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.attention.backends import cpu_attn
-
-    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, layout: "vec")
-    with pytest.raises(UnsupportedError, match=r"_get_attn_isa\(block_size\).*_get_attn_isa asks"):
-        find_packing(BF16, 128, CHUNK)
 
 
 class PackedCache:

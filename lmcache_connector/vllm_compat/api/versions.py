@@ -102,8 +102,10 @@ def check_overrides(kind: type, base: type) -> None:
     for name, ours in inspect.getmembers(kind, inspect.isroutine):
         if name not in vars(base) or name.startswith("__"):
             continue
-        theirs = getattr(base, name)
-        if list(inspect.signature(ours).parameters) != list(inspect.signature(theirs).parameters):
+        taken = inspect.signature(ours).parameters
+        given = inspect.signature(getattr(base, name)).parameters
+        takes_any = any(each.kind is each.VAR_POSITIONAL for each in taken.values())
+        if not takes_any and list(taken) != list(given):
             raise UnsupportedError(_refusal(f"{base.__name__}.{name} has other parameters"))
     for name in sorted(getattr(kind, "__abstractmethods__", ())):
         raise UnsupportedError(_refusal(f"{base.__name__} asks for a method {name}"))
