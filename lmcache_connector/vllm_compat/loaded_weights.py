@@ -55,6 +55,7 @@ _MAY_CHANGE_WEIGHTS = (
     "update_weights",
 )
 _MADE_AT = "_lmcache_connector_made_at"
+_WORKER = "_lmcache_connector_worker"
 _DIGEST = "_lmcache_connector_digest"
 _UNSHOWN = b"shown by no layer: "
 _LET_GO_SECONDS = 30.0
@@ -346,6 +347,9 @@ class _HiddenWeights:
             handler = each()
             if handler is None or id(handler) in shown or getattr(handler, _MADE_AT) < since:
                 continue
+            worker = getattr(handler, _WORKER)  # of another engine in this process, for one
+            if since and worker not in {None, since}:
+                continue
             yield _UNSHOWN + getattr(handler, _DIGEST)
 
     def collect(self, models: dict[str, torch.nn.Module], since: float) -> None:
@@ -362,6 +366,7 @@ class _HiddenWeights:
             handler = make(weight, *args, **kwargs)
             setattr(handler, _DIGEST, found)
             setattr(handler, _MADE_AT, time.time())
+            setattr(handler, _WORKER, getattr(worker_on_stack(), _MADE_AT, None))
             self._handlers.append(weakref.ref(handler, self._handlers.remove))
             return handler
 
