@@ -35,6 +35,7 @@ EXCLUDED = {
     "python -m examples.routers.pool_relay ": "ROUTER; tests/examples/test_pool_relay.py has one",
     "kubectl ": "a cluster",
     "helm ": "a cluster",
+    '{"peer_listen"': "settings, and no command",
     "docker ": "a daemon; tests/examples/test_helm.py reads the Dockerfile",
 }
 TURN = re.compile(
