@@ -47,7 +47,8 @@ def instance(
     start: StartInstance, slow_redis: SlowProxy, request: pytest.FixtureRequest
 ) -> Iterator[VllmInstance]:
     """Scheduler and worker in one process. vLLM's policy for failed loads is its default."""
-    tiered = kv_transfer(redis_url=slow_redis.url, load_deadline_seconds=1.0)
+    own = request.param.replace(" ", "-")  # what the other has stored is no hit
+    tiered = kv_transfer(redis_url=slow_redis.url, load_deadline_seconds=1.0, namespace=own)
     transfer = tiered if request.param == "alone" else together(tiered)
     with start(transfer) as instance:
         instance.serve(random_prompt(0, 300))
