@@ -302,7 +302,8 @@ def watch_loading() -> None:
 
         @wraps(init)
         def made(worker: Any, *args: Any, **kwargs: Any) -> None:
-            setattr(worker, _MADE_AT, time.time())
+            _hidden.worker_made_at = time.time()
+            setattr(worker, _MADE_AT, _hidden.worker_made_at)
             init(worker, *args, **kwargs)
 
         setattr(workers.WorkerBase, _MADE_AT, None)
@@ -321,6 +322,8 @@ class _HiddenWeights:
     def __init__(self) -> None:
         self._handlers: list[weakref.ref[Any]] = []
         self.is_watched = False
+        self.worker_made_at: float | None = None
+        """Of the last worker of this process: layers are loaded for that one."""
 
     def watch(self) -> None:
         from vllm.platforms import current_platform
@@ -366,7 +369,7 @@ class _HiddenWeights:
             handler = make(weight, *args, **kwargs)
             setattr(handler, _DIGEST, found)
             setattr(handler, _MADE_AT, time.time())
-            setattr(handler, _WORKER, getattr(worker_on_stack(), _MADE_AT, None))
+            setattr(handler, _WORKER, self.worker_made_at)
             self._handlers.append(weakref.ref(handler, self._handlers.remove))
             return handler
 
