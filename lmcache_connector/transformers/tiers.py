@@ -47,9 +47,9 @@ class KVTiers:
     """The tiers of one model, until :meth:`close`.
 
     ``config`` and ``settings``, which override it: the keys of ``kv_connector_extra_config``, see
-    docs/settings.md. Reads all weights, and computes a few tokens. Several threads may generate at once; in a process that was forked off,
-    sequences pass the tiers by. Raises ``UnsupportedError``, ``ConfigError`` or ``SelfTestError``
-    for what cannot be served.
+    docs/settings.md. Reads all weights, and computes a few tokens. Several threads may generate at
+    once; in a process that was forked off, sequences pass the tiers by. Raises
+    ``UnsupportedError``, ``ConfigError`` or ``SelfTestError`` for what cannot be served.
     """
 
     @computing_alone()  # another thread may generate, with all cores
