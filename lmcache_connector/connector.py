@@ -56,12 +56,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         super().__init__(vllm_config, role, kv_cache_config)
         self._failures = FailureLog()
         config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._config = config.model_copy(
-            update={
-                "namespace": STANDING.namespace(config.namespace),
-                "self_test": config.self_test or bool(STANDING.unverified),
-            }
-        )
+        self._config = config.model_copy(update={"namespace": STANDING.namespace(config.namespace)})
         if role is KVConnectorRole.SCHEDULER:
             wanted = self._config.wanted_chunk_size
             model = describe_model(vllm_config, kv_cache_config, chunk_size=wanted)

@@ -11,21 +11,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
+from lmcache_connector.config import limits
 from lmcache_connector.config.model_digest import ModelDigest
-from lmcache_connector.config.strict import Secret, StrictSettings, parse
+from lmcache_connector.config.strict import Secret, StrictSettings, gone_value, parse
 from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.peers.address import Address
 from lmcache_connector.storage.chunk_codec import Codec
-from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
+from lmcache_connector.storage.redis.config import RedisTierConfig
 
 _LMCACHE_PREFIX = "lmcache."
 _FOUND_AGAIN_SECONDS = 2.0
 """A peer is back, or new, for so long at most before it is asked."""
-_GONE = {
-    "share_after_reset": "no setting any more: weights are named by what is in memory, so leave it "
-    "out",
-}
 
 
 def _long_enough(key: SecretStr) -> SecretStr:
@@ -79,23 +76,20 @@ class ConnectorConfig(StrictSettings):
     """Store generated tokens too, for the next turn of a conversation."""
     window_interval: Annotated[int, Field(gt=0)] | None = None
     """Most tokens between two places where a hit may end on stored windows; none: 8 windows."""
-    redis_admission: Literal["all", "reused", "worth"] = "all"
-    """Write every chunk to Redis, or those that a second request of this instance has wanted, or
-    those of prompts so long that loading them could be quicker than computing them."""
-    redis_codec: Codec = "none"
-    """Store values in Redis as they are, compressed without loss, or so where that pays."""
+    redis_admission: Annotated[
+        Literal["all", "reused"], gone_value("worth", "use 'reused', or 'all'")
+    ] = "all"
+    """Write every chunk to Redis, or those that a second request of this instance has wanted."""
+    redis_codec: Annotated[Codec, gone_value("auto", "use 'blosc2' or 'none'")] = "none"
+    """Store values in Redis as they are, or compressed without loss."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     """Lifetime of values in Redis; none leaves it to the server's eviction."""
     redis_ttl_refresh: bool = False
     """Renew the lifetime of values on every hit."""
-    redis_connections: Annotated[int, Field(gt=0, le=64)] = 2
-    """Connections per worker rank and server for reading, and at most as many for writing."""
     redis_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
     """Longest wait for Redis to connect or to answer one request."""
-    redis_write_queue_mib: Annotated[int, Field(gt=0, le=1048576)] = 1024
-    """Bytes waiting to be written to Redis; above it, writes are dropped."""
-    prefetch_mib: Annotated[int, Field(ge=0, le=1048576)] = 512
-    """Most bytes per worker rank that are fetched from Redis for requests that still wait."""
+    prefetch: bool = True
+    """Fetch ahead from Redis for requests that still wait in vLLM's queue."""
     peer_listen: Annotated[str, AfterValidator(_is_address)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier, rank r r ports higher."""
     peer_secret: Secret | None = None
@@ -107,16 +101,10 @@ class ConnectorConfig(StrictSettings):
     addresses of a name. What they hold is taken for true, as what Redis holds is."""
     load_deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Longest time a request waits for a load before the rest is recomputed."""
-    lookup_wait_seconds: Annotated[float, Field(ge=0, le=1)] = 0.001
-    """Time one scheduling step may wait for Redis to say what it holds."""
-    lookup_deadline_seconds: Annotated[float, Field(gt=0, le=60)] = 0.1
-    """Longest time a request may wait for that answer before Redis counts as a miss."""
     compute_or_load: Literal["auto", "always"] = "auto"
     """Load only what is quicker than recompute, or always."""
     require_cache_salt: bool = False
     """Neither load nor store requests without a ``cache_salt``."""
-    self_test: bool = True
-    """Store, load and compare a pattern at start; refuse to start on a mismatch."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
     """Share of hits whose last chunk is computed as well and compared; 0 audits nothing."""
     weights_label: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -124,8 +112,6 @@ class ConnectorConfig(StrictSettings):
     Read at resets of the external cache."""
     model_digest: ModelDigest = "full"
     """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
-    shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
-    """Longest time shutdown waits for writes in progress."""
 
     lmcache: dict[str, Any] = Field(default_factory=dict)
     """``lmcache.NAME`` keys, handed to LMCache's own configuration."""
@@ -163,9 +149,7 @@ class ConnectorConfig(StrictSettings):
             connect_timeout_seconds=self.redis_timeout_seconds,
             read_timeout_seconds=self.redis_timeout_seconds,
             write_timeout_seconds=self.redis_timeout_seconds,
-            num_connections=self.redis_connections,
-            # What waits to be written stays in the CPU tier: leave that room to breathe.
-            write_queue_bytes=min(self.redis_write_queue_mib * MIB, int(self.cpu_gib * 256 * MIB)),
+            write_queue_bytes=min(limits.MAX_QUEUED_BYTES, self._tier_bytes // 4),
         )
 
     @property
@@ -182,16 +166,18 @@ class ConnectorConfig(StrictSettings):
             hash_key=self.hash_key_bytes,
             connect_timeout_seconds=self.redis_timeout_seconds,
             read_timeout_seconds=self.redis_timeout_seconds,
-            num_connections=self.redis_connections,
             backoff_max_seconds=_FOUND_AGAIN_SECONDS,
         )
 
     @property
     def prefetch_bytes(self) -> int:
-        """Fetched ahead and not yet used: never more than a quarter of the CPU tier, nor half of a
-        tenant's share, or what comes for one request would push out what came for another."""
+        """Fetched ahead and not yet used, per rank."""
         share = min(0.25, self.tenant_share / 2)
-        return min(self.prefetch_mib * MIB, int(self.cpu_gib * share * 1024 * MIB))
+        return min(limits.MAX_PREFETCH_BYTES, int(self._tier_bytes * share)) if self.prefetch else 0
+
+    @property
+    def _tier_bytes(self) -> int:
+        return int(self.cpu_gib * 2**30)
 
     def problems(self) -> Iterator[str]:
         try:
@@ -220,4 +206,4 @@ def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
             lmcache[key.removeprefix(_LMCACHE_PREFIX)] = value
         else:
             own[key] = value
-    return parse(ConnectorConfig, own, "kv_connector_extra_config", _GONE, lmcache=lmcache)
+    return parse(ConnectorConfig, own, "kv_connector_extra_config", limits.GONE, lmcache=lmcache)

@@ -87,22 +87,14 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
             "weights",
             "set file:PATH and write each label to that file, or leave it out",
         )
-    if config.redis_codec == "auto" and kv_role == "kv_producer":
-        yield StartupWarning(
-            "redis_codec auto measures the link by loads, and kv_role kv_producer loads nothing, "
-            "so no value is compressed",
-            "set redis_codec blosc2 or none",
-        )
     if config.redis_url is not None:
         return
-    # Peers are read as Redis is.
-    used = ("redis_timeout_seconds", "redis_connections") if config.peers else ()
-    unused = "redis_" if config.peers else ("redis_", "lookup_")
-    settings = config.model_fields_set.difference(used)
-    idle = sorted(name for name in settings if name.startswith(unused))
+    idle = {name for name in config.model_fields_set if name.startswith("redis_")}
+    if config.peers:
+        idle.discard("redis_timeout_seconds")  # peers are read as Redis is
     if idle:
         yield StartupWarning(
-            f"without redis_url nothing is done with {' and '.join(idle)}",
+            f"without redis_url nothing is done with {' and '.join(sorted(idle))}",
             "set it, or leave them out",
         )
     if kv_role == "kv_consumer" and not config.peers:

@@ -29,6 +29,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
+from lmcache_connector.config import limits
 from lmcache_connector.config.strict import parse
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.neighbours.redis_blocks import OnDone, RedisBlocks
@@ -124,7 +125,7 @@ class RedisL2Adapter(L2AdapterInterface):
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         super().__init__()
-        self._settings = parse(RedisSettings, params, "adapter_params")
+        self._settings = parse(RedisSettings, params, "adapter_params", limits.GONE)
         self._blocks: dict[_Form, RedisBlocks] = {}
         self._lock = threading.Lock()
         self._last_task = 0
@@ -167,7 +168,7 @@ class RedisL2Adapter(L2AdapterInterface):
         task = self._new_task()
         forms = {group: _form_of_layout(layout) for group, layout in group_layout_descs.items()}
         found = [forms.get(key.object_group_id, _NO_FORM) for key in keys]
-        until = time.monotonic() + self._settings.lookup_deadline_seconds
+        until = time.monotonic() + limits.LOOKUP_DEADLINE_SECONDS
         self._questions.put(_LookUp(task, list(keys), found, until))
         return task
 
@@ -209,9 +210,9 @@ class RedisL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Write what can be written within ``shutdown_seconds``, end the rest. Idempotent."""
+        """Write what can be written within 5 s, end the rest. Idempotent."""
         self._questions.put(None)
-        self._asker.join(self._settings.shutdown_seconds)
+        self._asker.join(limits.SHUTDOWN_SECONDS)
         with self._lock:
             tiers = list(self._blocks.values())
         for tier in tiers:

@@ -75,7 +75,6 @@ def build_worker(
     doubt = cuda_code_warning()
     if doubt is not None:
         logger.warning("%s", doubt)
-        settings = replace(settings, self_test=True)
     if model.rank == 0:
         _log_warnings(config, vllm_config, model)
     lora_config = vllm_config.lora_config
@@ -118,8 +117,6 @@ def _worker_settings(
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
         ),
         parts=model.parts,
-        self_test=config.self_test,
-        shutdown_seconds=config.shutdown_seconds,
         probe_keys=_probe_keys(config, model) if loads else (),
         configuration=tuple(sorted(model.configuration.items())),
     )

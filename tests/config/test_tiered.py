@@ -32,7 +32,7 @@ def test_every_problem_is_named_at_once() -> None:
         cpu_gib="8",
         chunk_size=0,
         compute_or_load="sometimes",
-        self_test=1,
+        store_generated=1,
         namespace="a b",
         load_deadline_seconds=float("inf"),
         qqqqqq=1,
@@ -41,7 +41,7 @@ def test_every_problem_is_named_at_once() -> None:
     assert len(lines) == 8
     assert "'chunk_sise' is not a key: did you mean 'chunk_size'?" in text
     assert "'qqqqqq' is not a key: valid keys are chunk_size, cpu_gib" in text
-    for name in ("cpu_gib", "chunk_size", "compute_or_load", "self_test", "namespace"):
+    for name in ("cpu_gib", "chunk_size", "compute_or_load", "store_generated", "namespace"):
         assert any(line.startswith(f"  - '{name}': ") for line in lines), name
 
 
@@ -62,7 +62,7 @@ def test_every_problem_is_named_at_once() -> None:
         {"namespace": "x" * 65},
         {"model_digest": ""},
         {"redis_ttl_seconds": 0},
-        {"lookup_wait_seconds": -1},
+        {"prefetch": 1},
         {"lmcache": {"a": 1}},
     ],
     ids=str,
@@ -139,7 +139,7 @@ def test_a_chunk_size_that_is_not_set_follows_the_model() -> None:
 def test_what_is_fetched_ahead_leaves_room_in_memory() -> None:
     assert parse_config({"cpu_gib": 8.0}).prefetch_bytes == 512 << 20
     assert parse_config({"cpu_gib": 1.0}).prefetch_bytes == 256 << 20
-    assert parse_config({"prefetch_mib": 0}).prefetch_bytes == 0
+    assert parse_config({"prefetch": False}).prefetch_bytes == 0
     assert parse_config({"cpu_gib": 1.0, "tenant_share": 1}).prefetch_bytes == 256 << 20
     small = parse_config({"cpu_gib": 4.0, "tenant_share": 0.125})
     assert small.prefetch_bytes == 256 << 20, "half of a tenant's share"

@@ -43,8 +43,8 @@ def test_the_defaults_are_sound() -> None:
 
 
 def test_settings_of_redis_without_redis() -> None:
-    (warning,) = of_settings(redis_ttl_seconds=60, lookup_wait_seconds=0.01)
-    assert "nothing is done with lookup_wait_seconds and redis_ttl_seconds" in warning
+    (warning,) = of_settings(redis_ttl_seconds=60, redis_codec="blosc2")
+    assert "nothing is done with redis_codec and redis_ttl_seconds" in warning
 
 
 @pytest.mark.parametrize(("kv_role", "what"), [("kv_consumer", "load"), ("kv_producer", "store")])
@@ -52,13 +52,6 @@ def test_half_a_connector_needs_the_other_half(kv_role: str, what: str) -> None:
     (warning,) = of_settings(kv_role)
     assert f"{kv_role} {what}s only" in warning
     assert "set redis_url, or kv_role kv_both" in warning
-
-
-def test_who_loads_nothing_measures_no_link() -> None:
-    extra = {"redis_url": "redis://h", "redis_codec": "auto"}
-    assert of_settings("kv_both", **extra) == []
-    (warning,) = of_settings("kv_producer", **extra)
-    assert "so no value is compressed: set redis_codec blosc2 or none" in warning
 
 
 def test_a_label_that_never_changes_names_no_update(tmp_path: Path) -> None:
@@ -134,7 +127,7 @@ def write(path: Path, text: str) -> None:
 
 
 def test_peers_are_somebody_to_share_with() -> None:
-    peers = {"peers": ["127.0.0.1:7450"], "lookup_deadline_seconds": 1.0, "redis_connections": 1}
+    peers = {"peers": ["127.0.0.1:7450"], "redis_timeout_seconds": 1.0}
     assert list(settings_warnings(parse_config(peers), "kv_consumer")) == []
     serves = parse_config({"peer_listen": "127.0.0.1:7450"})
     assert list(settings_warnings(serves, "kv_producer")) == []

@@ -42,7 +42,7 @@ def adapter_config(url: str, **params: Any) -> dict[str, Any]:
         "type": "plugin",
         "module_path": "lmcache_connector.neighbours.lmcache_l2",
         "class_name": "RedisL2Adapter",
-        "adapter_params": {"redis_url": url, "lookup_deadline_seconds": 5.0} | params,
+        "adapter_params": {"redis_url": url} | params,
     }
 
 
@@ -211,19 +211,20 @@ def test_empty_tasks_end(redis: Server) -> None:
 
 
 def test_a_dead_server_costs_hits_only() -> None:
-    with running_valkey() as server:
-        limits = {"redis_timeout_seconds": 0.5, "lookup_deadline_seconds": 0.2}
-        with running_adapter(server.url, **limits) as adapter:
-            assert store(adapter, [key(1)], [memory(0, 1)]).is_successful()
-            server.kill()
-            assert look_up(adapter, [key(1)]) == [False]
-            assert load(adapter, [key(1)], [memory()]) == [False]
-            assert not store(adapter, [key(2)], [memory(0, 2)]).is_successful()
+    with (
+        running_valkey() as server,
+        running_adapter(server.url, redis_timeout_seconds=0.5) as adapter,
+    ):
+        assert store(adapter, [key(1)], [memory(0, 1)]).is_successful()
+        server.kill()
+        assert look_up(adapter, [key(1)]) == [False]
+        assert load(adapter, [key(1)], [memory()]) == [False]
+        assert not store(adapter, [key(2)], [memory(0, 2)]).is_successful()
 
 
 def test_a_silent_server_holds_up_nothing_for_ever(redis: Server) -> None:
     proxy = FaultProxy(redis.port)
-    limits = {"load_deadline_seconds": 1.0, "redis_timeout_seconds": 0.5, "shutdown_seconds": 0.5}
+    limits = {"load_deadline_seconds": 1.0, "redis_timeout_seconds": 0.5}
     try:
         with running_adapter(proxy.url, **limits) as adapter:
             assert store(adapter, [key(1)], [memory(0, 1)]).is_successful()

@@ -119,8 +119,6 @@ def make_instance(
     settings = WorkerSettings(
         engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05, pace=pace or Pace()),
         parts=one_part(GEOMETRY, BLOCK_SIZE),
-        self_test=False,
-        shutdown_seconds=2.0,
         probe_keys=PROBE_KEYS if probe else (),
     )
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier

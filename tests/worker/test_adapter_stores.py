@@ -68,8 +68,6 @@ def worker(loads: Loads) -> Iterator[WorkerAdapter]:
     settings = WorkerSettings(
         engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.01),
         parts=one_part(GEOMETRY, 16),
-        self_test=False,
-        shutdown_seconds=2.0,
     )
     worker = WorkerAdapter(settings, cache, None, lora_loads=loads)
     yield worker

@@ -121,8 +121,6 @@ class Rank:
         settings = WorkerSettings(
             engine=EngineSettings(rank=self.rank, world_size=self.tp_size, cpu_gib=self.cpu_gib),
             parts=model,
-            self_test=True,
-            shutdown_seconds=5.0,
         )
         make_tier = None
         if self.server is not None:
