@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("p2p/control", "p2p/heartbeat", "p2p/ring", "p2p/crew"),
     ("p2p/errors",),
     ("p2p/reasons",),
-    ("transformers", "neighbours"),
+    ("transformers", "integrations"),
     ("connector", "stepwise"),
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
@@ -55,7 +55,7 @@ ONLY = {
     "kv_events": {"plans", "vllm_compat/api"},
     "cost_model": {"kv_parts", "plans"},
     "tracing": {"vllm_compat/api"},
-    "neighbours": {
+    "integrations": {
         "config",
         "keys",
         "lookup",
@@ -74,9 +74,9 @@ ALLOWED = {
     "vllm": (
         f"{OWN}/__init__.py",  # the entry point: runs in engines without our connectors too
         f"{OWN}/vllm_compat/*.py",
-        f"{OWN}/neighbours/vllm_tier.py",  # a class that vLLM loads, and nothing of ours
+        f"{OWN}/integrations/vllm_tier.py",  # a class that vLLM loads, and nothing of ours
     ),
-    "lmcache": (f"{OWN}/worker/lmcache_*.py", f"{OWN}/neighbours/lmcache_l2.py"),
+    "lmcache": (f"{OWN}/worker/lmcache_*.py",),
     "redis": ("storage/redis/client/*.py",),  # within bounds, and where there is a Redis
     "typer": (f"{OWN}/cli/*.py",),
     "rich": (f"{OWN}/cli/*.py",),
