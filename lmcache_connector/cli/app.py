@@ -107,7 +107,7 @@ def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name or folder of a model.")],
     cpu_gib: Annotated[
         float | None,
-        typer.Option(metavar="GIB", help="CPU tier of each rank.", show_default="8"),
+        typer.Option(metavar="GIB", help="CPU tier of the engine.", show_default="8"),
     ] = None,
     redis_url: Annotated[
         str | None,

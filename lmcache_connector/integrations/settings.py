@@ -9,7 +9,7 @@ from pydantic import Field
 
 from lmcache_connector.config.model_digest import ModelDigest
 from lmcache_connector.config.strict import StrictSettings
-from lmcache_connector.config.tiered import HashKey, RedisUrl
+from lmcache_connector.config.tiered import HashKey, LoadDeadline, Namespace, RedisUrl, Timeout
 from lmcache_connector.storage.redis.config import RedisTierConfig
 
 
@@ -18,15 +18,15 @@ class TierSettings(StrictSettings):
 
     redis_url: RedisUrl
     """Redis or Valkey; may be ``env:NAME`` or ``file:PATH``."""
-    namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")] = "default"
+    namespace: Namespace = "default"
     """Instances share only inside one namespace."""
     hash_key: HashKey | None = None
     """Secret that keys names and values; may be ``env:NAME`` or ``file:PATH``."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     """Lifetime of values in Redis; none leaves it to the server's eviction."""
-    redis_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    redis_timeout_seconds: Timeout = 2.0
     """Longest wait for Redis to connect or to answer one request."""
-    load_deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    load_deadline_seconds: LoadDeadline = 10.0
     """Longest time that a load takes before what is missing is a miss."""
     model_digest: ModelDigest = "full"
     """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""

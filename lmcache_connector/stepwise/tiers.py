@@ -123,7 +123,7 @@ class Tiers:
         settings = EngineSettings(
             rank=0,
             world_size=1,
-            cpu_gib=config.cpu_gib,
+            rank_gib=config.rank_gib,
             overrides=config.lmcache,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
         )

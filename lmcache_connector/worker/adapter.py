@@ -424,7 +424,7 @@ class WorkerAdapter:
         return RankSnapshot(
             queued_jobs=self._jobs.num_open,
             cpu_used_bytes=self._engine.used_bytes,
-            cpu_capacity_bytes=int(settings.engine.cpu_gib * 2**30),
+            cpu_capacity_bytes=int(settings.engine.rank_gib * 2**30),
             holdings=self._engine.holdings(),
             redis=self._tier.stats() if self._tier is not None else None,
             peers=self._peers.counts() if self._peers is not None else TierCounts(),

@@ -66,7 +66,8 @@ def build_worker(
     ``SelfTestError`` for what cannot be served.
     """
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
-    config = config.with_chunk_size(model.chunk_size)
+    ranks_on_host = vllm_config.parallel_config.local_world_size
+    config = config.fitted(model.chunk_size, ranks_on_host)
     settings = replace(
         _worker_settings(config, model, vllm_config, kv_events),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
@@ -109,7 +110,7 @@ def _worker_settings(
         engine=EngineSettings(
             rank=model.rank,
             world_size=model.world_size,
-            cpu_gib=config.cpu_gib,
+            rank_gib=config.rank_gib,
             overrides=config.lmcache,
             tenant_share=config.tenant_share,
             pin_share=config.pin_share,
@@ -179,7 +180,7 @@ def _peer_server_maker(
     port = address.port + first_rank + model.rank
     ranks = zip(*(part.geometries for part in model.parts), strict=True)
     geometries = [PartGeometries(parts) for parts in ranks]
-    leased_bytes = int(config.cpu_gib * 2**30 * _LEASED_SHARE)
+    leased_bytes = int(config.rank_gib * 2**30 * _LEASED_SHARE)
 
     def start(chunks: Chunks) -> PeerServer:
         commands = Commands(
@@ -225,7 +226,6 @@ def _log_warnings(
     around = Surroundings(
         max_model_len=vllm_config.model_config.max_model_len,
         chunk_bytes=_prefix_bytes(model),
-        ranks_on_host=vllm_config.parallel_config.local_world_size,
         available_bytes=available_memory(),
         narrowest_window=min(
             (part.part.span for part in model.parts if part.part.rule is Rule.WINDOW), default=None

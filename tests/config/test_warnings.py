@@ -17,17 +17,16 @@ from lmcache_connector.config.warnings import (
 )
 
 MIB, GIB = 1 << 20, 1 << 30
-SOUND = Surroundings(
-    max_model_len=8192, chunk_bytes=16 * MIB, ranks_on_host=2, available_bytes=64 * GIB
-)
+SOUND = Surroundings(max_model_len=8192, chunk_bytes=16 * MIB, available_bytes=64 * GIB)
 
 
 def of_settings(kv_role: str = "kv_both", **extra: Any) -> list[str]:
     return list(map(str, settings_warnings(parse_config(extra), kv_role)))
 
 
-def of_sizes(around: Surroundings = SOUND, **extra: Any) -> list[str]:
+def of_sizes(around: Surroundings = SOUND, ranks: int = 1, **extra: Any) -> list[str]:
     config = parse_config({"chunk_size": 256, "cpu_gib": 8.0} | extra)
+    config = config.fitted(config.chunk_size, ranks)
     return list(map(str, size_warnings(config, around)))
 
 
@@ -83,13 +82,14 @@ def test_a_tier_that_cannot_hold_one_prompt_says_how_much_would_do() -> None:
     assert "max_model_len 8192" in warning
     assert "raise cpu_gib to 0.6 or more" in warning
     assert of_sizes(cpu_gib=0.6) == []
+    (warning,) = of_sizes(ranks=2, cpu_gib=0.6)
+    assert "raise cpu_gib to 1.1 or more" in warning
 
 
 def test_more_memory_than_there_is() -> None:
-    (warning,) = of_sizes(cpu_gib=33.0)
-    assert "for each of 2 ranks is more than the 64.0 GiB" in warning
-    unknown = Surroundings(8192, 16 * MIB, 2, available_bytes=None)
-    assert of_sizes(unknown, cpu_gib=33.0) == []
+    (warning,) = of_sizes(cpu_gib=65.0)
+    assert "cpu_gib 65 is more than the 64.0 GiB" in warning
+    assert of_sizes(replace(SOUND, available_bytes=None), cpu_gib=65.0) == []
 
 
 def test_memory_is_read_where_linux_keeps_it(tmp_path: Path) -> None:

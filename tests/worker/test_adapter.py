@@ -117,7 +117,7 @@ def make_instance(
         for i in range(LAYERS)
     }
     settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05, pace=pace or Pace()),
+        engine=EngineSettings(rank=0, world_size=1, rank_gib=0.05, pace=pace or Pace()),
         parts=one_part(GEOMETRY, BLOCK_SIZE),
         probe_keys=PROBE_KEYS if probe else (),
     )

@@ -70,7 +70,7 @@ class Rank:
         writes = (layout.ranks[0].write_shards,)
         self.worker = WorkerAdapter(
             WorkerSettings(
-                engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.02),
+                engine=EngineSettings(rank=0, world_size=1, rank_gib=0.02),
                 parts=model.parts,
             ),
             self.caches,

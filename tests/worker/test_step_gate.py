@@ -90,7 +90,7 @@ def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
     monkeypatch.setattr(adapter, "run_self_test", lambda *_: None)
     cache = torch.randn(NUM_BLOCKS, 1, BLOCK_SIZE, WIDTH // 2).bfloat16()
     settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05),
+        engine=EngineSettings(rank=0, world_size=1, rank_gib=0.05),
         parts=one_part(GEOMETRY, BLOCK_SIZE),
         blocks_are_zeroed=True,
     )
