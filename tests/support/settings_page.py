@@ -35,7 +35,7 @@ _TAIL = """\
 | `lmcache.NAME` | any | | | Passed to LMCache's own configuration as `NAME`. |
 
 Settings that are gone are refused with what replaces them; [upgrading](upgrading.md) lists them.
-The settings of `LMCacheP2PConnector` stand under [disaggregated prefill](disaggregated.md#settings).
+Those of `LMCacheP2PConnector` stand under [disaggregated prefill](disaggregated.md#settings).
 """
 _TYPE_WORDS = {int: "integer", float: "number", bool: "boolean", str: "string", SecretStr: "secret"}
 _UNITS = {
