@@ -152,7 +152,7 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
     parts = [
         f"namespace {config.namespace}",
         f"chunks of {config.chunk_size} tokens",
-        f"CPU tier {config.cpu_gib:g} GiB per rank",
+        f"CPU tier {config.cpu_gib:g} GiB",
         f"hash_key {'set' if config.hash_key else 'not set'}",
         f"compute_or_load {config.compute_or_load}",
         f"audit_share {config.audit_share:g}",
@@ -161,7 +161,7 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
     for warning in settings_warnings(config, kv_role):
         yield Finding("settings", "warning", warning.problem, warning.remedy)
     yield check_versions()
-    yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30)
+    yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30, "")
 
 
 def check_versions() -> Finding:
@@ -186,16 +186,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_memory(name: str, setting: str, wanted: int, unit: int) -> Finding:
-    """``wanted`` bytes per rank, as ``setting`` says in units of ``unit`` bytes."""
+def check_memory(
+    name: str, setting: str, wanted: int, unit: int, whose: str = " per rank"
+) -> Finding:
+    """``wanted`` bytes, as ``setting`` says in units of ``unit`` bytes."""
     available = available_memory()
     if available is None:
-        return Finding(name, "ok", f"{size(wanted)} per rank")
-    text = f"{size(wanted)} per rank of {size(available)} available here"
+        return Finding(name, "ok", f"{size(wanted)}{whose}")
+    text = f"{size(wanted)}{whose} of {size(available)} available here"
     if wanted > available:
         return Finding(name, "error", text, f"lower {setting} to {available / unit * 0.8:.0f}")
     if wanted > 0.8 * available:
-        hint = "leave some for vLLM, and count every rank on this host"
+        hint = f"leave some for vLLM{', and count every rank on this host' if whose else ''}"
         return Finding(name, "warning", text, hint)
     return Finding(name, "ok", text)
 

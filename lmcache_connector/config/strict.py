@@ -64,6 +64,17 @@ def parse(
     return settings
 
 
+def gone_value(value: str, instead: str) -> BeforeValidator:
+    """Refuses a value that was allowed once, and says what to do instead."""
+
+    def check(given: object) -> object:
+        if given == value:
+            raise ValueError(f"{value!r} is gone: {instead}")
+        return given
+
+    return BeforeValidator(check)
+
+
 def unknown_key(key: str, valid: Sequence[str], valid_are: str = "valid keys are") -> str:
     """Names the nearest valid key, or else all of them behind the words ``valid_are``."""
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)

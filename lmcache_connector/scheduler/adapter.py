@@ -101,7 +101,7 @@ class SchedulerAdapter:
         self._uses = PrefixUses(settings.parts, index)
         self._jobs = jobs
         self._loads = LoadPlanner(settings, index, policy, tally, jobs.new_id)
-        self._stores = StorePlanner(settings, index, tally, jobs.new_id, policy)
+        self._stores = StorePlanner(settings, index, tally, jobs.new_id)
         self._prefetcher = Prefetcher(settings, policy, tally, jobs.new_id)
         self._dispatcher = JobDispatcher(
             settings,
@@ -376,22 +376,15 @@ class SchedulerAdapter:
         state = self.book.enter(request, wait)
         if not isinstance(state, RequestState) or state is known:
             return state
-        if self._belongs_in_redis(state):
-            num_parts = len(self._settings.parts)
-            for part in range(num_parts):
-                self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
-            self._uses.add(state.keys.keys, state.claim)
+        num_parts = len(self._settings.parts)
+        for part in range(num_parts):
+            self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
+        self._uses.add(state.keys.keys, state.claim)
         if self._settings.loads and not request.skip_reading_prefix_cache:
             self.spans.begin(request, "lookup")
             self.hits.ask(state.lookup, first=0)
             self._prefetcher.queued(state)
         return state
-
-    def _belongs_in_redis(self, state: RequestState) -> bool:
-        """Whether what memory holds of the prompt shall be in Redis as well."""
-        if self._settings.redis_admission != "worth":
-            return True
-        return self._stores.could_win(state, len(state.keys.keys))
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """How many tokens can be loaded after the computed ones; ``None``: ask again."""

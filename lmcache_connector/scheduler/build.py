@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lmcache_connector.audit.limits import NoiseGauge
 from lmcache_connector.audit.root_epochs import RootEpochs
 from lmcache_connector.audit.sampler import AuditSampler
+from lmcache_connector.config import limits
 from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.weights_label import read_weights_label
@@ -116,7 +117,7 @@ def _make_hits(
     if redis is None:
         finder = HitFinder(settings.parts, settings.chunk_size, index, tally)
         return finder, SchedulerMetrics(tally, clock), None
-    lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, clock)
+    lookup = BackgroundLookup(redis, limits.LOOKUP_DEADLINE_SECONDS, clock)
     hits = RedisHitFinder(
         settings.parts,
         settings.chunk_size,
@@ -249,7 +250,7 @@ def _settings(
         redis_admission=config.redis_admission,
         weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
-        step_wait_seconds=config.lookup_wait_seconds,
+        step_wait_seconds=limits.LOOKUP_WAIT_SECONDS,
         prefetch_bytes=config.prefetch_bytes,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,

@@ -55,7 +55,7 @@ _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 class EngineSettings:
     """One rank's engine.
 
-    ``cpu_gib`` is the size of its CPU tier, of which a tenant keeps ``tenant_share`` while others
+    ``rank_gib`` is the size of its CPU tier, of which a tenant keeps ``tenant_share`` while others
     want the room, and ``pin_share`` may be pinned. ``overrides`` are the user's ``lmcache.*`` keys.
     ``report_writes``: remember which chunks have come to Redis. ``pace``: of offering chunks to
     Redis again.
@@ -63,7 +63,7 @@ class EngineSettings:
 
     rank: int
     world_size: int
-    cpu_gib: float
+    rank_gib: float
     overrides: dict[str, Any] = field(default_factory=dict)
     tenant_share: float = 1.0
     pin_share: float = 0.0
@@ -135,7 +135,7 @@ def _engine_config(
     values: dict[str, Any] = {
         "chunk_size": chunk_size,
         "local_cpu": True,
-        "max_local_cpu_size": settings.cpu_gib,
+        "max_local_cpu_size": settings.rank_gib,
         "save_unfull_chunk": False,
         "cache_policy": "LRU",  # until ours is put in its place
         "py_enable_gc": True,  # otherwise it disables the garbage collector of the whole process

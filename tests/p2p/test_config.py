@@ -12,7 +12,7 @@ from lmcache_connector.errors import ConfigError
 from lmcache_connector.p2p.config import P2PConfig, parse_p2p_config
 from lmcache_connector.p2p.control.address import PeerAddress
 from tests.support import ROOT
-from tests.test_readme import default_words
+from tests.support.settings_page import default_words
 
 DOCS = ROOT / "docs" / "disaggregated.md"
 
