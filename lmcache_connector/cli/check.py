@@ -25,13 +25,15 @@ from lmcache_connector.cli.target import connector_config, engine_url, read_tran
 from lmcache_connector.config.strict import unknown_key
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.warnings import available_memory, settings_warnings
-from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.vllm_compat.api import versions
 
 TIERED = "LMCacheTieredConnector"
 P2P = "LMCacheP2PConnector"
 DEFAULT_KV_PORT = 14579
+_USUAL_BLOCK = 16
+"""Tokens; vLLM's block sizes are multiples of it, but for few back ends."""
 # Of vLLM's KVTransferConfig, which refuses any other; a test compares the two.
 TRANSFER_KEYS = (
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_port", "engine_id"),
@@ -158,10 +160,30 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
         f"audit_share {config.audit_share:g}",
     ]
     yield Finding("settings", "ok", ", ".join(parts))
+    if config.lmcache:
+        yield _overrides(config.lmcache)
+    if config.chunk_size % _USUAL_BLOCK:
+        text = f"chunk_size {config.chunk_size} is no multiple of {_USUAL_BLOCK} tokens"
+        hint = "an engine refuses a chunk_size that is no multiple of its --block-size"
+        yield Finding("settings", "warning", text, hint)
     for warning in settings_warnings(config, kv_role):
         yield Finding("settings", "warning", warning.problem, warning.remedy)
     yield check_versions()
     yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30, "")
+
+
+def _overrides(overrides: Mapping[str, Any]) -> Finding:
+    """What LMCache itself says of the ``lmcache.*`` settings."""
+    name = "lmcache settings"
+    try:
+        from lmcache_connector.worker.lmcache_start import check_overrides  # takes seconds
+    except ImportError:
+        return Finding(name, "warning", "not checked", "run this where LMCache is installed")
+    try:
+        check_overrides(overrides)
+    except ConfigError as error:
+        return Finding(name, "error", str(error), code=BAD_INPUT)
+    return Finding(name, "ok", ", ".join(sorted(overrides)))
 
 
 def check_versions() -> Finding:

@@ -101,7 +101,7 @@ def _read(name: str) -> str:
 
 def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
     """Exactly what the engine would make of it."""
-    return _parsed(document, parse_config, "see the README's table of settings")
+    return _parsed(document, parse_config, "docs/settings.md lists all settings")
 
 
 def p2p_config(document: Mapping[str, Any]) -> P2PConfig:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr, Validati
 
 from lmcache_connector.errors import ConfigError
 
+NAME_PATTERN = r"^[A-Za-z0-9_.\-]{1,64}$"
 _NO_HINTS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -85,6 +86,8 @@ def unknown_key(key: str, valid: Sequence[str], valid_are: str = "valid keys are
 def _explain(detail: Any) -> str:
     name = ".".join(str(part) for part in detail["loc"])
     message = str(detail["msg"]).removeprefix("Value error, ")
+    if detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
+        message = "must be 1 to 64 letters, digits, dots, hyphens or underscores"
     return f"{name!r}: {message[0].lower()}{message[1:]}"
 
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Secret
 
 from lmcache_connector.config import limits
 from lmcache_connector.config.model_digest import ModelDigest
-from lmcache_connector.config.strict import Secret, StrictSettings, gone_value, parse
+from lmcache_connector.config.strict import NAME_PATTERN, Secret, StrictSettings, gone_value, parse
 from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.peers.address import Address
@@ -54,7 +54,7 @@ HashKey = Annotated[Secret, AfterValidator(_long_enough)]
 """Keys names and values, in Redis and without it."""
 RedisUrl = Annotated[Secret, AfterValidator(_is_url)]
 """Of one server, Sentinels or a cluster."""
-Namespace = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+Namespace = Annotated[str, Field(pattern=NAME_PATTERN)]
 Timeout = Annotated[float, Field(gt=0, le=600)]
 LoadDeadline = Annotated[float, Field(gt=0, le=3600)]
 

@@ -6,7 +6,7 @@ import importlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,11 @@ def start_engine(
     return engine
 
 
+def check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raises :class:`ConfigError` for ``lmcache.*`` settings that cannot be used."""
+    _engine_config(EngineSettings(0, 1, 1.0, dict(overrides)), 1, None, None)
+
+
 def _engine_config(
     settings: EngineSettings,
     chunk_size: int,
@@ -163,7 +168,7 @@ def _refuse_unusable(names: Set[str], own: Set[str]) -> None:
     """``own`` are set here. What LMCache does not know it would leave out without a word."""
     if clash := sorted(names & own):
         raise ConfigError(f"lmcache.{clash[0]} is set by the connector itself; leave it out")
-    valid = sorted(LMCacheEngineConfig.from_defaults().to_dict().keys() - own)
+    valid = sorted(LMCacheEngineConfig.from_defaults().to_dict())
     if unknown := sorted(names - set(valid)):
         raise ConfigError(f"lmcache.{unknown[0]}: {unknown_key(unknown[0], valid)}")
 
