@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.contract.contract import Use
+from tests.contract.contract import Use, words
 
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _BASE = f"{_CONNECTORS}.base"
@@ -18,26 +18,16 @@ CONNECTOR: tuple[Use, ...] = (
     Use(
         _BASE,
         "KVConnectorBase_V1",
-        members=(
-            "_kv_cache_config",
-            "_kv_cache_manager",
-            "_kv_transfer_config",
-            "_vllm_config",
-            "clear_connector_metadata",
-            "get_transfer_results",
-            "requires_kv_delivery",
+        members=words(
+            "_kv_cache_config _kv_cache_manager _kv_transfer_config _vllm_config "
+            "clear_connector_metadata get_transfer_results requires_kv_delivery"
         ),
-        abstract=(
-            "build_connector_meta",
-            "get_num_new_matched_tokens",
-            "save_kv_layer",
-            "start_load_kv",
-            "update_state_after_alloc",
-            "wait_for_layer_load",
-            "wait_for_save",
+        abstract=words(
+            "build_connector_meta get_num_new_matched_tokens save_kv_layer start_load_kv "
+            "update_state_after_alloc wait_for_layer_load wait_for_save"
         ),
     ),
-    Use(_BASE, "KVConnectorBase_V1.__init__", passes=("vllm_config", "role", "kv_cache_config")),
+    Use(_BASE, "KVConnectorBase_V1.__init__", passes=words("vllm_config role kv_cache_config")),
     _override("bind_connector_metadata", "connector_metadata"),
     _override("bind_kv_cache_manager", "kv_cache_manager"),
     _override("build_connector_meta", "scheduler_output"),
@@ -71,23 +61,18 @@ CONNECTOR: tuple[Use, ...] = (
     Use(
         _BASE,
         "KVConnectorBase_V1.get_external_cache_hit_sources",
-        takes=("request", "num_external_tokens"),
+        takes=words("request num_external_tokens"),
         since="0.32",
     ),
     Use(
         "vllm.v1.metrics.cache_hit_source",
         "CacheHitSource",
-        members=("EXTERNAL_UNSPECIFIED", "HOST"),
+        members=words("EXTERNAL_UNSPECIFIED HOST"),
         since="0.32",
     ),
-    Use(
-        _BASE,
-        "KVConnectorBase_V1.unregister_kv_caches",
-        takes=(),
-        since="0.33",
-    ),
+    Use(_BASE, "KVConnectorBase_V1.unregister_kv_caches", takes=(), since="0.33"),
     Use(_BASE, "SupportsHMA", abstract=("request_finished_all_groups",)),
-    Use(_BASE, "SupportsHMA.request_finished_all_groups", takes=("request", "block_ids")),
+    Use(_BASE, "SupportsHMA.request_finished_all_groups", takes=words("request block_ids")),
     Use(_BASE, "KVConnectorRole", members=("SCHEDULER",)),
     Use(_BASE, "KVConnectorHandshakeMetadata"),
     Use(_BASE, "KVConnectorMetadata", abstract=()),
@@ -97,7 +82,7 @@ CONNECTOR: tuple[Use, ...] = (
         _METRICS,
         "KVConnectorStats",
         members=("data",),
-        abstract=("aggregate", "is_empty", "reduce", "reset"),
+        abstract=words("aggregate is_empty reduce reset"),
     ),
     Use(_METRICS, "KVConnectorStats.aggregate", takes=("other",)),
     Use(_METRICS, "KVConnectorStats.is_empty", takes=()),
@@ -106,25 +91,19 @@ CONNECTOR: tuple[Use, ...] = (
     Use(
         _METRICS,
         "KVConnectorPromMetrics",
-        members=(
-            "_counter_cls",
-            "_gauge_cls",
-            "_histogram_cls",
-            "_labelnames",
-            "per_engine_labelvalues",
-        ),
+        members=words("_counter_cls _gauge_cls _histogram_cls _labelnames per_engine_labelvalues"),
         abstract=("observe",),
     ),
     Use(
         _METRICS,
         "KVConnectorPromMetrics.__init__",
-        passes=("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+        passes=words("vllm_config metric_types labelnames per_engine_labelvalues"),
     ),
-    Use(_METRICS, "KVConnectorPromMetrics.observe", takes=("transfer_stats_data", "engine_idx")),
+    Use(_METRICS, "KVConnectorPromMetrics.observe", takes=words("transfer_stats_data engine_idx")),
     Use(
         f"{_KV_TRANSFER}.kv_connector.factory",
         "KVConnectorFactory",
-        members=("get_connector_class_by_name", "register_connector"),
+        members=words("get_connector_class_by_name register_connector"),
     ),
     Use(_KV_TRANSFER, "get_kv_transfer_group", passes=()),
     Use(_KV_TRANSFER, "has_kv_transfer_group", passes=()),
