@@ -26,7 +26,7 @@ from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.lookup.prefix_uses import PrefixUses
-from lmcache_connector.lookup.wanted_chunks import WantedSink
+from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import LoadedAdapterList, RankReport, StepPlan
@@ -74,7 +74,7 @@ class SchedulerAdapter:
         metrics: SchedulerMetrics,
         auditor: Auditor,
         loaded_adapters: LoadedAdapters,
-        wanted: WantedSink,
+        wanted: WantedChunks | None,
         spans: Spans | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -249,7 +249,7 @@ class SchedulerAdapter:
             idle=not scheduled,
             prefill=prefill,
             probe=self.policy.probes.is_wanted and self._wants_probe(),
-            wanted=self.wanted.take() if self.wanted.has_news else (),
+            wanted=self.wanted.take() if self.wanted and self.wanted.has_news else (),
             uses=self._uses.take() if self._uses.new else (),
             unwanted=self._prefetcher.take_unwanted() if self._prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
@@ -376,9 +376,10 @@ class SchedulerAdapter:
         state = self.book.enter(request, wait)
         if not isinstance(state, RequestState) or state is known:
             return state
-        num_parts = len(self._settings.parts)
-        for part in range(num_parts):
-            self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
+        if self.wanted:
+            num_parts = len(self._settings.parts)
+            for part in range(num_parts):
+                self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
         self._uses.add(state.keys.keys, state.claim)
         if self._settings.loads and not request.skip_reading_prefix_cache:
             self.spans.begin(request, "lookup")
