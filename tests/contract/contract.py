@@ -10,11 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 
-def words(text: str) -> tuple[str, ...]:
-    """The names in a text."""
-    return tuple(text.split())
-
-
 @dataclass(frozen=True, slots=True)
 class Use:
     """A class, function or object, and what of it is used.
