@@ -23,10 +23,6 @@ from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
 from lmcache_connector.storage.redis.config import RedisTierConfig
 
 ConfigT = TypeVar("ConfigT")
-BROKEN = (
-    *(OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError),
-)
-"""No answer over HTTP, or none that an engine would give."""
 _METRICS_SECONDS = 5.0
 _MAX_METRICS_BYTES = 64 << 20
 _EXAMPLE = (

@@ -197,10 +197,6 @@ class LoadPolicy:
         gain_seconds = self._gain_seconds(Tier.REDIS, context_tokens, prompt_tokens, num_bytes)
         return found_share * gain_seconds > lost_seconds
 
-    def probe_now(self) -> None:
-        """Have Redis measured with the next step, however short ago it was."""
-        self.probes.want_now()
-
     def take_probe(self) -> bool:
         """Whether the workers shall measure Redis, asked once per step."""
         return self.probes.take()

@@ -32,10 +32,6 @@ class ProbePace:
         """Whoever asks would use Redis, if it were quick."""
         self.is_wanted = True
 
-    def want_now(self) -> None:
-        """However short ago the last probe was."""
-        self.is_wanted, self._next_at = True, float("-inf")
-
     def restart(self) -> None:
         """A probe has changed what is known: the next ones may come soon."""
         self._pause = _MIN_PAUSE_SECONDS

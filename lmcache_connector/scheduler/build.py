@@ -27,7 +27,7 @@ from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
-from lmcache_connector.lookup.wanted_chunks import WantedChunks, WantedSink
+from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import RankStart
 from lmcache_connector.requests.adapters import AdapterReader
@@ -82,7 +82,7 @@ def build_scheduler(
     loaded = LoadedAdapters(model.world_size)
     noise = NoiseGauge(model.parts[0].formats)
     learn = partial(_learn_layers, model, policy, redis, noise)
-    wanted = WantedSink()
+    wanted = None
     if stores and config.redis_tier_config() is not None:
         wanted = WantedChunks(index, time.monotonic, config.redis_ttl_seconds)
     return SchedulerAdapter(
