@@ -220,6 +220,7 @@ LATE: tuple[Use, ...] = (
         "vllm.v1.worker.gpu_worker",
         "Worker",
         members=(
+            "_weight_update_active",
             "elastic_ep_execute",
             "finish_weight_update",
             "reload_weights",
