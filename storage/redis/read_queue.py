@@ -283,9 +283,9 @@ class ReadQueue:
             self._changed.notify_all()
 
     def _find(self, most: int, is_near: Callable[[Node], bool]) -> tuple[PendingRead, Node] | None:
-        self._reads = [read for read in self._reads if read.nodes_with_work()]
-        for read in self._reads:
-            free = [node for node in read.nodes_with_work() if self._readers[node] < most]
-            if free:
+        work = [(read, nodes) for read in self._reads if (nodes := read.nodes_with_work())]
+        self._reads = [read for read, _ in work]
+        for read, nodes in work:
+            if free := [node for node in nodes if self._readers[node] < most]:
                 return read, next(filter(is_near, free), free[0])
         return None
