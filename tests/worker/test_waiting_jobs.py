@@ -157,3 +157,18 @@ def test_nothing_is_left_of_jobs_that_end_before_a_lane_takes_any() -> None:
         lanes.cancel(0)
     # `ids`, the loop's variable and the call's argument refer to each.
     assert sum(sys.getrefcount(job_id) > 3 for job_id in ids) < 200
+
+
+def test_one_is_called_in_the_stead_of_a_load_that_cannot_begin() -> None:
+    """It waits for a second chunk. The other would be called by nobody else."""
+    lanes = Lanes()
+    for keys in ([1], [2]):
+        lanes.submit(keys, 0, 0, 9.0)
+        lanes.begin()
+    lanes.submit([1, 2], 0, 0, 9.0)
+    lanes.now += 1.0
+    lanes.submit([1], 0, 0, 9.0)
+    lanes.begin()
+    lanes.end(0)
+    lanes.begin()
+    assert [queued.job.keys for queued in lanes.running] == [(b"2",), (b"1",)]
