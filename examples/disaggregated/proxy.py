@@ -25,7 +25,7 @@ from aiohttp import web
 from examples.disaggregated.registry import Instance, RegistrationError, Registry, Role
 from lmcache_connector.config.strict import resolve_secret
 from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.heartbeat import SIGNATURE_HEADER
+from lmcache_connector.peers.heartbeat import SIGNATURE_HEADER
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.sockets import listening_socket
 from lmcache_connector.p2p.errors import AddressError, PeerError
-from lmcache_connector.p2p.heartbeat import Registration, tell
+from lmcache_connector.peers.heartbeat import Registration, tell
 from lmcache_connector.threads import start_thread
 
 _ANSWER_SECONDS = 5.0

@@ -75,9 +75,10 @@ class HitFinder:
 
         ``PENDING``: call again in the next step.
         """
-        first = num_computed_tokens // self._chunk_size
-        self.ask(asked, first)
-        redis_keys = self._redis_keys(asked, num_computed_tokens, wait)
+        redis_keys: frozenset[bytes] | Pending = asked.offered_keys
+        if not redis_keys:
+            self.ask(asked, num_computed_tokens // self._chunk_size)
+            redis_keys = self._redis_keys(asked, num_computed_tokens, wait)
         if redis_keys is PENDING:
             return PENDING
         _, are_in_cpu, hit = self._hit(asked, num_computed_tokens, redis_keys)

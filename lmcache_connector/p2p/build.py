@@ -14,7 +14,7 @@ from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.p2p.control.address import PeerAddress
 from lmcache_connector.p2p.control.messages import Card
 from lmcache_connector.p2p.control.peers import model_digests
-from lmcache_connector.p2p.heartbeat import Heartbeat, Registration
+from lmcache_connector.peers.heartbeat import Heartbeat, Registration
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.routing import Router
 from lmcache_connector.p2p.scheduler.settings import P2PSchedulerSettings

@@ -11,7 +11,7 @@ from lmcache_connector.metrics.prometheus import ConnectorStats
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.p2p.build import describe, make_heartbeat, make_scheduler, make_worker
 from lmcache_connector.p2p.config import parse_p2p_config
-from lmcache_connector.p2p.heartbeat import Heartbeat
+from lmcache_connector.peers.heartbeat import Heartbeat
 from lmcache_connector.p2p.scheduler.adapter import P2PSchedulerAdapter
 from lmcache_connector.p2p.scheduler.metrics import METRICS, log_fields
 from lmcache_connector.tracing.spans import make_spans

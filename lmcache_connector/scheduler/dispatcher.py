@@ -36,6 +36,7 @@ from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
+from lmcache_connector.scheduler.transfers import Transfers
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -61,7 +62,9 @@ class JobDispatcher:
         witness: BlockWitness,
         kv_events: KvEventSink,
         spans: Spans,
+        transfers: Transfers,
     ) -> None:
+        self._transfers = transfers
         self._settings = settings
         self._book = book
         self._index = index
@@ -224,6 +227,8 @@ class JobDispatcher:
         snapshots = self._snapshots(state, offers)
         if self._settings.stores and (snapshots or self._stores.is_due(state, num_tokens)):
             self._plan_store(state, num_tokens, block_ids, snapshots)
+            if state.is_sent:
+                self._transfers.planned(state)
         if self._auditor.is_due(state, num_tokens):
             audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
             if audit is not None:
@@ -300,7 +305,9 @@ class JobDispatcher:
         if self._spans.is_on:
             self._spans.end(state.request, _span_name(job), _span_attributes(planned))
         if isinstance(job, LoadJob):
-            self._witness.loaded(state, job, planned.num_chunks)
+            self._transfers.let_go(job.request_id)
+            if job.source is None or job.source.is_trusted:
+                self._witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)
             self._short_loads += [short] if short is not None else []
         elif isinstance(job, PrefetchJob):

@@ -85,12 +85,14 @@ class LoadPlanner:
                 {i for run in runs for ids in run.block_ids for i in ids}
             ),
             claim=state.claim,
+            source=state.source if redis_keys else None,
         )
         load.job = job
         chunks = (chunk for run in runs for chunk in run.chunks)
         from_redis = {i for i, in_cpu in zip(chunks, are_in_cpu, strict=True) if not in_cpu}
         load.redis_tokens = min(num_tokens, len(from_redis) * chunk_size)
-        self._policy.load_planned(job, redis_keys)
+        if job.source is None:  # others tell nothing of Redis
+            self._policy.load_planned(job, redis_keys)
         self._tally.count("load_jobs")
         self._tally.count("hit_tokens", Tier.CPU.value, amount=num_tokens - load.redis_tokens)
         self._tally.count("hit_tokens", Tier.REDIS.value, amount=load.redis_tokens)
@@ -106,7 +108,8 @@ class LoadPlanner:
         """
         load, chunk_size = state.load, self._settings.chunk_size
         load.job = None
-        self._policy.load_ended(job.job_id, results)
+        if job.source is None:
+            self._policy.load_ended(job.job_id, results)
         first, end = load.offered_from // chunk_size, job.runs[-1].chunks[-1] + 1
         is_whole = num_chunks == len(job.keys)
         if not is_whole:
@@ -114,6 +117,12 @@ class LoadPlanner:
             self._tally.count("recomputed_tokens", amount=(end - arrived_end) * chunk_size)
             end = arrived_end
         self._count_saved(load.offered_from, end * chunk_size)
+        if job.source is not None:
+            num_tokens = min(max(0, end * chunk_size - load.offered_from), load.redis_tokens)
+            self._tally.count("p2p_hit_tokens", amount=num_tokens)
+            self._tally.count("p2p_received_bytes", amount=sum(r.redis_bytes for r in results))
+            if not is_whole:
+                self._tally.count("p2p_failed_loads", "missing")
         if is_whole:
             return None
         # The tier that failed is not asked again for this request: it is recomputed.
@@ -182,8 +191,8 @@ class LoadPlanner:
         load, request = state.load, state.request
         load.end, load.deadline_seconds = hit.stop, self._settings.load_deadline_seconds
         load.decided_from = num_computed_tokens
-        if num_computed_tokens >= request.num_tokens:
-            return
+        if num_computed_tokens >= request.num_tokens or state.source is not None:
+            return  # who was sent here with its KV has paid for it
         keys = [
             keys_of_part(state.keys.keys[hit.first : hit.stop], i, len(self._settings.parts))
             for i, part in enumerate(self._settings.parts)

@@ -9,7 +9,7 @@ from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.hit import is_prefix_only
 from lmcache_connector.kv_parts.part import Part
 from lmcache_connector.lookup.request_lookup import RequestLookup
-from lmcache_connector.plans import Claim, LoadJob, PrefetchJob
+from lmcache_connector.plans import Claim, LoadJob, PeerSource, PrefetchJob
 
 RedisAdmission = Literal["all", "reused", "worth"]
 """See `ConnectorConfig.redis_admission`."""
@@ -159,7 +159,8 @@ class AheadState:
 @dataclass(slots=True)
 class RequestState:
     """Everything known about one request. Owned by the scheduler side, on its one thread.
-    ``claim``: how it asks for its chunks to be kept."""
+    ``claim``: how it asks for its chunks to be kept. ``is_sent``: another instance waits for them.
+    ``source``: the instance that they come from."""
 
     request: Any
     keys: RequestKeys
@@ -171,6 +172,8 @@ class RequestState:
     audit: AuditState = field(default_factory=AuditState)
     ahead: AheadState = field(default_factory=AheadState)
     is_finished: bool = False
+    is_sent: bool = False
+    source: PeerSource | None = None
 
     def __post_init__(self) -> None:
         self.lookup = RequestLookup(self.request, self.keys)

@@ -143,6 +143,7 @@ class StorePlanner:
             redis_keys=redis_keys,
             adapter=adapter_of(state),
             claim=state.claim,
+            is_awaited=state.is_sent,
         )
         store.job_ids.add(job.job_id)
         self._index.plan(job.keys, job.job_id)

@@ -17,7 +17,7 @@ from aiohttp import web
 from examples.disaggregated.proxy import Proxy
 from examples.disaggregated.registry import Registry
 from lmcache_connector.cli.check import DEFAULT_KV_PORT, TRANSFER_KEYS
-from lmcache_connector.p2p.heartbeat import Registration, tell
+from lmcache_connector.peers.heartbeat import Registration, tell
 from tests.support.command_line import Cli, CliResult
 from tests.support.engines.p2p_instances import free_ports
 

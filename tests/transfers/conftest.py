@@ -25,8 +25,18 @@ def by_p2p(role: str, port: int, **settings: Any) -> dict[str, Any]:
     return kv_transfer(role, port, **{"secret": "shared by all of them"} | settings)
 
 
-WAYS: dict[str, Way] = {"p2p": by_p2p}
+def by_peers(role: str, port: int, **settings: Any) -> dict[str, Any]:
+    """Loaded from the CPU tier of a peer."""
+    settings = {"hash_key": "shared by all of them", "cpu_gib": 0.5, "audit_share": 0.0} | settings
+    if "secret" in settings:
+        settings["hash_key"] = settings.pop("secret")
+    transfer = kv_transfer(role, port, **{k: v for k, v in settings.items() if v is not None})
+    return transfer | {"kv_connector": "LMCacheP2PConnectorByPeers"}
+
+
+WAYS: dict[str, Way] = {"p2p": by_p2p, "peers": by_peers}
 LACKS = {
+    "peers": frozenset({"tail"}),
     "p2p": frozenset({"stores what follows", "drafters", "several kinds of KV"}),
 }
 """What a way cannot do, by the word that a case is marked ``needs`` with."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from lmcache_connector.peers.commands import Commands, Greeting
 from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
@@ -68,6 +69,7 @@ def serving(
     secret: bytes | None = SECRET,
     engine_id: str = "engine",
     port: int = 0,
+    transfers: Transfers | None = None,
     **more: Any,
 ) -> Iterator[PeerServer]:
     """A peer server on a free port; when it ends, nothing is leased any more."""
@@ -80,10 +82,15 @@ def serving(
         greeting=Greeting(len(ranks), engine_id),
         max_payload_bytes=4096 - 128,
         secret=secret,
+        transfers=transfers,
     )
     server = PeerServer("127.0.0.1", port, commands, limits, **more)
+    if transfers is not None:
+        transfers.on_change = server.look_again
     try:
         yield server
     finally:
         assert server.close(5.0)
+        if transfers is not None:
+            transfers.close()
         assert chunks.num_leased == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_connector.p2p.heartbeat import Heartbeat, Registration
+from lmcache_connector.peers.heartbeat import Heartbeat, Registration
 from tests.support.redis.servers import free_port
 
 
