@@ -29,7 +29,7 @@ from tests.support.engines.handover import Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance, set_environment
 from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred
 from tests.support.engines.p2p_engines import kv_transfer
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.tiny_model import DEMO_SHAPE
 from tests.support.prompts import random_prompt

@@ -13,8 +13,7 @@ __version__ = "0.1.0"
 
 _CONNECTORS = {
     "LMCacheTieredConnector": "lmcache_connector.connector",
-    "LMCacheP2PConnector": "lmcache_connector.p2p.connector",
-    "LMCacheP2PConnectorByPeers": "lmcache_connector.handover",
+    "LMCacheP2PConnector": "lmcache_connector.handover",
 }
 
 

@@ -50,7 +50,3 @@ class LMCacheP2PConnector(LMCacheTieredConnector):
             self._heartbeat.close()
             self._heartbeat = None
         super().shutdown()
-
-
-LMCacheP2PConnectorByPeers = LMCacheP2PConnector
-"""Until it takes the place of the other one."""

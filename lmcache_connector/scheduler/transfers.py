@@ -163,8 +163,9 @@ class Transfers:
     def finished(
         self, request: Request, state: RequestState | None, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM is to keep the request's blocks until its stores have read them, and what
-        the router shall pass on. ``state``: ``None`` for a request that is not stored."""
+        """Whether vLLM is to keep the request's blocks until its stores have read them on all
+        ranks, and what the router shall pass on. ``state``: ``None`` for a request that is not
+        stored."""
         self.let_go(request.request_id)
         if (sent := self._sent.get(request.request_id)) is None:
             return False, None
@@ -174,7 +175,7 @@ class Transfers:
             job_ids = frozenset(state.store.job_ids)
         params = self._params(sent, block_ids) if sent.answers else None
         # vLLM keeps the blocks of an aborted load by itself, until that is reported.
-        is_held = bool(job_ids) and state is not None and state.load.job is None
+        is_held = state is None or state.load.job is None
         held = request.request_id if is_held else ""
         self._tally.count("p2p_handovers")
         del self._sent[request.request_id]

@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 from lmcache_connector.metrics.table import METRICS, Kind
-from lmcache_connector.p2p.scheduler.metrics import METRICS as P2P_METRICS
 from lmcache_connector.storage.chunk_codec import ValueFault
 from tests.support import ROOT
 from tests.support.dashboard import dashboard, queries, used_metrics
@@ -36,7 +35,7 @@ VLLM = {
 }
 
 
-ALL = [*METRICS.values(), *P2P_METRICS.values()]
+ALL = [*METRICS.values()]
 
 
 def exposed() -> dict[str, set[str]]:

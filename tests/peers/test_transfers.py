@@ -12,14 +12,14 @@ import pytest
 import redis
 
 from lmcache_connector.peers.address import Address
-from lmcache_connector.peers.awaited import Awaited, Cause
+from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, NotOver
 from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.peers.watch import TransferWatch
 from lmcache_connector.plans import TransferUpdate
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
 
@@ -183,9 +183,10 @@ def at(server: PeerServer) -> Address:
     return Address("127.0.0.1", server.port)
 
 
-def answered(awaited: Awaited, seconds: float = 10.0) -> Awaited:
+def answer_of(awaited: Awaited, seconds: float = 10.0) -> Offered:
     assert awaited.settled.wait(seconds)
-    return awaited
+    assert awaited.answer is not None
+    return awaited.answer
 
 
 def later(call: Callable[[], None]) -> threading.Timer:
@@ -202,11 +203,10 @@ def test_who_waits_is_told_at_once(
     coming = watch.ask(at(server), "never", 0.5)
     transfers.apply([TransferUpdate("never")])
     timer = later(lambda: send(transfers, "t", (0, 2)))
-    answer = answered(awaited).answer
+    answer = answer_of(awaited)
     timer.join()
-    assert answer is not None
     assert [answer.holds(key) for key in KEYS] == [True, False, True, False, False, False]
-    assert answered(coming).answer.cause is Cause.DEADLINE  # type: ignore[union-attr]
+    assert answer_of(coming).cause is Cause.DEADLINE
     watch.done(awaited)
     until = time.monotonic() + 10.0
     while chunks.num_leased:
@@ -215,12 +215,12 @@ def test_who_waits_is_told_at_once(
 
 
 def test_nobody_knows_it(served: tuple[Transfers, PeerServer], watch: TransferWatch) -> None:
-    assert answered(watch.ask(at(served[1]), "t", 60.0)).answer.cause is Cause.UNKNOWN  # type: ignore[union-attr]
+    assert answer_of(watch.ask(at(served[1]), "t", 60.0)).cause is Cause.UNKNOWN
 
 
 def test_nobody_is_there(watch: TransferWatch) -> None:
     source = Address("127.0.0.1", free_ports(1))
-    assert answered(watch.ask(source, "t", 60.0)).answer.cause is Cause.UNREACHABLE  # type: ignore[union-attr]
+    assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
 
 
 def test_it_ends_while_somebody_waits(watch: TransferWatch, chunks: HeldChunks) -> None:
@@ -229,7 +229,7 @@ def test_it_ends_while_somebody_waits(watch: TransferWatch, chunks: HeldChunks) 
         transfers.apply([TransferUpdate("t")])
         awaited = watch.ask(at(server), "t", 60.0)
         time.sleep(0.1)
-    assert answered(awaited).answer.cause in (Cause.LOST, Cause.UNREACHABLE)  # type: ignore[union-attr]
+    assert answer_of(awaited).cause in (Cause.LOST, Cause.UNREACHABLE)
 
 
 def test_a_wait_ends_with_the_next_command(served: tuple[Transfers, PeerServer]) -> None:

@@ -20,7 +20,7 @@ from tests.support.engines.handover import Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, running
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.strangers import SAYINGS, memory_of, ports_of, talk
 from tests.support.engines.tiny_drafters import KINDS, build_drafted

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines.p2p_engines import Engines, kv_transfer, running
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 
 
 @pytest.fixture(scope="module")

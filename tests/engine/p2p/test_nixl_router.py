@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.engines.api_server import ApiServer, started_api
 from tests.support.engines.p2p_engines import kv_transfer
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.nixl import needs_nixl
 from tests.support.prompts import random_prompt
 

@@ -19,7 +19,7 @@ from tests.support import ROOT
 from tests.support.engines.handover import Answer, Ask, ask, ask_all
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.p2p_engines import Engines, kv_transfer, running
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 

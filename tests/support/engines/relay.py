@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from lmcache_connector.p2p.control.address import PeerAddress
+from lmcache_connector.peers.address import Address
 
 Alter = Callable[[bytes], bytes]
 
@@ -24,7 +24,7 @@ class Relay:
 
     def __init__(
         self,
-        target: PeerAddress,
+        target: Address,
         alter: Alter = as_it_is,
         max_clients: int = 64,
         alter_back: Alter = as_it_is,
@@ -34,7 +34,7 @@ class Relay:
         self.alter_back = alter_back
         self._slots = threading.Semaphore(max_clients)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = PeerAddress("127.0.0.1", self._listener.getsockname()[1])
+        self.address = Address("127.0.0.1", self._listener.getsockname()[1])
         self.num_bytes = 0
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
