@@ -48,7 +48,7 @@ def main() -> None:
                 do_sample=False,
             )
             seconds = time.perf_counter() - started
-            hit_tokens = (tiers.counts.hit_chunks - before.hit_chunks) * tiers.chunk_size
+            hit_tokens = tiers.counts.hit_tokens - before.hit_tokens
             number = inputs.input_ids.shape[1]
             print(f"{name}: {hit_tokens} of {number} prompt tokens restored, {seconds:.3f} s")
             sys.stdout.flush()

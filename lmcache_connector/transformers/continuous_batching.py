@@ -189,7 +189,7 @@ class TieredBatching:
 
     def _is_altered(self, *, looks_anew: bool) -> bool:
         """Whether the model computes other KV than its own. What is under way passes by then."""
-        is_altered = self._alterations.are_there(self._device, looks_anew=looks_anew)
+        is_altered = bool(self._alterations.find(self._device, looks_anew=looks_anew))
         if is_altered:
             self._whole.clear()
             self._paged.forget_all()

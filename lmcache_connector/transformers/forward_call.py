@@ -58,7 +58,9 @@ class ForwardCall:
             given = arguments.get(name)
             if given is not None and not torch.equal(given.reshape(-1).to(places), places):
                 raise UnsupportedError(
-                    f"A TieredCache holds tokens at their own places: leave {name} out."
+                    f"This TieredCache holds {num_cached} tokens, and the pass does not continue "
+                    "there: take a new cache (new_cache()) for another prompt. Positions of your "
+                    f"own ({name}) are not supported."
                 )
         kept = arguments.get("logits_to_keep")
         num_read = kept if isinstance(kept, int) and 0 < kept <= number else number

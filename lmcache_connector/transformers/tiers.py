@@ -2,7 +2,7 @@
 
 ::
 
-    with KVTiers(model, {"cpu_gib": 4, "redis_url": "redis://host"}) as tiers:
+    with KVTiers(model, cpu_gib=4, redis_url="redis://host") as tiers:
         output = model.generate(**inputs, past_key_values=tiers.new_cache())
 
 Hooks on the model see what each forward pass with such a cache is given. Before it, the longest
@@ -39,19 +39,25 @@ from lmcache_connector.transformers.support import attention_functions, find_for
 logger = logging.getLogger(__name__)
 
 _ENGINE = "transformers"
+_WRITTEN = "its KV was written to, or exchanged, by other code"
+_CHANGED = "the model was changed, cast or moved since the sequence began"
 
 
 class KVTiers:
     """The tiers of one model, until :meth:`close`.
 
-    ``config``: the keys of ``kv_connector_extra_config``, see the README. Reads all weights, and
-    computes a few tokens. Several threads may generate at once; in a process that was forked off,
-    sequences pass the tiers by. Raises ``UnsupportedError``, ``ConfigError`` or ``SelfTestError``
-    for what cannot be served.
+    ``config`` and ``settings``, which override it: the keys of ``kv_connector_extra_config``, see
+    docs/settings.md. Reads all weights, and computes a few tokens. Several threads may generate at
+    once; in a process that was forked off, sequences pass the tiers by. Raises
+    ``UnsupportedError``, ``ConfigError`` or ``SelfTestError`` for what cannot be served.
     """
 
     @computing_alone()  # another thread may generate, with all cores
-    def __init__(self, model: PreTrainedModel, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
+        if settings or config is None:
+            config = {**(config or {}), **settings}
         self._config = read_settings(config)
         self._model = model
         self._form = find_form(model)
@@ -72,8 +78,11 @@ class KVTiers:
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True),
         )
-        self._is_told = False
+        self._told: set[str] = set()
         logger.info("KVTiers: %s", self._tiers)
+
+    def __repr__(self) -> str:
+        return f"KVTiers({self._tiers})"
 
     def __enter__(self) -> KVTiers:
         return self
@@ -97,7 +106,10 @@ class KVTiers:
         return self._config.chunk_size
 
     def new_cache(self, cache_salt: str | None = None) -> TieredCache:
-        """An empty cache for one sequence. Sequences share KV with those of the same salt."""
+        """An empty cache for one sequence. Sequences share KV with those of the same salt. Raises
+        ``ValueError`` after :meth:`close`."""
+        if not self._hooks:
+            raise ValueError("these KVTiers are closed: make others")
         cache = TieredCache(self._model.config, self, cache_salt)
         if self._config.require_cache_salt and not cache_salt:
             cache.pass_by()
@@ -137,12 +149,12 @@ class KVTiers:
         if cache.passes_by:
             return None
         if not self._is_alive:
-            self._pass_by(cache)
+            self._pass_by(cache, "it runs in a forked process, or KVTiers are closed")
             return None
         with self._lock:
             call = self._understood(cache, arguments)
-            if call is None:
-                self._pass_by(cache)
+            if isinstance(call, str):
+                self._pass_by(cache, call)
                 return None
             num_restored = self._restore(cache, call)
             cache.running = replace(call, token_ids=call.token_ids[num_restored:])
@@ -164,22 +176,22 @@ class KVTiers:
             if cache.get_seq_length() == len(cache.token_ids):
                 self._keep(cache, is_checked=call.is_checked)
             else:
-                self._pass_by(cache)
+                self._pass_by(cache, _WRITTEN)
 
-    def _understood(self, cache: TieredCache, arguments: Mapping[str, Any]) -> ForwardCall | None:
-        """What the pass is to compute. ``None``: its KV, or that in the cache, may be other than
-        keys say."""
+    def _understood(self, cache: TieredCache, arguments: Mapping[str, Any]) -> ForwardCall | str:
+        """The tokens that the pass is to compute, or why its KV, or that in the cache, may be other
+        than keys say."""
         num_cached = len(cache.token_ids)
         if not cache.is_as_left or cache.get_seq_length() != num_cached:
-            return None
+            return _WRITTEN
         call = ForwardCall.of(arguments, num_cached)
         if call is None:
-            return None
+            return "the pass has more inputs than token ids, or is read for more than its logits"
         is_checked = num_cached == 0 or self._num_wanted(call, num_cached) > num_cached
-        if self._alterations.are_there(self._device, looks_anew=is_checked):
-            return None
+        if altered := self._alterations.find(self._device, looks_anew=is_checked):
+            return altered
         if is_checked and not self._is_same_model(cache):
-            return None
+            return _CHANGED
         assert cache.keys is not None
         cache.keys.shorten(num_cached)  # a pass that failed has left more
         return replace(call, is_checked=is_checked)
@@ -197,16 +209,11 @@ class KVTiers:
             cache.begin(self._identity.keys(cache.cache_salt), self._identity.version)
         return cache.version == self._identity.version and self._model.device == self._device
 
-    def _pass_by(self, cache: TieredCache) -> None:
+    def _pass_by(self, cache: TieredCache, reason: str) -> None:
         cache.pass_by()
-        if not self._is_told:
-            self._is_told = True
-            logger.warning(
-                "A sequence passes the KV tiers by: it has more inputs than token ids, or its KV "
-                "was written to; or the model is in training mode, under autocast, has forward "
-                "hooks of others, was changed, cast or moved since the sequence began, or runs in "
-                "a forked process"
-            )
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.warning("A sequence is neither loaded nor stored from here on: %s", reason)
 
     # -- chunks --------------------------------------------------------------------------------
 
@@ -256,7 +263,7 @@ class KVTiers:
             return
         is_of_form = self._form.is_of(cache.tensors(), known, self._device)
         if not is_of_form or not (is_checked or self._is_same_model(cache)):
-            self._pass_by(cache)
+            self._pass_by(cache, _CHANGED if is_of_form else _WRITTEN)
             return
         cache.keys.extend(cache.token_ids)
         blocks = [as_blocks(each.detach(), size) for each in cache.tensors()]

@@ -68,11 +68,11 @@ def test_the_source_tree_says_what_the_running_process_says(package: Package) ->
 def product_imports(package: str) -> set[tuple[str, str]]:
     """(module, name) of every import from a package, those for type checkers included.
 
-    Without the classes that a neighbour loads: it has what they are made of, or never names them.
+    Without the classes that vLLM loads: it has what they are made of, or never names them.
     """
     found = set()
     for file in (ROOT / "lmcache_connector").rglob("*.py"):
-        if file.parent.name == "neighbours":
+        if file.parent.name == "integrations":
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
@@ -147,7 +147,7 @@ def test_of_what_we_derive_from_every_abstract_method_is_known(package: Package)
         base
         for file in (ROOT / "lmcache_connector").rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ClassDef) and file.parent.name != "neighbours"
+        if isinstance(node, ast.ClassDef) and file.parent.name != "integrations"
         for base in bases(node, classes)
     }
     assert len(found) > 3

@@ -585,3 +585,12 @@ def test_a_million_salts_leave_nothing_behind() -> None:
     assert not tier.ledger._over
     assert not tier.ledger._queues._queues
     assert len(tier.ledger._changes) < 100
+
+
+def test_a_prompt_goes_tail_first_after_an_eviction_that_found_too_little() -> None:
+    tier = Tier()
+    keys = prompt("a", 4)
+    tier.store(keys)
+    tier.busy = set(keys[:3])
+    assert tier.ledger.evict(2, lambda key: key not in tier.busy) == []
+    assert tier.ledger.evict(4, lambda key: True) == keys[::-1]

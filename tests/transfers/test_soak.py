@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines.calls import forget
 from tests.support.engines.handover import Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.layer_digests import differences
@@ -211,5 +212,5 @@ def test_long_prompts_cost_the_engines_step_no_more(
                 cold = first.call(prefill, Ask(f"p-{num_tokens}-{number}", prompt, 1, WANTS))
                 request = Ask(f"d-{num_tokens}-{number}", prompt, 2, cold.params)
                 spent[num_tokens].append(measure(step_seconds, request))
-                second.reset_prefix_cache()
+                second.call(forget)
         assert min(spent[16001]) < 1.5 * 16 * min(spent[1001])

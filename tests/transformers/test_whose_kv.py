@@ -359,4 +359,32 @@ def test_mistakes_are_answered_with_one_sentence() -> None:
     with pytest.raises(UnsupportedError, match="a model in memory"):
         KVTiers("a name", SMALL)
     with pytest.raises(ConfigError, match="a dict"):
-        KVTiers(tiny_model(), None)  # type: ignore[arg-type]
+        KVTiers(tiny_model(), "cpu_gib=1")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
+        KVTiers(tiny_model(), cpu_gb=1)
+
+
+def test_settings_may_be_keywords() -> None:
+    with KVTiers(tiny_model(), SMALL, namespace="by-keyword") as tiers:
+        assert "namespace by-keyword" in repr(tiers)
+    with pytest.raises(ValueError, match="are closed"):
+        tiers.new_cache()
+
+
+def test_a_cache_of_another_prompt_is_refused_with_what_to_do() -> None:
+    with stored() as (model, tiers):
+        cache = tiers.new_cache()
+        model.generate(PROMPT, past_key_values=cache, **GREEDY)
+        with pytest.raises(UnsupportedError, match=r"take a new cache \(new_cache\(\)\)"):
+            model.generate(prompt_of(99, 40), past_key_values=cache, **GREEDY)
+
+
+def test_the_warning_names_the_reason_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with stored() as (model, tiers):
+        model.train()
+        for _ in range(2):
+            model.generate(PROMPT, past_key_values=tiers.new_cache(), **GREEDY)
+        told = [each.getMessage() for each in caplog.records if "neither loaded" in each.msg]
+    (message,) = told
+    assert "training mode" in message
+    assert "autocast" not in message

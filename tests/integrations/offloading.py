@@ -36,7 +36,8 @@ def block_key(index: int, num_bytes: int = 32) -> OffloadKey:
 
 def tier_settings(url: str, **settings: Any) -> dict[str, Any]:
     """One entry of ``secondary_tiers``."""
-    place = {"type": "RedisSecondaryTier", "module_path": "lmcache_connector.neighbours.vllm_tier"}
+    module = "lmcache_connector.integrations.vllm_tier"
+    place = {"type": "RedisSecondaryTier", "module_path": module}
     return place | {"redis_url": url, "lookup_deadline_seconds": 5.0} | settings
 
 

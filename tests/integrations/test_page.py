@@ -1,4 +1,4 @@
-"""What ``docs/neighbours.md`` shows is what each neighbour reads."""
+"""``docs/integrations.md`` shows what vLLM reads."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from types import NoneType
 from typing import Any, get_args
 
 import pytest
-from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
-from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import _resolve_config_class
 from pydantic import SecretStr
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from lmcache_connector.config.strict import parse
-from lmcache_connector.neighbours import lmcache_l2
-from lmcache_connector.neighbours.settings import RedisSettings, TierSettings
+from lmcache_connector.integrations.settings import TierSettings
 from lmcache_connector.plans import AuditJob, LoadJob, PrefetchJob, StoreJob
 from tests.support import ROOT
 from tests.test_readme import table_after
 
-PAGE = (ROOT / "docs" / "neighbours.md").read_text()
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
 SNIPPETS = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
 PLACE = {"type", "module_path"}
 
@@ -45,16 +42,6 @@ def test_vllm_loads_the_tier_that_is_shown() -> None:
     parse(TierSettings, {k: v for k, v in tier.items() if k not in PLACE}, "the tier")
 
 
-def test_lmcache_loads_the_adapter_that_is_shown() -> None:
-    shown = snippet("class_name")
-    config: Any = get_l2_adapter_config_class(shown["type"]).from_dict(shown)
-    assert config.module_path == lmcache_l2.__name__
-    adapter = getattr(lmcache_l2, config.class_name)
-    # No class of that name stands in the way of the plain parameters.
-    assert _resolve_config_class(lmcache_l2, config, adapter) is None
-    parse(RedisSettings, config.adapter_params, "the adapter")
-
-
 def test_vllm_takes_the_events_configuration_that_is_shown() -> None:
     config = KVEventsConfig(**snippet("publisher"))
     start, pod, model = config.topic.split("@")
@@ -70,10 +57,10 @@ def test_every_span_is_on_the_page() -> None:
 
 
 def test_all_settings_are_on_the_page() -> None:
-    rows = {row[0].strip("`"): row for row in table_after(PAGE, "### Settings of both")}
+    rows = {row[0].strip("`"): row for row in table_after(PAGE, "### Settings")}
     assert list(rows) == list(TierSettings.model_fields)
     for name, field in TierSettings.model_fields.items():
-        _, kind, default, effect = rows[name]
+        _, kind, default, _ = rows[name]
         types = {str: "string", int: "integer", float: "number", bool: "boolean"}
         wanted = "secret" if _is_secret(field.annotation) else types.get(_plain(field.annotation))
         assert kind == (wanted or "string"), name
@@ -84,7 +71,6 @@ def test_all_settings_are_on_the_page() -> None:
             assert shown == "none"
         else:
             assert json.dumps(field.default).strip('"').removesuffix(".0") == shown, name
-        assert ("vLLM's tier only" in effect) is (name not in RedisSettings.model_fields)
 
 
 def _plain(annotation: Any) -> Any:

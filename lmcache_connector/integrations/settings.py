@@ -1,4 +1,4 @@
-"""What a neighbour's own configuration says of the Redis tier behind it."""
+"""The settings of a secondary tier of vLLM's ``OffloadingConnector``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lmcache_connector.config.tiered import HashKey, RedisUrl
 from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 
 
-class RedisSettings(StrictSettings):
-    """The settings of the tiered connector that go with Redis, by the same names."""
+class TierSettings(StrictSettings):
+    """Those of the tiered connector that go with Redis, by the same names, and vLLM's."""
 
     redis_url: RedisUrl
     """Redis or Valkey; may be ``env:NAME`` or ``file:PATH``."""
@@ -36,6 +36,12 @@ class RedisSettings(StrictSettings):
     """Longest time that a look-up takes before what is not known is a miss."""
     shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
     """Longest time shutdown waits for writes in progress."""
+    model_digest: ModelDigest = "full"
+    """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
+    locality: Literal["LOCAL", "REMOTE"] = "REMOTE"
+    """What KV cache events say of where Redis is."""
+    enable_kv_events: bool = True
+    """Publish what is stored, where vLLM publishes KV cache events at all."""
 
     @property
     def hash_key_bytes(self) -> bytes | None:
@@ -61,14 +67,3 @@ class RedisSettings(StrictSettings):
             self.redis_tier_config()
         except ValueError as error:
             yield f"the Redis tier: {error}"
-
-
-class TierSettings(RedisSettings):
-    """Of a secondary tier of vLLM's ``OffloadingConnector``."""
-
-    model_digest: ModelDigest = "full"
-    """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
-    locality: Literal["LOCAL", "REMOTE"] = "REMOTE"
-    """What KV cache events say of where Redis is."""
-    enable_kv_events: bool = True
-    """Publish what is stored, where vLLM publishes KV cache events at all."""

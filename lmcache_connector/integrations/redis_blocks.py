@@ -1,8 +1,8 @@
-"""Blocks of one size in Redis, under names that a neighbour gives them.
+"""Blocks of one size in Redis, under vLLM's names of them.
 
-A neighbour has keys and a layout of its own: a block is so many bytes to us, stored whole, and read
-back whole and verified, or it is a miss. Loads and look-ups run on threads of their own, stores in
-the tier's writers. Every load and store ends with one call of its ``on_done``, from any thread.
+A block is stored whole, and read back whole and verified, or it is a miss. Loads and look-ups run
+on threads of their own, stores in the tier's writers. Every load and store ends with one call of
+its ``on_done``, from any thread.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import partial
 
 from blake3 import blake3
 
+from lmcache_connector.integrations.settings import TierSettings
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.lookup.background_lookup import BackgroundLookup, Found
-from lmcache_connector.neighbours.settings import RedisSettings
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier, RedisTierStats
@@ -54,7 +54,7 @@ class RedisBlocks:
     """
 
     def __init__(
-        self, settings: RedisSettings, identity: Mapping[str, object], block_bytes: int
+        self, settings: TierSettings, identity: Mapping[str, object], block_bytes: int
     ) -> None:
         self._settings = settings
         secret = settings.hash_key_bytes
@@ -71,7 +71,7 @@ class RedisBlocks:
         self._changed = threading.Condition()
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._loaders = [
-            start_thread(f"lmc-neighbour-load-{i}", self._run_loads) for i in range(_NUM_LOADERS)
+            start_thread(f"lmc-block-load-{i}", self._run_loads) for i in range(_NUM_LOADERS)
         ]
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
@@ -138,7 +138,7 @@ class RedisBlocks:
         def close(results: list[bool]) -> None:
             try:
                 on_done(results)
-            except Exception:  # a neighbour's fault ends no thread of ours
+            except Exception:  # a fault of the caller's ends no thread of ours
                 logger.exception("What was to follow a transfer with Redis failed")
             with self._changed:
                 self._open -= 1

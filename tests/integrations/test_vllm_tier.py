@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadKey
 
 from lmcache_connector.errors import ConfigError
-from tests.neighbours.offloading import Instance, block_key, running_instance, tier_settings
+from tests.integrations.offloading import Instance, block_key, running_instance, tier_settings
 from tests.support.redis.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.redis.servers import Server, running_valkey
 from tests.support.redis.values import value_names

@@ -39,8 +39,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.strict import parse
-from lmcache_connector.neighbours.redis_blocks import RedisBlocks
-from lmcache_connector.neighbours.settings import TierSettings
+from lmcache_connector.integrations.redis_blocks import RedisBlocks
+from lmcache_connector.integrations.settings import TierSettings
 from lmcache_connector.vllm_compat.weights import folder_identity
 
 logger = logging.getLogger(__name__)
