@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_connector.peers.commands import Commands, Greeting
+from lmcache_connector.peers.commands import Chunks, Commands, Greeting
 from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.storage.chunk_codec import Sealer
@@ -59,7 +59,7 @@ class HeldChunks:
 
 @contextmanager
 def serving(
-    chunks: HeldChunks,
+    chunks: HeldChunks | Chunks,
     *,
     ranks: Sequence[PartGeometries] = (PARTS,),
     rank: int = 0,
@@ -93,4 +93,5 @@ def serving(
         assert server.close(5.0)
         if transfers is not None:
             transfers.close()
-        assert chunks.num_leased == 0
+        if isinstance(chunks, HeldChunks):
+            assert chunks.num_leased == 0
