@@ -195,6 +195,7 @@ METRICS = table(
             _TRANSFER_FAILURES,
         ),
         counter("p2p_received_bytes", (), "Bytes loaded from instances that requests name."),
+        counter("p2p_receive_seconds", (), "Time that took, on the slowest rank of each load."),
         counter(
             "p2p_malformed_requests",
             (),

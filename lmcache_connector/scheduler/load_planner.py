@@ -121,6 +121,8 @@ class LoadPlanner:
             num_tokens = min(max(0, end * chunk_size - load.offered_from), load.redis_tokens)
             self._tally.count("p2p_hit_tokens", amount=num_tokens)
             self._tally.count("p2p_received_bytes", amount=sum(r.redis_bytes for r in results))
+            seconds = max(result.redis_seconds for result in results)
+            self._tally.count("p2p_receive_seconds", amount=seconds)
             if not is_whole:
                 self._tally.count("p2p_failed_loads", "missing")
         if is_whole:
