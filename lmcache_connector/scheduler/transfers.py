@@ -128,6 +128,9 @@ class Transfers:
         by_part = (keys_of_part(keys, part, num_parts) for part in range(num_parts))
         offered_keys = (key for each in by_part for key in each if offered.holds(key))
         state.lookup.offered_keys = frozenset(offered_keys)
+        if not state.lookup.offered_keys:
+            self.let_go(state.request.request_id)
+            return None
         state.source = PeerSource(
             awaited.source.host,
             awaited.source.port,
