@@ -155,7 +155,7 @@ def test_the_decode_engine_stores_what_follows(engines: Engines) -> None:
     decode.serve(turn)
     decode.reset_prefix_cache()
     again = decode.serve(turn)
-    assert again.external_hit_tokens >= 1300
+    assert again.external_hit_tokens == len(turn) // BLOCK * BLOCK
 
 
 # -- what goes wrong ---------------------------------------------------------------------------
