@@ -96,7 +96,8 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
     if config.redis_url is not None:
         return
     # Peers are read as Redis is.
-    used = ("redis_timeout_seconds", "redis_connections") if config.peers else ()
+    reads = config.peers or config.peer_hosts
+    used = ("redis_timeout_seconds", "redis_connections") if reads else ()
     unused = "redis_" if config.peers else ("redis_", "lookup_")
     settings = config.model_fields_set.difference(used)
     idle = sorted(name for name in settings if name.startswith(unused))
@@ -105,7 +106,7 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
             f"without redis_url nothing is done with {' and '.join(idle)}",
             "set it, or leave them out",
         )
-    if kv_role == "kv_consumer" and not config.peers:
+    if kv_role == "kv_consumer" and not reads:
         yield StartupWarning(
             "kv_role kv_consumer loads only, and without redis_url nobody stores what it could "
             "load, so every request is a miss",
