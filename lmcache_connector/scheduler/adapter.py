@@ -402,7 +402,8 @@ class SchedulerAdapter:
         if hit is PENDING:
             return None
         self._dispatcher.found(state, hit)
-        hit = self._auditor.cut(state, num_computed_tokens, hit)
+        if not state.transfer.loads:  # it is loaded to the end, or to no purpose
+            hit = self._auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(state, num_computed_tokens, hit)
 
     def _doubt_weights(self) -> None:

@@ -86,7 +86,9 @@ def build_scheduler(
         wanted = WantedChunks(index, time.monotonic, config.redis_ttl_seconds)
     return SchedulerAdapter(
         settings,
-        _make_book(config, model, weights, learn, AdapterReader(find_adapter, loaded), tally),
+        _make_book(
+            config, model, settings, weights, learn, AdapterReader(find_adapter, loaded), tally
+        ),
         index=index,
         hits=hits,
         policy=policy,
@@ -159,6 +161,7 @@ def _make_lookup(
 def _make_book(
     config: ConnectorConfig,
     model: ModelDescription,
+    settings: SchedulerSettings,
     weights: WeightFiles,
     learn: Callable[[Sequence[RankStart]], None],
     adapters: AdapterReader,
@@ -167,6 +170,7 @@ def _make_book(
     make_hasher = partial(_make_hasher, config, model.lookahead)
     kept = KeptDigests(user_cache_folder())
     return RequestBook(
+        settings,
         EngineStart(model.world_size, make_hasher, time.monotonic, learn),
         WeightNames(
             model.world_size,

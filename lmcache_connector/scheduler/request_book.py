@@ -23,7 +23,7 @@ from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentif
 from lmcache_connector.retention.hints import read_hints
 from lmcache_connector.scheduler.auditor import Finding
 from lmcache_connector.scheduler.engine_start import EngineStart
-from lmcache_connector.scheduler.request_state import RequestState
+from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings, Transfer
 from lmcache_connector.scheduler.store_planner import adapter_of
 from lmcache_connector.threads import StepWait
 from lmcache_connector.weight_names import WeightNames
@@ -44,12 +44,14 @@ class RequestBook:
 
     def __init__(
         self,
+        settings: SchedulerSettings,
         start: EngineStart,
         weights: WeightNames,
         identifier: RequestIdentifier,
         epochs: RootEpochs,
         tally: Tally,
     ) -> None:
+        self._settings = settings
         self.start = start
         self.weights = weights
         self.epochs = epochs
@@ -197,7 +199,13 @@ class RequestBook:
         hints = read_hints(identity.cache_salt, request.kv_transfer_params, request.kv_hints)
         self._tally.count("retention_hints", "taken", amount=hints.num_taken)
         self._tally.count("retention_hints", "ignored", amount=hints.num_ignored)
-        return RequestState(request, self._current_keys(identity), claim=hints.claim)
+        keys = self._current_keys(identity)
+        transfer = Transfer.of(request.kv_transfer_params, self._settings)
+        if (transfer.stores or transfer.loads) and self._settings.has_tails:
+            keys.extend(request.all_token_ids)
+            prompt = request.all_token_ids[: request.num_prompt_tokens]
+            keys.name_tail(prompt, loads=transfer.loads)
+        return RequestState(request, keys, claim=hints.claim, transfer=transfer)
 
     def _current_keys(self, identity: RequestIdentity) -> RequestKeys:
         name = self.epochs.epoch(identity.kv_root)
