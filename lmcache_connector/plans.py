@@ -100,7 +100,8 @@ class PartRun:
     ``keys[i]`` names what is stored of chunk i: see :mod:`lmcache_connector.kv_parts.part`.
     ``chunks[i]`` is the place of chunk i in its request. ``block_ids[g]`` lists the blocks of all
     chunks in the part's g-th KV cache group one after the other, equally many per chunk. A load
-    leaves the first ``skip_blocks`` of the first chunk out: vLLM has them, or needs none.
+    leaves the first ``skip_blocks`` of the first chunk out: vLLM has them, or needs none. With
+    ``tail_tokens`` the last chunk is a tail, and has blocks for so many tokens.
     ``parents[i]`` is the key of the chunk before chunk i, empty for a prompt's first; there are
     none in parts whose chunks are of use without those before.
     """
@@ -111,6 +112,7 @@ class PartRun:
     block_ids: BlockIds
     skip_blocks: int = 0
     parents: tuple[bytes, ...] = ()
+    tail_tokens: int = 0
 
 
 class _Runs:

@@ -391,7 +391,6 @@ class SchedulerAdapter:
         state = self.book.enter(request, wait)
         if not isinstance(state, RequestState) or state is known:
             return state
-        state.is_sent = self.transfers.sends(request.request_id)
         if self._belongs_in_redis(state):
             num_parts = len(self._settings.parts)
             for part in range(num_parts):
@@ -421,7 +420,8 @@ class SchedulerAdapter:
         if hit is PENDING:
             return None
         self._dispatcher.found(state, hit)
-        hit = self._auditor.cut(state, num_computed_tokens, hit)
+        if not state.transfer.loads:  # it is loaded to the end, or to no purpose
+            hit = self._auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(state, num_computed_tokens, hit)
 
     def _doubt_weights(self) -> None:

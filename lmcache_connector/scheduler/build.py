@@ -92,9 +92,21 @@ def build_scheduler(
     wanted = WantedSink()
     if stores and config.redis_tier_config() is not None:
         wanted = WantedChunks(index, time.monotonic, config.redis_ttl_seconds)
+    transfers = _make_transfers(
+        config, model, tally, engine_id, sends, receives, first_rank, tp_size
+    )
     return SchedulerAdapter(
         settings,
-        _make_book(config, model, weights, learn, AdapterReader(find_adapter, loaded), tally),
+        _make_book(
+            config,
+            model,
+            settings,
+            weights,
+            learn,
+            AdapterReader(find_adapter, loaded),
+            tally,
+            transfers,
+        ),
         index=index,
         hits=hits,
         policy=policy,
@@ -104,9 +116,7 @@ def build_scheduler(
         auditor=_make_auditor(config, model, settings, index, noise, tally),
         loaded_adapters=loaded,
         wanted=wanted,
-        transfers=_make_transfers(
-            config, model, tally, engine_id, sends, receives, first_rank, tp_size
-        ),
+        transfers=transfers,
         spans=spans,
     )
 
@@ -204,14 +214,17 @@ def _make_lookup(
 def _make_book(
     config: ConnectorConfig,
     model: ModelDescription,
+    settings: SchedulerSettings,
     weights: WeightFiles,
     learn: Callable[[Sequence[RankStart]], None],
     adapters: AdapterReader,
     tally: Tally,
+    transfers: Transfers,
 ) -> RequestBook:
     make_hasher = partial(_make_hasher, config, model.lookahead)
     kept = KeptDigests(user_cache_folder())
     return RequestBook(
+        settings,
         EngineStart(model.world_size, make_hasher, time.monotonic, learn),
         WeightNames(
             model.world_size,
@@ -229,6 +242,7 @@ def _make_book(
         ),
         RootEpochs(lambda: uuid.uuid4().hex),
         tally,
+        transfers.part_of,
     )
 
 

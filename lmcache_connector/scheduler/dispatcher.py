@@ -227,7 +227,7 @@ class JobDispatcher:
         snapshots = self._snapshots(state, offers)
         if self._settings.stores and (snapshots or self._stores.is_due(state, num_tokens)):
             self._plan_store(state, num_tokens, block_ids, snapshots)
-            if state.is_sent:
+            if state.transfer.stores:
                 self._transfers.planned(state)
         if self._auditor.is_due(state, num_tokens):
             audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
@@ -283,7 +283,8 @@ class JobDispatcher:
         for run in job.runs if self._book.has_current_keys(state) else ():
             if run.part == 0:  # the others have no events: a chunk is told of once
                 describe = partial(self._describe, state, run)
-                self._kv_events.describe(run.keys, job.job_id, describe)
+                keys = run.keys[:-1] if run.tail_tokens else run.keys  # no router asks for a tail
+                self._kv_events.describe(keys, job.job_id, describe)
         self._auditor.learn(job)
         if self._spans.is_on:
             self._spans.begin(state.request, _span_name(job))

@@ -23,7 +23,7 @@ from lmcache_connector.peers.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.routing import Receive, Router, Send
 from lmcache_connector.plans import PeerSource, TransferUpdate
-from lmcache_connector.scheduler.request_state import RequestState
+from lmcache_connector.scheduler.request_state import RequestState, Transfer
 from lmcache_connector.threads import StepWait
 
 if TYPE_CHECKING:
@@ -51,12 +51,13 @@ class TransferSettings:
 
 @dataclass(slots=True)
 class _Sent:
-    """``num_told``: leading chunks that the workers know of."""
+    """``num_told``: leading chunks that the workers know of, ``has_tail``: the tail as well."""
 
     request: Request
     transfer_id: str
     answers: bool
     num_told: int = 0
+    has_tail: bool = False
 
 
 class Transfers:
@@ -124,7 +125,7 @@ class Transfers:
             self._tally.count("p2p_failed_loads", offered.cause.value)
             self.let_go(state.request.request_id)
             return None
-        keys, num_parts = state.keys.keys, self._settings.num_parts
+        keys, num_parts = state.keys.loadable, self._settings.num_parts
         by_part = (keys_of_part(keys, part, num_parts) for part in range(num_parts))
         offered_keys = (key for each in by_part for key in each if offered.holds(key))
         state.lookup.offered_keys = frozenset(offered_keys)
@@ -147,21 +148,26 @@ class Transfers:
 
     # -- prompts that go -------------------------------------------------------------------------
 
-    def sends(self, request_id: str) -> bool:
-        return request_id in self._sent
+    def part_of(self, request: Request) -> Transfer:
+        """What becomes of the request's KV."""
+        name = request.request_id
+        return Transfer(stores=name in self._sent, loads=name in self._awaited)
 
     def planned(self, state: RequestState) -> None:
         """Stores of the request may have been planned: tell of what they bring, and of what is
         there already."""
-        sent = self._sent[state.request.request_id]
+        if (sent := self._sent.get(state.request.request_id)) is None:
+            return
         end = min(state.store.next_chunk, len(state.keys.keys))
         end = min(end, state.request.num_prompt_tokens // self._settings.chunk_size)
-        if end > sent.num_told:
-            keys, num_parts = state.keys.keys[sent.num_told : end], self._settings.num_parts
+        keys, num_parts = state.keys.keys[sent.num_told : end], self._settings.num_parts
+        if state.store.has_tail and state.keys.tail is not None and not sent.has_tail:
+            keys, sent.has_tail = [*keys, state.keys.tail.key], True
+        if keys:
             by_part = (keys_of_part(keys, part, num_parts) for part in range(num_parts))
             told = tuple(key for each in by_part for key in each)
             self.updates.append(TransferUpdate(sent.transfer_id, told))
-            sent.num_told = end
+            sent.num_told = max(end, sent.num_told)
 
     def finished(
         self, request: Request, state: RequestState | None, block_ids: Sequence[Sequence[int]]
