@@ -29,7 +29,10 @@ class Address:
             raise ValueError("an IPv6 address goes into brackets: [::1]:7450")
         if not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536):
             raise ValueError("must be HOST:PORT, with a port from 1 to 65535")
-        return cls(host, int(port), is_dns).check()
+        try:
+            return cls(host, int(port), is_dns).check()
+        except ValueError as error:
+            raise ValueError(f"must be HOST:PORT: {error} comes first") from None
 
     def check(self) -> Address:
         """Itself. Raises ``ValueError`` for what is no host."""
