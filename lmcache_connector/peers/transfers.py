@@ -12,6 +12,7 @@ answers readers.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,10 @@ from dataclasses import dataclass, field
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Chunks, Lease, NotOver
 from lmcache_connector.plans import TransferUpdate
 
+logger = logging.getLogger(__name__)
+
 _MAX_TRANSFERS = 4096
+_MAX_READERS, _MAX_READER_BYTES = 64, 256
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
@@ -108,7 +112,8 @@ class Transfers:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
                 return NotOver.UNKNOWN
-            transfer.readers.add(reader)
+            if len(transfer.readers) < _MAX_READERS and len(reader) <= _MAX_READER_BYTES:
+                transfer.readers.add(reader)
             transfer.until = self._clock() + self._lease_seconds
             if not transfer.is_over:
                 return NotOver.COMING
@@ -180,7 +185,11 @@ class Transfers:
         for key in keys:
             if transfer.leases[key] is not None:
                 continue
-            lease = self._chunks.lease(key)
+            try:
+                lease = self._chunks.lease(key)
+            except Exception:  # nobody's blocks or stores shall wait for ever because of it
+                logger.exception("A chunk cannot be kept for a KV transfer")
+                return
             if lease is None:
                 continue
             if self._leased_bytes + len(lease.view) > self._max_bytes:

@@ -254,7 +254,7 @@ class SchedulerAdapter:
             has_prefill=prefill is not None,
         )
         adapters, weights = self._loaded_adapters, self.book.weights
-        return self._jobs.take_plan(
+        plan = self._jobs.take_plan(
             idle=not scheduled,
             prefill=prefill,
             probe=self.policy.probes.is_wanted and self._wants_probe(),
@@ -265,8 +265,11 @@ class SchedulerAdapter:
             heard_adapters=adapters.heard,
             weights_question=weights.take_question() if weights.question else 0,
             heard_weights=weights.heard,
-            transfers=self.transfers.take_updates() if self.transfers.updates else (),
+            transfers=tuple(self.transfers.updates) if self.transfers.updates else (),
         )
+        if self.transfers.updates:  # they are on their way: no failure has lost them
+            self.transfers.updates.clear()
+        return plan
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]], *, is_updating: bool = False

@@ -61,7 +61,8 @@ class _Sent:
 
 
 class Transfers:
-    """``watch``: asks other instances; ``None``: nothing comes from there."""
+    """``watch``: asks other instances; ``None``: nothing comes from there. ``updates``: for the next
+    plan."""
 
     def __init__(
         self,
@@ -197,10 +198,6 @@ class Transfers:
             if sent.request.is_finished():
                 del self._sent[request_id]
                 self.updates.append(TransferUpdate(sent.transfer_id, (), frozenset()))
-
-    def take_updates(self) -> tuple[TransferUpdate, ...]:
-        updates, self.updates = tuple(self.updates), []
-        return updates
 
     def close(self) -> None:
         if self._watch is not None:

@@ -160,6 +160,28 @@ def test_requests_are_let_go_of_whatever_becomes_of_the_transfer(transfers: Tran
     assert transfers.take_finished() == {"first"}
 
 
+def test_a_tier_that_fails_holds_nobody_up(transfers: Transfers, chunks: HeldChunks) -> None:
+    """Neither the store lane nor vLLM's blocks."""
+
+    def fail(key: bytes) -> None:
+        raise RuntimeError("as planted")
+
+    chunks.lease = fail  # type: ignore[method-assign, assignment]
+    transfers.store_begins(1)
+    send(transfers, "t", (0, 1), 1, held="request")
+    transfers.store_ended(1, (KEYS[0],))
+    assert transfers.take_finished() == {"request"}
+    assert transfers.state(b"d", "t") == b""
+
+
+def test_readers_by_the_thousand_take_little(transfers: Transfers) -> None:
+    send(transfers, "t", (0,))
+    for number in range(1000):
+        assert transfers.state(b"%d" % number, "t") == names(0)
+    assert transfers.state(b"x" * 100_000, "t") == names(0)
+    assert len(transfers._transfers["t"].readers) <= 64
+
+
 # -- over a socket -------------------------------------------------------------------------------
 
 
