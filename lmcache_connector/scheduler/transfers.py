@@ -61,8 +61,8 @@ class _Sent:
 
 
 class Transfers:
-    """``watch``: asks other instances; ``None``: nothing comes from there. ``updates``: for the next
-    plan."""
+    """``watch``: asks other instances; ``None``: nothing comes from there. ``updates`` are for the
+    next plan."""
 
     def __init__(
         self,
