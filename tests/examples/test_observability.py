@@ -84,6 +84,7 @@ def test_the_dashboard_shows_every_metric_of_the_table_or_says_why_not() -> None
         "cpu_pinned_bytes",
         "cpu_tenant_bytes",
     }
+    elsewhere |= {name for name in METRICS if name.startswith("p2p_")}
     elsewhere |= {"peer_chunks", "store_seconds", "load_bytes_per_second", "store_bytes_per_second"}
     shown = {re.sub("_(total|bucket|sum|count)$", "", name) for name in used_metrics()}
     missing = {name for name, metric in METRICS.items() if metric.full_name not in shown}

@@ -35,7 +35,7 @@ def test_names_follow_the_conventions() -> None:
     that the client library adds."""
     units = ("bytes", "seconds", "tokens", "bytes_per_second", "jobs", "chunks")
     for metric in METRICS.values():
-        assert re.fullmatch(r"vllm:lmcache_[a-z_]+", metric.full_name)
+        assert re.fullmatch(r"vllm:lmcache_[a-z0-9_]+", metric.full_name)
         assert not metric.name.endswith("_total")
         assert metric.documentation.endswith(".")
         if metric.kind is Kind.HISTOGRAM:
