@@ -32,6 +32,7 @@ from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_drafters import build_drafted
 from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
@@ -108,12 +109,12 @@ def _engine(family: str, folder: Path, valkey: Server) -> VllmInstance:
         redis_url=valkey.url,
         compute_or_load="always",
         audit_share=0.0,
-        lookup_deadline_seconds=10.0,
     )
     return VllmInstance(
         model,
         transfer,
         folder / "log",
+        limits=PATIENT,
         kv_cache_memory_bytes=256 << 20,
         max_model_len=8192,
         **engine_args,

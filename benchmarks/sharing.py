@@ -21,6 +21,7 @@ from benchmarks.harness.ratios import median
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.probe import DIGEST_TOKENS, Served
 from tests.support.engines.settings import tiered_transfer
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import running_server, valkey_binary
 
@@ -101,13 +102,12 @@ def _instance(engines: Engines, shape: Shape, redis_url: str) -> VllmInstance:
         cpu_gib=1,
         redis_url=redis_url,
         compute_or_load="always",
-        lookup_deadline_seconds=10.0,
-        shutdown_seconds=30.0,  # the last writes of a writer
     )
     return engines.instance(
         shape.name,
         transfer,
         **asdict(shape),
+        limits={**PATIENT, "SHUTDOWN_SECONDS": 30.0},  # for the last writes of a writer
         kv_cache_memory_bytes=512 << 20,
         max_model_len=8192,
     )

@@ -286,7 +286,7 @@ class _PrefetchContest(_Contest):
         settings: dict[str, Any] = {"cpu_gib": CPU_TIER_GIB, "redis_url": redis_url}
         self._serve(_NONE, None)
         self._serve(_OURS, tiered_transfer(**settings))
-        self._serve(_NO_PREFETCH, tiered_transfer(**settings, prefetch_mib=0))
+        self._serve(_NO_PREFETCH, tiered_transfer(**settings, prefetch=False))
         self._serve("filler", tiered_transfer(**settings))
         for name in list(self._servers):
             self._await(name)

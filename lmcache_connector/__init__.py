@@ -19,7 +19,7 @@ _CONNECTORS = {
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``: makes the connectors known by name, and watches what
-    weights are loaded."""
+    weights are loaded. Workers read the settings before that."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from lmcache_connector.vllm_compat.loaded_weights import watch_loading

@@ -58,16 +58,12 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         super().__init__(vllm_config, role, kv_cache_config)
         self._failures = FailureLog()
         config = self._parse_config()
-        self._config = config.model_copy(
-            update={
-                "namespace": STANDING.namespace(config.namespace),
-                "self_test": config.self_test or bool(STANDING.unverified),
-            }
-        )
+        self._config = config.model_copy(update={"namespace": STANDING.namespace(config.namespace)})
         if role is KVConnectorRole.SCHEDULER:
             wanted = self._config.wanted_chunk_size
             model = describe_model(vllm_config, kv_cache_config, chunk_size=wanted)
-            config = self._config.with_chunk_size(model.chunk_size)
+            ranks_on_host = vllm_config.parallel_config.local_world_size
+            config = self._config.fitted(model.chunk_size, ranks_on_host)
             weights = weights_identity(vllm_config, config.model_digest, user_cache_folder())
             self._scheduler = build_scheduler(
                 config,
@@ -88,6 +84,17 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 tp_size=vllm_config.parallel_config.tensor_parallel_size,
             )
             self._guard = SchedulerGuard(self._scheduler, self._failures)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. vLLM asks while it builds its configuration, long before it loads the model, so
+        settings that cannot be used end the start here."""
+        cls._check_settings(extra_config)
+        return False
+
+    @classmethod
+    def _check_settings(cls, extra_config: dict[str, Any]) -> None:
+        parse_config(extra_config)
 
     @property
     def requires_kv_delivery(self) -> bool:

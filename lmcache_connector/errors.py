@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be used. The message names every problem found."""
+class ConfigError(Exception):
+    """The configuration cannot be used. The message names every problem found.
+
+    No ``ValueError``: vLLM reads its configuration through pydantic, which would wrap one.
+    """
 
 
 class UnsupportedError(ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.config.p2p import parse_p2p_config
 from lmcache_connector.config.tiered import ConnectorConfig
@@ -26,6 +26,11 @@ class LMCacheP2PConnector(LMCacheTieredConnector):
         transfer = self._kv_transfer_config
         extra = transfer.kv_connector_extra_config
         return parse_p2p_config(extra, transfer.kv_port, loads=transfer.is_kv_consumer)
+
+    @classmethod
+    def _check_settings(cls, extra_config: dict[str, Any]) -> None:
+        """Neither the role nor the port is known here."""
+        parse_p2p_config(extra_config, kv_port=1, loads=False)
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:
         worker = super()._make_worker(kv_caches)

@@ -35,8 +35,9 @@ def banner(
     """One line with the effective tiers, sizes, identity and the self-test's speeds; no secrets."""
     redis = config.redis_tier_config()
     sizes = " + ".join(f"{part.chunk_bytes / MIB:.2f}" for part in geometries.parts)
+    share = f" ({config.rank_gib:g} per rank)" if config.rank_gib < config.cpu_gib else ""
     parts = [
-        f"CPU tier {config.cpu_gib:g} GiB per rank",
+        f"CPU tier {config.cpu_gib:g} GiB{share}",
         f"Redis {redis.address}" if redis else "no Redis (redis_url is not set)",
         f"namespace {config.namespace}",
         f"model {fingerprint[:12]}",

@@ -69,7 +69,7 @@ _RESERVED = bytes(12)
 _MIN_COMPRESSED_BYTES = 32
 
 Buffer = bytes | bytearray | memoryview
-Codec = Literal["none", "auto", "blosc2"]
+Codec = Literal["none", "blosc2"]
 """Whether values are written compressed: never, where that pays, always. Readers read all."""
 
 

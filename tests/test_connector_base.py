@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import (
@@ -20,7 +22,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import (
 from lmcache_connector import connector_base
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import ConnectorBase, PlanMetadata, ReportMetadata
-from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.handover import LMCacheP2PConnector
 from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepOutput
 from lmcache_connector.vllm_compat.api.names import KVConnectorRole
@@ -39,6 +41,27 @@ def output_of(kv_output: KVConnectorOutput | None) -> ModelRunnerOutput:
 def report(rank: int, outcome: Outcome, num_chunks: int) -> RankReport:
     result = JobResult(7, outcome, num_chunks, 0, 0, 0.0)
     return RankReport(rank, (CacheEvent(b"k" * 32, True),), (result,))
+
+
+def test_wrong_settings_end_the_start_while_vllm_builds_its_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On GPUs: long before the model is loaded, and not wrapped by pydantic."""
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
+    transfer = {
+        "kv_connector": "LMCacheTieredConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "lmcache_connector",
+    }
+    graphs = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL)
+
+    def build(**extra: Any) -> VllmConfig:
+        made = KVTransferConfig(**transfer, kv_connector_extra_config=extra)
+        return VllmConfig(kv_transfer_config=made, compilation_config=graphs)
+
+    assert build(cpu_gib=1).compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+    with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
+        build(cpu_gb=1)
 
 
 @pytest.fixture

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from pydantic import SecretStr
 
 from benchmarks.harness.results import all_kept
-from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.vllm_compat.api.versions import (
     LMCACHE_PACKAGE,
     VLLM_PACKAGE,
     Package,
     text_of,
 )
-from tests.support import ROOT
+from tests.support import ROOT, settings_page
 from tests.support.engines.tiny_families import FAMILIES
 
 README = (ROOT / "README.md").read_text()
-SETTINGS_PAGE = (ROOT / "docs" / "settings.md").read_text()
 SUPPORT_PAGE = (ROOT / "docs" / "support.md").read_text()
-TYPE_WORDS = {int: "integer", float: "number", bool: "boolean", str: "string", SecretStr: "secret"}
-UNITS = {
-    "chunk_size": "tokens",
-    "window_interval": "tokens",
-    "_gib": "GiB",
-    "_mib": "MiB",
-    "_seconds": "seconds",
-}  # by the end of a key's name
 MAX_WORDS = 800
 CUDA_CLAIM = re.compile(r"CUDA[^.\n]*\d[\d.]* ?(times|GB/s|%|ms|s\b)")
 SUPPORTED = "# What is supported"
@@ -49,34 +37,9 @@ def table_after(page: str, heading: str) -> list[list[str]]:
     return rows[2:]
 
 
-SETTINGS = {row[0].strip("`"): row[1:4] for row in table_after(SETTINGS_PAGE, "## All keys")}
-OWN_FIELDS = {name: f for name, f in ConnectorConfig.model_fields.items() if name != "lmcache"}
-
-
-def type_words(annotation: Any) -> str:
-    if annotation in TYPE_WORDS:
-        return TYPE_WORDS[annotation]
-    arguments = [a for a in get_args(annotation) if a is not NoneType]
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{choice}`" for choice in arguments)
-    if get_origin(annotation) is tuple:
-        return f"list of {type_words(arguments[0])}s"
-    return type_words(arguments[0])  # T | None, or Annotated[T, ...]
-
-
-def default_words(value: Any) -> str:
-    return "none" if value is None else f"`{json.dumps(value)}`"
-
-
-def test_the_table_has_every_key_in_order() -> None:
-    assert list(SETTINGS) == [*OWN_FIELDS, "lmcache.NAME"]
-
-
-@pytest.mark.parametrize("name", OWN_FIELDS)
-def test_type_unit_and_default_are_those_of_the_code(name: str) -> None:
-    field = OWN_FIELDS[name]
-    unit = next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
-    assert SETTINGS[name] == [type_words(field.annotation), unit, default_words(field.default)]
+def test_the_page_of_settings_is_that_of_the_code() -> None:
+    """``python -m tests.support.settings_page`` writes it."""
+    assert settings_page.PAGE.read_text() == settings_page.page()
 
 
 def test_the_flag_as_printed_is_accepted() -> None:
@@ -117,7 +80,8 @@ def test_the_ten_settings_of_the_front_page_are_those_of_the_code() -> None:
     rows = table_after(README, "## Settings")
     assert len(rows) == 10
     for key, default, _ in rows:
-        assert default == default_words(OWN_FIELDS[key.strip("`")].default), key
+        field = settings_page.FIELDS[key.strip("`")]
+        assert default == settings_page.default_words(field.default), key
 
 
 def test_pages_quote_what_was_measured() -> None:

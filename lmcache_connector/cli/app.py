@@ -16,6 +16,7 @@ from lmcache_connector.cli.report import CliError, Report
 _GONE = {
     "top": "use `lmcache-connector stats --watch`",
     "inspect": "use `lmcache-connector ls KEY`",
+    "warm": "use examples/warm.py of a checkout, which needs nothing installed",
     "bench": "use `python -m benchmarks` in a checkout; `stats` says how fast an engine loads",
 }
 _ENGINE = "localhost:8000"
@@ -107,7 +108,7 @@ def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name or folder of a model.")],
     cpu_gib: Annotated[
         float | None,
-        typer.Option(metavar="GIB", help="CPU tier of each rank.", show_default="8"),
+        typer.Option(metavar="GIB", help="CPU tier of the engine.", show_default="8"),
     ] = None,
     redis_url: Annotated[
         str | None,
@@ -156,48 +157,6 @@ def stats(
             return command.run(report, urls)
         command.watch(report, urls, interval, count)
         return None
-
-    _run(json_, run)
-
-
-@app.command()
-def warm(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE", help="Prompts: a text per line, or JSON in *.jsonl; - for stdin."
-        ),
-    ],
-    engine: Annotated[str, typer.Option(metavar="HOST:PORT", help="A running engine.")] = _ENGINE,
-    jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="The file is JSON, whatever its name.")
-    ] = False,
-    concurrency: Annotated[
-        int, typer.Option(metavar="N", help="Prompts that are asked at once.", min=1, max=256)
-    ] = 4,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Longest time for one prompt.", min=1.0)
-    ] = 600.0,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="One of the engine's models; without it, the first."),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Key of the engine's API, env:NAME or file:PATH."),
-    ] = None,
-    json_: Json = False,
-) -> None:
-    """Bring prompts into a running engine's cache. They come from a file."""
-    from lmcache_connector.cli import warm as command
-    from lmcache_connector.cli.target import secret
-
-    is_json = jsonl or file.endswith(".jsonl")
-
-    def run(report: Report) -> int:
-        key = secret("--api-key", api_key)
-        options = command.Options(file, engine, is_json, concurrency, timeout, model, key)
-        return command.run(report, options)
 
     _run(json_, run)
 

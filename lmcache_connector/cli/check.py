@@ -30,11 +30,13 @@ from lmcache_connector.cli.target import (
 from lmcache_connector.config.strict import unknown_key
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.warnings import available_memory, settings_warnings
-from lmcache_connector.errors import UnsupportedError
+from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.vllm_compat.api import versions
 
 TIERED = "LMCacheTieredConnector"
 P2P = "LMCacheP2PConnector"
+_USUAL_BLOCK = 16
+"""Tokens; vLLM's block sizes are multiples of it, but for few back ends."""
 # Of vLLM's KVTransferConfig, which refuses any other; a test compares the two.
 TRANSFER_KEYS = (
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_port", "engine_id"),
@@ -144,16 +146,36 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
     parts = [
         f"namespace {config.namespace}",
         f"chunks of {config.chunk_size} tokens",
-        f"CPU tier {config.cpu_gib:g} GiB per rank",
+        f"CPU tier {config.cpu_gib:g} GiB",
         f"hash_key {'set' if config.hash_key else 'not set'}",
         f"compute_or_load {config.compute_or_load}",
         f"audit_share {config.audit_share:g}",
     ]
     yield Finding("settings", "ok", ", ".join(parts))
+    if config.lmcache:
+        yield _overrides(config.lmcache)
+    if config.chunk_size % _USUAL_BLOCK:
+        text = f"chunk_size {config.chunk_size} is no multiple of {_USUAL_BLOCK} tokens"
+        hint = "an engine refuses a chunk_size that is no multiple of its --block-size"
+        yield Finding("settings", "warning", text, hint)
     for warning in settings_warnings(config, kv_role):
         yield Finding("settings", "warning", warning.problem, warning.remedy)
     yield check_versions()
-    yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30)
+    yield check_memory("cpu tier", "cpu_gib", int(config.cpu_gib * 2**30), 2**30, "")
+
+
+def _overrides(overrides: Mapping[str, Any]) -> Finding:
+    """What LMCache itself says of the ``lmcache.*`` settings."""
+    name = "lmcache settings"
+    try:
+        from lmcache_connector.worker.lmcache_start import check_overrides  # takes seconds
+    except ImportError:
+        return Finding(name, "warning", "not checked", "run this where LMCache is installed")
+    try:
+        check_overrides(overrides)
+    except ConfigError as error:
+        return Finding(name, "error", str(error), code=BAD_INPUT)
+    return Finding(name, "ok", ", ".join(sorted(overrides)))
 
 
 def check_versions() -> Finding:
@@ -178,16 +200,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_memory(name: str, setting: str, wanted: int, unit: int) -> Finding:
-    """``wanted`` bytes per rank, as ``setting`` says in units of ``unit`` bytes."""
+def check_memory(
+    name: str, setting: str, wanted: int, unit: int, whose: str = " per rank"
+) -> Finding:
+    """``wanted`` bytes, as ``setting`` says in units of ``unit`` bytes."""
     available = available_memory()
     if available is None:
-        return Finding(name, "ok", f"{size(wanted)} per rank")
-    text = f"{size(wanted)} per rank of {size(available)} available here"
+        return Finding(name, "ok", f"{size(wanted)}{whose}")
+    text = f"{size(wanted)}{whose} of {size(available)} available here"
     if wanted > available:
         return Finding(name, "error", text, f"lower {setting} to {available / unit * 0.8:.0f}")
     if wanted > 0.8 * available:
-        hint = "leave some for vLLM, and count every rank on this host"
+        hint = f"leave some for vLLM{', and count every rank on this host' if whose else ''}"
         return Finding(name, "warning", text, hint)
     return Finding(name, "ok", text)
 

@@ -27,10 +27,6 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 
 DEFAULT_KV_PORT = 14579
 ConfigT = TypeVar("ConfigT")
-BROKEN = (
-    *(OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError),
-)
-"""No answer over HTTP, or none that an engine would give."""
 _METRICS_SECONDS = 5.0
 _MAX_METRICS_BYTES = 64 << 20
 _EXAMPLE = (
@@ -105,7 +101,7 @@ def _read(name: str) -> str:
 
 def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
     """Exactly what the engine would make of it."""
-    return _parsed(document, parse_config, "see the README's table of settings")
+    return _parsed(document, parse_config, "docs/settings.md lists all settings")
 
 
 def kv_port(document: Mapping[str, Any]) -> int | None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr, Validati
 
 from lmcache_connector.errors import ConfigError
 
+NAME_PATTERN = r"^[A-Za-z0-9_.\-]{1,64}$"
 _NO_HINTS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -64,6 +65,17 @@ def parse(
     return settings
 
 
+def gone_value(value: str, instead: str) -> BeforeValidator:
+    """Refuses a value that was allowed once, and says what to do instead."""
+
+    def check(given: object) -> object:
+        if given == value:
+            raise ValueError(f"{value!r} is gone: {instead}")
+        return given
+
+    return BeforeValidator(check)
+
+
 def unknown_key(key: str, valid: Sequence[str], valid_are: str = "valid keys are") -> str:
     """Names the nearest valid key, or else all of them behind the words ``valid_are``."""
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
@@ -74,6 +86,8 @@ def unknown_key(key: str, valid: Sequence[str], valid_are: str = "valid keys are
 def _explain(detail: Any) -> str:
     name = ".".join(str(part) for part in detail["loc"])
     message = str(detail["msg"]).removeprefix("Value error, ")
+    if detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
+        message = "must be 1 to 64 letters, digits, dots, hyphens or underscores"
     return f"{name!r}: {message[0].lower()}{message[1:]}"
 
 

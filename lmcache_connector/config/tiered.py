@@ -9,23 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr
 
+from lmcache_connector.config import limits
 from lmcache_connector.config.model_digest import ModelDigest
-from lmcache_connector.config.strict import Secret, StrictSettings, parse
+from lmcache_connector.config.strict import NAME_PATTERN, Secret, StrictSettings, gone_value, parse
 from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.peers.address import Address
 from lmcache_connector.storage.chunk_codec import Codec
-from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
+from lmcache_connector.storage.redis.config import RedisTierConfig
 
+CONNECTOR = "LMCacheTieredConnector"
 _LMCACHE_PREFIX = "lmcache."
 _FOUND_AGAIN_SECONDS = 2.0
 """A peer is back, or new, for so long at most before it is asked."""
-_GONE = {
-    "share_after_reset": "no setting any more: weights are named by what is in memory, so leave it "
-    "out",
-}
 
 
 def _long_enough(key: SecretStr) -> SecretStr:
@@ -66,104 +64,120 @@ HashKey = Annotated[Secret, AfterValidator(_long_enough)]
 """Keys names and values, in Redis and without it."""
 RedisUrl = Annotated[Secret, AfterValidator(_is_url)]
 """Of one server, Sentinels or a cluster."""
+Namespace = Annotated[str, Field(pattern=NAME_PATTERN)]
+Timeout = Annotated[float, Field(gt=0, le=600)]
+LoadDeadline = Annotated[float, Field(gt=0, le=3600)]
 
 
 class ConnectorConfig(StrictSettings):
-    """All settings of the connector. The README's table documents them; a test compares the two."""
+    """All settings of the connector. What is written below each is docs/settings.md, which
+    ``python -m tests.support.settings_page`` writes."""
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
-    """Tokens per chunk, a multiple of vLLM's block sizes; the default grows to the next one."""
+    """The unit of lookup, storage and eviction. A multiple of vLLM's block sizes; if it is not set
+    and 128 is none, the next one is taken. Instances that share must agree on it."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
-    """CPU tier capacity per worker rank, GiB."""
+    """Size of the CPU tier of one engine on one host; its worker ranks share it equally.
+    Data-parallel engines have one each."""
     tenant_share: Annotated[float, Field(ge=0.01, le=1)] = 0.5
-    """Share of the CPU tier that one ``cache_salt`` keeps while others want the room."""
+    """Fraction of the CPU tier guaranteed to each tenant (``cache_salt``; unsalted requests are one
+    tenant). 1 turns the guarantee off: plain LRU."""
     pin_share: Annotated[float, Field(ge=0, le=0.5)] = 0.25
-    """Share of the CPU tier that requests may pin, each salt up to ``tenant_share`` of it."""
+    """Fraction of the CPU tier that requests may pin, each tenant up to ``tenant_share`` of it."""
     redis_url: RedisUrl | None = None
-    """Redis or Valkey; none leaves the CPU tier alone. May be ``env:NAME`` or ``file:PATH``."""
-    namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")] = "default"
-    """Instances share chunks only inside one namespace."""
+    """The Redis or Valkey to share through. None: the CPU tier alone."""
+    namespace: Namespace = "default"
+    """Instances share only inside one namespace. Letters, digits, ``_``, ``.`` and ``-``."""
     hash_key: HashKey | None = None
-    """Secret that keys chunk keys and values. May be ``env:NAME`` or ``file:PATH``."""
+    """Shared secret, at least 16 bytes. If it is set, nobody who lacks it can compute the name of a
+    chunk or forge its content."""
     store_generated: bool = True
-    """Store generated tokens too, for the next turn of a conversation."""
+    """Store generated tokens too: the next turn of a conversation hits them."""
     window_interval: Annotated[int, Field(gt=0)] | None = None
-    """Most tokens between two places where a hit may end on stored windows; none: 8 windows."""
-    redis_admission: Literal["all", "reused", "worth"] = "all"
-    """Write every chunk to Redis, or those that a second request of this instance has wanted, or
-    those of prompts so long that loading them could be quicker than computing them."""
-    redis_codec: Codec = "none"
-    """Store values in Redis as they are, compressed without loss, or so where that pays."""
+    """Sliding-window models only: distance in tokens between reusable points inside a prompt.
+    Smaller values find more partial hits and store more. None: 8 windows."""
+    redis_admission: Annotated[
+        Literal["all", "reused"], gone_value("worth", "use 'reused', or 'all'")
+    ] = "all"
+    """Chunks to write to Redis: every one, or those that a second request of this instance has
+    used."""
+    redis_codec: Annotated[Codec, gone_value("auto", "use 'blosc2' or 'none'")] = "none"
+    """Lossless compression of values in Redis. Every instance reads both forms."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
-    """Lifetime of values in Redis; none leaves it to the server's eviction."""
+    """Lifetime of values in Redis. None: the server's eviction policy decides."""
     redis_ttl_refresh: bool = False
-    """Renew the lifetime of values on every hit."""
-    redis_connections: Annotated[int, Field(gt=0, le=64)] = 2
-    """Connections per worker rank and server for reading, and at most as many for writing."""
-    redis_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
-    """Longest wait for Redis to connect or to answer one request."""
-    redis_write_queue_mib: Annotated[int, Field(gt=0, le=1048576)] = 1024
-    """Bytes waiting to be written to Redis; above it, writes are dropped."""
-    prefetch_mib: Annotated[int, Field(ge=0, le=1048576)] = 512
-    """Most bytes per worker rank that are fetched from Redis for requests that still wait."""
+    """Restart the lifetime on every hit."""
+    redis_timeout_seconds: Timeout = 2.0
+    """Timeout for one reply from Redis."""
+    prefetch: bool = True
+    """Fetch ahead from Redis for requests waiting in vLLM's queue: 512 MiB per rank, at most a
+    quarter of the CPU tier and half of ``tenant_share``."""
     peer_listen: Annotated[str, AfterValidator(_is_address)] | None = None
-    """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier, rank r r ports higher."""
+    """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
+    Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""
     peer_secret: Secret | None = None
-    """Who knows it may list what is served. On loopback alone; ``env:NAME`` or ``file:PATH``."""
+    """Password for listing what a peer server serves; on loopback only."""
     peer_insecure: bool = False
-    """Serve beyond loopback without a ``hash_key``: who can name a chunk may read it."""
+    """Serve beyond loopback without a ``hash_key``: whoever can name a chunk may read it."""
     peers: Annotated[tuple[str, ...], BeforeValidator(_are_addresses), Field(max_length=256)] = ()
-    """Others to load from: their ``peer_listen``, ``HOST:PORT``, or ``dns:NAME:PORT`` for all
-    addresses of a name. What they hold is taken for true, as what Redis holds is."""
+    """Instances to load from: ``HOST:PORT`` of each, or ``dns:NAME:PORT`` for all addresses of a
+    name."""
     peer_host: Annotated[str, AfterValidator(_is_host)] | None = None
-    """Where others reach this instance, if that is not the host of ``peer_listen``."""
+    """Where others reach this instance, if that is not the host of ``peer_listen``. Routers are
+    told it."""
     peer_hosts: Annotated[tuple[str, ...], BeforeValidator(_tuple), Field(max_length=256)] = ()
-    """Hosts that requests may name to load from: names, addresses, ``*.SUFFIX`` or networks."""
-    transfer_deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Hosts that requests may name to load from: names, addresses, ``*.SUFFIX``, or networks such
+    as ``10.0.0.0/16``. None: no request names any."""
+    transfer_deadline_seconds: LoadDeadline = 30.0
     """Longest time a request waits until the instance it names has its KV."""
     lease_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """How long KV that another instance is to load is kept while nobody asks for it."""
     router: Annotated[str, Field(pattern=r"^http://[A-Za-z0-9.\-\[\]:]{1,260}$")] | None = None
-    """Proxy to register with, ``http://HOST:PORT``; none: no registration."""
+    """Proxy to register with, ``http://HOST:PORT``, as long as this instance's ``/health`` answers
+    (``LMCacheP2PConnector``)."""
     router_secret: Secret | None = None
-    """Signs registrations; ``env:NAME`` or ``file:PATH``."""
+    """Signs registrations at the proxy."""
     http_address: Annotated[str, Field(min_length=3, max_length=260)] | None = None
-    """``HOST:PORT`` of this instance's own API, told to the router."""
-    heartbeat_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
-    """Time between two signs of life to the router."""
-    load_deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    """Longest time a request waits for a load before the rest is recomputed."""
-    lookup_wait_seconds: Annotated[float, Field(ge=0, le=1)] = 0.001
-    """Time one scheduling step may wait for Redis to say what it holds."""
-    lookup_deadline_seconds: Annotated[float, Field(gt=0, le=60)] = 0.1
-    """Longest time a request may wait for that answer before Redis counts as a miss."""
+    """``HOST:PORT`` of this instance's own API, for the proxy."""
+    heartbeat_seconds: Timeout = 2.0
+    """Time between two registrations."""
+    load_deadline_seconds: LoadDeadline = 10.0
+    """Deadline of a load. The rest is recomputed."""
     compute_or_load: Literal["auto", "always"] = "auto"
-    """Load only what is quicker than recompute, or always."""
+    """``auto`` loads only hits that are quicker to load than to recompute; ``always`` loads every
+    hit."""
     require_cache_salt: bool = False
-    """Neither load nor store requests without a ``cache_salt``."""
-    self_test: bool = True
-    """Store, load and compare a pattern at start; refuse to start on a mismatch."""
+    """Cache only requests that carry a ``cache_salt`` (multi-tenant serving)."""
     audit_share: Annotated[float, Field(ge=0, le=1)] = 0.001
-    """Share of hits whose last chunk is computed as well and compared; 0 audits nothing."""
+    """Fraction of hits that are audited: one chunk is recomputed and compared. The first hit of
+    each kind always is. 0 turns audits off."""
     weights_label: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """``file:PATH`` of a name for updated weights, by which engines of other parallel sizes share.
-    Read at resets of the external cache."""
+    """``file:PATH``: names updated weights, so that engines of other parallel sizes share them too;
+    read at resets of the external cache. Engines of the same size need none."""
     model_digest: ModelDigest = "full"
-    """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
-    shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
-    """Longest time shutdown waits for writes in progress."""
+    """How weights are recognised: ``full`` is a digest of every byte, read once; any other value is
+    taken as their name."""
 
     lmcache: dict[str, Any] = Field(default_factory=dict)
-    """``lmcache.NAME`` keys, handed to LMCache's own configuration."""
+    """``lmcache.NAME`` is passed to LMCache's own configuration as ``NAME``."""
+
+    _ranks_on_host: int = PrivateAttr(default=1)
 
     @property
     def wanted_chunk_size(self) -> int | None:
         """``None`` if the user leaves it to the model."""
         return self.chunk_size if "chunk_size" in self.model_fields_set else None
 
-    def with_chunk_size(self, chunk_size: int) -> ConnectorConfig:
-        """What the model was found to need."""
-        return self.model_copy(update={"chunk_size": chunk_size})
+    def fitted(self, chunk_size: int, ranks_on_host: int) -> ConnectorConfig:
+        """With the chunk size that the model was found to need, for one of so many ranks."""
+        fitted = self.model_copy(update={"chunk_size": chunk_size})
+        fitted._ranks_on_host = ranks_on_host
+        return fitted
+
+    @property
+    def rank_gib(self) -> float:
+        """What each rank has of ``cpu_gib``."""
+        return self.cpu_gib / self._ranks_on_host
 
     @property
     def hash_key_bytes(self) -> bytes | None:
@@ -194,9 +208,7 @@ class ConnectorConfig(StrictSettings):
             connect_timeout_seconds=self.redis_timeout_seconds,
             read_timeout_seconds=self.redis_timeout_seconds,
             write_timeout_seconds=self.redis_timeout_seconds,
-            num_connections=self.redis_connections,
-            # What waits to be written stays in the CPU tier: leave that room to breathe.
-            write_queue_bytes=min(self.redis_write_queue_mib * MIB, int(self.cpu_gib * 256 * MIB)),
+            write_queue_bytes=min(limits.MAX_QUEUED_BYTES, self._tier_bytes // 4),
         )
 
     @property
@@ -232,16 +244,18 @@ class ConnectorConfig(StrictSettings):
             hash_key=self.hash_key_bytes,
             connect_timeout_seconds=self.redis_timeout_seconds,
             read_timeout_seconds=self.redis_timeout_seconds,
-            num_connections=self.redis_connections,
             backoff_max_seconds=_FOUND_AGAIN_SECONDS,
         )
 
     @property
     def prefetch_bytes(self) -> int:
-        """Fetched ahead and not yet used: never more than a quarter of the CPU tier, nor half of a
-        tenant's share, or what comes for one request would push out what came for another."""
+        """Fetched ahead and not yet used, per rank."""
         share = min(0.25, self.tenant_share / 2)
-        return min(self.prefetch_mib * MIB, int(self.cpu_gib * share * 1024 * MIB))
+        return min(limits.MAX_PREFETCH_BYTES, int(self._tier_bytes * share)) if self.prefetch else 0
+
+    @property
+    def _tier_bytes(self) -> int:
+        return int(self.rank_gib * 2**30)
 
     def problems(self) -> Iterator[str]:
         try:
@@ -266,6 +280,18 @@ class ConnectorConfig(StrictSettings):
             yield f"the Redis tier: {error}"
 
 
+def check_settings(connector: str | None, extra_config: Mapping[str, Any]) -> None:
+    """Those of every ``LMCacheTieredConnector`` that vLLM's ``kv_connector_extra_config`` names,
+    inside a ``MultiConnector`` too. Raises :class:`ConfigError`."""
+    if connector == CONNECTOR:
+        parse_config(extra_config)
+    elif connector == "MultiConnector":
+        for each in extra_config.get("connectors", ()):
+            if isinstance(each, Mapping):  # else vLLM refuses it
+                extra = each.get("kv_connector_extra_config") or {}
+                check_settings(each.get("kv_connector"), extra)
+
+
 def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
     """Raises :class:`ConfigError` with one line per problem."""
     own, lmcache = {}, {}
@@ -274,4 +300,4 @@ def parse_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
             lmcache[key.removeprefix(_LMCACHE_PREFIX)] = value
         else:
             own[key] = value
-    return parse(ConnectorConfig, own, "kv_connector_extra_config", _GONE, lmcache=lmcache)
+    return parse(ConnectorConfig, own, "kv_connector_extra_config", limits.GONE, lmcache=lmcache)

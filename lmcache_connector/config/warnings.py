@@ -35,7 +35,6 @@ class Surroundings:
 
     max_model_len: int
     chunk_bytes: int
-    ranks_on_host: int
     available_bytes: int | None
     narrowest_window: int | None = None
 
@@ -87,23 +86,15 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
             "weights",
             "set file:PATH and write each label to that file, or leave it out",
         )
-    if config.redis_codec == "auto" and kv_role == "kv_producer":
-        yield StartupWarning(
-            "redis_codec auto measures the link by loads, and kv_role kv_producer loads nothing, "
-            "so no value is compressed",
-            "set redis_codec blosc2 or none",
-        )
     if config.redis_url is not None:
         return
-    # Peers are read as Redis is.
     reads = config.peers or config.peer_hosts
-    used = ("redis_timeout_seconds", "redis_connections") if reads else ()
-    unused = "redis_" if config.peers else ("redis_", "lookup_")
-    settings = config.model_fields_set.difference(used)
-    idle = sorted(name for name in settings if name.startswith(unused))
+    idle = {name for name in config.model_fields_set if name.startswith("redis_")}
+    if reads:
+        idle.discard("redis_timeout_seconds")  # peers are read as Redis is
     if idle:
         yield StartupWarning(
-            f"without redis_url nothing is done with {' and '.join(idle)}",
+            f"without redis_url nothing is done with {' and '.join(sorted(idle))}",
             "set it, or leave them out",
         )
     if kv_role == "kv_consumer" and not reads:
@@ -136,16 +127,17 @@ def size_warnings(config: ConnectorConfig, around: Surroundings) -> Iterator[Sta
             "lower chunk_size, if the block size allows it",
         )
     longest_bytes = around.max_model_len // config.chunk_size * around.chunk_bytes
-    if longest_bytes > config.cpu_gib * _GIB:
+    if longest_bytes > config.rank_gib * _GIB:
+        needed_gib = longest_bytes / _GIB * config.cpu_gib / config.rank_gib
         yield StartupWarning(
             f"cpu_gib {config.cpu_gib:g} holds less than one prompt of max_model_len "
             f"{around.max_model_len}, whose end would push out its beginning",
-            f"raise cpu_gib to {longest_bytes / _GIB + 0.05:.1f} or more",
+            f"raise cpu_gib to {needed_gib + 0.05:.1f} or more",
         )
-    available, wanted = around.available_bytes, config.cpu_gib * around.ranks_on_host * _GIB
-    if available is not None and wanted > available:
+    available = around.available_bytes
+    if available is not None and config.cpu_gib * _GIB > available:
         yield StartupWarning(
-            f"cpu_gib {config.cpu_gib:g} for each of {around.ranks_on_host} ranks is more than the "
-            f"{available / _GIB:.1f} GiB this host has left, which may run out as the tier fills",
+            f"cpu_gib {config.cpu_gib:g} is more than the {available / _GIB:.1f} GiB this host has "
+            "left, which may run out as the tier fills",
             "lower cpu_gib",
         )

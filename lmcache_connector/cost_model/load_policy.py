@@ -167,7 +167,7 @@ class LoadPolicy:
         answer took ``last_lookup_seconds``."""
         if self.model.mode == "always":
             return float("inf")
-        self.probes.want_news(is_bad=self.model.is_stalled(Tier.REDIS))
+        self.probes.request_if_stale(is_bad=self.model.is_stalled(Tier.REDIS))
         if self.model.is_stalled(Tier.REDIS):
             return 0.0
         compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
@@ -197,10 +197,6 @@ class LoadPolicy:
         gain_seconds = self._gain_seconds(Tier.REDIS, context_tokens, prompt_tokens, num_bytes)
         return found_share * gain_seconds > lost_seconds
 
-    def probe_now(self) -> None:
-        """Have Redis measured with the next step, however short ago it was."""
-        self.probes.want_now()
-
     def take_probe(self) -> bool:
         """Whether the workers shall measure Redis, asked once per step."""
         return self.probes.take()
@@ -218,15 +214,6 @@ class LoadPolicy:
         """Whether tokens ``[start, end)`` are quicker loaded from memory than computed, beside the
         steps that run now."""
         return self._gain_seconds(Tier.CPU, start, end, num_bytes) >= 0
-
-    def pays_from_redis(self, end: int, num_bytes: int) -> bool:
-        """Whether a prompt's first ``end`` tokens are quicker loaded from Redis than computed, at
-        the best of times: nothing else is to be loaded, and no step to be waited for. What is not
-        written then is never loaded: only a probe can tell that Redis has become quick."""
-        gain_seconds = self.model.gain_seconds(Tier.REDIS, 0, end, num_bytes, self._num_requests)
-        if gain_seconds < 0:
-            self.probes.want_news(is_bad=self.model.is_stalled(Tier.REDIS))
-        return gain_seconds >= 0
 
     def bytes_of(self, key: bytes) -> int:
         """Of what is stored under a key, on the rank with the largest share."""

@@ -23,23 +23,14 @@ class ProbePace:
         """Something was learned of Redis, by a probe or not."""
         self._heard_at = self._clock()
 
-    @property
-    def is_outdated(self) -> bool:
-        """Nothing has been heard of it for long."""
-        return self._clock() - self._heard_at > _FRESH_SECONDS
-
-    def want_news(self, *, is_bad: bool) -> None:
-        """``is_bad``: what was heard last. News that are old are wanted too."""
-        if is_bad or self.is_outdated:
+    def request_if_stale(self, *, is_bad: bool) -> None:
+        """``is_bad``: what was heard last. It is asked again, and so is what was heard long ago."""
+        if is_bad or self._clock() - self._heard_at > _FRESH_SECONDS:
             self.want()
 
     def want(self) -> None:
         """Whoever asks would use Redis, if it were quick."""
         self.is_wanted = True
-
-    def want_now(self) -> None:
-        """However short ago the last probe was."""
-        self.is_wanted, self._next_at = True, float("-inf")
 
     def restart(self) -> None:
         """A probe has changed what is known: the next ones may come soon."""

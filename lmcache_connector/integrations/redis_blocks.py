@@ -17,6 +17,7 @@ from functools import partial
 
 from blake3 import blake3
 
+from lmcache_connector.config import limits
 from lmcache_connector.integrations.settings import TierSettings
 from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.lookup.background_lookup import BackgroundLookup, Found
@@ -64,7 +65,7 @@ class RedisBlocks:
         config = settings.redis_tier_config()
         geometries = PartGeometries((_geometry(block_bytes),))
         self._lookup = BackgroundLookup(
-            RedisLookup(config, [geometries]), settings.lookup_deadline_seconds, time.monotonic
+            RedisLookup(config, [geometries]), limits.LOOKUP_DEADLINE_SECONDS, time.monotonic
         )
         self._tier = RedisTier(config, geometries)
         self._open = 0
@@ -75,10 +76,9 @@ class RedisBlocks:
         ]
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
-        """Whether each block is known to be in Redis. Blocks for ``lookup_deadline_seconds`` at
-        most."""
+        """Whether each block is known to be in Redis. Blocks for 0.1 s at most."""
         keys = self._keys(names)
-        answer = self._lookup.submit(keys).wait(self._settings.lookup_deadline_seconds)
+        answer = self._lookup.submit(keys).wait(limits.LOOKUP_DEADLINE_SECONDS)
         found = answer.keys if isinstance(answer, Found) else frozenset()
         return [key in found for key in keys]
 
@@ -118,12 +118,12 @@ class RedisBlocks:
         return False
 
     def close(self) -> None:
-        """Write what can be written within ``shutdown_seconds``, end the rest. Idempotent."""
-        self._tier.close(self._settings.shutdown_seconds)
+        """Write what can be written within 5 s, end the rest. Idempotent."""
+        self._tier.close(limits.SHUTDOWN_SECONDS)
         for _ in self._loaders:
             self._loads.put(None)
         for loader in self._loaders:
-            loader.join(self._settings.shutdown_seconds)
+            loader.join(limits.SHUTDOWN_SECONDS)
         self._lookup.close()
 
     def stats(self) -> RedisTierStats:

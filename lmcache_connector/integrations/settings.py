@@ -9,8 +9,8 @@ from pydantic import Field
 
 from lmcache_connector.config.model_digest import ModelDigest
 from lmcache_connector.config.strict import StrictSettings
-from lmcache_connector.config.tiered import HashKey, RedisUrl
-from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
+from lmcache_connector.config.tiered import HashKey, LoadDeadline, Namespace, RedisUrl, Timeout
+from lmcache_connector.storage.redis.config import RedisTierConfig
 
 
 class TierSettings(StrictSettings):
@@ -18,24 +18,16 @@ class TierSettings(StrictSettings):
 
     redis_url: RedisUrl
     """Redis or Valkey; may be ``env:NAME`` or ``file:PATH``."""
-    namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")] = "default"
+    namespace: Namespace = "default"
     """Instances share only inside one namespace."""
     hash_key: HashKey | None = None
     """Secret that keys names and values; may be ``env:NAME`` or ``file:PATH``."""
     redis_ttl_seconds: Annotated[int, Field(gt=0)] | None = None
     """Lifetime of values in Redis; none leaves it to the server's eviction."""
-    redis_connections: Annotated[int, Field(gt=0, le=64)] = 2
-    """Connections per server for reading, and at most as many for writing."""
-    redis_timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 2.0
+    redis_timeout_seconds: Timeout = 2.0
     """Longest wait for Redis to connect or to answer one request."""
-    redis_write_queue_mib: Annotated[int, Field(gt=0, le=1048576)] = 1024
-    """Bytes waiting to be written to Redis; above it, writes are dropped."""
-    load_deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    load_deadline_seconds: LoadDeadline = 10.0
     """Longest time that a load takes before what is missing is a miss."""
-    lookup_deadline_seconds: Annotated[float, Field(gt=0, le=60)] = 0.1
-    """Longest time that a look-up takes before what is not known is a miss."""
-    shutdown_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
-    """Longest time shutdown waits for writes in progress."""
     model_digest: ModelDigest = "full"
     """Identity of the weights: ``full``, a digest of every byte, or a name of your own."""
     locality: Literal["LOCAL", "REMOTE"] = "REMOTE"
@@ -58,8 +50,6 @@ class TierSettings(StrictSettings):
             connect_timeout_seconds=self.redis_timeout_seconds,
             read_timeout_seconds=self.redis_timeout_seconds,
             write_timeout_seconds=self.redis_timeout_seconds,
-            num_connections=self.redis_connections,
-            write_queue_bytes=self.redis_write_queue_mib * MIB,
         )
 
     def problems(self) -> Iterator[str]:

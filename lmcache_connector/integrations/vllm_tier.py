@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager, LookupPh
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from lmcache_connector.config import limits
 from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.strict import parse
 from lmcache_connector.integrations.redis_blocks import RedisBlocks
@@ -73,9 +74,9 @@ class RedisSecondaryTier(SecondaryTierManager):
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        parsed = parse(TierSettings, settings, "the secondary tier's configuration")
+        parsed = parse(TierSettings, settings, "the secondary tier's configuration", limits.GONE)
         self.locality = Locality(parsed.locality)
-        self._drain_seconds = parsed.load_deadline_seconds + parsed.shutdown_seconds
+        self._drain_seconds = parsed.load_deadline_seconds + limits.SHUTDOWN_SECONDS
         self._memory = primary_kv_view.cast("B")
         self._ended: deque[_Ended] = deque()
         self._events: list[OffloadingEvent] | None = None

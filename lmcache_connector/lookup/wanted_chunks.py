@@ -17,24 +17,9 @@ _MAX_PER_STEP = 256
 _MAX_TRACKED = 1 << 16
 
 
-class WantedSink:
-    """Takes what requests want and forgets it: for an engine that writes to no Redis.
-
-    ``has_news``: whether there is something to take.
-    """
-
-    has_news = False
-
-    def sight(self, keys: Sequence[bytes]) -> None:
-        """A request has this prompt."""
-
-    def take(self) -> tuple[bytes, ...]:
-        """What there is to tell the workers, at most 256 chunks."""
-        return ()
-
-
-class WantedChunks(WantedSink):
-    """Remembers the chunks told of last. O(1) per chunk. ``clock`` returns seconds.
+class WantedChunks:
+    """Remembers the chunks told of last. O(1) per chunk. ``clock`` returns seconds. ``has_news``:
+    whether there is something to take.
 
     Chunks that live in Redis for ``ttl_seconds`` are told of several times in their lives.
     """
@@ -49,8 +34,10 @@ class WantedChunks(WantedSink):
             self._interval_seconds = min(INTERVAL_SECONDS, ttl_seconds / 3)
         self._told_at: OrderedDict[bytes, float] = OrderedDict()
         self._news: list[bytes] = []
+        self.has_news = False
 
     def sight(self, keys: Sequence[bytes]) -> None:
+        """A request has this prompt."""
         now = self._clock()
         for key, is_held in zip(keys, self._index.has_each(keys), strict=True):
             if len(self._news) >= _MAX_PER_STEP:
@@ -64,6 +51,7 @@ class WantedChunks(WantedSink):
             self._told_at.popitem(last=False)
 
     def take(self) -> tuple[bytes, ...]:
+        """What there is to tell the workers, at most 256 chunks."""
         news, self._news = tuple(self._news), []
         self.has_news = False
         return news

@@ -267,18 +267,6 @@ class Wire:
                 unsent, silence = left, silence.again()
         return line
 
-    def receive_bytes(self, num_bytes: int, deadline: Deadline) -> bytes:
-        """Receive so many bytes behind the last line. Raises `WireError`.
-
-        Memory grows with what arrives.
-        """
-        silence = self._silence()
-        while len(self._line_buffer) < num_bytes:
-            self._buffer_more(deadline, silence)
-        data = bytes(self._line_buffer[:num_bytes])
-        del self._line_buffer[:num_bytes]
-        return data
-
     def next_line(self) -> bytes | None:
         """A line that has been received already, without its CRLF. Raises `WireError`."""
         end = self._line_buffer.find(b"\r\n")

@@ -26,7 +26,7 @@ from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.lookup.prefix_uses import PrefixUses
-from lmcache_connector.lookup.wanted_chunks import WantedSink
+from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.plans import LoadedAdapterList, RankReport, StepPlan
@@ -75,7 +75,7 @@ class SchedulerAdapter:
         metrics: SchedulerMetrics,
         auditor: Auditor,
         loaded_adapters: LoadedAdapters,
-        wanted: WantedSink,
+        wanted: WantedChunks | None,
         transfers: Transfers,
         spans: Spans | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -104,7 +104,7 @@ class SchedulerAdapter:
         self._uses = PrefixUses(settings.parts, index)
         self._jobs = jobs
         self._loads = LoadPlanner(settings, index, policy, tally, jobs.new_id)
-        self._stores = StorePlanner(settings, index, tally, jobs.new_id, policy)
+        self._stores = StorePlanner(settings, index, tally, jobs.new_id)
         self._prefetcher = Prefetcher(settings, policy, tally, jobs.new_id)
         self._dispatcher = JobDispatcher(
             settings,
@@ -161,7 +161,8 @@ class SchedulerAdapter:
         between steps; ``None``: ask again in the next step."""
         self._was_asked = True
         if not self.is_idle:
-            self._dispatcher.keep_read_blocks()
+            # While others run, a request that waits may wait for a store to have read its blocks.
+            self._dispatcher.held.keep_for_stores(self._jobs)
         if request.skip_reading_prefix_cache or request.request_id in self._to_compute:
             return 0, False
         num_tokens = self._match(request, num_computed_tokens)
@@ -258,7 +259,7 @@ class SchedulerAdapter:
             idle=not scheduled,
             prefill=prefill,
             probe=self.policy.probes.is_wanted and self._wants_probe(),
-            wanted=self.wanted.take() if self.wanted.has_news else (),
+            wanted=self.wanted.take() if self.wanted and self.wanted.has_news else (),
             uses=self._uses.take() if self._uses.new else (),
             unwanted=self._prefetcher.take_unwanted() if self._prefetcher.unwanted else (),
             adapter_question=adapters.take_question() if adapters.question else 0,
@@ -287,26 +288,26 @@ class SchedulerAdapter:
         if (state := self.book.finish(request)) is not None:
             self._dispatcher.finish(state, block_ids)
         if self.is_idle:  # a user who steps the engine may reset it next
-            self._dispatcher.unpin_all()
+            self._dispatcher.held.unpin_all()
         if state is not None and is_updating:
-            self._dispatcher.keep_blocks_of(state)
+            self._dispatcher.held.keep(self._jobs.blocks_read_of(state))
         return self.transfers.finished(request, state, block_ids)
 
     def take_events(self) -> Sequence[KvEvent]:
         """What the tiers took in and let go since the last call. vLLM has seen to all that a step
         has brought."""
         if self._dispatcher.held.is_holding:
-            self._dispatcher.updated()
+            self._dispatcher.held.put_back()
         return self.kv_events.take() if self.kv_events.has_news else ()
 
     @property
     def has_pinned_blocks(self) -> bool:
         """Whether stores hold blocks of vLLM's."""
-        return self._dispatcher.has_pins
+        return self._dispatcher.held.num_pins > 0
 
     def will_free_blocks(self) -> bool:
         """A step has found no free blocks: whether it does better to wait than to preempt."""
-        return self._dispatcher.will_free_blocks()
+        return self._dispatcher.held.will_free()
 
     @property
     def has_unattended_jobs(self) -> bool:
@@ -394,23 +395,17 @@ class SchedulerAdapter:
         state = self.book.enter(request, wait)
         if not isinstance(state, RequestState) or state is known:
             return state
-        if self._belongs_in_redis(state):
+        if self.wanted:
             num_parts = len(self._settings.parts)
             for part in range(num_parts):
                 self.wanted.sight(keys_of_part(state.keys.keys, part, num_parts))
-            self._uses.add(state.keys.keys, state.claim)
+        self._uses.add(state.keys.keys, state.claim)
         if self._settings.loads and not request.skip_reading_prefix_cache:
             self.spans.begin(request, "lookup")
             self.hits.ask(state.lookup, first=0)
             if not self.transfers.is_coming(request.request_id):
                 self._prefetcher.queued(state)
         return state
-
-    def _belongs_in_redis(self, state: RequestState) -> bool:
-        """Whether what memory holds of the prompt shall be in Redis as well."""
-        if self._settings.redis_admission != "worth":
-            return True
-        return self._stores.could_win(state, len(state.keys.keys))
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:
         """How many tokens can be loaded after the computed ones; ``None``: ask again."""
@@ -422,7 +417,7 @@ class SchedulerAdapter:
         hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if hit is PENDING:
             return None
-        self._dispatcher.found(state, hit)
+        self._stores.found(state, hit)
         if not state.transfer.loads:  # it is loaded to the end, or to no purpose
             hit = self._auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(state, num_computed_tokens, hit)
@@ -431,7 +426,7 @@ class SchedulerAdapter:
         """What is computed from now on may be of other weights."""
         self._auditor.doubt()
         self.witness.forget()
-        self._dispatcher.unpin_all()
+        self._dispatcher.held.unpin_all()
         self._dispatcher.abandon(self.book.drop_all())
 
     def _name_weights(self) -> None:

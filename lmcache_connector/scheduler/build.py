@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lmcache_connector.audit.limits import NoiseGauge
 from lmcache_connector.audit.root_epochs import RootEpochs
 from lmcache_connector.audit.sampler import AuditSampler
+from lmcache_connector.config import limits
 from lmcache_connector.config.folders import user_cache_folder
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.weights_label import read_weights_label
@@ -26,7 +27,7 @@ from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
-from lmcache_connector.lookup.wanted_chunks import WantedChunks, WantedSink
+from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.metrics.tally import Tally
 from lmcache_connector.peers.routing import Router
 from lmcache_connector.plans import RankStart
@@ -89,7 +90,7 @@ def build_scheduler(
     loaded = LoadedAdapters(model.world_size)
     noise = NoiseGauge(model.parts[0].formats)
     learn = partial(_learn_layers, model, policy, redis, noise)
-    wanted = WantedSink()
+    wanted = None
     if stores and config.redis_tier_config() is not None:
         wanted = WantedChunks(index, time.monotonic, config.redis_ttl_seconds)
     transfers = _make_transfers(
@@ -171,7 +172,7 @@ def _make_hits(
     if redis is None:
         finder = HitFinder(settings.parts, settings.chunk_size, index, tally)
         return finder, SchedulerMetrics(tally, clock), None
-    lookup = BackgroundLookup(redis, config.lookup_deadline_seconds, clock)
+    lookup = BackgroundLookup(redis, limits.LOOKUP_DEADLINE_SECONDS, clock)
     hits = RedisHitFinder(
         settings.parts,
         settings.chunk_size,
@@ -308,7 +309,7 @@ def _settings(
         redis_admission=config.redis_admission,
         weak_block_hashes=weak_block_hashes,
         load_deadline_seconds=config.load_deadline_seconds,
-        step_wait_seconds=config.lookup_wait_seconds,
+        step_wait_seconds=limits.LOOKUP_WAIT_SECONDS,
         prefetch_bytes=config.prefetch_bytes,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,

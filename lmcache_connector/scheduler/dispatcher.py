@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from lmcache_connector.kv_events.log import BlockRun, KvEventSink
 from lmcache_connector.kv_events.vllm_events import describe_chunk
 from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
-from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder
@@ -82,10 +81,6 @@ class JobDispatcher:
         self._least_block = min(part.block_size for part in settings.parts)
         self.in_use = BlocksInUse(settings.num_batches, is_told=settings.is_prefix_only)
 
-    def found(self, state: RequestState, hit: Hit) -> None:
-        """The request has been looked up."""
-        self._stores.found(state, hit)
-
     # -- planning ------------------------------------------------------------------------------
 
     def plan_load(
@@ -153,32 +148,6 @@ class JobDispatcher:
             self._end(planned)
 
     # -- blocks that stores read -----------------------------------------------------------------
-
-    @property
-    def has_pins(self) -> bool:
-        return self.held.num_pins > 0
-
-    def will_free_blocks(self) -> bool:
-        """vLLM has found too few, and asks whether to wait for a step."""
-        return self.held.will_free()
-
-    def unpin_all(self) -> None:
-        """vLLM may have back what it wants."""
-        self.held.unpin_all()
-
-    def keep_read_blocks(self) -> None:
-        """While others run, a request that waits may wait for a store to have read its blocks.
-        Once a step."""
-        self.held.keep_for_stores(self._jobs)
-
-    def keep_blocks_of(self, state: RequestState) -> None:
-        """Those that the request's stores read, until :meth:`updated`."""
-        self.held.keep(self._jobs.blocks_read_of(state))
-
-    def updated(self) -> None:
-        """vLLM has seen to all that a step has brought. Nothing to do unless something
-        :attr:`held` is."""
-        self.held.put_back()
 
     def cancel_overwritten(self) -> None:
         """Stores that read blocks vLLM has handed out: the step being planned overwrites them."""

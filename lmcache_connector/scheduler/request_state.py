@@ -11,7 +11,7 @@ from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.lookup.request_lookup import RequestLookup
 from lmcache_connector.plans import Claim, LoadJob, PeerSource, PrefetchJob
 
-RedisAdmission = Literal["all", "reused", "worth"]
+RedisAdmission = Literal["all", "reused"]
 """See `ConnectorConfig.redis_admission`."""
 
 
@@ -127,7 +127,7 @@ class StoreState:
     """The stores of a request. Written by the :class:`StorePlanner`.
 
     Chunks before ``next_chunk`` have been planned, or were there. Chunks before ``num_sighted``
-    have been counted as wanted, once however often they are planned, or sent on to Redis.
+    have been counted as wanted, once however often they are planned.
     ``junction``: the chunk before which others that share the request's beginning will want its
     windows to end. ``has_tail``: the tail has been planned.
     """

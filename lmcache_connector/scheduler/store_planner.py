@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
 
-from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import are_there, blocks_between, blocks_of
-from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_load
+from lmcache_connector.kv_parts.hit import Hit, first_token_to_load
 from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part, part_key
 from lmcache_connector.kv_parts.planned_ends import PlannedEnds
 from lmcache_connector.lookup.chunk_index import ChunkIndex
@@ -62,9 +61,7 @@ class StorePlanner:
     last: they are planned in the step that computes the chunk, and so is the rest of it.
 
     With ``redis_admission`` "reused" a chunk goes to the CPU tier alone at first, and on to Redis
-    with the next request that has it in its prompt. With "worth" it goes on as soon as all that is
-    known of its request could win a load, and so do the chunks before it. Owns the store part of
-    every request's state.
+    with the next request that has it in its prompt. Owns the store part of every request's state.
     """
 
     def __init__(
@@ -73,10 +70,8 @@ class StorePlanner:
         index: ChunkIndex,
         tally: Tally,
         new_job_id: Callable[[], int],
-        policy: LoadPolicy,
     ) -> None:
         self._settings = settings
-        self._policy = policy
         self._index = index
         self._tally = tally
         self._new_job_id = new_job_id
@@ -126,13 +121,10 @@ class StorePlanner:
         if end <= store.next_chunk and not snapshots and tail is None:
             return None
         state.keys.extend(state.request.all_token_ids)
-        first = store.next_chunk
-        if self._settings.redis_admission == "worth":
-            first = min(first, store.num_sighted)
-        redis_keys = self._redis_keys(state, end)
-        if redis_keys is not None and not redis_keys:
-            first = store.next_chunk
-        runs = self._runs(state, range(first, end), redis_keys, resolve_block_ids)
+        is_all = self._settings.redis_admission == "all" or state.transfer.stores
+        redis_keys = None if is_all else self._reused_keys(state, end)
+        new = range(store.next_chunk, end)
+        runs = self._runs(state, new, redis_keys, resolve_block_ids)
         runs += [
             self._run(state, snapshot.part, [snapshot.num_chunks - 1], [snapshot.block_ids])
             for snapshot in snapshots
@@ -158,18 +150,6 @@ class StorePlanner:
         self._tally.count("store_jobs")
         return job
 
-    def could_win(self, state: RequestState, end: int) -> bool:
-        """Whether a hit of the request's chunks before ``end`` could be quicker loaded from Redis
-        than computed."""
-        parts, size = self._settings.parts, self._settings.chunk_size
-        num_bytes = sum(
-            self._policy.bytes_of(part_key(state.keys.keys[0], number, len(parts)))
-            * len(chunks_to_load(part, size, 0, end * size))
-            for number, part in enumerate(parts)
-            if end
-        )
-        return end > 0 and self._policy.pays_from_redis(end * size, num_bytes)
-
     def ended(self, state: RequestState, job: StoreJob, results: Sequence[JobResult]) -> None:
         """All ranks have reported, or none was asked: the blocks were reused too soon."""
         state.store.job_ids.discard(job.job_id)
@@ -186,31 +166,6 @@ class StorePlanner:
             known = min(known, request.num_prompt_tokens)
         known -= self._settings.lookahead
         return int(min(num_witnessed_tokens, known) // self._settings.chunk_size)
-
-    def _redis_keys(self, state: RequestState, end: int) -> frozenset[bytes] | None:
-        """Of the chunks before ``end``, those that shall go on to Redis now. ``None``: all that are
-        stored."""
-        if self._settings.redis_admission == "all" or state.transfer.stores:
-            return None
-        if self._settings.redis_admission == "reused":
-            return self._reused_keys(state, end)
-        return self._worthy_keys(state, end)
-
-    def _worthy_keys(self, state: RequestState, end: int) -> frozenset[bytes]:
-        """All that have not gone on yet, if a hit of them all could win a load, and those that no
-        memory holds."""
-        if not self.could_win(state, end):
-            return frozenset()
-        new = state.keys.keys[state.store.num_sighted : end]
-        state.store.num_sighted = max(state.store.num_sighted, end)
-        first_time = {key for key in new if self._reuse_tracker.sight(key) == 1}
-        num_parts = len(self._settings.parts)
-        return frozenset(
-            own
-            for number in range(num_parts)
-            for key, own in zip(new, keys_of_part(new, number, num_parts), strict=True)
-            if key in first_time or own not in self._index
-        )
 
     def _reused_keys(self, state: RequestState, end: int) -> frozenset[bytes]:
         """Chunks that this request is the second to want, and those wanted before that no memory

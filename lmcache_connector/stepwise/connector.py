@@ -126,7 +126,7 @@ class LMCacheConnector:
         paged.tiers.finish_stores()
 
     def close(self) -> None:
-        """Write what is queued for Redis, within ``shutdown_seconds``, and let go of all memory and
+        """Write what is queued for Redis, within 5 s, and let go of all memory and
         threads. Idempotent."""
         self._is_closed = True
         if self._paged is not None and os.getpid() == self._process:

@@ -30,7 +30,7 @@ from lmcache_connector.stepwise.module_state import (
     is_readable,
 )
 from lmcache_connector.vllm_compat.canonical import canonical
-from lmcache_connector.vllm_compat.excused import EXCUSED
+from lmcache_connector.vllm_compat.excused import NOT_PART_OF_IDENTITY
 
 _ADAPTERS = "peft"
 
@@ -165,7 +165,7 @@ def _unreadable(name: str) -> UnsupportedError:
 
 
 def _configuration(config: object) -> Any:
-    excused = EXCUSED["PreTrainedConfig"]
+    excused = NOT_PART_OF_IDENTITY["PreTrainedConfig"]
     try:
         return canonical(config, "config", lambda owner, field: field in excused)
     except UnsupportedError as error:

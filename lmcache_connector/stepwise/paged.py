@@ -48,7 +48,7 @@ class PagedSequences:
         blocks = as_layers(kv_caches)
         form = KVForm.of(blocks)
         self._block_size: int = blocks[0].shape[2]
-        self._config = config = config.with_chunk_size(_chunk_size(config, self._block_size))
+        self._config = config = config.fitted(_chunk_size(config, self._block_size), 1)
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
         self._identity = ModelIdentity(model, engine, form, config, place, functions)

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
-    """Of ``kv_connector_extra_config``. With an LMCache that nobody has tested, the self-test runs
-    and nothing is shared with tested ones. Raises ``ConfigError`` with all that is wrong, or
+    """Of ``kv_connector_extra_config``. With an LMCache that nobody has tested, nothing is
+    shared with tested ones. Raises ``ConfigError`` with all that is wrong, or
     ``UnsupportedError``."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"settings are a dict of kv_connector_extra_config, not {config!r:.60}")
@@ -25,10 +25,7 @@ def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
     if not standing.unverified:
         return settings
     logger.warning(
-        "%s was not tested with this release: the self-test runs, and nothing is shared with "
-        "instances of tested versions",
+        "%s was not tested with this release: nothing is shared with instances of tested versions",
         ", ".join(standing.unverified),
     )
-    return settings.model_copy(
-        update={"namespace": standing.namespace(settings.namespace), "self_test": True}
-    )
+    return settings.model_copy(update={"namespace": standing.namespace(settings.namespace)})

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lmcache_connector.config import limits
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.copy_kv_blocks.copier import make_copier
 from lmcache_connector.cost_model.cost_model import CostModel
@@ -122,7 +123,7 @@ class Tiers:
         settings = EngineSettings(
             rank=0,
             world_size=1,
-            cpu_gib=config.cpu_gib,
+            rank_gib=config.rank_gib,
             overrides=config.lmcache,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
         )
@@ -177,8 +178,7 @@ class Tiers:
         end = held.index(False) if False in held else len(held)
         if end == 0:
             return None
-        if self._may_win_from_redis(len(keys)):
-            self._engine.want([k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a])
+        self._engine.want([k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a])
         decision = self._policy.decide(
             context_tokens, max(num_tokens, context_tokens + 1), wanted[:end], are_in_cpu[:end]
         )
@@ -237,14 +237,12 @@ class Tiers:
         self._learn()
         if all(self._index.has_each(keys)):
             return
-        is_reused_only = self._config.redis_admission == "reused"
-        goes_on = not is_reused_only and self._may_win_from_redis(first + len(keys))
         self._last_job += 1
         job = StoreJob(
             job_id=self._last_job,
             request_id=f"store {self._last_job}",
             runs=(_run_of(keys, first, blocks),),
-            redis_keys=None if goes_on else frozenset(),
+            redis_keys=None if self._config.redis_admission == "all" else frozenset(),
         )
         self._index.plan(keys, job.job_id)
         self._gates[job.job_id] = UnwrittenGate(part.groups[0].owners)
@@ -256,8 +254,8 @@ class Tiers:
         self._learn()
 
     def close(self) -> None:
-        """Bounded: queued writes to Redis get ``shutdown_seconds``, and what is stored as much."""
-        seconds = self._config.shutdown_seconds
+        """Bounded: queued writes to Redis get 5 s, and what is stored as much."""
+        seconds = limits.SHUTDOWN_SECONDS
         self._jobs.finish_stores(seconds)
         self._learn()
         self._probe.close(seconds)
@@ -297,7 +295,7 @@ class Tiers:
         )
 
     def _wait_for(self, job: LoadJob) -> JobResult:
-        until = self._clock() + job.deadline_seconds + self._config.shutdown_seconds
+        until = self._clock() + job.deadline_seconds + limits.SHUTDOWN_SECONDS
         while True:
             for ended in self._settle():
                 if ended.job is job and ended.result is not None:
@@ -342,19 +340,11 @@ class Tiers:
         if seconds == 0.0:
             return frozenset()
         pending = self._lookup.submit(missing)
-        answer = pending.wait(min(seconds, self._config.lookup_deadline_seconds))
+        answer = pending.wait(min(seconds, limits.LOOKUP_DEADLINE_SECONDS))
         if isinstance(answer, Pending):
             pending.cancel()
             return frozenset()
         return answer.keys
-
-    def _may_win_from_redis(self, num_chunks: int) -> bool:
-        """Whether a sequence's first chunks belong in Redis: with ``redis_admission`` "worth" only
-        if a hit of them all could be quicker loaded than computed."""
-        if self._config.redis_admission != "worth":
-            return True
-        num_tokens, num_bytes = num_chunks * self._config.chunk_size, num_chunks * self.chunk_bytes
-        return self._policy.pays_from_redis(num_tokens, num_bytes)
 
     def _make_probe(self, root: Mapping[str, object]) -> RedisProbe | NoProbe:
         if self._tier is None or self._config.compute_or_load == "always":
@@ -365,9 +355,7 @@ class Tiers:
         return RedisProbe(self._tier, keys, self._clock)
 
     def _calibrate(self) -> None:
-        found = None
-        if self._config.self_test:
-            found = run_self_test(self._engine, [self._part], self._clock)
+        found = run_self_test(self._engine, [self._part], self._clock)
         local = TransferTime(found.num_bytes, found.load_seconds) if found else None
         until = self._clock() + _FIRST_PROBE_SECONDS
         while self._probe.is_busy and self._clock() < until:
@@ -410,4 +398,4 @@ def _background_lookup(
     from lmcache_connector.storage.redis.lookup import RedisLookup
 
     redis = RedisLookup(tier_config, [PartGeometries((part.geometry,))])
-    return BackgroundLookup(redis, config.lookup_deadline_seconds, clock)
+    return BackgroundLookup(redis, limits.LOOKUP_DEADLINE_SECONDS, clock)

@@ -28,6 +28,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
+from lmcache_connector.config import limits
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.paged import PagedSequences
@@ -79,7 +80,7 @@ class TieredBatching:
                 "TieredBatching needs layers of full attention alone, and allow_block_sharing."
             )
         manager.batch_processor = processor  # which start() takes over
-        self._config = read_settings(config)
+        settings = read_settings(config)
         self._manager = manager
         self._cache = cache
         self._allocator = cache.cache_allocators[FULL_ATTENTION]
@@ -87,7 +88,7 @@ class TieredBatching:
         self._stream = processor.inputs_and_outputs.compute_stream
         name = f"{_ENGINE} {version(_ENGINE)} paged"
         self._paged = PagedSequences(
-            self._config,
+            settings,
             name,
             None,
             model,
@@ -124,12 +125,12 @@ class TieredBatching:
 
     def close(self) -> None:
         """Stop the manager, unless it has: its requests fail then. Write what is queued for Redis,
-        within ``shutdown_seconds``, and let go of the manager and all memory and threads.
+        within 5 s, and let go of the manager and all memory and threads.
         Idempotent."""
         if self._hooks:
             if self._manager.is_running():
-                seconds = self._config.shutdown_seconds
-                self._manager.stop(block=True, timeout=seconds, hard_stop=True)
+                timeout = limits.SHUTDOWN_SECONDS
+                self._manager.stop(block=True, timeout=timeout, hard_stop=True)
             for hook in self._hooks:
                 hook.remove()
             self._hooks = ()

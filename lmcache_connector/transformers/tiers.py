@@ -122,7 +122,7 @@ class KVTiers:
                 self._tiers.finish_stores()
 
     def close(self) -> None:
-        """Write what is queued for Redis, within ``shutdown_seconds``, and let go of the model and
+        """Write what is queued for Redis, within 5 s, and let go of the model and
         all memory and threads. Idempotent. Caches made here are plain ones afterwards."""
         for hook in self._hooks:
             hook.remove()

@@ -26,11 +26,11 @@ from lmcache_connector.vllm_compat.api.versions import TOKEN_FORM
 from lmcache_connector.vllm_compat.canonical import IsExcused, canonical
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.excused import (
-    EXCUSED,
+    CONDITIONALLY_IGNORED,
     INDEPENDENT_OF_LENGTH,
     INDEPENDENT_ROPE_TYPES,
+    NOT_PART_OF_IDENTITY,
     PLAIN_LOAD_FORMATS,
-    SOMETIMES,
 )
 from lmcache_connector.vllm_compat.excused_environment import EXCUSED_ENVIRONMENT
 from lmcache_connector.vllm_compat.model_code import model_code
@@ -121,9 +121,9 @@ def _excuses(vllm_config: VllmConfig) -> IsExcused:
     def is_excused(owner: object, field: str) -> bool:
         for kind in type(owner).__mro__:
             if kind.__module__.startswith(_OWNERS):
-                if field in EXCUSED.get(kind.__name__, {}):
+                if field in NOT_PART_OF_IDENTITY.get(kind.__name__, {}):
                     return True
-                if field in SOMETIMES.get(kind.__name__, {}):
+                if field in CONDITIONALLY_IGNORED.get(kind.__name__, {}):
                     return conditions[field]
         return False
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from lmcache_connector.config.tiered import check_settings
 from lmcache_connector.plans import WeightsInMemory
 from lmcache_connector.requests.background_read import BackgroundReads, Reading
 from lmcache_connector.vllm_compat.api.versions import (
@@ -39,6 +40,7 @@ from lmcache_connector.vllm_compat.tensor_digest import (
 )
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
@@ -294,17 +296,20 @@ def worker_on_stack() -> WorkerBase | None:
 
 
 def watch_loading() -> None:
-    """Before any model is loaded: note when each worker is made, and digest the weights that vLLM
-    hands to oneDNN. Called in every process of vLLM's; imports nothing that is not there."""
+    """Before any model is loaded: have each worker read the connector's settings, note when it is
+    made, and digest the weights that vLLM hands to oneDNN. Called in every process of vLLM's;
+    imports nothing that is not there."""
     workers = sys.modules.get("vllm.v1.worker.worker_base")
     if workers is not None and _MADE_AT not in vars(workers.WorkerBase):
         init = workers.WorkerBase.__init__
 
         @wraps(init)
-        def made(worker: Any, *args: Any, **kwargs: Any) -> None:
+        def made(worker: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+            if (transfer := vllm_config.kv_transfer_config) is not None:
+                check_settings(transfer.kv_connector, transfer.kv_connector_extra_config)
             _hidden.worker_made_at = time.time()
             setattr(worker, _MADE_AT, _hidden.worker_made_at)
-            init(worker, *args, **kwargs)
+            init(worker, vllm_config, *args, **kwargs)
 
         setattr(workers.WorkerBase, _MADE_AT, None)
         workers.WorkerBase.__init__ = made

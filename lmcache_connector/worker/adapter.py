@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lmcache_connector.config import limits
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, make_copier
 from lmcache_connector.kv_layout.part_layout import PartLayout
 from lmcache_connector.metrics.samples import Samples
@@ -50,7 +51,7 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
-from lmcache_connector.worker.self_test import SelfTestResult, run_self_test
+from lmcache_connector.worker.self_test import run_self_test
 from lmcache_connector.worker.step_gate import StepGate
 from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
 
@@ -88,8 +89,6 @@ class WorkerSettings:
 
     engine: EngineSettings
     parts: tuple[PartLayout, ...]
-    self_test: bool
-    shutdown_seconds: float
     probe_keys: tuple[bytes, ...] = ()
     configuration: tuple[tuple[str, str], ...] = ()
     blocks_are_zeroed: bool = False
@@ -134,10 +133,8 @@ class WorkerAdapter:
         self._peers = make_peers() if make_peers else None
         self._engine = LMCacheEngineAdapter(settings.engine, parts, self._copier, tier, self._peers)
         self._probe = _make_probe(tier, settings.probe_keys, clock)
-        self.self_test: SelfTestResult | None = None
-        if settings.self_test:
-            self.self_test = run_self_test(self._engine, parts, clock)
-        max_bytes = int(settings.engine.cpu_gib * 2**30 * _TRANSFER_SHARE)
+        self.self_test = run_self_test(self._engine, parts, clock)
+        max_bytes = int(settings.engine.rank_gib * 2**30 * _TRANSFER_SHARE)
         chunks = self._engine.chunks
         self._transfers = Transfers(chunks, max_bytes, settings.lease_seconds, clock)
         self._jobs = JobQueue(
@@ -279,8 +276,8 @@ class WorkerAdapter:
         return False
 
     def shutdown(self) -> None:
-        """Bounded by ``shutdown_seconds`` (for the lanes, and again for writes to Redis)."""
-        seconds = self._settings.shutdown_seconds
+        """Bounded by 5 s (for the lanes, and again for writes to Redis)."""
+        seconds = limits.SHUTDOWN_SECONDS
         self._gate.shut()
         self._probe.close(seconds)
         if not self._jobs.close(seconds):
@@ -453,7 +450,7 @@ class WorkerAdapter:
         return RankSnapshot(
             queued_jobs=self._jobs.num_open,
             cpu_used_bytes=self._engine.used_bytes,
-            cpu_capacity_bytes=int(settings.engine.cpu_gib * 2**30),
+            cpu_capacity_bytes=int(settings.engine.rank_gib * 2**30),
             holdings=self._engine.holdings(),
             redis=self._tier.stats() if self._tier is not None else None,
             peers=self._peers.counts() if self._peers is not None else TierCounts(),

@@ -67,7 +67,8 @@ def build_worker(
     ``SelfTestError`` for what cannot be served.
     """
     model = describe_model(vllm_config, kv_cache_config, chunk_size=config.wanted_chunk_size)
-    config = config.with_chunk_size(model.chunk_size)
+    ranks_on_host = vllm_config.parallel_config.local_world_size
+    config = config.fitted(model.chunk_size, ranks_on_host)
     settings = replace(
         _worker_settings(config, model, vllm_config, kv_events),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
@@ -77,7 +78,6 @@ def build_worker(
     doubt = cuda_code_warning()
     if doubt is not None:
         logger.warning("%s", doubt)
-        settings = replace(settings, self_test=True)
     if model.rank == 0:
         _log_warnings(config, vllm_config, model)
     lora_config = vllm_config.lora_config
@@ -112,7 +112,7 @@ def _worker_settings(
         engine=EngineSettings(
             rank=model.rank,
             world_size=model.world_size,
-            cpu_gib=config.cpu_gib,
+            rank_gib=config.rank_gib,
             overrides=config.lmcache,
             tenant_share=config.tenant_share,
             pin_share=config.pin_share,
@@ -120,8 +120,6 @@ def _worker_settings(
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
         ),
         parts=model.parts,
-        self_test=config.self_test,
-        shutdown_seconds=config.shutdown_seconds,
         probe_keys=_probe_keys(config, model) if loads else (),
         configuration=tuple(sorted(model.configuration.items())),
     )
@@ -184,7 +182,7 @@ def _peer_server_maker(
     port = address.port + first_rank + model.rank
     ranks = zip(*(part.geometries for part in model.parts), strict=True)
     geometries = [PartGeometries(parts) for parts in ranks]
-    leased_bytes = int(config.cpu_gib * 2**30 * _LEASED_SHARE)
+    leased_bytes = int(config.rank_gib * 2**30 * _LEASED_SHARE)
 
     def start(chunks: Chunks, transfers: Transfers) -> PeerServer:
         commands = Commands(
@@ -233,7 +231,6 @@ def _log_warnings(
     around = Surroundings(
         max_model_len=vllm_config.model_config.max_model_len,
         chunk_bytes=_prefix_bytes(model),
-        ranks_on_host=vllm_config.parallel_config.local_world_size,
         available_bytes=available_memory(),
         narrowest_window=min(
             (part.part.span for part in model.parts if part.part.rule is Rule.WINDOW), default=None

@@ -95,7 +95,7 @@ class LMCacheEngineAdapter:
     ) -> None:
         self._parts = parts
         self._sizes = ValueSizes(PartGeometries(tuple(part.geometry for part in parts)))
-        self._piece_bytes = int(settings.cpu_gib * 2**30 * _PIECE_SHARE)
+        self._piece_bytes = int(settings.rank_gib * 2**30 * _PIECE_SHARE)
         self._jobs_until_drain = _JOBS_BETWEEN_DRAINS
         metadata = make_metadata(settings, self._sizes)
         self._database = PlannedTokenDatabase(metadata)
@@ -113,7 +113,7 @@ class LMCacheEngineAdapter:
                 source.close(0.0)
             self._engine.close()
             raise ConfigError("LMCache did not start the Redis tier; its log says why")
-        capacity_bytes = settings.cpu_gib * 2**30
+        capacity_bytes = settings.rank_gib * 2**30
         limits = Limits.of(capacity_bytes, settings.tenant_share, settings.pin_share)
         self._ledger = Ledger(limits, clock)
         LedgerPolicy(self._ledger, self._database.engine_key).install(self._cpu)

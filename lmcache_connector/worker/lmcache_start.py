@@ -6,7 +6,7 @@ import importlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 class EngineSettings:
     """One rank's engine.
 
-    ``cpu_gib`` is the size of its CPU tier, of which a tenant keeps ``tenant_share`` while others
+    ``rank_gib`` is the size of its CPU tier, of which a tenant keeps ``tenant_share`` while others
     want the room, and ``pin_share`` may be pinned. ``overrides`` are the user's ``lmcache.*`` keys.
     ``report_writes``: remember which chunks have come to Redis. ``pace``: of offering chunks to
     Redis again.
@@ -63,7 +63,7 @@ class EngineSettings:
 
     rank: int
     world_size: int
-    cpu_gib: float
+    rank_gib: float
     overrides: dict[str, Any] = field(default_factory=dict)
     tenant_share: float = 1.0
     pin_share: float = 0.0
@@ -126,6 +126,11 @@ def start_engine(
     return engine
 
 
+def check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raises :class:`ConfigError` for ``lmcache.*`` settings that cannot be used."""
+    _engine_config(EngineSettings(0, 1, 1.0, dict(overrides)), 1, None, None)
+
+
 def _engine_config(
     settings: EngineSettings,
     chunk_size: int,
@@ -135,7 +140,7 @@ def _engine_config(
     values: dict[str, Any] = {
         "chunk_size": chunk_size,
         "local_cpu": True,
-        "max_local_cpu_size": settings.cpu_gib,
+        "max_local_cpu_size": settings.rank_gib,
         "save_unfull_chunk": False,
         "cache_policy": "LRU",  # until ours is put in its place
         "py_enable_gc": True,  # otherwise it disables the garbage collector of the whole process
@@ -163,7 +168,7 @@ def _refuse_unusable(names: Set[str], own: Set[str]) -> None:
     """``own`` are set here. What LMCache does not know it would leave out without a word."""
     if clash := sorted(names & own):
         raise ConfigError(f"lmcache.{clash[0]} is set by the connector itself; leave it out")
-    valid = sorted(LMCacheEngineConfig.from_defaults().to_dict().keys() - own)
+    valid = sorted(LMCacheEngineConfig.from_defaults().to_dict())
     if unknown := sorted(names - set(valid)):
         raise ConfigError(f"lmcache.{unknown[0]}: {unknown_key(unknown[0], valid)}")
 

@@ -103,7 +103,7 @@ class _Trial:
     def round_trip(self, pattern: Sequence[torch.Tensor]) -> SelfTestResult:
         self.write(pattern)
         never, started = threading.Event(), self.clock()
-        store = StoreJob(0, "self-test", (self.run_of_one,))
+        store = StoreJob(0, "self-test", (self.run_of_one,), redis_keys=frozenset())
         stored = self.engine.store(store, self.engine.fence(), never, StepGate())
         store_seconds = self.clock() - started
         self.write([torch.zeros_like(layer) for layer in pattern])

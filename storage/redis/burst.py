@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import Wire, WireError, WireFault
-from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Buffer, encode_header, may_be_value
+from lmcache_connector.storage.chunk_codec import HEADER_BYTES, encode_header, may_be_value
+from lmcache_connector.storage.compression import compress
 from lmcache_connector.storage.geometry import Stripe
 from lmcache_connector.storage.redis.client.resp import (
     command,
@@ -31,8 +32,6 @@ from lmcache_connector.storage.redis.counters import Counters, WriteEnd
 from lmcache_connector.storage.redis.recent_keys import RecentKeys
 from lmcache_connector.storage.redis.value_names import chunk_tag, claim_suffix, stripe_suffix
 from lmcache_connector.storage.redis.write_queue import PendingWrite
-
-Compress = Callable[[Buffer, str], bytes | None]
 
 _MAX_KEYS = 4096
 _LENGTH_BYTES = 20
@@ -95,9 +94,9 @@ class _Chunk:
 
 
 class Burst:
-    """``compress(payload, dtype)`` returns what to store instead, or None. ``on_end(write, end)``
-    is called as each chunk is done with. ``deadline`` bounds each send. ``num_bytes``: stored bytes
-    of payloads that were set. ``was_redirected``: some chunks live elsewhere."""
+    """``on_end(write, end)`` is called as each chunk is done with. ``deadline`` bounds each send.
+    ``num_bytes``: stored bytes of payloads that were set. ``was_redirected``: some chunks live
+    elsewhere."""
 
     def __init__(
         self,
@@ -106,11 +105,9 @@ class Burst:
         deadline: Deadline,
         counters: Counters,
         notes: WriterNotes,
-        compress: Compress,
         on_end: Callable[[PendingWrite, WriteEnd], None],
     ) -> None:
         self._plan = plan
-        self._compress = compress
         self._wire = wire
         self._deadline = deadline
         self._counters = counters
@@ -218,8 +215,8 @@ class Burst:
             write, stripe = value.chunk.write, value.stripe
             stored: bytes | memoryview = write.buffer[stripe.offset :][: stripe.num_bytes]
             header = plan.header(write.key, stripe)
-            if (compressed := self._compress(stored, header.dtype)) is not None:
-                stored, header = compressed, replace(header, compressed_bytes=len(compressed))
+            if plan.config.codec == "blosc2" and (chunk := compress(stored, header.dtype)):
+                stored, header = chunk, replace(header, compressed_bytes=len(chunk))
             value.stored_bytes = len(stored)
             name = chunk_tag(plan.config.namespace, write.key) + stripe_suffix(stripe)
             head, tail = set_command(name, HEADER_BYTES + len(stored), plan.config.ttl_options)

@@ -37,7 +37,6 @@ _POLL_SECONDS = 0.05
 # Threads that connect, for all threads of a tier or a look-up together.
 _MAX_DIALS = 16
 _MAX_BREAKERS = 2048
-_FULL_SHARE = 0.9
 # A server that moves less than that in a time-out is as good as silent.
 _IDLE_BYTES = 64 << 10
 
@@ -380,17 +379,15 @@ class Connections:
             wire.close()
 
 
-def look_at_memory(client: Client) -> bool:
-    """Whether the server's memory is all but full. Warns of one with no memory limit that evicts
-    nothing: it grows until the machine has no memory left. Raises one of ``TALK_ERRORS``."""
+def look_at_memory(client: Client) -> None:
+    """Warns of a server with no memory limit that evicts nothing: it grows until the machine has no
+    memory left. Raises one of ``TALK_ERRORS``."""
     try:
         facts = client.info("memory")
     except ResponseError:
-        return False  # these credentials may not ask
-    limit = facts.get("maxmemory", 0)
-    if limit == 0 and facts.get("maxmemory_policy") == "noeviction":
+        return  # these credentials may not ask
+    if facts.get("maxmemory", 0) == 0 and facts.get("maxmemory_policy") == "noeviction":
         logger.warning(
             "this redis server has no maxmemory and the policy noeviction: cached chunks will fill "
             "its memory. Set maxmemory and maxmemory-policy allkeys-lru, or redis_ttl_seconds."
         )
-    return bool(limit > 0 and facts.get("used_memory", 0) >= _FULL_SHARE * limit)

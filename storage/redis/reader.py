@@ -46,8 +46,7 @@ _VALUE_FAULTS = frozenset({ReplyFault.WRONG_TYPE, ReplyFault.WRONG_LENGTH})
 
 
 class Reader(threading.Thread):
-    """``on_spoiled(request)`` is told of values whose stored bytes did not verify, and
-    ``on_received(num_bytes, seconds)`` how fast replies come."""
+    """``on_spoiled(request)`` is told of values whose stored bytes did not verify."""
 
     def __init__(
         self,
@@ -55,14 +54,12 @@ class Reader(threading.Thread):
         servers: Servers,
         queue: ReadQueue,
         on_spoiled: Callable[[ValueRequest], None],
-        on_received: Callable[[int, float], None],
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._servers = servers
         self._connections = Connections(servers, servers.config.read_timeout_seconds)
         self._queue = queue
         self._on_spoiled = on_spoiled
-        self._on_received = on_received
         self._replies = SingleReplies()
 
     def run(self) -> None:
@@ -104,8 +101,7 @@ class Reader(threading.Thread):
         batch_bytes = max(1, min(config.batch_bytes, fair))
         with read.reading() as entered:
             if entered:
-                observers = (self._on_spoiled, self._on_received)
-                stream = _Stream(read, node, wire, batch_bytes, self._replies, *observers)
+                stream = _Stream(read, node, wire, batch_bytes, self._replies, self._on_spoiled)
                 self._stream(stream, node)
 
     def _stream(self, stream: _Stream, node: Node) -> None:
@@ -236,7 +232,6 @@ class _Stream:
         batch_bytes: int,
         replies: SingleReplies,
         on_spoiled: Callable[[ValueRequest], None],
-        on_received: Callable[[int, float], None],
     ) -> None:
         self._read = read
         self._node = node
@@ -244,9 +239,7 @@ class _Stream:
         self._batch_bytes = batch_bytes
         self._replies = replies
         self._on_spoiled = on_spoiled
-        self._on_received = on_received
         self._in_flight: deque[Batch] = deque()
-        self._is_flowing = False
 
     def receive_batch(self) -> bool:
         """Receive and verify the oldest batch on its way. False if there is nothing left to do.
@@ -262,9 +255,8 @@ class _Stream:
         else:
             self._receive_at_once(batch)
         while batch.left:
-            request, begun = batch.left[0], self._read.deadline.clock()
+            request = batch.left[0]
             stored = self._replies.receive(self._wire, request, self._read.deadline)
-            self._has_received(len(stored), begun)
             batch.left.popleft()
             self._verify(request, stored)
         if self._in_flight and self._in_flight[0] is batch:
@@ -294,7 +286,6 @@ class _Stream:
 
     def _receive_at_once(self, batch: Batch) -> None:
         """Receive and verify ``batch``, up to the first value that may be compressed."""
-        begun = self._read.deadline.clock()
         try:
             self._wire.receive(batch.views(), self._read.deadline, batch.check_replies)
             batch.check_replies(batch.reply_bytes)
@@ -305,7 +296,6 @@ class _Stream:
             self._wire.give_back(batch.received())
             self._replies.are_wanted = True
         else:
-            self._has_received(batch.reply_bytes, begun)
             good = batch.take_good()
             self._in_flight.popleft()
         try:
@@ -313,11 +303,6 @@ class _Stream:
         finally:
             for request in good:
                 self._verify(request, request.payload)
-
-    def _has_received(self, num_bytes: int, begun: float) -> None:
-        if self._is_flowing:  # what comes first was waited for, which tells of latency
-            self._on_received(num_bytes, self._read.deadline.clock() - begun)
-        self._is_flowing = True
 
     def _verify(self, request: ValueRequest, stored: memoryview) -> None:
         """Settle a value that is, byte for byte, what was stored; fail any other."""

@@ -20,11 +20,9 @@ from dataclasses import dataclass
 
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.storage.chunk_codec import Sealer
-from lmcache_connector.storage.compression_policy import CompressionPolicy
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.burst import WriterNotes
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.client.dial import Client
 from lmcache_connector.storage.redis.config import PartValues, RedisTierConfig, ValuePlan
 from lmcache_connector.storage.redis.connections import Servers, look_at_memory
 from lmcache_connector.storage.redis.counters import Counters, TierCounts, WriteEnd
@@ -76,10 +74,7 @@ class RedisTier:
         self._counters = Counters()
         self._notes = WriterNotes(config.claim_seconds, clock)
         self._topology = make_topology(config, clock)
-        self._compression = CompressionPolicy(
-            config.codec, config.num_connections, _num_cores(), clock
-        )
-        self._servers = Servers(config, self._topology, clock, random, greet=self._greet)
+        self._servers = Servers(config, self._topology, clock, random, greet=look_at_memory)
         self._healer = Healer(self._servers)
         self._writes = WriteQueue(config.write_queue_bytes, clock)
         self._lanes = Lanes()
@@ -87,11 +82,12 @@ class RedisTier:
         sealer = Sealer(config.hash_key)
         self._read_plan = plan_values(config, geometries, shards, sealer)
         self._write_plan = plan_values(config, geometries, write_shards or shards, sealer)
-        observers = (self._found_spoiled, self._compression.received)
-        self._readers = ValueReaders(self._servers, self._read_plan, self._counters, *observers)
+        self._readers = ValueReaders(
+            self._servers, self._read_plan, self._counters, self._found_spoiled
+        )
         self._write_context = WriteContext(
             self._servers, self._writes, self._write_plan, self._counters, self._notes,
-            self._compression.compress, self._healer, self._lanes,
+            self._healer, self._lanes,
         )  # fmt: skip
         self._writers = Writers(self._write_context, _num_writers(config.num_connections))
         self._readers.start()
@@ -193,9 +189,6 @@ class RedisTier:
         times = self._write_context.times
         return [times.popleft() for _ in range(len(times))]
 
-    def _greet(self, client: Client) -> None:
-        self._compression.memory_is_full = look_at_memory(client)
-
     def _found_spoiled(self, request: ValueRequest) -> None:
         self._notes.add_spoiled(request.expected.key)
         self._healer.add(Suspect(request.name, request.expected, request.sealer))
@@ -236,8 +229,4 @@ def plan_values(
 def _num_writers(num_connections: int) -> int:
     """A writer mostly computes and copies. On two cores, a second writer would only take the core
     that the engine, or a server on this machine, could run on."""
-    return max(1, min(num_connections, _num_cores() // 2))
-
-
-def _num_cores() -> int:
-    return os.cpu_count() or 1
+    return max(1, min(num_connections, (os.cpu_count() or 1) // 2))

@@ -36,7 +36,7 @@ class ReadResult:
 class ValueReaders:
     """``num_connections`` threads read values from ``servers``, as ``plan`` has them. Thread-safe.
 
-    ``on_spoiled`` and ``on_received``: see `Reader`. What was read is counted in ``counters``.
+    ``on_spoiled``: see `Reader`. What was read is counted in ``counters``.
     """
 
     def __init__(
@@ -45,14 +45,13 @@ class ValueReaders:
         plan: ValuePlan,
         counters: Counters,
         on_spoiled: Callable[[ValueRequest], None] = lambda request: None,
-        on_received: Callable[[int, float], None] = lambda num_bytes, seconds: None,
     ) -> None:
         self._servers = servers
         self._plan = plan
         self._counters = counters
         self._queue = ReadQueue()
         self.threads = tuple(
-            Reader(f"lmc-{servers.kind}-read-{i}", servers, self._queue, on_spoiled, on_received)
+            Reader(f"lmc-{servers.kind}-read-{i}", servers, self._queue, on_spoiled)
             for i in range(servers.config.num_connections)
         )
 

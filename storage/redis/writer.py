@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import WireError, WireFault
-from lmcache_connector.storage.redis.burst import Burst, Compress, WriteRefusedError, WriterNotes
+from lmcache_connector.storage.redis.burst import Burst, WriteRefusedError, WriterNotes
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.connections import Connections, Servers, UnavailableError
 from lmcache_connector.storage.redis.counters import Counters, WriteEnd
@@ -83,7 +83,6 @@ class WriteContext:
     plan: ValuePlan
     counters: Counters
     notes: WriterNotes
-    compress: Compress
     healer: Healer
     lanes: Lanes
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
@@ -237,10 +236,8 @@ class Writer(threading.Thread):
         seconds = burst_seconds(
             sum(len(write.buffer) for write in writes), servers.config.write_timeout_seconds
         )
-        burst = Burst(
-            context.plan, wire, context.deadline(seconds, is_over), context.counters,
-            context.notes, context.compress, on_end,
-        )  # fmt: skip
+        deadline = context.deadline(seconds, is_over)
+        burst = Burst(context.plan, wire, deadline, context.counters, context.notes, on_end)
         started = servers.clock()
         burst.run(writes)
         if burst.num_bytes:

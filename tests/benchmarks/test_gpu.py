@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,35 +48,6 @@ def test_a_stage_that_fails_says_why_and_the_next_one_runs(
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith("broken, with exit status 1")
     assert first.endswith("OSError: no [such] GPU " + "x" * 99)
-
-
-def test_it_ends_in_time_and_goes_on_from_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What was cut off for that is run again, last."""
-    monkeypatch.setattr(gpu, "_ENDING_SECONDS", 0.0)
-    slow = Stage("slow", ("-c", "import time; time.sleep(5)"), 600.0)
-    begun = time.monotonic()
-    assert run(monkeypatch, tmp_path, [QUICK, slow, BROKEN], "--minutes", "0.05") == 1
-    assert time.monotonic() - begun < 30.0
-    ends = [(one["stage"], one["ended"]) for one in stages_of(tmp_path)]
-    assert ends == [("quick", "well"), ("slow", "out of time"), ("broken", "left out")]
-    (tmp_path / "quick.log").write_text("kept", encoding="utf-8")
-    run(monkeypatch, tmp_path, [QUICK, slow, BROKEN], "--resume")
-    ends = [(one["stage"], one["ended"]) for one in stages_of(tmp_path)]
-    assert ends == [("quick", "well"), ("broken", "with exit status 1"), ("slow", "well")]
-    assert (tmp_path / "quick.log").read_text(encoding="utf-8") == "kept"
-
-
-def test_a_folder_keeps_what_is_not_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "thesis.txt").write_text("years", encoding="utf-8")
-    run(monkeypatch, tmp_path, [QUICK])
-    (tmp_path / "results" / "old.json").touch()
-    run(monkeypatch, tmp_path, [QUICK])
-    assert (tmp_path / "thesis.txt").exists()
-    assert not (tmp_path / "results" / "old.json").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")

@@ -52,11 +52,6 @@ def test_sessions_share_blocks_where_they_say_so(
     assert [at for at, _ in trace.requests] == [4.0, 5.0]
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"neither \.jsonl nor \.tar\.gz"):
-        read_trace(tmp_path / "trace.csv")
-
-
 def made_up(seed: int) -> BlockTrace:
     """Prompts of a tree, of which some beginnings are common."""
     rng, found = random.Random(seed), []
@@ -79,12 +74,6 @@ def test_ours_is_lru_and_nobody_beats_the_optimum(seed: int) -> None:
         assert all(0 < share <= saved["Belady"] for share in saved.values())
 
 
-def test_later_blocks_cost_more() -> None:
-    requests = [(0.0, [0, 1]), (1.0, [0])]
-    trace = BlockTrace("two", 30_000, requests, 2)
-    assert policies.saved_share(trace, Lru(2, requests)) == pytest.approx(1 / 4)
-
-
 def test_the_headline_is_the_mean_gap_at_a_sixteenth_and_the_worst_of_all() -> None:
     rows = [
         {"size": "1/16", "saved": {"lru": 0.2, "belady": 0.4, "ours": 0.25, "lfu": 0.1}},
@@ -104,12 +93,6 @@ def test_what_is_stored_late_is_stored_when_the_paged_cache_loses_it() -> None:
     assert late == Stored(found=(0, 0, 2), computed=4, stored=2, most_at_once=1)
     at_once = replay(requests, paged_blocks=3, tier_blocks=10, late=False)
     assert at_once == Stored(found=(0, 0, 2), computed=4, stored=4, most_at_once=2)
-
-
-def test_without_a_tier_only_the_paged_cache_is_there() -> None:
-    requests = [(0.0, [0, 1]), (1.0, [0, 1]), (2.0, [2, 3]), (3.0, [0, 1])]
-    for late in (True, False):
-        assert replay(requests, 2, 0, late=late).found == (0, 2, 0, 0)
 
 
 def test_the_sample_is_a_trace() -> None:

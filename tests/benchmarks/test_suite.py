@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -45,23 +43,6 @@ def test_it_goes_on_after_a_failure_and_says_so() -> None:
     ended = suite.run_jobs(jobs, QUIET)
     assert [(one.benchmark, one.failure) for one in ended] == [("a", "exit status 3"), ("b", None)]
     assert suite.summary(ended)["failed"] == ["a"]
-
-
-def test_what_does_not_end_is_ended_with_all_it_started(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    code = f"""
-import pathlib, signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))
-time.sleep(600)
-"""
-    (ended,) = suite.run_jobs([Script("slow", code=code)], QUIET, max_seconds=5.0)
-    assert ended.failure == "no end after 5 s"
-    process = Path("/proc") / pid_file.read_text()
-    until = time.monotonic() + 10
-    while process.exists() and "(zombie)" not in (process / "status").read_text():
-        assert time.monotonic() < until, "a grandchild lives on"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("argv", [["nonsense"], ["copy", "--nonsense"], ["copy", "--keep", "a/b"]])

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
 
 from benchmarks.harness.workloads import (
-    PIECE_TOKENS,
     WORKLOADS,
-    Ask,
     chat,
     repeated_tokens,
-    trace_lines,
     working_set_tokens,
 )
 
@@ -41,20 +37,3 @@ def test_turns_of_a_conversation_stay_in_order() -> None:
         assert longest.get(conversation, 0) < len(ask.pieces)
         longest[conversation] = len(ask.pieces)
     assert len(longest) == 12
-
-
-def test_repeated_tokens_are_prefixes_only() -> None:
-    asks = [Ask((1, 2, 3), 1), Ask((1, 2, 4), 1), Ask((5, 2, 3), 1)]
-    assert repeated_tokens(asks) == 2 * PIECE_TOKENS
-
-
-def test_arrivals_come_at_the_rate_asked_for() -> None:
-    asks = [Ask((1, 2), 7)] * 4000
-    lines = [json.loads(line) for line in trace_lines(random.Random(0), asks, 8.0).splitlines()]
-    assert lines[0] == {
-        "timestamp": 0.0,
-        "input_length": 2 * PIECE_TOKENS,
-        "output_length": 7,
-        "hash_ids": [1, 2],
-    }
-    assert lines[-1]["timestamp"] == pytest.approx(4000 / 8.0, rel=0.1)

@@ -71,6 +71,28 @@ def test_settings_that_nobody_wants_are_warned_of(cli: Cli) -> None:
     assert warning["hint"] == "set it, or leave them out"
 
 
+def test_lmcache_is_asked_about_its_own_settings(cli: Cli) -> None:
+    outcome = cli("check", transfer(**{"lmcache.chunk_siz": 5}))
+    assert outcome.code == 2
+    assert "lmcache.chunk_siz: 'chunk_siz' is not a key: did you mean 'chunk_size'?" in outcome.out
+    outcome = cli("check", transfer(**{"lmcache.save_unfull_chunk": True}))
+    assert outcome.code == 2
+    assert "lmcache.save_unfull_chunk is set by the connector itself; leave it out" in outcome.out
+    assert cli("check", transfer(**{"lmcache.blocking_timeout_secs": 5})).code == 0
+
+
+def test_a_chunk_size_that_fits_no_block_is_warned_of(cli: Cli) -> None:
+    outcome = cli("check", transfer(chunk_size=100), "--json")
+    (warning,) = [f for f in outcome.document["findings"] if f["verdict"] == "warning"]
+    assert warning["detail"] == "chunk_size 100 is no multiple of 16 tokens"
+
+
+def test_a_name_with_a_blank_is_refused_in_words(cli: Cli) -> None:
+    outcome = cli("check", transfer(namespace="a b"))
+    assert outcome.code == 2
+    assert "'namespace': must be 1 to 64 letters, digits, dots, hyphens" in outcome.out
+
+
 def test_a_wrong_connector_or_role_is_named(cli: Cli) -> None:
     outcome = cli("check", '{"kv_connector": "LMCacheConnectorV1"}', "--json")
     assert outcome.code == 2

@@ -166,7 +166,7 @@ def test_sparklines() -> None:
 
 def test_help_names_every_command(cli: Cli) -> None:
     out = cli("--help").out
-    for command in ("check", "serve", "stats", "warm", "ls", "verify", "purge"):
+    for command in ("check", "serve", "stats", "ls", "verify", "purge"):
         assert command in out
     assert cli("--version").out.strip() == __version__
 
@@ -209,7 +209,8 @@ def test_check_says_that_an_engine_does_not_answer(cli: Cli) -> None:
         (["top", "localhost:8000"], "stats --watch"),
         (["inspect", "ab"], "ls KEY"),
         (["bench"], "python -m benchmarks"),
-        (["warm", "f", "--url=h"], "--engine"),
+        (["warm", "f", "--url=h"], "examples/warm.py"),
+        (["check", "f", "--url=h"], "--engine"),
         (["ls", "--config", "{}"], "--kv-config"),
         (["stat"], "stats"),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.config.tiered import ConnectorConfig, check_settings, parse_config
 from lmcache_connector.errors import ConfigError
 
 SECRET = "hunter2-very-secret"
@@ -32,7 +32,7 @@ def test_every_problem_is_named_at_once() -> None:
         cpu_gib="8",
         chunk_size=0,
         compute_or_load="sometimes",
-        self_test=1,
+        store_generated=1,
         namespace="a b",
         load_deadline_seconds=float("inf"),
         qqqqqq=1,
@@ -41,7 +41,7 @@ def test_every_problem_is_named_at_once() -> None:
     assert len(lines) == 8
     assert "'chunk_sise' is not a key: did you mean 'chunk_size'?" in text
     assert "'qqqqqq' is not a key: valid keys are chunk_size, cpu_gib" in text
-    for name in ("cpu_gib", "chunk_size", "compute_or_load", "self_test", "namespace"):
+    for name in ("cpu_gib", "chunk_size", "compute_or_load", "store_generated", "namespace"):
         assert any(line.startswith(f"  - '{name}': ") for line in lines), name
 
 
@@ -62,7 +62,7 @@ def test_every_problem_is_named_at_once() -> None:
         {"namespace": "x" * 65},
         {"model_digest": ""},
         {"redis_ttl_seconds": 0},
-        {"lookup_wait_seconds": -1},
+        {"prefetch": 1},
         {"lmcache": {"a": 1}},
     ],
     ids=str,
@@ -132,14 +132,51 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 def test_a_chunk_size_that_is_not_set_follows_the_model() -> None:
     assert parse_config({}).wanted_chunk_size is None
-    assert parse_config({}).with_chunk_size(256).chunk_size == 256
+    assert parse_config({}).fitted(256, 1).chunk_size == 256
     assert parse_config({"chunk_size": 128}).wanted_chunk_size == 128
+
+
+def test_ranks_share_the_cpu_tier_of_their_host() -> None:
+    config = parse_config({"cpu_gib": 4.0, "redis_url": "redis://h"})
+    assert config.rank_gib == 4.0
+    of_eight = config.fitted(256, 8)
+    assert (of_eight.cpu_gib, of_eight.rank_gib) == (4.0, 0.5)
+    assert of_eight.prefetch_bytes == 128 << 20
+    redis = of_eight.redis_tier_config()
+    assert redis is not None
+    assert redis.write_queue_bytes == 128 << 20
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra"),
+    [
+        ("LMCacheTieredConnector", {"cpu_gb": 1}),
+        (
+            "MultiConnector",
+            {
+                "connectors": [
+                    {"kv_connector": "NixlConnector"},
+                    {
+                        "kv_connector": "LMCacheTieredConnector",
+                        "kv_connector_extra_config": {"cpu_gb": 1},
+                    },
+                ]
+            },
+        ),
+    ],
+)
+def test_settings_are_read_wherever_the_connector_is_named(
+    connector: str, extra: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
+        check_settings(connector, extra)
+    check_settings("NixlConnector", extra)
 
 
 def test_what_is_fetched_ahead_leaves_room_in_memory() -> None:
     assert parse_config({"cpu_gib": 8.0}).prefetch_bytes == 512 << 20
     assert parse_config({"cpu_gib": 1.0}).prefetch_bytes == 256 << 20
-    assert parse_config({"prefetch_mib": 0}).prefetch_bytes == 0
+    assert parse_config({"prefetch": False}).prefetch_bytes == 0
     assert parse_config({"cpu_gib": 1.0, "tenant_share": 1}).prefetch_bytes == 256 << 20
     small = parse_config({"cpu_gib": 4.0, "tenant_share": 0.125})
     assert small.prefetch_bytes == 256 << 20, "half of a tenant's share"

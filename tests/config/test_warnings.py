@@ -17,17 +17,16 @@ from lmcache_connector.config.warnings import (
 )
 
 MIB, GIB = 1 << 20, 1 << 30
-SOUND = Surroundings(
-    max_model_len=8192, chunk_bytes=16 * MIB, ranks_on_host=2, available_bytes=64 * GIB
-)
+SOUND = Surroundings(max_model_len=8192, chunk_bytes=16 * MIB, available_bytes=64 * GIB)
 
 
 def of_settings(kv_role: str = "kv_both", **extra: Any) -> list[str]:
     return list(map(str, settings_warnings(parse_config(extra), kv_role)))
 
 
-def of_sizes(around: Surroundings = SOUND, **extra: Any) -> list[str]:
+def of_sizes(around: Surroundings = SOUND, ranks: int = 1, **extra: Any) -> list[str]:
     config = parse_config({"chunk_size": 256, "cpu_gib": 8.0} | extra)
+    config = config.fitted(config.chunk_size, ranks)
     return list(map(str, size_warnings(config, around)))
 
 
@@ -43,8 +42,8 @@ def test_the_defaults_are_sound() -> None:
 
 
 def test_settings_of_redis_without_redis() -> None:
-    (warning,) = of_settings(redis_ttl_seconds=60, lookup_wait_seconds=0.01)
-    assert "nothing is done with lookup_wait_seconds and redis_ttl_seconds" in warning
+    (warning,) = of_settings(redis_ttl_seconds=60, redis_codec="blosc2")
+    assert "nothing is done with redis_codec and redis_ttl_seconds" in warning
 
 
 @pytest.mark.parametrize(("kv_role", "what"), [("kv_consumer", "load"), ("kv_producer", "store")])
@@ -52,13 +51,6 @@ def test_half_a_connector_needs_the_other_half(kv_role: str, what: str) -> None:
     (warning,) = of_settings(kv_role)
     assert f"{kv_role} {what}s only" in warning
     assert "set redis_url, or kv_role kv_both" in warning
-
-
-def test_who_loads_nothing_measures_no_link() -> None:
-    extra = {"redis_url": "redis://h", "redis_codec": "auto"}
-    assert of_settings("kv_both", **extra) == []
-    (warning,) = of_settings("kv_producer", **extra)
-    assert "so no value is compressed: set redis_codec blosc2 or none" in warning
 
 
 def test_a_label_that_never_changes_names_no_update(tmp_path: Path) -> None:
@@ -90,13 +82,14 @@ def test_a_tier_that_cannot_hold_one_prompt_says_how_much_would_do() -> None:
     assert "max_model_len 8192" in warning
     assert "raise cpu_gib to 0.6 or more" in warning
     assert of_sizes(cpu_gib=0.6) == []
+    (warning,) = of_sizes(ranks=2, cpu_gib=0.6)
+    assert "raise cpu_gib to 1.1 or more" in warning
 
 
 def test_more_memory_than_there_is() -> None:
-    (warning,) = of_sizes(cpu_gib=33.0)
-    assert "for each of 2 ranks is more than the 64.0 GiB" in warning
-    unknown = Surroundings(8192, 16 * MIB, 2, available_bytes=None)
-    assert of_sizes(unknown, cpu_gib=33.0) == []
+    (warning,) = of_sizes(cpu_gib=65.0)
+    assert "cpu_gib 65 is more than the 64.0 GiB" in warning
+    assert of_sizes(replace(SOUND, available_bytes=None), cpu_gib=65.0) == []
 
 
 def test_memory_is_read_where_linux_keeps_it(tmp_path: Path) -> None:
@@ -134,7 +127,7 @@ def write(path: Path, text: str) -> None:
 
 
 def test_peers_are_somebody_to_share_with() -> None:
-    peers = {"peers": ["127.0.0.1:7450"], "lookup_deadline_seconds": 1.0, "redis_connections": 1}
+    peers = {"peers": ["127.0.0.1:7450"], "redis_timeout_seconds": 1.0}
     assert list(settings_warnings(parse_config(peers), "kv_consumer")) == []
     serves = parse_config({"peer_listen": "127.0.0.1:7450"})
     assert list(settings_warnings(serves, "kv_producer")) == []

@@ -215,29 +215,6 @@ def test_a_decision_against_redis_asks_for_a_probe(policy: LoadPolicy, clock: Cl
     assert not policy.take_probe()
 
 
-@pytest.mark.parametrize("looked", [probed(0, 1.0), probed(1 << 20, 0.9)])
-def test_what_is_not_written_as_redis_looks_slow_asks_for_a_probe(
-    policy: LoadPolicy, clock: Clock, looked: RankReport
-) -> None:
-    whole = (PROMPT, 32 * CHUNK_BYTES)
-    assert policy.pays_from_redis(*whole)
-    assert not policy.take_probe()
-    policy.observe_reports([looked])
-    policy.load_planned(load_job(1, KEYS), tuple(KEYS))
-    policy.load_ended(1, [fetched(1, CHUNK_BYTES, 0.9, failed=True)])
-    probes = 0
-    for _ in range(60):  # memory has it all: nobody looks anything up, nobody loads
-        clock.now += 10.0
-        assert not policy.pays_from_redis(*whole)
-        if policy.take_probe():
-            probes += 1
-            policy.observe_reports([looked])
-    assert 8 <= probes < 20  # in ten minutes
-    policy.observe_reports([probed(1 << 23, 0.01)])
-    assert policy.pays_from_redis(*whole)
-    assert not policy.take_probe()
-
-
 ANSWERED = RankReport(0, (), (), redis=TransferTime(0, 0.001, latency_seconds=0.001))
 
 

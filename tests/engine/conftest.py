@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> StartInstance:
+def start(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> StartInstance:
+    """With the ``LIMITS`` that the tests' module sets, if it does."""
+    limits: Mapping[str, float] = getattr(request.module, "LIMITS", {})
+
     def make(
         transfer: dict[str, Any] | None = None, folder: Path = tiny_model, **engine_args: Any
     ) -> VllmInstance:
         log = tmp_path_factory.mktemp("instance") / "log"
         settings = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 8192} | engine_args
-        return VllmInstance(folder, transfer or kv_transfer(), log, **settings)
+        return VllmInstance(folder, transfer or kv_transfer(), log, limits=limits, **settings)
 
     return make

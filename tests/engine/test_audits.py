@@ -35,8 +35,11 @@ from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
 from tests.support.engines.updates import live_on_another_host
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
+
+LIMITS = PATIENT
 
 NUM_TOKENS = 3 * CHUNK_SIZE + 40
 STRENGTH = 1.0
@@ -54,7 +57,6 @@ def transfer(valkey: Server, label: Path) -> dict[str, Any]:
     return kv_transfer(
         audit_share=1.0,
         redis_url=valkey.url,
-        lookup_deadline_seconds=10.0,
         model_digest="one name for all",
         weights_label=f"file:{label}",
     )

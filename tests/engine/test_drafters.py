@@ -22,8 +22,11 @@ from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_drafters import KINDS, build_drafted
 from tests.support.engines.updates import flip_one_bit_of_the_drafter, weights_name
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
+
+LIMITS = PATIENT
 
 CHUNK = 128
 EVERY_TIME = ("draft_model", "eagle")  # an engine takes 15 seconds to start
@@ -51,7 +54,6 @@ def engine(
         compute_or_load="always",
         audit_share=0.0,
         redis_url=valkey.url,
-        lookup_deadline_seconds=10.0,
     )
     with start(transfer, folder, **{"max_num_batched_tokens": 512} | args) as instance:
         yield instance

@@ -244,7 +244,7 @@ def test_redis_that_stops_and_comes_back(impatient: VllmInstance, valkey: Server
 
 def test_no_redis_at_start(start: StartInstance) -> None:
     """The engine starts, serves, uses its CPU tier and stops in bounded time."""
-    transfer = kv_transfer(redis_url=f"redis://127.0.0.1:{free_port()}", shutdown_seconds=1)
+    transfer = kv_transfer(redis_url=f"redis://127.0.0.1:{free_port()}")
     with start(transfer) as instance:
         prompt = random_prompt(70, 800)
         cold = instance.serve(prompt)

@@ -19,8 +19,11 @@ from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_families import FAMILIES, build_family
 from tests.support.engines.updates import weights_name
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
+
+LIMITS = PATIENT
 
 BLOCK_SIZE = 128
 LEAST = 1100  # tokens of most prompts: past the window, and not at its border
@@ -33,7 +36,6 @@ def transfer(valkey: Server) -> dict[str, Any]:
         compute_or_load="always",
         audit_share=0.0,
         redis_url=valkey.url,
-        lookup_deadline_seconds=10.0,
     )
 
 

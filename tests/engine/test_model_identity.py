@@ -18,9 +18,12 @@ from tests.support.engines.tiny_variants import (
     build_long_rope_model,
     retrain_rows,
 )
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import wait_for_chunks
+
+LIMITS = PATIENT
 
 HIT = 3 * CHUNK_SIZE
 NUM_TOKENS = HIT + 100
@@ -31,7 +34,7 @@ PROMPT = [*range(990, 1070), *random_prompt(1, NUM_TOKENS - 80)]
 
 @pytest.fixture(scope="module")
 def transfer(valkey: Server) -> dict[str, Any]:
-    return kv_transfer(redis_url=valkey.unix_url, lookup_deadline_seconds=10.0)
+    return kv_transfer(redis_url=valkey.unix_url)
 
 
 def store(instance: VllmInstance, valkey: Server) -> Served:

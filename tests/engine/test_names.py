@@ -21,15 +21,18 @@ from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_adapter, build_seeing_model
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
+
+LIMITS = PATIENT
 
 FULL = 512
 
 
 @pytest.fixture(scope="module")
 def transfer(valkey: Server) -> dict[str, Any]:
-    return kv_transfer(redis_url=valkey.url, lookup_deadline_seconds=10.0)
+    return kv_transfer(redis_url=valkey.url)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,10 @@ from tests.support.engines.calls import check_integrity, forget_unseen
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.ports import free_ports
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
+
+LIMITS = PATIENT
 
 NUM_TOKENS = 5 * CHUNK_SIZE + 40
 
@@ -23,7 +26,7 @@ def pair(start: StartInstance) -> Iterator[list[VllmInstance]]:
     ports = [free_ports(1), free_ports(1)]
     addresses = [f"127.0.0.1:{port}" for port in ports]
     transfers = [
-        kv_transfer(peer_listen=own, peers=addresses, lookup_deadline_seconds=1.0)
+        kv_transfer(peer_listen=own, peers=addresses)
         for own in addresses  # itself among them, as behind a headless service
     ]
     with start(transfers[0]) as one, start(transfers[1]) as two:

@@ -23,9 +23,11 @@ def test_a_chunk_size_that_is_no_multiple_of_the_block_size(start: StartInstance
 
 
 def test_unknown_keys_and_wrong_values_are_listed_together(start: StartInstance) -> None:
-    message = refusal(start(kv_transfer(cpu_gb=3, chunk_size="big")))
+    instance = start(kv_transfer(cpu_gb=3, chunk_size="big"))
+    message = refusal(instance)
     assert "did you mean 'cpu_gib'" in message
     assert "'chunk_size': input should be a valid integer" in message
+    assert "Starting to load model" not in instance.log, "it takes minutes"
 
 
 def test_states_that_vllm_does_not_keep(start: StartInstance, tmp_path: Path) -> None:

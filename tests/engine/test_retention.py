@@ -48,7 +48,7 @@ def flood(instance: VllmInstance, seed: int, salt: str) -> None:
 
 def capacity_chunks(probe: EngineProbe) -> int:
     worker = worker_of(probe)
-    capacity = worker._settings.engine.cpu_gib * 2**30
+    capacity = worker._settings.engine.rank_gib * 2**30
     return int(capacity / worker._settings.parts[0].geometries[0].chunk_bytes)
 
 

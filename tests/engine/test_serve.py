@@ -58,7 +58,7 @@ def stats(api: ApiServer) -> dict[str, Any]:
 
 def test_a_start_says_in_one_line_what_is_in_effect(api: ApiServer) -> None:
     (banner,) = re.findall(r"LMCacheTieredConnector: (CPU tier .*)", api.log)
-    assert banner.startswith(f"CPU tier {CPU_GIB:g} GiB per rank, Redis ")
+    assert banner.startswith(f"CPU tier {CPU_GIB:g} GiB, Redis ")
     assert re.search(r"self-test passed \(store [\d.]+ GB/s, load [\d.]+ GB/s\)", banner)
     warnings = re.findall(r"WARNING.*LMCacheTieredConnector: (\w+)", api.log)
     assert warnings == ["audit_share"]  # these tests have set it to 0

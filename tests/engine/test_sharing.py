@@ -19,9 +19,12 @@ from tests.support.engines.calls import abort_after, check_integrity, chunk_keys
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import values_of
+
+LIMITS = PATIENT
 
 NUM_HEADS = 4
 NUM_TOKENS = 1500
@@ -34,7 +37,7 @@ seeds = itertools.count(1000)
 
 @pytest.fixture(scope="module")
 def transfer(valkey: Server) -> dict[str, Any]:
-    return kv_transfer(redis_url=valkey.url, lookup_deadline_seconds=10.0)
+    return kv_transfer(redis_url=valkey.url)
 
 
 @pytest.fixture(scope="module")

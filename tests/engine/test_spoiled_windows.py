@@ -19,9 +19,12 @@ from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_families import build_family
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import value_names
+
+LIMITS = PATIENT
 
 pytestmark = pytest.mark.soak
 
@@ -43,7 +46,6 @@ def transfer(valkey: Server, **extra: Any) -> dict[str, Any]:
         "compute_or_load": "always",
         "audit_share": 0.0,
         "redis_url": valkey.url,
-        "lookup_deadline_seconds": 10.0,
     }
     return tiered_transfer(**settings | extra)
 

@@ -32,8 +32,11 @@ from tests.support.engines.updates import (
     update_under_load,
     weights_name,
 )
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
+
+LIMITS = PATIENT
 
 NUM_TOKENS, HIT = 700, 2 * CHUNK_SIZE
 
@@ -53,7 +56,7 @@ def twin(start: StartInstance, valkey: Server) -> Iterator[VllmInstance]:
 
 
 def sharing(valkey: Server, **settings: Any) -> dict[str, Any]:
-    return kv_transfer(redis_url=valkey.url, lookup_deadline_seconds=10.0, **settings)
+    return kv_transfer(redis_url=valkey.url, **settings)
 
 
 def test_the_same_weights_share_at_once_after_every_reset(engine: VllmInstance) -> None:

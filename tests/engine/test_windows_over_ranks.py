@@ -14,8 +14,11 @@ from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
+
+LIMITS = PATIENT
 
 END = 1536
 
@@ -31,8 +34,6 @@ def engines(
         compute_or_load="always",
         audit_share=0.0,
         redis_url=valkey.url,
-        lookup_deadline_seconds=10.0,
-        shutdown_seconds=20.0,
     )
     with (
         start(transfer, folder) as one,

@@ -38,7 +38,7 @@ def tier_settings(url: str, **settings: Any) -> dict[str, Any]:
     """One entry of ``secondary_tiers``."""
     module = "lmcache_connector.integrations.vllm_tier"
     place = {"type": "RedisSecondaryTier", "module_path": module}
-    return place | {"redis_url": url, "lookup_deadline_seconds": 5.0} | settings
+    return place | {"redis_url": url} | settings
 
 
 def configuration(

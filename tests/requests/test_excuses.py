@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from lmcache_connector.requests.excuses import EXCUSED, KEYED, known_fields
+from lmcache_connector.requests.excuses import KEYED, NOT_PART_OF_IDENTITY, known_fields
 from lmcache_connector.requests.unknown_fields import UnknownFields, fixed_fields
 
 FIXED = [
@@ -51,8 +51,8 @@ def test_nothing_else_comes_with_a_request() -> None:
 
 
 def test_no_field_is_both_and_every_reason_is_one() -> None:
-    assert KEYED.keys() == EXCUSED.keys()
-    for name, excuses in EXCUSED.items():
+    assert KEYED.keys() == NOT_PART_OF_IDENTITY.keys()
+    for name, excuses in NOT_PART_OF_IDENTITY.items():
         assert not KEYED[name] & excuses.keys()
         assert all(len(reason) > 10 for reason in excuses.values())
 

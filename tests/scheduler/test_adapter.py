@@ -31,7 +31,6 @@ SHAPES = {
     "three blocks a chunk": Shape(chunk_size=3 * BLOCK_SIZE, depth=2, redis=True, num_blocks=26),
     "one block a chunk": Shape(chunk_size=BLOCK_SIZE, num_blocks=16),
     "what is reused": Shape(redis=True, admission="reused", depth=2),
-    "what is worth it": Shape(redis=True, admission="worth", depth=2),
     "consumer": Shape(role="kv_consumer", redis=True),
     "producer": Shape(role="kv_producer"),
     # vLLM's own cache may give a head the KV of another prompt's next token.

@@ -234,9 +234,7 @@ class Instance:
                 "chunk_size": CHUNK_SIZE,
                 "redis_url": self._redis_url,
                 "cpu_gib": self.shape.cpu_gib,
-                "self_test": False,
                 "model_digest": "simulated",
-                "shutdown_seconds": 1.0,
                 **self.shape.settings,
             },
         )

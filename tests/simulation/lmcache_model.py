@@ -240,7 +240,7 @@ def start_engine(
     from lmcache_connector.worker import lmcache_redis
 
     chunk_bytes = metadata.kv_shape[2] * metadata.kv_shape[4]
-    cpu = CpuTier(Pool(max(1, round(settings.cpu_gib * 2**30 / chunk_bytes)), chunk_bytes))
+    cpu = CpuTier(Pool(max(1, round(settings.rank_gib * 2**30 / chunk_bytes)), chunk_bytes))
     plugin = None
     if redis_tier is not None:
         config = SimpleNamespace(extra_config={lmcache_redis.TIER: redis_tier})

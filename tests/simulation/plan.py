@@ -93,18 +93,17 @@ def draw_plan(kernel: Kernel, deployment: Deployment) -> Plan:
         "compute_or_load": chance.choice(["always", "auto"]),
         "redis_timeout_seconds": chance.choice([0.3, 1.0]),
         "load_deadline_seconds": chance.choice([0.3, 2.0]),
-        "redis_connections": chance.choice([1, 2]),
     }
     if chance.random() < 0.3:
         settings |= {"redis_ttl_seconds": 8, "redis_ttl_refresh": chance.random() < 0.5}
     if chance.random() < 0.2:
         settings["hash_key"] = "a secret of more than 16 bytes"
     if chance.random() < 0.2:
-        settings["redis_admission"] = chance.choice(["reused", "worth"])
+        settings["redis_admission"] = "reused"
     if chance.random() < 0.2:
-        settings["prefetch_mib"] = 0
+        settings["prefetch"] = False
     if chance.random() < 0.3:
-        settings["redis_codec"] = chance.choice(["auto", "blosc2"])
+        settings["redis_codec"] = "blosc2"
     if is_slow:
         settings |= {"redis_timeout_seconds": 1.0, "redis_admission": "all"}
         settings.pop("redis_ttl_seconds", None)

@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def cpu_gib(self) -> float:
-        return self.cpu_chunks * self.chunk_bytes / 2**30
+        return self.cpu_chunks * self.chunk_bytes * self.world_size / 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
     _module("connector").check_lmcache = lambda: None  # a model stands for it
     _module("worker.adapter").make_copier = lambda device: copier
     _module("worker.adapter").ask_for_amx = lambda: None
+    _module("worker.adapter").run_self_test = lambda *_: None
     _module("worker.lmcache_engine").start_engine = lmcache_model.start_engine
     model = _module("vllm_compat.model")
     model.configuration_digests = _remembered(model.configuration_digests)

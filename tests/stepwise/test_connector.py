@@ -11,6 +11,7 @@ import pytest
 import redis
 import torch
 
+from lmcache_connector.config import limits
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
@@ -187,15 +188,18 @@ def test_values_spoiled_in_redis_are_computed(valkey: Server) -> None:
         assert two.connector.counts.lost_chunks == 3
 
 
-def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(valkey: Server) -> None:
+def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It says what it holds, and would take half a minute to bring it."""
     tokens, shared = tokens_of(18, 100), {"redis_url": valkey.url, "namespace": "slow"}
     with SteppedEngine(shared) as one:
         one.step(sequence(tokens, range(7)))
     link = SlowLink()
+    monkeypatch.setattr(limits, "LOOKUP_DEADLINE_SECONDS", 30.0)
     with slow_proxy(valkey.port, link) as proxy:
-        limits = {"load_deadline_seconds": 0.2, "lookup_deadline_seconds": 30.0}
-        with SteppedEngine(shared | limits | {"redis_url": proxy.url}) as two:
+        settings = shared | {"load_deadline_seconds": 0.2, "redis_url": proxy.url}
+        with SteppedEngine(settings) as two:
             two.step(sequence(tokens_of(19, 40), range(3)))  # connects
             link.set(bytes_per_second=2000)
             hidden, left = two.step(sequence(tokens, range(10, 17)))
@@ -211,23 +215,6 @@ def written(engine: SteppedEngine, client: redis.Redis, namespace: str) -> set[b
     assert tier is not None
     assert tier.flush(60.0)
     return set(client.keys(f"lmc:{{{namespace}:*-*"))
-
-
-@pytest.mark.parametrize("admission", ["all", "worth"])
-def test_what_could_never_be_loaded_in_time_is_not_written(valkey: Server, admission: str) -> None:
-    """Neither when it is computed nor when it is wanted again and found in memory."""
-    link, settings = SlowLink(), {"redis_admission": admission, "namespace": admission}
-    link.set(bytes_per_second=100_000)
-    with slow_proxy(valkey.port, link) as proxy, valkey.client() as client:
-        settings |= {"redis_url": proxy.url, "compute_or_load": "auto"}
-        with SteppedEngine(settings) as engine:
-            for seed in range(20, 30):  # until it is known how long they take to compute
-                engine.step(sequence(tokens_of(seed, 100), range(7)))
-            before = written(engine, client, admission)
-            for _ in range(3):
-                engine.step(sequence(tokens_of(30, 100), range(7)))
-            after = written(engine, client, admission)
-    assert (after == before) is (admission == "worth")
 
 
 def test_a_redis_that_is_gone_costs_hits_not_steps() -> None:

@@ -25,7 +25,11 @@ from vllm.config.multimodal import MultiModalConfig
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
-from lmcache_connector.vllm_compat.excused import EXCUSED, INDEPENDENT_OF_LENGTH, SOMETIMES
+from lmcache_connector.vllm_compat.excused import (
+    CONDITIONALLY_IGNORED,
+    INDEPENDENT_OF_LENGTH,
+    NOT_PART_OF_IDENTITY,
+)
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from tests.support.engines.tiny_model import TINY, build_tiny_model
 from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
@@ -71,7 +75,7 @@ def parts() -> list[tuple[str, ...]]:
             is_config = dataclasses.is_dataclass(value) and type(value).__module__.startswith(
                 "vllm"
             )
-            if is_config and name not in EXCUSED.get(type(owner).__name__, {}):
+            if is_config and name not in NOT_PART_OF_IDENTITY.get(type(owner).__name__, {}):
                 found.append((*path, name))
     return found
 
@@ -111,7 +115,9 @@ def unchanged() -> dict[str, str]:
 @pytest.mark.parametrize("path", fields(), ids=".".join)
 def test_a_field_is_excused_with_a_reason_or_part_of_the_key(path: tuple[str, ...]) -> None:
     owner = type(functools.reduce(getattr, path[:-1], config())).__name__
-    is_excused = any(path[-1] in table.get(owner, {}) for table in (EXCUSED, SOMETIMES))
+    is_excused = any(
+        path[-1] in table.get(owner, {}) for table in (NOT_PART_OF_IDENTITY, CONDITIONALLY_IGNORED)
+    )
     assert (digests(changed(path, config())) == unchanged()) == is_excused, path
 
 
@@ -125,7 +131,7 @@ def test_so_is_a_field_of_a_kv_cache_spec(field: Any) -> None:
     twin = copy.copy(spec)
     object.__setattr__(twin, field.name, other)
     is_same = digests(config(), kv_cache(twin)) == digests(config(), kv_cache(spec))
-    assert is_same == (field.name in EXCUSED["KVCacheSpec"])
+    assert is_same == (field.name in NOT_PART_OF_IDENTITY["KVCacheSpec"])
 
 
 def declared(owner: str) -> set[str]:
@@ -145,7 +151,7 @@ def declared(owner: str) -> set[str]:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("table", [EXCUSED, SOMETIMES])
+@pytest.mark.parametrize("table", [NOT_PART_OF_IDENTITY, CONDITIONALLY_IGNORED])
 def test_no_table_names_a_field_that_is_gone(table: dict[str, dict[str, str]]) -> None:
     for owner, reasons in table.items():
         gone = reasons.keys() - declared(owner) - ATTRIBUTES.get(owner, set())

@@ -117,10 +117,8 @@ def make_instance(
         for i in range(LAYERS)
     }
     settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05, pace=pace or Pace()),
+        engine=EngineSettings(rank=0, world_size=1, rank_gib=0.05, pace=pace or Pace()),
         parts=one_part(GEOMETRY, BLOCK_SIZE),
-        self_test=False,
-        shutdown_seconds=2.0,
         probe_keys=PROBE_KEYS if probe else (),
     )
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier

@@ -66,10 +66,8 @@ def loads() -> Loads:
 def worker(loads: Loads) -> Iterator[WorkerAdapter]:
     cache = {"layers.0": torch.randn(16, 2, 16, 64).bfloat16()}
     settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.01),
+        engine=EngineSettings(rank=0, world_size=1, rank_gib=0.01),
         parts=one_part(GEOMETRY, 16),
-        self_test=False,
-        shutdown_seconds=2.0,
     )
     worker = WorkerAdapter(settings, cache, None, lora_loads=loads)
     yield worker

@@ -70,10 +70,8 @@ class Rank:
         writes = (layout.ranks[0].write_shards,)
         self.worker = WorkerAdapter(
             WorkerSettings(
-                engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.02),
+                engine=EngineSettings(rank=0, world_size=1, rank_gib=0.02),
                 parts=model.parts,
-                self_test=True,
-                shutdown_seconds=5.0,
             ),
             self.caches,
             partial(RedisTier, config_of(server), PartGeometries(layout.geometries), writes),

@@ -103,7 +103,7 @@ class Rank:
     tp_size: int
     rank: int
     server: Server | None = None
-    cpu_gib: float = 0.02
+    rank_gib: float = 0.02
     memory: torch.Tensor = field(init=False)
     caches: dict[str, torch.Tensor] = field(init=False)
     worker: WorkerAdapter = field(init=False)
@@ -119,10 +119,8 @@ class Rank:
         }
         model = parts(self.tp_size)
         settings = WorkerSettings(
-            engine=EngineSettings(rank=self.rank, world_size=self.tp_size, cpu_gib=self.cpu_gib),
+            engine=EngineSettings(rank=self.rank, world_size=self.tp_size, rank_gib=self.rank_gib),
             parts=model,
-            self_test=True,
-            shutdown_seconds=5.0,
         )
         make_tier = None
         if self.server is not None:
@@ -389,7 +387,7 @@ def test_a_prompt_larger_than_memory_comes_from_redis(valkey: Server) -> None:
     keys = frozenset(key for run in runs for key in run.keys)
     assert writer.result(StoreJob(1, "r", runs, keys)).outcome is Outcome.DONE
     writer.worker.shutdown()
-    reader = Rank(1, 0, valkey, cpu_gib=300 / 2**20)
+    reader = Rank(1, 0, valkey, rank_gib=300 / 2**20)
     assert 24 * geometries(1, 0).parts[FULL].chunk_bytes > 300 << 10
     assert reader.result(load(2, runs, redis=True)).outcome is Outcome.DONE
     assert all(reader.holds(run) for run in runs)
@@ -403,7 +401,7 @@ def test_a_load_does_not_push_out_what_it_needs(valkey: Server) -> None:
     writer = Rank(1, 0, valkey)
     store(writer)
     writer.worker.shutdown()
-    reader = Rank(1, 0, valkey, cpu_gib=300 / 2**20)
+    reader = Rank(1, 0, valkey, rank_gib=300 / 2**20)
     assert reader.result(load(2, LOADED[2:], redis=True)).outcome is Outcome.DONE
     others = run_of(FULL, range(30, 44), 1)
     assert reader.result(StoreJob(3, "o", (others,), frozenset())).num_chunks == 14

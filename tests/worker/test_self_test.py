@@ -65,7 +65,7 @@ def engines(copier: Copier) -> Iterator[list[LMCacheEngineAdapter]]:
 
 
 def make_engine(part: PagedPart, copier: Copier) -> LMCacheEngineAdapter:
-    settings = EngineSettings(rank=0, world_size=1, cpu_gib=0.01)
+    settings = EngineSettings(rank=0, world_size=1, rank_gib=0.01)
     return LMCacheEngineAdapter(settings, [part], copier, None)
 
 

@@ -87,12 +87,11 @@ class Instance:
 def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
     copier = HeldCopier(make_copier(torch.device("cpu")))
     monkeypatch.setattr(adapter, "make_copier", lambda device: copier)
+    monkeypatch.setattr(adapter, "run_self_test", lambda *_: None)
     cache = torch.randn(NUM_BLOCKS, 1, BLOCK_SIZE, WIDTH // 2).bfloat16()
     settings = WorkerSettings(
-        engine=EngineSettings(rank=0, world_size=1, cpu_gib=0.05),
+        engine=EngineSettings(rank=0, world_size=1, rank_gib=0.05),
         parts=one_part(GEOMETRY, BLOCK_SIZE),
-        self_test=False,
-        shutdown_seconds=LONG,
         blocks_are_zeroed=True,
     )
     worker = WorkerAdapter(settings, {"layers.0": cache}, None)

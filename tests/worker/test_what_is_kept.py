@@ -48,8 +48,8 @@ class Rank:
         self.cache = torch.zeros((2, NUM_BLOCKS, 2, 64, 2048), dtype=torch.uint8)
         caches = {f"layers.{i}": self.cache[i] for i in range(2)}
         part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
-        cpu_gib = CAPACITY * GEOMETRY.chunk_bytes / 2**30
-        settings = EngineSettings(0, 1, cpu_gib, tenant_share=0.5, pin_share=0.5)
+        rank_gib = CAPACITY * GEOMETRY.chunk_bytes / 2**30
+        settings = EngineSettings(0, 1, rank_gib, tenant_share=0.5, pin_share=0.5)
         copier = make_copier(torch.device("cpu"))
         self.engine = LMCacheEngineAdapter(settings, [part], copier, self.redis, self.peers)
 

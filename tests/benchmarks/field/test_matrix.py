@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from benchmarks.field.table import MP, NONE, OURS, comparison, headline, run_row
 from benchmarks.field.tool import Load, Target
 from benchmarks.harness import report, results
 from tests.support.engines.api_server import ApiServer
-from tests.support.processes import ServerError
 
 LOAD = Load(4096, 3072, 1024, 10, 16)
 TRAINED = Model("trained", Path("trained"), LOAD)
@@ -60,14 +59,6 @@ class Script:
     def figures(self, folder: Path) -> dict[str, float]:
         found: dict[str, float] = json.loads((folder / "result.json").read_text())
         return found
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def matrix(folder: Path, *tools: Script) -> Matrix:
@@ -118,58 +109,6 @@ def test_a_run_that_fails_is_a_row_and_the_next_one_begins(
     assert all(one.failure is None and one.figures for one in found[1::2])
 
 
-def test_a_tool_that_does_not_end_is_ended(tmp_path: Path) -> None:
-    slow = replace(
-        matrix(tmp_path, Script("import time; time.sleep(600)")),
-        models=[TINY],
-        connectors=[OURS],
-        bounds=Bounds(run_seconds=0.2, all_seconds=3600),
-    )
-    (one,) = run(slow)
-    assert one.failure == "no end after 0 s"
-
-
-def test_what_an_earlier_run_wrote_is_no_result_of_a_later_one(tmp_path: Path) -> None:
-    run(matrix(tmp_path, Script()))
-    assert all(one.failure for one in run(matrix(tmp_path, Script("pass"))))
-
-
-def test_a_server_that_does_not_start_costs_its_own_runs_only(tmp_path: Path) -> None:
-    @contextmanager
-    def without_mp(cell: Cell) -> Iterator[ApiServer]:
-        if cell.connector == MP:
-            raise ServerError("no such transfer mode\nand its log")
-        yield Server(tmp_path)
-
-    found = run(replace(matrix(tmp_path, Script(), Script(name="next")), serve=without_mp))
-    failed = [one for one in found if one.failure]
-    assert len(found) == 12
-    assert {one.cell.connector for one in failed} == {MP}
-    assert {one.failure for one in failed} == {"no such transfer mode"}
-    assert len(failed) == 4
-
-
-def test_a_server_that_ends_badly_keeps_what_was_measured(tmp_path: Path) -> None:
-    @contextmanager
-    def stuck(cell: Cell) -> Iterator[ApiServer]:
-        yield Server(tmp_path)
-        raise TimeoutError("it does not stop")
-
-    assert not any(one.failure for one in run(replace(matrix(tmp_path, Script()), serve=stuck)))
-
-
-def test_nothing_begins_when_the_time_is_over(tmp_path: Path) -> None:
-    clock = Clock()
-
-    @contextmanager
-    def slow(cell: Cell) -> Iterator[ApiServer]:
-        clock.seconds += 2000
-        yield Server(tmp_path)
-
-    found = run(replace(matrix(tmp_path, Script()), serve=slow, clock=clock))
-    assert [one.failure for one in found[2:]] == ["no time was left"] * 4
-
-
 def compared(**medians: tuple[float, ...]) -> list[Run]:
     """Runs of one tool: figures of vLLM alone, ours and LMCache's own, in that order."""
     return [
@@ -191,20 +130,6 @@ def test_ratios_below_one_are_better_for_every_measure() -> None:
     assert times["ours_vs_lmcache_mp"] == 0.4
     assert row(requests_per_s=(2.0, 8.0, 4.0))["ours_vs_vllm"] == 0.25
     assert row(retained=(6.0, 12.0, 3.0))["ours_vs_lmcache_mp"] == 0.25
-
-
-def test_what_is_missing_has_no_ratio() -> None:
-    assert row(ttft_p50_ms=(100.0, 20.0))["ours_vs_lmcache_mp"] is None
-    assert row(retained=(6.0, 0.0, 3.0))["ours_vs_vllm"] is None
-
-
-def test_rounds_are_medians() -> None:
-    runs = [
-        Run("tool", Cell(TINY, NONE, number), figures={"ttft_p50_ms": value})
-        for number, value in enumerate((1.0, 9.0, 2.0))
-    ]
-    (found,) = comparison(runs)
-    assert found["vllm"] == 2.0
 
 
 def test_losses_are_named() -> None:

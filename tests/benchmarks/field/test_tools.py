@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.field import aiperf, benchmark, models, run_tool
+from benchmarks.field import aiperf, benchmark, models
 from benchmarks.field.aiperf import AiPerf, conversations
 from benchmarks.field.cache_pressure import CachePressure
 from benchmarks.field.lmcache_bench import LongDocQa, MultiRoundChat
 from benchmarks.field.table import MEASURES
-from benchmarks.field.tool import Target, Tool, installed, packages_of
+from benchmarks.field.tool import Target, Tool
 from benchmarks.field.vllm_bench import VllmBench
-from benchmarks.harness.app import benchmark_parser
 from benchmarks.harness.block_traces import BlockTrace
 from tests.support import ROOT
 
@@ -98,33 +96,6 @@ def test_conversations_of_several_turns_are_taken_in_the_order_of_the_trace() ->
     assert found == [a, b, [*b, 6], [*a, 7]], "the one of a single turn is left out"
 
 
-def test_what_is_too_long_is_left_out() -> None:
-    a = [0, 1, 2, 3]
-    assert conversations(trace(a, [*a, 4], [*a, 4, 5]), 10, max_blocks=5) == [a, [*a, 4]]
-    with pytest.raises(ValueError, match="a-trace: no conversation fits into 3 blocks"):
-        conversations(trace(a, [*a, 4]), 10, max_blocks=3)
-
-
-def test_a_long_conversation_leaves_room_for_others() -> None:
-    turns = [[0, 1, 2, *range(10, 11 + turn)] for turn in range(30)]
-    others = [[first, 1, 2, 3] for first in range(50, 57) for _ in range(2)]
-    found = conversations(trace(*turns, *others), 16, max_blocks=99)
-    assert len(found) == 16
-    assert found[:2] == turns[:2]
-    assert found[2:] == others
-
-
-def test_a_trace_that_does_not_fit_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"timestamp": 0, "hash_ids": list(range(500))}) + "\n")
-    tool = AiPerf(long)
-    monkeypatch.setattr(tool, "version", lambda: "0.13.0")
-    with pytest.raises(run_tool.RunFailed, match="it does not start: long: no conversation"):
-        run_tool.run_tool(tool, target(tmp_path), 10)
-
-
 # -- what comes of it ----------------------------------------------------------------------------
 
 
@@ -145,54 +116,7 @@ def test_a_sample_of_its_output_is_read(tmp_path: Path, tool: Tool, file: str) -
     assert found["failed"] == 0
 
 
-def test_cache_pressure_that_saw_no_hit_is_no_result(tmp_path: Path) -> None:
-    folder = sample("cache-pressure", "result.json", tmp_path, cold_ttft=0.1, hit_ttft=0.2)
-    with pytest.raises(ValueError, match="could not tell a hit from a miss"):
-        CachePressure().figures(folder)
-
-
-def test_a_package_elsewhere_is_found_there_and_only_there(tmp_path: Path) -> None:
-    assert installed("lmcache") is not None
-    assert installed("lmcache", [tmp_path]) is None
-    info = tmp_path / "some_tool-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-tool\nVersion: 1.2\n")
-    assert installed("some-tool", [tmp_path]) == "1.2"
-    assert installed("no-such-tool") is None
-
-
-def test_an_environment_that_is_not_there_has_no_packages() -> None:
-    assert installed("pip", packages_of("no-such-environment")) is None
-
-
 def test_the_tools_that_make_field_installs_are_pinned() -> None:
     for name in (aiperf.NAME, CachePressure.name):
         lines = (ROOT / f"requirements-field-{name}.txt").read_text().splitlines()
         assert [line.split("==")[0] for line in lines if "==" in line] == [name]
-
-
-def test_a_short_run_can_be_asked_for() -> None:
-    words = ["--tools", "aiperf", "--models", "tiny", "--connectors", "ours", "--contexts", "4"]
-    args = benchmark_parser("field").parse_args(words)
-    assert (args.tools, args.models, args.connectors) == (["aiperf"], ["tiny"], ["ours"])
-    assert list(benchmark_parser("field").parse_args([]).tools) == list(benchmark.tools())
-
-
-def test_the_random_model_speaks_the_trained_ones_language(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.support.engines.tiny_model import TINY, save_tokenizer
-
-    trained = tmp_path / "trained"
-    trained.mkdir()
-    save_tokenizer(trained, TINY)
-    (trained / "chat_template.jinja").write_text("{{ messages }}")
-    (trained / "config.json").write_text(json.dumps({"vocab_size": 3000}))
-    monkeypatch.setattr(models, "TRAINED_MODEL", trained)
-    folder = models.model_folder("tiny", tmp_path)
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 3000
-    assert (folder / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
-    assert models.model_folder("trained", tmp_path) == trained
-    shutil.rmtree(trained)
-    with pytest.raises(SystemExit, match="make field"):
-        models.model_folder("tiny", tmp_path)

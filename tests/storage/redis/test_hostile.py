@@ -92,7 +92,7 @@ class Caller:
                 servers.connect(node).close()
 
     def greet(self, client: Client) -> None:
-        assert look_at_memory(client) in (False, True)
+        look_at_memory(client)
 
     def learn(self) -> None:
         topology = make_topology(settings(self.url), time.monotonic)

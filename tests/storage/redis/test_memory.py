@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.client.dial import SMALL_BYTES
-from lmcache_connector.storage.redis.connections import look_at_memory
 from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.storage.redis.topology import make_topology
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,
@@ -145,22 +141,6 @@ def test_a_server_that_will_fill_its_machine_is_warned_of_once(
         assert warnings(0, "noeviction") == 1
         assert warnings(100 << 20, "noeviction") == 0
         assert warnings(0, "allkeys-lru") == 0
-
-
-@pytest.mark.parametrize(
-    ("maxmemory", "is_full"), [(MAX_MEMORY, True), (1 << 30, False), (0, False)]
-)
-def test_a_full_server_is_known_by_its_memory(
-    server: Server, maxmemory: int, is_full: bool
-) -> None:
-    configure(server, maxmemory, "allkeys-lru")
-    with server.client() as client:
-        for number in range(80):
-            client.set(f"filler:{number}", bytes(100_000))
-    topology = make_topology(config(server.url), time.monotonic)
-    topology.prepare()
-    with topology.connect(topology.nodes()[0], SMALL_BYTES) as client:
-        assert look_at_memory(client) == is_full
 
 
 def test_a_full_queue_gives_up_the_deepest_chunks(valkey: Server) -> None:

@@ -8,21 +8,23 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar
 
 from lmcache_connector.metrics.samples import Samples
 from tests.support.engines.probe import EngineProbe, Served
+from tests.support.limits import set_limits
 
 _START_SECONDS = 600.0
 _ANSWER_SECONDS = 600.0
 _STOP_SECONDS = 60.0
 _LOG_TAIL_BYTES = 4000
+_NO_LIMITS: Mapping[str, float] = MappingProxyType({})
 
 
 def forks_from(module: str) -> ForkServerContext:
@@ -52,8 +54,8 @@ class VllmInstance:
     """Runs an :class:`EngineProbe` in a new process; use it in a ``with``.
 
     ``engine_args`` go to :class:`EngineProbe`. ``prepare()``, a top-level function, runs in the new
-    process before the engine starts. Entering waits until the engine serves, and raises
-    :class:`InstanceError` if it does not.
+    process before the engine starts. ``limits``: see :mod:`tests.support.limits`. Entering waits
+    until the engine serves, and raises :class:`InstanceError` if it does not.
 
     ``context`` starts the processes. A test session, which starts dozens, lets them fork from one
     that has imported vLLM (:func:`forks_from`): importing is most of a start.
@@ -67,12 +69,14 @@ class VllmInstance:
         kv_transfer: dict[str, Any] | None,
         log: Path,
         prepare: Callable[[], None] | None = None,
+        limits: Mapping[str, float] = _NO_LIMITS,
         **engine_args: Any,
     ) -> None:
         self._log = log
         self._pipe, theirs = self.context.Pipe()
+        how = (prepare, dict(limits), engine_args)
         self._process = self.context.Process(
-            target=_run, args=(theirs, str(model), kv_transfer, str(log), prepare, engine_args)
+            target=_run, args=(theirs, str(model), kv_transfer, str(log), *how)
         )
 
     def __enter__(self) -> VllmInstance:
@@ -170,6 +174,7 @@ def _run(
     kv_transfer: dict[str, Any] | None,
     log: str,
     prepare: Callable[[], None] | None,
+    limits: dict[str, float],
     engine_args: dict[str, Any],
 ) -> None:
     """The other process: one answer per command until it is told to stop."""
@@ -177,6 +182,7 @@ def _run(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     try:
+        set_limits(limits)
         if prepare is not None:
             prepare()
         probe = EngineProbe(model, kv_transfer, **engine_args)

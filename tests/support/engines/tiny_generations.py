@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from lmcache_connector.transformers import KVTiers, TieredCache
 
 CHUNK = 32
-SMALL = {"cpu_gib": 0.05, "compute_or_load": "always", "chunk_size": CHUNK, "self_test": False}
+SMALL = {"cpu_gib": 0.05, "compute_or_load": "always", "chunk_size": CHUNK}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "min_new_tokens": 2}
 VOCABULARY = 64
 _SIZES = {

@@ -1,0 +1,92 @@
+"""Bring prompts from a file into the cache of a running engine, ahead of those who will ask.
+
+    python examples/warm.py prompts.txt http://localhost:8000
+    python examples/warm.py prompts.jsonl http://localhost:8000 --api-key "$KEY"
+
+The engine is asked each prompt for one token: it loads what its tiers have, computes and stores the
+rest. A file has a text per line; a ``*.jsonl`` file a JSON object with ``prompt`` or ``messages``
+per line, as the engine's API takes them, with ``cache_salt`` or ``kv_transfer_params`` if wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+# These say how long an answer is, or what comes with it: one token, and nothing, is wanted here.
+_FIXED = {"max_tokens": 1, "stream": False, "n": 1}
+_OF_THE_ANSWER = ("max_completion_tokens", "min_tokens", "logprobs", "prompt_logprobs", "echo")
+
+
+def main() -> None:
+    args = parse_args()
+    model = json.loads(get(f"{args.url}/v1/models", args.api_key))["data"][0]["id"]
+    loaded_before, num_tokens, failed = loaded_tokens(args.url), 0, 0
+
+    def ask(line: dict[str, Any]) -> int | str:
+        """Prompt tokens, or what went wrong."""
+        asked = {name: value for name, value in line.items() if name not in _OF_THE_ANSWER}
+        endpoint = "chat/completions" if "messages" in line else "completions"
+        body = json.dumps({"model": model, "temperature": 0, **asked, **_FIXED}).encode()
+        try:
+            answer = get(f"{args.url}/v1/{endpoint}", args.api_key, body, args.timeout)
+            return int(json.loads(answer)["usage"]["prompt_tokens"])
+        except urllib.error.HTTPError as error:
+            return f"{error.code} {error.read(500).decode(errors='replace')}"
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            return repr(error)
+
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        for number, outcome in enumerate(pool.map(ask, prompts(args.file)), start=1):
+            if isinstance(outcome, int):
+                num_tokens += outcome
+            else:
+                failed += 1
+                print(f"prompt {number}: {outcome}", file=sys.stderr)
+    loaded = loaded_tokens(args.url) - loaded_before
+    print(f"{num_tokens} prompt tokens, of which the connector loaded {loaded}; {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+def prompts(file: Path) -> Iterator[dict[str, Any]]:
+    for line in filter(str.strip, file.read_text(encoding="utf-8").splitlines()):
+        yield json.loads(line) if file.suffix == ".jsonl" else {"prompt": line}
+
+
+def loaded_tokens(url: str) -> int:
+    """By vLLM's own metrics; what others ask meanwhile counts too."""
+    text = get(f"{url}/metrics")
+    found = re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE)
+    return int(sum(map(float, found)))
+
+
+def get(url: str, api_key: str = "", body: bytes | None = None, timeout: float = 10.0) -> str:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+    request = urllib.request.Request(url, body, headers)
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        text: str = response.read().decode()
+        return text
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="a prompt per line; JSON in *.jsonl")
+    parser.add_argument("url", help="of the engine's API, http://HOST:PORT")
+    parser.add_argument("--concurrency", type=int, default=4, help="prompts asked at once (4)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per prompt (600)")
+    parser.add_argument("--api-key", default="", help="key of the engine's API (none)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""``examples/warm.py`` against a server that answers as vLLM's API does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+
+
+class Api(BaseHTTPRequestHandler):
+    """Counts ten prompt tokens for each request, of which the connector loads four."""
+
+    asked: list[tuple[str, dict[str, Any]]]
+
+    def do_GET(self) -> None:
+        metric = f'vllm:external_prefix_cache_hits_total{{engine="0"}} {4.0 * len(self.asked)}\n'
+        models = json.dumps({"data": [{"id": "first"}, {"id": "second"}]})
+        self.answer(200, metric if self.path == "/metrics" else models)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body.get("prompt") == "too long":
+            self.answer(400, "it is too long")
+            return
+        self.asked.append((self.path, body))
+        self.answer(200, json.dumps({"usage": {"prompt_tokens": 10}}))
+
+    def answer(self, code: int, text: str) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Api.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def warm(file: Path, url: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "warm.py"), str(file), url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_every_line_is_asked_for_one_token(url: str, tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("one\n\ntwo\n")
+    done = warm(tmp_path / "texts", url)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "20 prompt tokens, of which the connector loaded 8; 0 failed\n"
+    assert {body["prompt"] for _, body in Api.asked} == {"one", "two"}
+    assert all(body["max_tokens"] == 1 and body["model"] == "first" for _, body in Api.asked)
+
+
+def test_fields_of_a_request_are_sent_along_and_what_fails_is_said(
+    url: str, tmp_path: Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "cache_salt": "s", "max_tokens": 99}
+    lines = [{**chat, "logprobs": True}, {"prompt": "too long"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = warm(tmp_path / "p.jsonl", url)
+    assert done.returncode == 1
+    assert "prompt 2: 400 it is too long" in done.stderr
+    ((path, body),) = Api.asked
+    assert path == "/v1/chat/completions"
+    assert (body["cache_salt"], body["max_tokens"]) == ("s", 1)
+    assert "logprobs" not in body
