@@ -1,4 +1,4 @@
-"""Pairs of real engines, one hands over to the other: ours by NIXL and by TCP, vLLM's own by NIXL.
+"""Pairs of real engines, one hands over to the other: ours by a socket, vLLM's own by NIXL.
 
 The prefill engine computes a prompt once and keeps its KV; then the decode engine fetches it, and
 forgets it again, several times in a turn. So what is timed is the transfer alone. Pairs without a
@@ -25,16 +25,17 @@ from benchmarks.harness.engines import Engines
 from benchmarks.harness.turns import go_on, stop, turn_of
 from benchmarks.peers.raw_nixl import RawNixl
 from benchmarks.peers.raw_socket import RawSocket
+from tests.support.engines.calls import forget
 from tests.support.engines.handover import Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance, set_environment
 from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred
 from tests.support.engines.p2p_engines import kv_transfer
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.tiny_model import DEMO_SHAPE
 from tests.support.prompts import random_prompt
 
-_TRANSPORTS = ("nixl", "tcp", "vllm-nixl")
+_TRANSPORTS = ("socket", "vllm-nixl")
 _SHAPE = replace(DEMO_SHAPE, max_position=32768)
 _FOR_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 _CACHE_BYTES = 768 << 20
@@ -103,7 +104,7 @@ def _turn(pair: _Pair, prompt: Sequence[int], raw: RawNixl | RawSocket) -> list[
 
 def _raw(stack: ExitStack, way: str, num_tokens: int) -> RawNixl | RawSocket:
     num_bytes = num_tokens * _SHAPE.kv_bytes_per_token
-    if way == "tcp":
+    if way == "socket":
         return stack.enter_context(RawSocket(num_bytes))
     return stack.enter_context(RawNixl(num_bytes))
 
@@ -179,7 +180,10 @@ class _Pair:
         num_bytes, seconds, failed = (
             now - then for now, then in zip(self._received(), before, strict=True)
         )
-        self.decode.reset_prefix_cache()
+        if self.way == "vllm-nixl":
+            self.decode.reset_prefix_cache()
+        else:
+            self.decode.call(forget)
         missed = hit.finish_reason != "length" or cold.params is None
         return _Round(
             equal=() != hit.served.block_digests == cold.served.block_digests,
@@ -204,7 +208,7 @@ def _start(engines: Engines, way: str) -> _Pair:
     instances = []
     for role in ("kv_producer", "kv_consumer"):
         port = free_ports(1)
-        ours = {"transport": way, "secret": "shared by the two of a pair"}
+        ours = {"hash_key": "shared by the two of a pair", "cpu_gib": 2.0, "audit_share": 0.0}
         transfer = nixl_transfer(role) if way == "vllm-nixl" else kv_transfer(role, port, **ours)
         environment = {
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _CONNECTORS = {
     "LMCacheTieredConnector": "lmcache_connector.connector",
-    "LMCacheP2PConnector": "lmcache_connector.p2p.connector",
+    "LMCacheP2PConnector": "lmcache_connector.handover",
 }
 
 

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.config.folders import user_cache_folder
-from lmcache_connector.config.tiered import parse_config
+from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.connector_base import NO_PLAN, ConnectorBase, PlanMetadata
 from lmcache_connector.failures import FailureLog
 from lmcache_connector.kv_events.vllm_events import to_vllm
@@ -20,6 +20,7 @@ from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.api.hit_sources import hit_sources
 from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, RequestStatus
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
+from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.short_loads import before_each_reset
 from lmcache_connector.vllm_compat.weights import weights_identity
@@ -49,13 +50,14 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     _metrics = METRICS
     _stats_type = TieredStats
     _guard: SchedulerGuard | None = None
+    _does_both = False  # load and store, whatever its role is
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._failures = FailureLog()
-        config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        config = self._parse_config()
         self._config = config.model_copy(update={"namespace": STANDING.namespace(config.namespace)})
         if role is KVConnectorRole.SCHEDULER:
             wanted = self._config.wanted_chunk_size
@@ -67,8 +69,8 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 config,
                 model,
                 weights,
-                loads=self._kv_transfer_config.is_kv_consumer,
-                stores=self._kv_transfer_config.is_kv_producer,
+                loads=self._kv_transfer_config.is_kv_consumer or self._does_both,
+                stores=self._kv_transfer_config.is_kv_producer or self._does_both,
                 kv_events=self._wants_kv_events,
                 find_adapter=adapter_folder,
                 weak_block_hashes=_has_weak_block_hashes(vllm_config),
@@ -76,6 +78,10 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 spans=make_spans(vllm_config),
                 engine_id=str(self._kv_transfer_config.engine_id),
+                sends=self._kv_transfer_config.is_kv_producer,
+                receives=self._kv_transfer_config.is_kv_consumer,
+                first_rank=engine_index(vllm_config.parallel_config) * model.world_size,
+                tp_size=vllm_config.parallel_config.tensor_parallel_size,
             )
             self._guard = SchedulerGuard(self._scheduler, self._failures)
 
@@ -83,13 +89,20 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No. vLLM asks while it builds its configuration, long before it loads the model, so
         settings that cannot be used end the start here."""
-        parse_config(extra_config)
+        cls._check_settings(extra_config)
         return False
+
+    @classmethod
+    def _check_settings(cls, extra_config: dict[str, Any]) -> None:
+        parse_config(extra_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped store is a future miss, nothing more."""
-        return False
+        """A dropped store is a future miss, nothing more, unless another instance waits for it."""
+        return self._kv_transfer_config.is_kv_producer and self._config.peer_listen is not None
+
+    def _parse_config(self) -> ConnectorConfig:
+        return parse_config(self._kv_transfer_config.kv_connector_extra_config)
 
     # -- scheduler side ------------------------------------------------------------------------
 
@@ -150,8 +163,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         is_updating = request.status is not RequestStatus.FINISHED_ABORTED
-        self._scheduler_side.request_finished(request, block_ids, is_updating=is_updating)
-        return False, None
+        return self._scheduler_side.request_finished(request, block_ids, is_updating=is_updating)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -207,7 +219,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         except Exception as error:  # noqa: BLE001 - logged there
             self._worker_failed("finish_step", error)
             self._step_output = output = self._worker_side.finish_failed_step()
-        return set(), set(output.finished_recving)
+        return set(output.finished_sending), set(output.finished_recving)
 
     def _worker_failed(self, call: str, error: Exception, plan: StepPlan | None = None) -> None:
         """It costs the jobs under way, and those of the plan."""

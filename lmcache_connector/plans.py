@@ -100,7 +100,8 @@ class PartRun:
     ``keys[i]`` names what is stored of chunk i: see :mod:`lmcache_connector.kv_parts.part`.
     ``chunks[i]`` is the place of chunk i in its request. ``block_ids[g]`` lists the blocks of all
     chunks in the part's g-th KV cache group one after the other, equally many per chunk. A load
-    leaves the first ``skip_blocks`` of the first chunk out: vLLM has them, or needs none.
+    leaves the first ``skip_blocks`` of the first chunk out: vLLM has them, or needs none. With
+    ``tail_tokens`` the last chunk is a tail, and has blocks for so many tokens.
     ``parents[i]`` is the key of the chunk before chunk i, empty for a prompt's first; there are
     none in parts whose chunks are of use without those before.
     """
@@ -111,6 +112,7 @@ class PartRun:
     block_ids: BlockIds
     skip_blocks: int = 0
     parents: tuple[bytes, ...] = ()
+    tail_tokens: int = 0
 
 
 class _Runs:
@@ -137,7 +139,8 @@ class StoreJob(_Runs):
     """Copy full chunks out of the paged cache.
 
     ``redis_keys`` names the chunks that shall go on to Redis, copied by this job or not; ``None``
-    means those it copies. A rank that has not loaded ``adapter`` copies nothing.
+    means those it copies. A rank that has not loaded ``adapter`` copies nothing. ``is_awaited``:
+    another instance waits for what it stores.
     """
 
     job_id: int
@@ -146,6 +149,7 @@ class StoreJob(_Runs):
     redis_keys: frozenset[bytes] | None = None
     adapter: AdapterRef | None = None
     claim: Claim = Claim()
+    is_awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +164,39 @@ class AuditJob(StoreJob):
 
 
 @dataclass(frozen=True, slots=True)
+class PeerSource:
+    """An instance that a request names to load from: its rank 0 serves at ``host`` and ``port``.
+    ``is_trusted``: what it sends was computed for its key, and may be kept and passed on."""
+
+    host: str
+    port: int
+    num_ranks: int
+    is_trusted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TransferUpdate:
+    """News of a KV transfer from here to whoever asks for ``transfer_id``.
+
+    It is of the chunks under ``keys``, and of those in earlier and later updates. ``ends_after``:
+    these stores bring the last of it; ``None``: more may come. ``held_request``: the blocks of this
+    request are vLLM's again once these stores have ended on all ranks.
+    """
+
+    transfer_id: str
+    keys: tuple[bytes, ...] = ()
+    ends_after: frozenset[int] | None = None
+    held_request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadJob(_Runs):
     """Copy consecutive chunks into the paged cache, run after run.
 
     ``needs_redis`` says that some chunk may have to come from Redis; ``after_job`` is the last
     planned store this load relies on (0: none). ``after_passes``: forward passes of earlier steps
-    may still use the blocks, or the step zeroes them before its own.
+    may still use the blocks, or the step zeroes them before its own. ``source`` is asked before
+    other peers and Redis.
     """
 
     job_id: int
@@ -176,6 +207,7 @@ class LoadJob(_Runs):
     after_job: int
     after_passes: bool = False
     claim: Claim = Claim()
+    source: PeerSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +254,8 @@ class StepPlan:
     each rank, the number of the last such list that was known when this was planned.
     ``weights_question``: read the weights in memory again (0: no need). ``heard_weights``: of each
     rank, the version of its weights that was known when this was planned.
-    ``starts_over``: all jobs of earlier plans are cancelled, and nobody wants to hear of them.
+    ``transfers``: in the order they happened. ``starts_over``: all jobs of earlier plans are
+    cancelled, and nobody wants to hear of them.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -240,6 +273,7 @@ class StepPlan:
     heard_adapters: tuple[int, ...] = ()
     weights_question: int = 0
     heard_weights: tuple[int, ...] = ()
+    transfers: tuple[TransferUpdate, ...] = ()
     starts_over: bool = False
 
     @property

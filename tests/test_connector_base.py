@@ -23,7 +23,7 @@ from lmcache_connector import connector_base
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import ConnectorBase, PlanMetadata, ReportMetadata
 from lmcache_connector.errors import ConfigError, UnsupportedError
-from lmcache_connector.p2p.connector import LMCacheP2PConnector
+from lmcache_connector.handover import LMCacheP2PConnector
 from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepOutput
 from lmcache_connector.vllm_compat.api.names import KVConnectorRole
 from lmcache_connector.vllm_compat.api.versions import Standing

@@ -154,7 +154,7 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "missing"),
     [
-        ("in `p2p/data/` and `storage/redis/`, see `plans.py`.", []),
+        ("in `peers/` and `storage/redis/`, see `plans.py`.", []),
         ("`lmcache_connector.storage` and `python -m examples.disaggregated.run`", []),
         ("at http://docs/nowhere and `redis://host/0`", []),
         ("in `scheduler/outbox/`", ["scheduler/outbox/"]),

@@ -94,7 +94,7 @@ def test_every_module_is_in_the_wheel(names: set[str]) -> None:
     ours |= {Path("storage") / path.relative_to(storage) for path in storage.rglob("*.py")}
     expected = {f"lmcache_connector/{path.as_posix()}" for path in ours}
     assert {name for name in names if name.endswith(".py")} == expected
-    for room in ("cli", "p2p/worker", "scheduler", "storage/redis"):
+    for room in ("cli", "peers", "scheduler", "storage/redis"):
         assert f"lmcache_connector/{room}/__init__.py" in expected
 
 

@@ -24,8 +24,8 @@ from aiohttp import web
 
 from examples.disaggregated.registry import Instance, RegistrationError, Registry, Role
 from lmcache_connector.config.strict import resolve_secret
-from lmcache_connector.p2p.control.address import PeerAddress
-from lmcache_connector.p2p.heartbeat import SIGNATURE_HEADER
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.heartbeat import SIGNATURE_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--insecure", action="store_true", help="let anybody register")
     args = parser.parse_args(arguments)
     secret = resolve_secret(args.secret, os.environ).encode()
-    if not (secret or args.insecure or PeerAddress(args.host, args.port).is_loopback):
+    if not (secret or args.insecure or Address(args.host, args.port).is_loopback):
         parser.error(
             "whoever reaches this port could register and read prompts: give the instances' "
             "--secret, or --insecure if the network is yours alone"

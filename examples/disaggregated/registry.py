@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from lmcache_connector.p2p.heartbeat import sign
+from lmcache_connector.peers.heartbeat import sign
 
 _PLACE = re.compile(r"[A-Za-z0-9.\-\[\]:]{1,260}:[0-9]{1,5}\Z")
 _MAX_INSTANCES = 1024
@@ -51,7 +51,7 @@ class Registry:
     """Instances vanish ``missed`` heartbeats after the last one.
 
     With a ``secret`` registrations must carry its signature, see
-    :mod:`lmcache_connector.p2p.heartbeat`. Not thread-safe.
+    :mod:`lmcache_connector.peers.heartbeat`. Not thread-safe.
     """
 
     def __init__(

@@ -73,7 +73,9 @@ def instance_command(model: str, role: str, port: int, router: str) -> list[str]
         "kv_role": role,
         "kv_port": free_port(),
         "kv_connector_extra_config": {
-            "secret": "env:P2P_SECRET",
+            "cpu_gib": 1.0,
+            "hash_key": "env:P2P_SECRET",
+            "router_secret": "env:P2P_SECRET",
             "router": router,
             "http_address": f"127.0.0.1:{port}",
             "heartbeat_seconds": 1.0,

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from rich.text import Text
 
 from lmcache_connector.cli.metrics import fetch, summarize
@@ -21,17 +20,21 @@ from lmcache_connector.cli.report import (
     harmless,
     size,
 )
-from lmcache_connector.cli.target import connector_config, engine_url, read_transfer_config
+from lmcache_connector.cli.target import (
+    connector_config,
+    engine_url,
+    kv_port,
+    p2p_config,
+    read_transfer_config,
+)
 from lmcache_connector.config.strict import unknown_key
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.config.warnings import available_memory, settings_warnings
 from lmcache_connector.errors import ConfigError, UnsupportedError
-from lmcache_connector.p2p.config import P2PConfig
 from lmcache_connector.vllm_compat.api import versions
 
 TIERED = "LMCacheTieredConnector"
 P2P = "LMCacheP2PConnector"
-DEFAULT_KV_PORT = 14579
 _USUAL_BLOCK = 16
 """Tokens; vLLM's block sizes are multiples of it, but for few back ends."""
 # Of vLLM's KVTransferConfig, which refuses any other; a test compares the two.
@@ -41,7 +44,6 @@ TRANSFER_KEYS = (
     "kv_load_failure_policy",
 )
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
-_SETTINGS = {TIERED: ConnectorConfig.model_fields, P2P: P2PConfig.model_fields}
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
@@ -76,20 +78,19 @@ class Finding:
 
 def run(report: Report, text_or_path: str, engines: Sequence[str] = ()) -> int:
     """``engines``: addresses of running ones, whose audits count as well."""
-    from lmcache_connector.cli import check_p2p, check_redis
+    from lmcache_connector.cli import check_peers, check_redis
 
     for address in engines:
         engine_url(address)  # a slip of the pen is not the configuration's
     document = read_transfer_config(text_or_path)
     findings = [_transfer(document)]
     try:
-        if _connector_meant(document) == P2P:
-            findings.extend(check_p2p.findings(document, kv_port(document)))
-        else:
-            config = connector_config(document)
-            for finding in _settings(config, document.get("kv_role")):
-                findings.append(finding)  # noqa: PERF402 - those before an error count
-            findings.extend(check_redis.findings(config.redis_tier_config()))
+        read = p2p_config if _connector_meant(document) == P2P else connector_config
+        config = read(document)
+        for finding in _settings(config, document.get("kv_role")):
+            findings.append(finding)  # noqa: PERF402 - those before an error count
+        findings.extend(check_peers.findings(config, str(document.get("kv_role"))))
+        findings.extend(check_redis.findings(config.redis_tier_config()))
     except CliError as error:
         name = "redis" if error.code == UNREACHABLE else "settings"
         findings.append(Finding(name, "error", str(error), error.hint, code=error.code))
@@ -112,15 +113,6 @@ def _connector_meant(document: Mapping[str, Any]) -> str:
     return P2P if "p2p" in str(document.get("kv_connector")).lower() else TIERED
 
 
-def kv_port(document: Mapping[str, Any]) -> int | None:
-    """As vLLM understands it; ``None`` if it is no port."""
-    try:
-        port = TypeAdapter(int).validate_python(document.get("kv_port", DEFAULT_KV_PORT))
-    except ValidationError:
-        return None
-    return port if 0 < port < 65536 else None
-
-
 def _transfer(document: Mapping[str, Any]) -> Finding:
     """Connector, role and keys, as vLLM itself would take them."""
     meant = _connector_meant(document)
@@ -136,7 +128,7 @@ def _transfer(document: Mapping[str, Any]) -> Finding:
     if meant == P2P and kv_port(document) is None:
         problems.append("kv_port must be a port between 1 and 65535")
     for key in document:
-        if key in _SETTINGS[meant]:
+        if key in ConnectorConfig.model_fields:
             problems.append(f"{key!r} belongs inside kv_connector_extra_config")
         elif key not in TRANSFER_KEYS:
             problems.append(unknown_key(key, TRANSFER_KEYS, "vLLM knows"))

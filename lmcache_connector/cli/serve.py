@@ -22,7 +22,7 @@ from lmcache_connector.config.warnings import available_memory
 from lmcache_connector.vllm_compat.api.cpu_cores import RESERVED_CORES, cores_are_chosen
 
 _VARIABLE = "LMCACHE_CONNECTOR_SERVE_{}"
-_SECRETS = ("redis_url", "hash_key", "secret", "peer_secret")
+_SECRETS = ("redis_url", "hash_key", "peer_secret", "router_secret")
 # By connector: exactly what an engine would make of its settings.
 _PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "LMCacheTieredConnector": connector_config,

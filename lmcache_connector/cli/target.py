@@ -9,19 +9,23 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+from pydantic import TypeAdapter, ValidationError
+
 from lmcache_connector.cli.report import UNREACHABLE, CliError
+from lmcache_connector.config.p2p import parse_p2p_config
 from lmcache_connector.config.strict import resolve_secret
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.p2p.config import P2PConfig, parse_p2p_config
 from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
 from lmcache_connector.storage.redis.config import RedisTierConfig
 
+DEFAULT_KV_PORT = 14579
 ConfigT = TypeVar("ConfigT")
 _METRICS_SECONDS = 5.0
 _MAX_METRICS_BYTES = 64 << 20
@@ -100,9 +104,20 @@ def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
     return _parsed(document, parse_config, "docs/settings.md lists all settings")
 
 
-def p2p_config(document: Mapping[str, Any]) -> P2PConfig:
+def kv_port(document: Mapping[str, Any]) -> int | None:
+    """As vLLM understands it; ``None`` if it is no port."""
+    try:
+        port = TypeAdapter(int).validate_python(document.get("kv_port", DEFAULT_KV_PORT))
+    except ValidationError:
+        return None
+    return port if 0 < port < 65536 else None
+
+
+def p2p_config(document: Mapping[str, Any]) -> ConnectorConfig:
     """Exactly what the engine would make of it."""
-    return _parsed(document, parse_p2p_config, "see the settings in docs/disaggregated.md")
+    loads = document.get("kv_role") != "kv_producer"
+    parse = partial(parse_p2p_config, kv_port=kv_port(document) or DEFAULT_KV_PORT, loads=loads)
+    return _parsed(document, parse, "see the settings in docs/disaggregated.md")
 
 
 def _parsed(

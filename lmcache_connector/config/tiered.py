@@ -41,6 +41,16 @@ def _is_address(text: str) -> str:
     return text
 
 
+def _is_host(text: str) -> str:
+    Address(text, 1).check()
+    return text
+
+
+def _tuple(value: object) -> object:
+    """JSON has no tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _are_addresses(texts: object) -> object:
     """JSON has no tuples."""
     if isinstance(texts, list):
@@ -112,6 +122,25 @@ class ConnectorConfig(StrictSettings):
     peers: Annotated[tuple[str, ...], BeforeValidator(_are_addresses), Field(max_length=256)] = ()
     """Instances to load from: ``HOST:PORT`` of each, or ``dns:NAME:PORT`` for all addresses of a
     name."""
+    peer_host: Annotated[str, AfterValidator(_is_host)] | None = None
+    """Where others reach this instance, if that is not the host of ``peer_listen``. Routers are
+    told it."""
+    peer_hosts: Annotated[tuple[str, ...], BeforeValidator(_tuple), Field(max_length=256)] = ()
+    """Hosts that requests may name to load from: names, addresses, ``*.SUFFIX``, or networks such
+    as ``10.0.0.0/16``. None: no request names any."""
+    transfer_deadline_seconds: LoadDeadline = 30.0
+    """Longest time a request waits until the instance it names has its KV."""
+    lease_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """How long KV that another instance is to load is kept while nobody asks for it."""
+    router: Annotated[str, Field(pattern=r"^http://[A-Za-z0-9.\-\[\]:]{1,260}$")] | None = None
+    """Proxy to register with, ``http://HOST:PORT``, as long as this instance's ``/health`` answers
+    (``LMCacheP2PConnector``)."""
+    router_secret: Secret | None = None
+    """Signs registrations at the proxy."""
+    http_address: Annotated[str, Field(min_length=3, max_length=260)] | None = None
+    """``HOST:PORT`` of this instance's own API, for the proxy."""
+    heartbeat_seconds: Timeout = 2.0
+    """Time between two registrations."""
     load_deadline_seconds: LoadDeadline = 10.0
     """Deadline of a load. The rest is recomputed."""
     compute_or_load: Literal["auto", "always"] = "auto"
@@ -160,6 +189,11 @@ class ConnectorConfig(StrictSettings):
         """``None`` without a secret."""
         return self.peer_secret.get_secret_value().encode() if self.peer_secret else None
 
+    @property
+    def router_secret_bytes(self) -> bytes:
+        """Empty without a secret."""
+        return self.router_secret.get_secret_value().encode() if self.router_secret else b""
+
     def redis_tier_config(self) -> RedisTierConfig | None:
         """Settings of the Redis tier, ``None`` without one. Raises ``ValueError``."""
         if self.redis_url is None:
@@ -181,9 +215,28 @@ class ConnectorConfig(StrictSettings):
     def peer_addresses(self) -> tuple[Address, ...]:
         return tuple(Address.parse(text, may_be_dns=True) for text in self.peers)
 
+    @property
+    def is_reached_from_here_alone(self) -> bool:
+        if self.peer_listen is None:
+            return True
+        listens = Address.parse(self.peer_listen)
+        return listens.is_loopback and Address(self.peer_host or listens.host, 1).is_loopback
+
+    def told_address(self, first_rank: int) -> Address | None:
+        """Where others reach rank 0 of the engine with that first rank among all engines."""
+        if self.peer_listen is None:
+            return None
+        listens = Address.parse(self.peer_listen)
+        return Address(self.peer_host or listens.host, listens.port + first_rank)
+
+    def trusts(self, peer: Address) -> bool:
+        """Whether what comes from there, because a request says so, may be kept and passed on."""
+        is_ours = self.hash_key is not None or peer.is_loopback
+        return is_ours or any(peer == each for each in self.peer_addresses)
+
     def peer_tier_config(self) -> RedisTierConfig | None:
         """How values are read from peers, ``None`` without any: as from Redis."""
-        if not self.peers:
+        if not (self.peers or self.peer_hosts):
             return None
         return RedisTierConfig(
             url="redis://peers",
@@ -209,7 +262,11 @@ class ConnectorConfig(StrictSettings):
             read_weights_label(self.weights_label)
         except ConfigError as error:
             yield f"'weights_label': {error}"
-        if self.peer_listen is not None and not Address.parse(self.peer_listen).is_loopback:
+        if (self.router is None) != (self.http_address is None):
+            yield "'router' and 'http_address' go together: set both or neither"
+        if self.router is not None and self.peer_listen is None:
+            yield "'router': there is nothing to register without a 'peer_listen'"
+        if not self.is_reached_from_here_alone:
             if self.hash_key is None and not self.peer_insecure:
                 yield (
                     "'peer_listen': beyond loopback it needs a 'hash_key', or 'peer_insecure' if "

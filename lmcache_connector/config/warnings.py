@@ -88,15 +88,16 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
         )
     if config.redis_url is not None:
         return
+    reads = config.peers or config.peer_hosts
     idle = {name for name in config.model_fields_set if name.startswith("redis_")}
-    if config.peers:
+    if reads:
         idle.discard("redis_timeout_seconds")  # peers are read as Redis is
     if idle:
         yield StartupWarning(
             f"without redis_url nothing is done with {' and '.join(sorted(idle))}",
             "set it, or leave them out",
         )
-    if kv_role == "kv_consumer" and not config.peers:
+    if kv_role == "kv_consumer" and not reads:
         yield StartupWarning(
             "kv_role kv_consumer loads only, and without redis_url nobody stores what it could "
             "load, so every request is a miss",

@@ -11,6 +11,9 @@ keyed: nobody without it can guess or forge a key.
 
 Where KV follows from later tokens too, those are among the tokens of the chunk: of a drafter that
 reads one token ahead, chunk ``i`` is named by its own tokens and the first of chunk ``i + 1``.
+
+The tail of a prompt that is handed over has fewer tokens than a chunk. Its name stands in a domain
+of its own, and holds their number.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ memory."""
 
 _ROOT_CONTEXT = "lmcache-connector 2026-11 chunk key root v1"
 _SECRET_CONTEXT = "lmcache-connector 2026-11 chunk key secret v1"
+# Stands where the key of a chunk has a parent, which is a hash as well: no two are equal.
+_TAIL_DOMAIN = blake3(derive_key_context="lmcache-connector 2026-11 tail key v1").digest()
 
 
 class PrefixHasher:
@@ -94,6 +99,12 @@ class PrefixHasher:
             extra = extras[index] if index < len(extras) else b""
             key = self._digest(key + chunk + extra)
             yield key
+
+    def tail_key(self, parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
+        """The key of a tail that follows ``parent``: of all ``token_ids`` but those that are only
+        looked ahead to. ``extra``: of the same tokens. Raises ``OverflowError`` as above."""
+        count = (len(token_ids) - self.lookahead).to_bytes(4, "little")
+        return self._digest(_TAIL_DOMAIN + parent + count + _little_endian_u32(token_ids) + extra)
 
     def num_chunks(self, num_tokens: int) -> int:
         """The chunks of so many tokens that can be named."""

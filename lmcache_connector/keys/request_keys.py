@@ -84,14 +84,29 @@ class RequestIdentity:
         return canonical_bytes({"mm": spans, "embeds": embeds})
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What a prompt that is handed over has behind its last full chunk: the tokens of chunk number
+    ``chunk`` up to token ``end``, under a key of its own."""
+
+    chunk: int
+    end: int
+    key: bytes
+
+
 class RequestKeys:
-    """Chunk keys of the full chunks of one request, up to what they look ahead to."""
+    """Chunk keys of the full chunks of one request, up to what they look ahead to.
+
+    ``tail``: of a prompt that is handed over. It may be loaded if ``loads_tail``.
+    """
 
     def __init__(self, hasher: PrefixHasher, identity: RequestIdentity) -> None:
         self._hasher = hasher
         self.identity = identity
         self._root = self._tail = hasher.root_key(identity.root())
         self.keys: list[bytes] = []
+        self.tail: Tail | None = None
+        self.loads_tail = False
 
     @property
     def num_hashed_tokens(self) -> int:
@@ -124,6 +139,36 @@ class RequestKeys:
             ]
         self.keys += self._hasher.extend(self._tail, token_ids[start : end + lookahead], extras)
         self._tail = self.keys[-1]
+
+    def name_tail(self, prompt: Sequence[int], *, loads: bool) -> None:
+        """The prompt is handed over: its last token is computed by whoever loads the rest."""
+        size, lookahead = self._hasher.chunk_size, self._hasher.lookahead
+        end = len(prompt) - max(1, lookahead)
+        chunk = end // size
+        start, known = chunk * size, end + lookahead
+        if end > start:
+            key = self._hasher.tail_key(
+                self.parent(chunk), prompt[start:known], self.extras(start, known)
+            )
+            self.tail, self.loads_tail = Tail(chunk, end, key), loads
+
+    @property
+    def loadable(self) -> list[bytes]:
+        """Keys of what a load may bring, chunk by chunk; the last one may be the tail's. Of a
+        request that has an answer behind its prompt those of full chunks are worth more."""
+        tail = self.loaded_tail
+        return self.keys if tail is None else [*self.keys[: tail.chunk], tail.key]
+
+    def end_of(self, chunk: int) -> int:
+        """The token at which a load of what is :attr:`loadable` before this chunk ends."""
+        end, tail = chunk * self._hasher.chunk_size, self.loaded_tail
+        return end if tail is None else min(end, tail.end)
+
+    @property
+    def loaded_tail(self) -> Tail | None:
+        """Whether, and where, what is :attr:`loadable` ends with a tail."""
+        tail = self.tail if self.loads_tail else None
+        return tail if tail is None or self.num_hashed_tokens <= tail.end + 1 else None
 
     def shorten(self, num_tokens: int) -> None:
         """Forget the keys of chunks that are not whole in the first ``num_tokens``."""

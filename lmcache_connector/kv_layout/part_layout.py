@@ -30,7 +30,7 @@ class PartLayout:
     those of the part in model order, whatever groups they are in. A state's chunk is one token
     long, and its heads are the ranks that hold pieces of it. ``num_kv_heads`` are those of one
     rank. ``planes`` say how a block lies in memory where strides do not, ``formats`` how the
-    elements of each layer are stored.
+    elements of each layer are stored. The bytes of ``mixed_tokens`` may lie among one another.
     """
 
     part: Part
@@ -40,6 +40,7 @@ class PartLayout:
     num_kv_heads: int
     planes: tuple[Plane, ...]
     formats: tuple[str, ...]
+    mixed_tokens: int = 1
 
     @cached_property
     def blocks_per_chunk(self) -> int:

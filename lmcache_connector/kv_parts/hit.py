@@ -58,10 +58,10 @@ def first_token_to_load(part: Part, num_local_tokens: int, end_token: int) -> in
     return max(part.first_needed(end_token) // part.block_size * part.block_size, num_local_tokens)
 
 
-def chunks_to_load(part: Part, chunk_size: int, num_local_tokens: int, end: int) -> range:
-    """The chunks of this part that a load must bring which ends before chunk ``end``."""
-    first_token = max(part.first_needed(end * chunk_size), num_local_tokens)
-    return range(first_token // chunk_size, end)
+def chunks_to_load(part: Part, chunk_size: int, num_local_tokens: int, end_token: int) -> range:
+    """The chunks of this part that a load must bring which ends before ``end_token``."""
+    first_token = max(part.first_needed(end_token), num_local_tokens)
+    return range(first_token // chunk_size, -(-end_token // chunk_size))
 
 
 def find_hit(
@@ -70,11 +70,12 @@ def find_hit(
     num_local_tokens: int,
     num_tokens: int,
     held: Sequence[Sequence[bool]],
+    end_token: int | None = None,
 ) -> Hit:
     """Where a hit of a request with ``num_tokens`` may end, of which vLLM has ``num_local_tokens``.
 
     ``held[p][i]``: some tier has part p of chunk ``num_local_tokens // chunk_size + i``. Linear in
-    the number of chunks.
+    the number of chunks. ``end_token``: where the last one ends, if it is a tail.
     """
     first = num_local_tokens // chunk_size
     last_end = first + len(held[0])
@@ -83,7 +84,9 @@ def find_hit(
             last_end = min(last_end, first + _leading_run(there))
     if is_prefix_only(parts):
         return Hit(first, range(first + 1, last_end + 1), last_end)
-    last_end = min(last_end, (num_tokens - 1) // chunk_size)
+    if end_token is None:
+        end_token = (num_tokens - 1) // chunk_size * chunk_size
+    last_end = min(last_end, -(-end_token // chunk_size))
     ends = list(range(first + 1, last_end + 1))
     for part, there in zip(parts, held, strict=True):
         if part.rule is not Rule.PREFIX:
@@ -91,7 +94,8 @@ def find_hit(
             ends = [
                 end
                 for end in ends
-                if starts[end - first] <= max(part.first_needed(end * chunk_size), num_local_tokens)
+                if starts[end - first]
+                <= max(part.first_needed(min(end * chunk_size, end_token)), num_local_tokens)
             ]
     return Hit(first, tuple(ends), last_end)
 

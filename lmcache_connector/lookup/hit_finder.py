@@ -75,16 +75,16 @@ class HitFinder:
 
         ``PENDING``: call again in the next step.
         """
-        first = num_computed_tokens // self._chunk_size
-        self.ask(asked, first)
-        redis_keys = self._redis_keys(asked, num_computed_tokens, wait)
+        redis_keys: frozenset[bytes] | Pending = asked.offered_keys
+        if not redis_keys:
+            self.ask(asked, num_computed_tokens // self._chunk_size)
+            redis_keys = self._redis_keys(asked, num_computed_tokens, wait)
         if redis_keys is PENDING:
             return PENDING
         _, are_in_cpu, hit = self._hit(asked, num_computed_tokens, redis_keys)
         if not asked.is_counted:
-            self._count(
-                asked, num_computed_tokens, self._of_hit(are_in_cpu, hit, num_computed_tokens)
-            )
+            of_hit = self._of_hit(asked, are_in_cpu, hit, num_computed_tokens)
+            self._count(asked, num_computed_tokens, of_hit)
         return hit
 
     def _hit(
@@ -99,12 +99,19 @@ class HitFinder:
                 [in_cpu or key in redis_keys for key, in_cpu in zip(*pair, strict=True)]
                 for pair in zip(keys, are_in_cpu, strict=True)
             ]
-        num_tokens = asked.request.num_tokens
-        hit = find_hit(self._parts, self._chunk_size, num_computed_tokens, num_tokens, held)
-        return keys, are_in_cpu, hit
+        return keys, are_in_cpu, self._find(asked, num_computed_tokens, held)
+
+    def _find(self, asked: RequestLookup, num_computed_tokens: int, held: list[list[bool]]) -> Hit:
+        tail, num_tokens = asked.keys.loaded_tail, asked.request.num_tokens
+        end = tail.end if tail is not None else None
+        return find_hit(self._parts, self._chunk_size, num_computed_tokens, num_tokens, held, end)
 
     def _of_hit(
-        self, are_in_cpu: list[list[bool]], hit: Hit, num_computed_tokens: int
+        self,
+        asked: RequestLookup,
+        are_in_cpu: list[list[bool]],
+        hit: Hit,
+        num_computed_tokens: int,
     ) -> list[bool]:
         """Of what a load of the whole hit brings."""
         if not hit:
@@ -114,13 +121,15 @@ class HitFinder:
         return [
             in_cpu[chunk - hit.first]
             for part, in_cpu in zip(self._parts, are_in_cpu, strict=True)
-            for chunk in chunks_to_load(part, self._chunk_size, num_computed_tokens, hit.stop)
+            for chunk in chunks_to_load(
+                part, self._chunk_size, num_computed_tokens, asked.keys.end_of(hit.stop)
+            )
         ]
 
     def _keys_by_part(self, asked: RequestLookup, first: int) -> list[Sequence[bytes]]:
         """Of the chunks from ``first`` on."""
-        num_parts = len(self._parts)
-        return [keys_of_part(asked.keys.keys[first:], p, num_parts) for p in range(num_parts)]
+        num_parts, keys = len(self._parts), asked.keys.loadable[first:]
+        return [keys_of_part(keys, p, num_parts) for p in range(num_parts)]
 
     def _redis_keys(
         self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
@@ -196,7 +205,8 @@ class RedisHitFinder(HitFinder):
             return NOTHING_AHEAD
         missing: list[tuple[int, int, bytes]] = []
         for number, part in reversed(list(enumerate(self._parts))):
-            chunks = chunks_to_load(part, size, num_computed_tokens, hit.stop)
+            end_token = asked.keys.end_of(hit.stop)
+            chunks = chunks_to_load(part, size, num_computed_tokens, end_token)
             missing += [
                 (number, i, keys[number][i - first])
                 for i in chunks
@@ -214,11 +224,11 @@ class RedisHitFinder(HitFinder):
         last, begins = first + len(keys[0]), [first] * len(keys)
         if not is_prefix_only(self._parts):
             num_tokens, size = asked.request.num_tokens, self._chunk_size
-            hit = find_hit(self._parts, size, first * size, num_tokens, are_in_cpu)
-            last = min(last, (num_tokens - 1) // size)
-            begins = [
-                chunks_to_load(part, size, first * size, hit.stop + 1).start for part in self._parts
-            ]
+            hit = self._find(asked, first * size, are_in_cpu)
+            if asked.keys.loaded_tail is None:
+                last = min(last, (num_tokens - 1) // size)
+            end = asked.keys.end_of(hit.stop + 1)
+            begins = [chunks_to_load(part, size, first * size, end).start for part in self._parts]
             if hit.stop >= last:
                 return ()
         return tuple(
@@ -265,7 +275,7 @@ class RedisHitFinder(HitFinder):
         """To find more than is known to be there, in memory or by an older answer."""
         _, _, known = self._hit(asked, num_computed_tokens, asked.redis_keys)
         num_tokens = asked.request.num_tokens
-        num_known = max(num_computed_tokens, known.stop * self._chunk_size)
+        num_known = max(num_computed_tokens, asked.keys.end_of(known.stop))
         return self._policy.is_worth_a_step(
             min(num_known, num_tokens - 1),
             num_tokens,

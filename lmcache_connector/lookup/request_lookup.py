@@ -12,7 +12,7 @@ from lmcache_connector.lookup.background_lookup import PendingLookup
 @dataclass(slots=True)
 class RequestLookup:
     """A vLLM request under the ``keys`` it is looked up by, and the answers. Written by its
-    :class:`HitFinder`.
+    :class:`HitFinder`. ``offered_keys``: what the instance that the request names has of it.
 
     Times are readings of the hit finder's clock.
     """
@@ -25,6 +25,7 @@ class RequestLookup:
     wait_seconds: float | None = None  # left after the last one, for all further ones
     asked_keys: tuple[bytes, ...] = ()
     redis_keys: frozenset[bytes] = frozenset()
+    offered_keys: frozenset[bytes] = frozenset()
     is_counted: bool = False
 
     def cancel(self) -> None:
@@ -36,6 +37,7 @@ class RequestLookup:
     def lose(self, key: bytes) -> None:
         """It turned out not to be there."""
         self.redis_keys -= {key}
+        self.offered_keys -= {key}
 
     def end_wait(self, now: float) -> None:
         """It has waited for the answer long enough, or has it."""
@@ -46,5 +48,6 @@ class RequestLookup:
     def reset(self, keys: RequestKeys) -> None:
         """Answers about the keys from before are worth nothing."""
         self.cancel()
-        self.keys, self.asked_keys, self.redis_keys = keys, (), frozenset()
+        self.keys, self.asked_keys = keys, ()
+        self.redis_keys = self.offered_keys = frozenset()
         self.wait_until = None

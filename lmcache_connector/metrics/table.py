@@ -32,6 +32,9 @@ _BYPASSES: Known = tuple(
 )
 
 _FAILURES: Known = (("missing",), ("deadline",), ("cancelled",), ("failed",))
+_TRANSFER_FAILURES: Known = tuple(
+    (reason,) for reason in ("missing", "unreachable", "lost", "unknown", "deadline", "busy")
+)
 _DECISIONS: Known = (
     *(("always",), ("unmeasured",), ("load_faster",)),
     *(("compute_faster",), ("source_stalled",)),
@@ -232,5 +235,26 @@ METRICS = table(
             "Circuit breaker of a server: 0 closed (in use), 1 on trial, 2 open (left alone).",
         ),
         gauge("writes_paused", ("rank",), "1 while Redis refuses writes."),
+        counter("p2p_handovers", (), "Prompts computed here for another instance to load."),
+        counter("p2p_hit_tokens", (), "Prompt tokens loaded from the instance a request names."),
+        counter(
+            "p2p_failed_loads",
+            ("reason",),
+            "Loads from the instance a request names that came to nothing: unreachable, lost, "
+            "unknown, deadline, busy; or ended early (missing).",
+            _TRANSFER_FAILURES,
+        ),
+        counter("p2p_received_bytes", (), "Bytes loaded from instances that requests name."),
+        counter("p2p_receive_seconds", (), "Time that took, on the slowest rank of each load."),
+        counter(
+            "p2p_malformed_requests",
+            (),
+            "Requests whose id or parameters were malformed or not allowed.",
+        ),
+        counter(
+            "p2p_refused_chunks",
+            (),
+            "Chunks not kept for other instances: their share of the CPU tier was full.",
+        ),
     ]
 )

@@ -29,9 +29,16 @@ class Address:
             raise ValueError("an IPv6 address goes into brackets: [::1]:7450")
         if not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536):
             raise ValueError("must be HOST:PORT, with a port from 1 to 65535")
-        if not (_is_address(host) or _NAME.fullmatch(host)):
-            raise ValueError("must be HOST:PORT: neither a host name nor an address comes first")
-        return cls(host, int(port), is_dns)
+        try:
+            return cls(host, int(port), is_dns).check()
+        except ValueError as error:
+            raise ValueError(f"must be HOST:PORT: {error} comes first") from None
+
+    def check(self) -> Address:
+        """Itself. Raises ``ValueError`` for what is no host."""
+        if not (_is_address(self.host) or _NAME.fullmatch(self.host)):
+            raise ValueError("neither a host name nor an address")
+        return self
 
     @property
     def is_loopback(self) -> bool:

@@ -4,6 +4,10 @@
 ``GET NAME``, ``GETRANGE``            a value, see docs/formats.md; ``nil`` for what is not here
 ``EXISTS NAME...``, ``STRLEN NAME``   rank 0 answers ``EXISTS`` for the values of all ranks
 ``PEER``                              a line about this instance, see :class:`Greeting`
+``TRANSFER MS READER ID...``          of each KV transfer how the keys of its chunks begin, once it
+                                      is over; 0 before, ``nil`` if it is unknown. While none is
+                                      over, the answer takes up to ``MS``
+``DONE READER ID...``                 the reader needs these no more
 ``SCAN``, ``DBSIZE``                  names of whole heads, after ``AUTH`` alone
 ``PING``, ``AUTH``, ``SELECT 0``      as in Redis
 ``PTTL``, ``INFO``                    values have no lifetime; nothing is told of the server
@@ -18,6 +22,7 @@ import hmac
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 from typing import Protocol
 
@@ -35,8 +40,12 @@ from lmcache_connector.storage.redis.value_names import chunk_tag, parse_value_n
 MAX_COMMAND_BYTES = 1 << 18
 MAX_WORDS = 2_500
 """Of one command: the names of 128 heads in 19 pieces each."""
+KEY_PREFIX_BYTES = 8
+"""Of a chunk's key, told to readers of a KV transfer: who knows the prompt knows the rest, and
+nobody else learns the name of a chunk."""
 _MAX_PATTERN_BYTES = 256
 _SCAN_MOST = 1024
+_MAX_WAIT_MS = 10_000
 _ENGINE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -67,6 +76,27 @@ class Chunks(Protocol):
         ...
 
 
+class NotOver(Enum):
+    """What is known of a KV transfer before its end."""
+
+    UNKNOWN = "unknown"
+    COMING = "coming"
+
+
+class TransferTable(Protocol):
+    """The KV transfers of one rank. Thread-safe."""
+
+    def state(self, reader: bytes, transfer_id: str) -> bytes | NotOver:
+        """Once it is over, how the keys of its chunks begin, one after the other."""
+        ...
+
+    def done(self, reader: bytes, transfer_id: str) -> None: ...
+
+    def tend(self) -> None:
+        """Called once in a while."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Greeting:
     """Whom a reader has reached: ``num_ranks`` serve the instance's chunks, at as many ports.
@@ -91,10 +121,12 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """``parts`` are sent one after the other; ``lease`` is released when all of them are sent."""
+    """``parts`` are sent one after the other; ``lease`` is released when all of them are sent.
+    ``is_early``: later it would say more."""
 
     parts: tuple[bytes | memoryview, ...]
     lease: Lease | None = None
+    is_early: bool = False
 
 
 @dataclass(slots=True)
@@ -108,6 +140,7 @@ class Client:
 
 OK = Reply((b"+OK\r\n",))
 NIL = Reply((b"$-1\r\n",))
+_NOT_OVER = {NotOver.UNKNOWN: b"$-1\r\n", NotOver.COMING: b":0\r\n"}
 
 
 def _error(message: str) -> Reply:
@@ -116,6 +149,10 @@ def _error(message: str) -> Reply:
 
 def _number(value: int) -> Reply:
     return Reply((b":%d\r\n" % value,))
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")
 
 
 def _bulk(value: bytes) -> bytes:
@@ -141,8 +178,10 @@ class Commands:
         greeting: Greeting,
         max_payload_bytes: int,
         secret: bytes | None = None,
+        transfers: TransferTable | None = None,
     ) -> None:
         self._chunks = chunks
+        self._transfers = transfers
         self._own = geometries[rank]
         # Rank 0 speaks for the others: what it holds they hold, but for the last moments.
         self._known = geometries if rank == 0 else (self._own,)
@@ -164,15 +203,46 @@ class Commands:
             b"INFO": lambda client, words: Reply((_bulk(b""),)),
             b"SCAN": self._scan,
             b"DBSIZE": self._dbsize,
+            b"TRANSFER": self._transfer,
+            b"DONE": self._done,
         }
 
-    def answer(self, client: Client, words: list[bytes]) -> Reply:
-        """``words``: a command and its arguments. Raises :class:`ProtocolError` for a client that
-        guesses secrets."""
+    def answer(self, client: Client, words: list[bytes], *, may_wait: bool = False) -> Reply | None:
+        """``words``: a command and its arguments. ``None``: there is something to wait for, if the
+        client ``may_wait``. Raises :class:`ProtocolError` for a client that guesses secrets."""
         verb = self._verbs.get(words[0].upper())
         if verb is None:
             return _error("unknown command; this server only serves chunks to read")
-        return verb(client, words[1:])
+        reply = verb(client, words[1:])
+        return None if may_wait and reply.is_early else reply
+
+    @staticmethod
+    def patience(words: list[bytes]) -> float:
+        """Seconds that a client may wait for the answer to its command."""
+        if words[0].upper() != b"TRANSFER" or len(words) < 2 or not words[1].isdigit():
+            return 0.0
+        return min(int(words[1][:6]), _MAX_WAIT_MS) / 1000
+
+    def tend(self) -> None:
+        """Called once in a while."""
+        if self._transfers is not None:
+            self._transfers.tend()
+
+    # -- KV transfers ----------------------------------------------------------------------------
+
+    def _transfer(self, client: Client, words: list[bytes]) -> Reply:
+        if self._transfers is None or len(words) < 3:
+            return _error("how long, who, and which; or there are no KV transfers from here")
+        states = [self._transfers.state(words[1], _text(name)) for name in words[2:]]
+        parts = (_bulk(s) if isinstance(s, bytes) else _NOT_OVER[s] for s in states)
+        is_early = not any(isinstance(state, bytes) for state in states)
+        return Reply((b"*%d\r\n" % len(states) + b"".join(parts),), is_early=is_early)
+
+    def _done(self, client: Client, words: list[bytes]) -> Reply:
+        if self._transfers is not None:
+            for name in words[1:]:
+                self._transfers.done(words[0], _text(name))
+        return OK
 
     # -- values ----------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class PeerLookup(RedisLookup):
             connect_share=connect_share,
         )
 
+        self._topology = topology
         self._owed: dict[Node, Question] = {}
 
     def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
@@ -79,7 +80,7 @@ class PeerLookup(RedisLookup):
                 del self._owed[node]
 
     def _assign(self, tags: Sequence[bytes]) -> dict[Node, list[int]]:
-        nodes = self._servers.topology.nodes()
+        nodes = self._topology.peers()
         usable = (n for n in nodes if n not in self._owed and not self._servers.is_open(n))
         return {node: list(range(len(tags))) for node in usable}
 

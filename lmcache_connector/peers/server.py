@@ -20,6 +20,7 @@ from itertools import islice
 from lmcache_connector.net.keepalive import keep_alive
 from lmcache_connector.peers.commands import (
     MAX_COMMAND_BYTES,
+    OK,
     Client,
     CommandParser,
     Commands,
@@ -54,7 +55,8 @@ class Limits:
 @dataclass(slots=True, eq=False)
 class _Connection:
     """``unsent``: parts of answers; with the last of one comes its lease, if it has one.
-    ``moved_at``: when a command last came whole, or answers were taken."""
+    ``moved_at``: when a command last came whole, or answers were taken. ``held``: a command that
+    waits for its answer, until ``held_until``."""
 
     sock: socket.socket
     moved_at: float
@@ -64,6 +66,8 @@ class _Connection:
     unsent_bytes: int = 0
     taken_bytes: int = 0  # since ``moved_at``
     has_asked: bool = False
+    held: list[bytes] | None = None
+    held_until: float = 0.0
     is_ending: bool = False  # once everything is sent
 
 
@@ -89,16 +93,21 @@ class PeerServer:
         self._listener = _listening_socket(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._listener.setblocking(False)
+        self._wake.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = start_thread("lmc-peer-server", self._serve)
 
+    def look_again(self) -> None:
+        """Commands that wait may have their answer by now. From any thread."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+
     def close(self, seconds: float) -> bool:
         """False if the thread did not end in time: then it may still read chunks."""
         self._stopping.set()
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
+        self.look_again()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -120,10 +129,12 @@ class PeerServer:
             self._selector.close()
 
     def _turn(self) -> None:
-        was_full = self._is_full
-        for key, events in self._selector.select(_POLL_SECONDS):
+        was_full, was_woken = self._is_full, False
+        for key, events in self._selector.select(self._seconds_to_look()):
             if key.fileobj is self._listener:
                 self._accept()
+            elif key.fileobj is self._woken:
+                was_woken = bool(self._woken.recv(_READ_BYTES))
             elif (connection := self._connections.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                 self._attend(connection, events)
         now, is_held_up = self._clock(), was_full or self._is_full
@@ -133,9 +144,17 @@ class PeerServer:
             waits_for_it = connection.unsent or connection.parser.num_bytes
             if waits_for_it and now - connection.moved_at > self._limits.stall_seconds:
                 self._drop(connection)
+            elif connection.held is not None and (was_woken or now >= connection.held_until):
+                self._attend(connection, 0)
         if was_full and not self._is_full:
             for connection in list(self._connections.values()):
                 self._attend(connection, 0)
+        self._commands.tend()
+
+    def _seconds_to_look(self) -> float:
+        connections = self._connections.values()
+        held = [c.held_until for c in connections if c.held is not None and self._may_answer(c)]
+        return max(0.0, min(_POLL_SECONDS, min(held, default=float("inf")) - self._clock()))
 
     @property
     def _is_full(self) -> bool:
@@ -194,23 +213,36 @@ class PeerServer:
         num_answered = 0
         while self._may_answer(connection):
             try:
-                words = None if connection.is_ending else connection.parser.next()
+                words = self._next_command(connection)
                 if words is None:
                     break
                 is_last = words[0].upper() == b"QUIT"
+                # Who says more does not wait for the answer to what he said before.
+                is_over = self._clock() >= connection.held_until or connection.parser.num_bytes
                 reply = (
-                    Reply((b"+OK\r\n",))
+                    OK
                     if is_last
-                    else self._commands.answer(connection.client, words)
+                    else self._commands.answer(connection.client, words, may_wait=not is_over)
                 )
             except ProtocolError as error:
                 reply, is_last = Reply((f"-ERR {error}\r\n".encode(),)), True
+            if reply is None:
+                break
+            connection.held = None
             connection.is_ending |= is_last
             self._queue(connection, reply)
             num_answered += 1
         if num_answered:
             connection.has_asked, connection.moved_at = True, self._clock()
         return num_answered > 0
+
+    def _next_command(self, connection: _Connection) -> list[bytes] | None:
+        """The one that waits for its answer, or the next one. Raises :class:`ProtocolError`."""
+        if connection.held is None and not connection.is_ending:
+            connection.held = connection.parser.next()
+            if connection.held is not None:
+                connection.held_until = self._clock() + self._commands.patience(connection.held)
+        return connection.held
 
     def _may_answer(self, connection: _Connection) -> bool:
         has_room = connection.unsent_bytes < self._limits.unsent_bytes

@@ -12,6 +12,7 @@ from dataclasses import replace
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.topology import PeerTopology
+from lmcache_connector.plans import PeerSource
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
@@ -48,8 +49,8 @@ class PeerTier:
         )
         self._servers = Servers(config, topology, clock, random.random, kind="peer")
         shards = tuple(part.shards for part in geometries.parts)
-        plan = plan_values(config, geometries, shards, Sealer(config.hash_key))
-        self._readers = ValueReaders(self._servers, plan, self._counters)
+        self._plan = plan_values(config, geometries, shards, Sealer(config.hash_key))
+        self._readers = ValueReaders(self._servers, self._plan, self._counters)
         self._readers.start()
 
     def read(
@@ -58,9 +59,14 @@ class PeerTier:
         buffers: Sequence[memoryview],
         deadline: float,
         cancelled: Callable[[], bool] = never,
+        source: PeerSource | None = None,
     ) -> ReadResult:
-        """As `RedisTier.read`: leading chunks, as far as each is with some peer."""
+        """As `RedisTier.read`: leading chunks, as far as each is with some peer, or those of
+        ``source``."""
         limit = Deadline(deadline, self._clock, cancelled)
+        if source is not None:
+            nodes = [self._nodes_at(source, key) for key in keys]
+            return self._readers.read(keys, buffers, lambda until: nodes, limit)
         return self._readers.read(keys, buffers, lambda until: self._nodes(keys, until), limit)
 
     def servers(self) -> tuple[tuple[str, CircuitState], ...]:
@@ -76,6 +82,17 @@ class PeerTier:
         with self._asking:
             self._lookup.close()
         return is_ended
+
+    def _nodes_at(self, source: PeerSource, key: bytes) -> Sequence[Node]:
+        """The rank of ``source`` that has each of the values of ``key``: the same as here, or, in
+        another number of tensor-parallel ranks, the first that holds the head."""
+        values, topology = self._plan.of(key), self._topology
+        ranks = [topology.port_offset] * len(values.stripes)
+        if source.num_ranks != topology.num_ranks:
+            num_heads = values.geometry.num_shards_total
+            ranks = [stripe.shard * source.num_ranks // num_heads for stripe in values.stripes]
+        nodes = {r: topology.admit(source.host, source.port + r) for r in dict.fromkeys(ranks)}
+        return [nodes[rank] for rank in ranks]
 
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> Sequence[Node]:
         """Where the leading chunks are, up to the first that nobody has."""

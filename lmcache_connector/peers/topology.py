@@ -1,8 +1,10 @@
-"""Which instances there are to ask: all of them, since each may hold any chunk."""
+"""Which instances there are to ask: all of them, since each may hold any chunk. And those that
+requests name: they are asked for what these requests want, and forgotten after a while."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.peers.address import Address
@@ -13,6 +15,8 @@ from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
 
 _SECONDS_BETWEEN_LOOKS = 10.0
 MAX_PEERS = 1024
+_GUEST_SECONDS = 60.0
+_MAX_GUESTS = 256
 
 
 class PeerTopology(Topology):
@@ -34,10 +38,27 @@ class PeerTopology(Topology):
         self._clock = clock
         self._addresses = addresses
         self._greeting = greeting
-        self._port_offset = port_offset
+        self.port_offset = port_offset
         self._own: set[Node] = set()
         self._endpoints: dict[Node, Endpoint] = {}
+        self._admitting = threading.Lock()
+        self._guests: dict[Node, tuple[Endpoint, float]] = {}  # and until when
         self._next_look = float("-inf")
+
+    def admit(self, host: str, port: int) -> Node:
+        """A node for an instance's rank that a request names. Thread-safe."""
+        node, now = Node(f"guest {Address(host, port)}"), self._clock()
+        with self._admitting:
+            known = {n: guest for n, guest in self._guests.items() if guest[1] > now and n != node}
+            while len(known) >= _MAX_GUESTS:
+                del known[next(iter(known))]
+            self._guests = known | {node: ((host, port), now + _GUEST_SECONDS)}
+        return node
+
+    @property
+    def num_ranks(self) -> int:
+        """Of this engine."""
+        return self._greeting.num_ranks
 
     def prepare(self) -> None:
         """Look names up. One that nobody knows for now keeps nobody else out."""
@@ -45,7 +66,7 @@ class PeerTopology(Topology):
         found: dict[Node, Endpoint] = {}
         for address in self._addresses:
             for host in _hosts(address):
-                port = address.port + self._port_offset
+                port = address.port + self.port_offset
                 found[Node(str(Address(host, address.port)))] = host, port
         self._endpoints = dict(sorted(found.items())[:MAX_PEERS])
 
@@ -55,13 +76,20 @@ class PeerTopology(Topology):
 
     def node_of(self, key: bytes) -> Node | None:
         """The one peer that there is; ``None`` where somebody has to be asked first."""
-        nodes = self.nodes()
+        nodes = self.peers()
         return nodes[0] if len(nodes) == 1 else None
 
-    def nodes(self) -> tuple[Node, ...]:
+    def peers(self) -> tuple[Node, ...]:
+        """Those that are configured."""
         return tuple(node for node in self._endpoints if node not in self._own)
 
+    def nodes(self) -> tuple[Node, ...]:
+        now = self._clock()
+        return (*self.peers(), *(node for node, (_, until) in self._guests.items() if until > now))
+
     def connect(self, node: Node, max_bytes: int) -> Client:
+        if (guest := self._guests.get(node)) is not None:
+            return self._dialer.connect(*guest[0], max_bytes)
         try:
             host, port = self._endpoints[node]
         except KeyError:

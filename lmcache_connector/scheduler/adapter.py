@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEvent, KvEventSink
@@ -43,6 +43,7 @@ from lmcache_connector.scheduler.prefill_work import prefill_work, prompt_tokens
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import StorePlanner
+from lmcache_connector.scheduler.transfers import Transfers
 from lmcache_connector.threads import StepWait
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
@@ -75,6 +76,7 @@ class SchedulerAdapter:
         auditor: Auditor,
         loaded_adapters: LoadedAdapters,
         wanted: WantedChunks | None,
+        transfers: Transfers,
         spans: Spans | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,6 +87,7 @@ class SchedulerAdapter:
         self.kv_events = kv_events
         self.tally = tally
         self.wanted = wanted
+        self.transfers = transfers
         self.spans = spans if spans is not None else Spans()
         self.witness = BlockWitness(settings)
         self._settings = settings
@@ -115,6 +118,7 @@ class SchedulerAdapter:
             witness=self.witness,
             kv_events=self.kv_events,
             spans=self.spans,
+            transfers=self.transfers,
         )
         # Requests in the last plan that have not finished since.
         self._scheduled: set[str] = set()
@@ -136,6 +140,7 @@ class SchedulerAdapter:
         self.book.weights.reset(is_external=False)  # a question or an answer may be lost
         self.policy.forget_all()
         self.spans.drop_all()
+        self.transfers.start_over()
         waiting = self._to_compute.items()
         self._to_compute = {name: one for name, one in waiting if not one.is_finished()}
         self._begin(PlannedJobs(self._settings.world_size, self._jobs.last_id))
@@ -146,6 +151,7 @@ class SchedulerAdapter:
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and ask Redis at once: the answer is there when it is scheduled."""
         self.policy.request_arrived(request.request_id, request.num_tokens)
+        self.transfers.arrived(request)
         self._enter(request)
 
     def get_num_new_matched_tokens(
@@ -161,6 +167,8 @@ class SchedulerAdapter:
             return 0, False
         num_tokens = self._match(request, num_computed_tokens)
         if num_tokens is None:
+            if self.transfers.is_coming(request.request_id):
+                return None, False
             now = self._clock()
             if now < self._ask_until.setdefault(request.request_id, now + _ASK_AGAIN_SECONDS):
                 self._prefetcher.is_next(request.request_id)
@@ -185,6 +193,7 @@ class SchedulerAdapter:
         """The step being planned computes of the request, unless it is waiting for its load."""
         self._ask_until.pop(request.request_id, None)
         self._to_compute.pop(request.request_id, None)
+        self.transfers.let_go(request.request_id)
         num_tokens = request.num_tokens - request.num_computed_tokens
         self.policy.request_admitted(request.request_id, num_tokens)
         if (state := self.book.get(request.request_id)) is not None:
@@ -246,7 +255,7 @@ class SchedulerAdapter:
             has_prefill=prefill is not None,
         )
         adapters, weights = self._loaded_adapters, self.book.weights
-        return self._jobs.take_plan(
+        plan = self._jobs.take_plan(
             idle=not scheduled,
             prefill=prefill,
             probe=self.policy.probes.is_wanted and self._wants_probe(),
@@ -257,14 +266,19 @@ class SchedulerAdapter:
             heard_adapters=adapters.heard,
             weights_question=weights.take_question() if weights.question else 0,
             heard_weights=weights.heard,
+            transfers=tuple(self.transfers.updates) if self.transfers.updates else (),
         )
+        if self.transfers.updates:  # they are on their way: no failure has lost them
+            self.transfers.updates.clear()
+        return plan
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]], *, is_updating: bool = False
-    ) -> None:
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Its blocks go back to vLLM at once: stores read them until vLLM hands them out again.
         If vLLM ``is_updating`` from a step's output, they are kept until :meth:`take_events`, to be
-        handed out last."""
+        handed out last. True: they are kept until the ranks have told that they were read, for
+        another instance. With it come parameters for the router."""
         self._scheduled.discard(request.request_id)
         self._ask_until.pop(request.request_id, None)
         self._to_compute.pop(request.request_id, None)
@@ -277,6 +291,7 @@ class SchedulerAdapter:
             self._dispatcher.held.unpin_all()
         if state is not None and is_updating:
             self._dispatcher.held.keep(self._jobs.blocks_read_of(state))
+        return self.transfers.finished(request, state, block_ids)
 
     def take_events(self) -> Sequence[KvEvent]:
         """What the tiers took in and let go since the last call. vLLM has seen to all that a step
@@ -298,7 +313,8 @@ class SchedulerAdapter:
     def has_unattended_jobs(self) -> bool:
         """Whether steps must go on, for a job to be reported that no request waits for, or for the
         weights after a reset."""
-        return self._jobs.has_unattended or self.book.weights.is_asked_for
+        is_asked_for = self.book.weights.is_asked_for
+        return self._jobs.has_unattended or is_asked_for or bool(self.transfers.updates)
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -350,10 +366,12 @@ class SchedulerAdapter:
         assert not self.has_pinned_blocks, "pins left"
         assert not self._ask_until, "asks left"
         assert not self._to_compute, "requests left to compute"
+        assert len(self.transfers) == 0, "KV transfers left"
 
     def shutdown(self) -> None:
         self.hits.close()
         self.book.close()
+        self.transfers.close()
 
     # -- details -------------------------------------------------------------------------------
 
@@ -385,7 +403,8 @@ class SchedulerAdapter:
         if self._settings.loads and not request.skip_reading_prefix_cache:
             self.spans.begin(request, "lookup")
             self.hits.ask(state.lookup, first=0)
-            self._prefetcher.queued(state)
+            if not self.transfers.is_coming(request.request_id):
+                self._prefetcher.queued(state)
         return state
 
     def _offer(self, state: RequestState, num_computed_tokens: int) -> int | None:
@@ -393,11 +412,14 @@ class SchedulerAdapter:
         if not (self._settings.loads and state.load.is_allowed):
             return 0
         self._dispatcher.cancel_overwritten()
+        if self.transfers.find(state, self._wait) is PENDING:
+            return None
         hit = self.hits.find(state.lookup, num_computed_tokens, self._wait)
         if hit is PENDING:
             return None
         self._stores.found(state, hit)
-        hit = self._auditor.cut(state, num_computed_tokens, hit)
+        if not state.transfer.loads:  # it is loaded to the end, or to no purpose
+            hit = self._auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(state, num_computed_tokens, hit)
 
     def _doubt_weights(self) -> None:

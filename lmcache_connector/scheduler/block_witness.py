@@ -34,7 +34,6 @@ from lmcache_connector.plans import LoadJob
 from lmcache_connector.scheduler.request_state import (
     RequestState,
     SchedulerSettings,
-    WitnessState,
 )
 
 
@@ -221,14 +220,16 @@ class BlockWitness:
         if self._manager is None:  # nobody would tell of blocks that are reused
             return False
         witness, start = state.witness, state.request.num_computed_tokens
-        is_first = witness.num_tokens is None
+        before, is_first = witness.num_tokens or 0, witness.num_tokens is None
         if witness.num_tokens is None:
             witness.num_tokens = self._begin(state, start)
         witness.has_gap |= start > witness.num_tokens
         if not witness.has_gap:
             witness.num_tokens = start + num_tokens
         has_more = self._vouch(state, witness.num_tokens)
-        witness.due_at = self._next_due(witness) if is_sure else 0
+        witness.due_at = self._next_due(state) if is_sure else 0
+        if (tail := state.keys.tail) is not None:  # it may end inside a block
+            has_more |= before < tail.end <= witness.num_tokens
         return has_more or is_first
 
     def finished(self, state: RequestState, num_computed_tokens: int) -> int:
@@ -260,24 +261,34 @@ class BlockWitness:
             if count <= 0 or (count < len(run.keys) and num_parts > 1):
                 return
             chunks = run.chunks[:count]
-            own = state.keys.keys[chunks[0] : chunks[-1] + 1]
+            own = state.keys.loadable[chunks[0] : chunks[-1] + 1]
             if tuple(keys_of_part(own, run.part, num_parts)) != run.keys[:count]:
                 return  # since a reset the request has other keys
             size = self._parts[run.part].block_size
-            end = (chunks[-1] + 1) * self._chunk_size // size
+            has_tail = run.tail_tokens > 0 and count >= len(run.keys)
+            end_token = chunks[-1] * self._chunk_size + (
+                run.tail_tokens if has_tail else self._chunk_size
+            )
+            end = end_token // size
             first = chunks[0] * self._chunk_size // size + run.skip_blocks
             if self._parts[run.part].rule is Rule.STATE:
                 first = end - 1
             lineages = self._lineages_of(state, size, first, end)
+            if end_token % size:
+                lineages.append(own[-1])
             for block_ids in run.block_ids:
                 self._remember(self._by_id(block_ids[: len(lineages)]), lineages)
 
     # -- details ---------------------------------------------------------------------------------
 
-    def _next_due(self, witness: WitnessState) -> int:
+    def _next_due(self, state: RequestState) -> int:
+        witness, tail = state.witness, state.keys.tail
         if witness.has_gap:
             return sys.maxsize
-        return (witness.num_vouched // self._least_block + 1) * self._least_block
+        due_at = (witness.num_vouched // self._least_block + 1) * self._least_block
+        if tail is not None and (witness.num_tokens or 0) < tail.end:
+            due_at = min(due_at, tail.end)
+        return due_at
 
     def _begin(self, state: RequestState, start: int) -> int:
         """The request begins, or begins again, with ``start`` tokens that vLLM says are there: how
@@ -286,8 +297,8 @@ class BlockWitness:
         start = min(start, state.request.num_tokens - self._lookahead)  # drafts may be ahead of it
         sizes = self._group_sizes | self._state_sizes
         num_tokens = min(self._own_tokens(state, *group, start) for group in sizes.items())
-        state.witness.num_vouched = num_tokens
-        return min(start, num_tokens)
+        state.witness.num_vouched = min(start, num_tokens)
+        return state.witness.num_vouched
 
     def _own_tokens(self, state: RequestState, group: int, size: int, start: int) -> int:
         """The tokens before the first block in this group that is not the request's own."""
@@ -295,6 +306,8 @@ class BlockWitness:
         blocks = self._blocks(state, group, 0, num_blocks)
         held = [self._lineages.get(block.block_id) for block in blocks]
         own = self._lineages_of(state, size, 0, num_blocks)
+        if (tail := state.keys.loaded_tail) is not None and start == tail.end and start % size:
+            own[-1] = tail.key
         if held != own:
             differ = map(ne, held, own)
             strange = (

@@ -29,6 +29,7 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
 from lmcache_connector.lookup.wanted_chunks import WantedChunks
 from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.peers.routing import Router
 from lmcache_connector.plans import RankStart
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
@@ -39,6 +40,7 @@ from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import SchedulerSettings
+from lmcache_connector.scheduler.transfers import Transfers, TransferSettings
 from lmcache_connector.threads import start_thread
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.weight_names import WeightFiles, WeightNames
@@ -63,12 +65,18 @@ def build_scheduler(
     find_adapter: Callable[[str], Path | None] = Path,
     spans: Spans | None = None,
     engine_id: str = "",
+    sends: bool = False,
+    receives: bool = False,
+    first_rank: int = 0,
+    tp_size: int = 1,
 ) -> SchedulerAdapter:
     """The scheduler side of an engine. ``weights`` is what they are loaded
     from. ``loads`` and ``stores``: what
     ``kv_role`` allows. ``weak_block_hashes``: vLLM's own are not cryptographic. ``find_adapter``
     turns a LoRA adapter's path into the folder vLLM reads. ``num_batches`` steps are under way at
-    once, of ``max_step_tokens`` at most. ``engine_id``: vLLM's name of this engine."""
+    once, of ``max_step_tokens`` at most. ``engine_id``: vLLM's name of this engine. ``sends``,
+    ``receives``: its part in KV transfers; ``first_rank`` is its first among those of all
+    data-parallel engines."""
     settings = _settings(config, model, loads, stores, weak_block_hashes, num_batches)
     tally, index = Tally(), ChunkIndex(model.world_size)
     policy = _make_policy(config, model, num_batches, max_step_tokens)
@@ -85,9 +93,21 @@ def build_scheduler(
     wanted = None
     if stores and config.redis_tier_config() is not None:
         wanted = WantedChunks(index, time.monotonic, config.redis_ttl_seconds)
+    transfers = _make_transfers(
+        config, model, tally, engine_id, sends, receives, first_rank, tp_size
+    )
     return SchedulerAdapter(
         settings,
-        _make_book(config, model, weights, learn, AdapterReader(find_adapter, loaded), tally),
+        _make_book(
+            config,
+            model,
+            settings,
+            weights,
+            learn,
+            AdapterReader(find_adapter, loaded),
+            tally,
+            transfers,
+        ),
         index=index,
         hits=hits,
         policy=policy,
@@ -97,7 +117,42 @@ def build_scheduler(
         auditor=_make_auditor(config, model, settings, index, noise, tally),
         loaded_adapters=loaded,
         wanted=wanted,
+        transfers=transfers,
         spans=spans,
+    )
+
+
+def _make_transfers(
+    config: ConnectorConfig,
+    model: ModelDescription,
+    tally: Tally,
+    engine_id: str,
+    sends: bool,
+    receives: bool,
+    first_rank: int,
+    tp_size: int,
+) -> Transfers:
+    address = config.told_address(first_rank)
+    tier_config = config.peer_tier_config()
+    receives = receives and bool(config.peer_hosts) and tier_config is not None
+    watch = None
+    if receives and tier_config is not None:
+        from lmcache_connector.peers.watch import TransferWatch
+
+        watch = TransferWatch(tier_config, engine_id)
+    return Transfers(
+        TransferSettings(
+            Router(address, sends and address is not None, receives, config.peer_hosts),
+            address,
+            engine_id,
+            tp_size,
+            len(model.parts),
+            config.chunk_size,
+            config.transfer_deadline_seconds,
+            config.trusts,
+        ),
+        tally,
+        watch,
     )
 
 
@@ -136,7 +191,7 @@ def _make_lookup(
 ) -> RedisLookup | AnyLookup | None:
     """What asks Redis, or peers, or both; ``None``: there are neither."""
     redis_config, peer_config = config.redis_tier_config(), config.peer_tier_config()
-    if redis_config is None and peer_config is None:
+    if redis_config is None and not config.peers:
         return None
     from lmcache_connector.storage.geometry import PartGeometries
     from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -144,7 +199,7 @@ def _make_lookup(
     ranks = zip(*(part.geometries for part in model.parts), strict=True)
     geometries = [PartGeometries(parts) for parts in ranks]
     redis = RedisLookup(redis_config, geometries) if redis_config is not None else None
-    if peer_config is None:
+    if peer_config is None or not config.peers:
         return redis
     from lmcache_connector.peers.commands import Greeting
     from lmcache_connector.peers.lookup import AnyLookup, PeerLookup
@@ -160,14 +215,17 @@ def _make_lookup(
 def _make_book(
     config: ConnectorConfig,
     model: ModelDescription,
+    settings: SchedulerSettings,
     weights: WeightFiles,
     learn: Callable[[Sequence[RankStart]], None],
     adapters: AdapterReader,
     tally: Tally,
+    transfers: Transfers,
 ) -> RequestBook:
     make_hasher = partial(_make_hasher, config, model.lookahead)
     kept = KeptDigests(user_cache_folder())
     return RequestBook(
+        settings,
         EngineStart(model.world_size, make_hasher, time.monotonic, learn),
         WeightNames(
             model.world_size,
@@ -185,6 +243,7 @@ def _make_book(
         ),
         RootEpochs(lambda: uuid.uuid4().hex),
         tally,
+        transfers.part_of,
     )
 
 

@@ -35,6 +35,7 @@ from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_book import RequestBook
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.scheduler.store_planner import Snapshot, StorePlanner
+from lmcache_connector.scheduler.transfers import Transfers
 from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -60,7 +61,9 @@ class JobDispatcher:
         witness: BlockWitness,
         kv_events: KvEventSink,
         spans: Spans,
+        transfers: Transfers,
     ) -> None:
+        self._transfers = transfers
         self._settings = settings
         self._book = book
         self._index = index
@@ -193,6 +196,8 @@ class JobDispatcher:
         snapshots = self._snapshots(state, offers)
         if self._settings.stores and (snapshots or self._stores.is_due(state, num_tokens)):
             self._plan_store(state, num_tokens, block_ids, snapshots)
+            if state.transfer.stores:
+                self._transfers.planned(state)
         if self._auditor.is_due(state, num_tokens):
             audit = self._auditor.plan(state, self._jobs.new_id(), block_ids)
             if audit is not None:
@@ -247,7 +252,8 @@ class JobDispatcher:
         for run in job.runs if self._book.has_current_keys(state) else ():
             if run.part == 0:  # the others have no events: a chunk is told of once
                 describe = partial(self._describe, state, run)
-                self._kv_events.describe(run.keys, job.job_id, describe)
+                keys = run.keys[:-1] if run.tail_tokens else run.keys  # no router asks for a tail
+                self._kv_events.describe(keys, job.job_id, describe)
         self._auditor.learn(job)
         if self._spans.is_on:
             self._spans.begin(state.request, _span_name(job))
@@ -269,7 +275,9 @@ class JobDispatcher:
         if self._spans.is_on:
             self._spans.end(state.request, _span_name(job), _span_attributes(planned))
         if isinstance(job, LoadJob):
-            self._witness.loaded(state, job, planned.num_chunks)
+            self._transfers.let_go(job.request_id)
+            if job.source is None or job.source.is_trusted:
+                self._witness.loaded(state, job, planned.num_chunks)
             short = self._loads.ended(state, job, planned.num_chunks, planned.results)
             self._short_loads += [short] if short is not None else []
         elif isinstance(job, PrefetchJob):

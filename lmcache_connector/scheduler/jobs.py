@@ -13,6 +13,7 @@ from lmcache_connector.plans import (
     PrefixUse,
     StepPlan,
     StoreJob,
+    TransferUpdate,
 )
 from lmcache_connector.scheduler.request_state import RequestState
 
@@ -125,11 +126,12 @@ class PlannedJobs:
         heard_adapters: tuple[int, ...] = (),
         weights_question: int = 0,
         heard_weights: tuple[int, ...] = (),
+        transfers: tuple[TransferUpdate, ...] = (),
     ) -> StepPlan | None:
         """The plan of a step: all that was added since the last one, and what is known of this.
         ``None``, as for nearly every decode step: nothing."""
         new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
-        more = self._prefetches or unwanted or uses or weights_question
+        more = self._prefetches or unwanted or uses or weights_question or transfers
         if not (idle or new or more or prefill or probe or adapter_question or wanted):
             return None
         plan = StepPlan(
@@ -148,6 +150,7 @@ class PlannedJobs:
             heard_adapters=heard_adapters,
             weights_question=weights_question,
             heard_weights=heard_weights,
+            transfers=transfers,
         )
         self._loads, self._stores, self._cancelled_loads, self._vacated_stores = [], [], [], []
         self._prefetches = []

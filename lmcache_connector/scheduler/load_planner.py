@@ -50,8 +50,9 @@ class LoadPlanner:
         if hit and (load.end is None or load.decided_from != num_computed_tokens):
             self._decide(state, num_computed_tokens, hit)
         end = hit.stop if load.end is None else hit.up_to(load.end).stop
-        num_tokens = end * self._settings.chunk_size - num_computed_tokens
-        if num_tokens <= 0 or not self._brings_anything(num_computed_tokens, end):
+        end_token = state.keys.end_of(end)
+        num_tokens = end_token - num_computed_tokens
+        if num_tokens <= 0 or not self._brings_anything(num_computed_tokens, end_token):
             return 0
         load.offered_from = num_computed_tokens
         if load.is_second:
@@ -85,12 +86,14 @@ class LoadPlanner:
                 {i for run in runs for ids in run.block_ids for i in ids}
             ),
             claim=state.claim,
+            source=state.source if redis_keys else None,
         )
         load.job = job
         chunks = (chunk for run in runs for chunk in run.chunks)
         from_redis = {i for i, in_cpu in zip(chunks, are_in_cpu, strict=True) if not in_cpu}
         load.redis_tokens = min(num_tokens, len(from_redis) * chunk_size)
-        self._policy.load_planned(job, redis_keys)
+        if job.source is None:  # others tell nothing of Redis
+            self._policy.load_planned(job, redis_keys)
         self._tally.count("load_jobs")
         self._tally.count("hit_tokens", Tier.CPU.value, amount=num_tokens - load.redis_tokens)
         self._tally.count("hit_tokens", Tier.REDIS.value, amount=load.redis_tokens)
@@ -104,16 +107,26 @@ class LoadPlanner:
         Where there is more than full attention, that is of no use unless all did: the request
         begins again. If nothing but chunks were missing, it may be offered what is still there.
         """
-        load, chunk_size = state.load, self._settings.chunk_size
+        load, keys = state.load, state.keys
         load.job = None
-        self._policy.load_ended(job.job_id, results)
-        first, end = load.offered_from // chunk_size, job.runs[-1].chunks[-1] + 1
+        if job.source is None:
+            self._policy.load_ended(job.job_id, results)
+        first = load.offered_from // self._settings.chunk_size
+        end = keys.end_of(job.runs[-1].chunks[-1] + 1)
         is_whole = num_chunks == len(job.keys)
         if not is_whole:
             arrived_end = first + num_chunks if self._settings.is_prefix_only else first
-            self._tally.count("recomputed_tokens", amount=(end - arrived_end) * chunk_size)
-            end = arrived_end
-        self._count_saved(load.offered_from, end * chunk_size)
+            self._tally.count("recomputed_tokens", amount=end - keys.end_of(arrived_end))
+            end = keys.end_of(arrived_end)
+        self._count_saved(load.offered_from, end)
+        if job.source is not None:
+            num_tokens = min(max(0, end - load.offered_from), load.redis_tokens)
+            self._tally.count("p2p_hit_tokens", amount=num_tokens)
+            self._tally.count("p2p_received_bytes", amount=sum(r.redis_bytes for r in results))
+            seconds = max(result.redis_seconds for result in results)
+            self._tally.count("p2p_receive_seconds", amount=seconds)
+            if not is_whole:
+                self._tally.count("p2p_failed_loads", "missing")
         if is_whole:
             return None
         # The tier that failed is not asked again for this request: it is recomputed.
@@ -124,7 +137,7 @@ class LoadPlanner:
             load.end = None
         if not self._settings.is_prefix_only:
             return ShortLoad(state.request, 0)
-        return ShortLoad(state.request, max(load.offered_from, end * chunk_size))
+        return ShortLoad(state.request, max(load.offered_from, end))
 
     def reconsider(self, state: RequestState) -> None:
         """More of the hit is in memory than when it was decided what to load of it."""
@@ -138,12 +151,13 @@ class LoadPlanner:
         """All ranks have reported, or none has heard of it."""
         self._policy.store_ended(job.job_id, results)
 
-    def _brings_anything(self, num_computed_tokens: int, end: int) -> bool:
+    def _brings_anything(self, num_computed_tokens: int, end_token: int) -> bool:
         """Where a run of chunked attention ends, nothing of it is needed, and vLLM would wait for a
         load that has nothing to do."""
         size = self._settings.chunk_size
         return any(
-            chunks_to_load(part, size, num_computed_tokens, end) for part in self._settings.parts
+            chunks_to_load(part, size, num_computed_tokens, end_token)
+            for part in self._settings.parts
         )
 
     def _runs(
@@ -152,17 +166,17 @@ class LoadPlanner:
         """What a load up to ``end_token`` brings. States and windows come first: without them the
         rest is of no use."""
         parts, chunk_size = self._settings.parts, self._settings.chunk_size
-        start, end = state.load.offered_from, -(-end_token // chunk_size)
-        runs = []
+        start, end, keys = state.load.offered_from, -(-end_token // chunk_size), state.keys.loadable
+        tail, runs = state.keys.loaded_tail, []
         for number, part in reversed(list(enumerate(parts))):
-            chunks = chunks_to_load(part, chunk_size, start, end)
+            chunks = chunks_to_load(part, chunk_size, start, end_token)
             if not chunks:
                 continue
             first = first_token_to_load(part, start, end_token)
             is_state = part.rule is Rule.STATE
             run = PartRun(
                 part=number,
-                keys=tuple(keys_of_part(state.keys.keys[chunks.start : end], number, len(parts))),
+                keys=tuple(keys_of_part(keys[chunks.start : end], number, len(parts))),
                 chunks=tuple(chunks),
                 block_ids=blocks_between(part, block_ids, first, end_token),
                 skip_blocks=0
@@ -174,6 +188,7 @@ class LoadPlanner:
                     number,
                     len(parts),
                 ),
+                tail_tokens=end_token % chunk_size if tail and tail.chunk in chunks else 0,
             )
             runs.append(run)
         return tuple(runs)
@@ -182,8 +197,8 @@ class LoadPlanner:
         load, request = state.load, state.request
         load.end, load.deadline_seconds = hit.stop, self._settings.load_deadline_seconds
         load.decided_from = num_computed_tokens
-        if num_computed_tokens >= request.num_tokens:
-            return
+        if num_computed_tokens >= request.num_tokens or state.transfer.loads:
+            return  # what was computed for this request elsewhere is not computed again
         keys = [
             keys_of_part(state.keys.keys[hit.first : hit.stop], i, len(self._settings.parts))
             for i, part in enumerate(self._settings.parts)
@@ -220,7 +235,8 @@ class LoadPlanner:
         for number, part in enumerate(parts):
             if part.rule is Rule.PREFIX:
                 continue
-            chunks = chunks_to_load(part, self._settings.chunk_size, num_computed_tokens, end)
+            size = self._settings.chunk_size
+            chunks = chunks_to_load(part, size, num_computed_tokens, end * size)
             keys = keys_of_part(state.keys.keys[chunks.start : end], number, len(parts))
             for key, in_cpu in zip(keys, self._index.has_each(keys), strict=True):
                 found[Tier.CPU if in_cpu else Tier.REDIS] += self._policy.bytes_of(key)

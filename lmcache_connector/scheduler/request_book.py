@@ -8,7 +8,7 @@ under other keys. When the weights may be others, all requests are forgotten: th
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +23,12 @@ from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentif
 from lmcache_connector.retention.hints import read_hints
 from lmcache_connector.scheduler.auditor import Finding
 from lmcache_connector.scheduler.engine_start import EngineStart
-from lmcache_connector.scheduler.request_state import RequestState
+from lmcache_connector.scheduler.request_state import (
+    NO_TRANSFER,
+    RequestState,
+    SchedulerSettings,
+    Transfer,
+)
 from lmcache_connector.scheduler.store_planner import adapter_of
 from lmcache_connector.threads import StepWait
 from lmcache_connector.weight_names import WeightNames
@@ -44,12 +49,16 @@ class RequestBook:
 
     def __init__(
         self,
+        settings: SchedulerSettings,
         start: EngineStart,
         weights: WeightNames,
         identifier: RequestIdentifier,
         epochs: RootEpochs,
         tally: Tally,
+        part_of: Callable[[Request], Transfer] = lambda request: NO_TRANSFER,
     ) -> None:
+        self._part_of = part_of
+        self._settings = settings
         self.start = start
         self.weights = weights
         self.epochs = epochs
@@ -197,7 +206,15 @@ class RequestBook:
         hints = read_hints(identity.cache_salt, request.kv_transfer_params, request.kv_hints)
         self._tally.count("retention_hints", "taken", amount=hints.num_taken)
         self._tally.count("retention_hints", "ignored", amount=hints.num_ignored)
-        return RequestState(request, self._current_keys(identity), claim=hints.claim)
+        keys = self._current_keys(identity)
+        transfer = self._part_of(request)
+        if transfer == NO_TRANSFER:
+            transfer = Transfer.of(request.kv_transfer_params, self._settings)
+        if (transfer.stores or transfer.loads) and self._settings.has_tails:
+            keys.extend(request.all_token_ids)
+            prompt = request.all_token_ids[: request.num_prompt_tokens]
+            keys.name_tail(prompt, loads=transfer.loads)
+        return RequestState(request, keys, claim=hints.claim, transfer=transfer)
 
     def _current_keys(self, identity: RequestIdentity) -> RequestKeys:
         name = self.epochs.epoch(identity.kv_root)

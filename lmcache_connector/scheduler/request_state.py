@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.hit import is_prefix_only
-from lmcache_connector.kv_parts.part import Part
+from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.lookup.request_lookup import RequestLookup
-from lmcache_connector.plans import Claim, LoadJob, PrefetchJob
+from lmcache_connector.plans import Claim, LoadJob, PeerSource, PrefetchJob
 
 RedisAdmission = Literal["all", "reused"]
 """See `ConnectorConfig.redis_admission`."""
@@ -33,11 +33,39 @@ class SchedulerSettings:
     window_interval: int | None = None  # None: eight windows
     lookahead: int = 0  # the KV of a token follows from so many tokens after it too
     prefetch_bytes: int = 0  # per rank, fetched ahead for requests that wait
+    transfers_all: bool = False  # each request is handed over, as stores and loads say
     drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
 
     @property
     def is_prefix_only(self) -> bool:
         return is_prefix_only(self.parts)
+
+    @property
+    def has_tails(self) -> bool:
+        """A state has a snapshot at the end of a chunk, and of nothing behind it."""
+        return all(part.rule is not Rule.STATE for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A request that is handed over: another instance is to have its KV, or has computed it."""
+
+    stores: bool = False
+    loads: bool = False
+
+    @classmethod
+    def of(cls, params: object, settings: SchedulerSettings) -> Transfer:
+        """By its ``kv_transfer_params``, as NIXL's routers send them, or by the connector's
+        role."""
+        if settings.transfers_all:
+            return cls(settings.stores, settings.loads)
+        if not isinstance(params, dict):
+            return NO_TRANSFER
+        stores, loads = params.get("do_remote_decode"), params.get("do_remote_prefill")
+        return cls(settings.stores and stores is True, settings.loads and loads is True)
+
+
+NO_TRANSFER: Final = Transfer()
 
 
 @dataclass(slots=True)
@@ -101,16 +129,17 @@ class StoreState:
     Chunks before ``next_chunk`` have been planned, or were there. Chunks before ``num_sighted``
     have been counted as wanted, once however often they are planned.
     ``junction``: the chunk before which others that share the request's beginning will want its
-    windows to end.
+    windows to end. ``has_tail``: the tail has been planned.
     """
 
     next_chunk: int = 0
+    has_tail: bool = False
     num_sighted: int = 0
     junction: int = 0
     job_ids: set[int] = field(default_factory=set)
 
     def restart(self) -> None:
-        self.next_chunk = 0
+        self.next_chunk, self.has_tail = 0, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +188,13 @@ class AheadState:
 @dataclass(slots=True)
 class RequestState:
     """Everything known about one request. Owned by the scheduler side, on its one thread.
-    ``claim``: how it asks for its chunks to be kept."""
+    ``claim``: how it asks for its chunks to be kept. ``source``: the instance that they come from.
+    """
 
     request: Any
     keys: RequestKeys
     claim: Claim = field(default_factory=Claim)
+    transfer: Transfer = NO_TRANSFER
     lookup: RequestLookup = field(init=False)
     load: LoadState = field(default_factory=LoadState)
     witness: WitnessState = field(default_factory=WitnessState)
@@ -171,6 +202,7 @@ class RequestState:
     audit: AuditState = field(default_factory=AuditState)
     ahead: AheadState = field(default_factory=AheadState)
     is_finished: bool = False
+    source: PeerSource | None = None
 
     def __post_init__(self) -> None:
         self.lookup = RequestLookup(self.request, self.keys)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, compress
 
-from lmcache_connector.kv_parts.blocks import are_there, blocks_of
-from lmcache_connector.kv_parts.hit import Hit
+from lmcache_connector.keys.request_keys import Tail
+from lmcache_connector.kv_parts.blocks import are_there, blocks_between, blocks_of
+from lmcache_connector.kv_parts.hit import Hit, first_token_to_load
 from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part, part_key
 from lmcache_connector.kv_parts.planned_ends import PlannedEnds
 from lmcache_connector.lookup.chunk_index import ChunkIndex
@@ -85,7 +87,9 @@ class StorePlanner:
         if due_at > state.request.num_prompt_tokens:
             due_at = (first + self._run_chunks) * size
         known = state.request.num_tokens - self._settings.lookahead
-        return num_witnessed_tokens >= due_at and known >= due_at
+        if num_witnessed_tokens >= due_at and known >= due_at:
+            return True
+        return state.transfer.stores and self._tail(state, num_witnessed_tokens) is not None
 
     def found(self, state: RequestState, hit: Hit) -> None:
         """Learn what the tiers hold of the request's beginning. Where it is shared further than a
@@ -113,10 +117,11 @@ class StorePlanner:
         """
         store = state.store
         end = self._storable_chunks(state, num_witnessed_tokens)
-        if end <= store.next_chunk and not snapshots:
+        tail = self._tail(state, num_witnessed_tokens) if state.transfer.stores else None
+        if end <= store.next_chunk and not snapshots and tail is None:
             return None
         state.keys.extend(state.request.all_token_ids)
-        is_all = self._settings.redis_admission == "all"
+        is_all = self._settings.redis_admission == "all" or state.transfer.stores
         redis_keys = None if is_all else self._reused_keys(state, end)
         new = range(store.next_chunk, end)
         runs = self._runs(state, new, redis_keys, resolve_block_ids)
@@ -126,6 +131,9 @@ class StorePlanner:
             if self._is_new(state, snapshot.part, snapshot.num_chunks - 1, redis_keys)
         ]
         store.next_chunk = max(store.next_chunk, end)
+        if tail is not None:
+            store.has_tail = True
+            runs += self._tail_runs(tail, resolve_block_ids(), state)
         if not runs:
             return None
         job = StoreJob(
@@ -135,6 +143,7 @@ class StorePlanner:
             redis_keys=redis_keys,
             adapter=adapter_of(state),
             claim=state.claim,
+            is_awaited=state.transfer.stores,
         )
         store.job_ids.add(job.job_id)
         self._index.plan(job.keys, job.job_id)
@@ -189,7 +198,10 @@ class StorePlanner:
                 continue
             if part.rule is not Rule.PREFIX:
                 num_tokens, junction = state.request.num_prompt_tokens, state.store.junction
-                chunks = [i for i in chunks if self._ends.need(num_tokens, junction, part, i)]
+                tail = state.keys.tail
+                tail_end = tail.end if tail is not None and state.transfer.stores else 0
+                need = partial(self._ends.need, num_tokens, junction, tail_end, part)
+                chunks = [i for i in chunks if need(i)]
             if not chunks:
                 continue
             block_ids = block_ids if block_ids is not None else resolve_block_ids()
@@ -202,6 +214,41 @@ class StorePlanner:
             chunks, blocks = list(compress(chunks, there)), list(compress(blocks, there))
             if chunks:
                 runs.append(self._run(state, number, chunks, blocks))
+        return runs
+
+    def _tail(self, state: RequestState, num_witnessed_tokens: int) -> Tail | None:
+        """What is behind the last full chunk of a prompt that is handed over, once it is
+        computed."""
+        tail = state.keys.tail
+        if tail is None or state.store.has_tail or num_witnessed_tokens < tail.end:
+            return None
+        return tail
+
+    def _tail_runs(
+        self, tail: Tail, block_ids: Sequence[Sequence[int]], state: RequestState
+    ) -> list[PartRun]:
+        """Of each part what a load that ends with the tail needs of it, unless it is gone from one
+        of them, or there already."""
+        parts, size, runs = self._settings.parts, self._settings.chunk_size, list[PartRun]()
+        start, num_parts = tail.chunk * size, len(parts)
+        for number, part in enumerate(parts):
+            key = part_key(tail.key, number, num_parts)
+            first = first_token_to_load(part, start, tail.end)
+            blocks = blocks_between(part, block_ids, first, tail.end)
+            if not are_there(blocks, -(-tail.end // part.block_size) - first // part.block_size):
+                return []
+            if first < tail.end and key not in self._index:
+                builds_on = (tail.chunk,) if part.rule is Rule.PREFIX else ()
+                run = PartRun(
+                    part=number,
+                    keys=(key,),
+                    chunks=(tail.chunk,),
+                    block_ids=blocks,
+                    skip_blocks=(first - start) // part.block_size,
+                    parents=parents_of_part(state.keys.keys, builds_on, number, num_parts),
+                    tail_tokens=tail.end - start,
+                )
+                runs.append(run)
         return runs
 
     def _is_new(

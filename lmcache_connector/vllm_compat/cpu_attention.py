@@ -54,11 +54,12 @@ class Packing:
     """How blocks lie in memory, beyond what the strides of the KV cache say.
 
     ``name`` tells apart forms of a chunk; ``None``: strides say it all. Without ``planes`` blocks
-    are moved as they are.
+    are moved as they are. The bytes of ``mixed_tokens`` may lie among one another.
     """
 
     name: str | None
     planes: tuple[Plane, ...]
+    mixed_tokens: int = 1
 
 
 def find_packing(attention: CpuAttention, block_size: int, chunk_size: int) -> Packing:
@@ -70,13 +71,23 @@ def find_packing(attention: CpuAttention, block_size: int, chunk_size: int) -> P
     whole = _packed_pattern(attention, chunk_size, chunk_size)
     runs = _find_runs(blocks, whole, attention.head_size)
     if not runs:
-        return Packing(f"blocks of {block_size}: {_digest(blocks)}", ())
+        return Packing(f"blocks of {block_size}: {_digest(blocks)}", (), block_size)
     token_bytes = attention.head_size * attention.storage_dtype.itemsize
-    return Packing(_digest(whole), tuple(Plane(n, token_bytes // n) for n in runs))
+    planes = tuple(Plane(n, token_bytes // n) for n in runs)
+    cut = chunk_size - 1  # odd: no tile ends there
+    part = _packed_pattern(attention, chunk_size, chunk_size, num_tokens=cut)
+    in_order = all(
+        not half.reshape(n, chunk_size, -1)[:, cut:].any()
+        for half, n in zip(part, runs, strict=True)
+    )
+    return Packing(_digest(whole), planes, 1 if in_order else block_size)
 
 
-def _packed_pattern(attention: CpuAttention, block_size: int, chunk_size: int) -> torch.Tensor:
-    """K and V of one chunk as vLLM lays them out in blocks of ``block_size`` tokens.
+def _packed_pattern(
+    attention: CpuAttention, block_size: int, chunk_size: int, num_tokens: int | None = None
+) -> torch.Tensor:
+    """K and V of one chunk as vLLM lays them out in blocks of ``block_size`` tokens. Zero after
+    ``num_tokens``, if there are fewer.
 
     Returns uint8 ``[2, blocks, elements of a block, bytes of an element]``.
     """
@@ -87,8 +98,10 @@ def _packed_pattern(attention: CpuAttention, block_size: int, chunk_size: int) -
     num_blocks = chunk_size // block_size
     cache = torch.zeros((num_blocks, 1, 2 * block_size, size), dtype=attention.storage_dtype)
     halves = cache.chunk(2, dim=2)
+    pattern = _pattern(chunk_size * size).to(attention.dtype).view(2, chunk_size, 1, size)
+    pattern[:, num_tokens or chunk_size :] = 0
     ops.cpu_attn_reshape_and_cache(
-        *_pattern(chunk_size * size).to(attention.dtype).view(2, chunk_size, 1, size),
+        *pattern,
         *halves,
         torch.arange(chunk_size),
         _get_attn_isa(attention.dtype, block_size, size, attention.cache_dtype),

@@ -151,6 +151,7 @@ def _part(
         ),
         num_kv_heads=1 if is_state else first.spec.num_kv_heads,
         planes=packing.planes,
+        mixed_tokens=packing.mixed_tokens,
         formats=tuple(_element_format(layer.spec, cache_dtype) for layer in layers),
     )
 
@@ -254,10 +255,12 @@ def _packing(vllm_config: VllmConfig, chunk_size: int, layers: list[_Layer]) -> 
     if not current_platform.is_cpu():
         orders = _own_orders(vllm_config, [layer.name for layer in layers])
         return Packing(
-            f"{', '.join(orders)} in blocks of {spec.block_size}" if orders else None, ()
+            f"{', '.join(orders)} in blocks of {spec.block_size}" if orders else None,
+            (),
+            spec.block_size if orders else 1,
         )
     if isinstance(spec, MLAAttentionSpec):
-        return Packing(f"latents in blocks of {spec.block_size}", ())
+        return Packing(f"latents in blocks of {spec.block_size}", (), spec.block_size)
     if len({(layer.spec.head_size, layer.spec.dtype) for layer in layers}) > 1:
         raise unsupported("layers of different head sizes that share their blocks on CPU yet")
     attention = CpuAttention(

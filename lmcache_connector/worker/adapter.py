@@ -22,6 +22,7 @@ from lmcache_connector.config import limits
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, make_copier
 from lmcache_connector.kv_layout.part_layout import PartLayout
 from lmcache_connector.metrics.samples import Samples
+from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.plans import (
     AuditJob,
     CacheEvent,
@@ -52,7 +53,7 @@ from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
 from lmcache_connector.worker.self_test import run_self_test
 from lmcache_connector.worker.step_gate import StepGate
-from lmcache_connector.worker.waiting_jobs import QueuedJob
+from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.commands import Chunks
@@ -69,6 +70,8 @@ _LET_GO_SECONDS = 5.0
 # After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
 # New prompts of 3,000 tokens were answered 2 to 3 % sooner.
 _STORE_DELAY_SECONDS = 0.03
+# Of the CPU tier, what KV transfers to other instances keep until it is read.
+_TRANSFER_SHARE = 1 / 4
 # After a forward pass on CPU, writes to Redis wait that long for the next one.
 _HOLD_SECONDS = 0.01
 _NUM_REDIS_LANES = 2
@@ -81,7 +84,7 @@ class WorkerSettings:
 
     ``parts`` are the model's. ``probe_keys`` name the chunks that measure Redis; without any, Redis
     is not measured. ``configuration``: see :class:`RankStart`. ``finishes_stores``: no copy out of
-    the paged cache may go on between two steps.
+    the paged cache may go on between two steps. ``lease_seconds``: see :class:`Transfers`.
     """
 
     engine: EngineSettings
@@ -90,6 +93,7 @@ class WorkerSettings:
     configuration: tuple[tuple[str, str], ...] = ()
     blocks_are_zeroed: bool = False
     finishes_stores: bool = False
+    lease_seconds: float = 60.0
 
 
 class WorkerAdapter:
@@ -109,7 +113,7 @@ class WorkerAdapter:
         lora_loads: LoraLoads | NoLoraLoads | None = None,
         weights: LoadedWeights | FixedWeights | None = None,
         make_peers: Callable[[], PeerTier] | None = None,
-        make_peer_server: Callable[[Chunks], PeerServer] | None = None,
+        make_peer_server: Callable[[Chunks, Transfers], PeerServer] | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -130,11 +134,15 @@ class WorkerAdapter:
         self._engine = LMCacheEngineAdapter(settings.engine, parts, self._copier, tier, self._peers)
         self._probe = _make_probe(tier, settings.probe_keys, clock)
         self.self_test = run_self_test(self._engine, parts, clock)
+        max_bytes = int(settings.engine.rank_gib * 2**30 * _TRANSFER_SHARE)
+        chunks = self._engine.chunks
+        self._transfers = Transfers(chunks, max_bytes, settings.lease_seconds, clock)
         self._jobs = JobQueue(
             self._run,
             _NUM_REDIS_LANES if tier is not None or self._peers is not None else 0,
             clock,
             _STORE_DELAY_SECONDS if on_cpu else 0.0,
+            self._executed,
         )
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._gate = StepGate()
@@ -145,7 +153,11 @@ class WorkerAdapter:
         self._idle = False
         self._is_start_told = False
         self._probe_until = clock() + _FIRST_PROBE_SECONDS
-        self._server = make_peer_server(self._engine.chunks) if make_peer_server else None
+        self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
+
+    @property
+    def rank(self) -> int:
+        return self._settings.engine.rank
 
     # -- the engine's step ---------------------------------------------------------------------
 
@@ -209,6 +221,8 @@ class WorkerAdapter:
             fence = self._copier.fence()
             for job in stores:
                 self._submit(job, fence)
+        if plan.transfers:
+            self._transfers.apply(plan.transfers)
         if self._settings.finishes_stores:
             self._jobs.finish_stores(_LET_GO_SECONDS)
 
@@ -237,6 +251,8 @@ class WorkerAdapter:
             self._jobs.refuse(plan.later_stores())
         elif plan is not None and call != "handle_preemptions":
             self._jobs.refuse((*plan.loads, *plan.stores, *plan.prefetches))
+        if plan is not None:
+            self._transfers.apply(plan.transfers)
         self._gate.open()
         self._before, self._idle = None, False
         # What was about to be told, and asked, may be lost.
@@ -270,6 +286,7 @@ class WorkerAdapter:
             logger.warning("A read from a peer did not stop within %.1f s", seconds)
         if self._server is not None and not self._server.close(seconds):
             logger.warning("The peer server did not stop within %.1f s", seconds)
+        self._transfers.close()
         self._engine.close(seconds)
         self._lora_loads.close()
         self._weights.close()
@@ -353,7 +370,14 @@ class WorkerAdapter:
                 self._jobs.refuse((job,))
                 return
             self._adapter_names[job.job_id] = names
+        if isinstance(job, StoreJob):
+            self._transfers.store_begins(job.job_id)
         self._jobs.submit(job, fence)
+
+    def _executed(self, job: Job) -> None:
+        """On a lane's thread."""
+        if isinstance(job, StoreJob):
+            self._transfers.store_ended(job.job_id, job.keys)
 
     def _has_news(self) -> bool:
         """Nearly every decode step ends here. It touches as little as it can: a forward pass has
@@ -366,12 +390,14 @@ class WorkerAdapter:
             or self._probe.has_news
             or self._lora_loads.has_news
             or self._weights.has_news
+            or self._transfers.has_news
         )
 
     def _output(self, report: RankReport | None) -> StepOutput[RankReport]:
         ended, self._ended = self._ended, []
         loaded = [queued.job.request_id for queued in ended if isinstance(queued.job, LoadJob)]
-        return StepOutput(finished_recving=frozenset(loaded), report=report)
+        sent = frozenset(self._transfers.take_finished() if self._transfers.has_news else ())
+        return StepOutput(sent, finished_recving=frozenset(loaded), report=report)
 
     def _report(self, ended: Sequence[QueuedJob]) -> RankReport | None:
         events, written = self._engine.take_events(), self._engine.take_written()
@@ -428,6 +454,7 @@ class WorkerAdapter:
             holdings=self._engine.holdings(),
             redis=self._tier.stats() if self._tier is not None else None,
             peers=self._peers.counts() if self._peers is not None else TierCounts(),
+            refused_chunks=self._transfers.num_refused,
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )
 

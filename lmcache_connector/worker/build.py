@@ -23,6 +23,7 @@ from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.peers.address import Address
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
 from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.startup import banner
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Sealer
 from lmcache_connector.storage.geometry import PartGeometries
@@ -72,6 +73,7 @@ def build_worker(
         _worker_settings(config, model, vllm_config, kv_events),
         blocks_are_zeroed=kv_cache_config.needs_kv_cache_zeroing,
         finishes_stores=may_sleep_unseen(vllm_config),
+        lease_seconds=config.lease_seconds,
     )
     doubt = cuda_code_warning()
     if doubt is not None:
@@ -171,7 +173,7 @@ def _peer_tier_maker(
 
 def _peer_server_maker(
     config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
-) -> Callable[[Chunks], PeerServer] | None:
+) -> Callable[[Chunks, Transfers], PeerServer] | None:
     if config.peer_listen is None:
         return None
     transfer, address = vllm_config.kv_transfer_config, Address.parse(config.peer_listen)
@@ -182,7 +184,7 @@ def _peer_server_maker(
     geometries = [PartGeometries(parts) for parts in ranks]
     leased_bytes = int(config.rank_gib * 2**30 * _LEASED_SHARE)
 
-    def start(chunks: Chunks) -> PeerServer:
+    def start(chunks: Chunks, transfers: Transfers) -> PeerServer:
         commands = Commands(
             chunks,
             geometries,
@@ -192,14 +194,17 @@ def _peer_server_maker(
             greeting=Greeting(model.world_size, str(transfer.engine_id)),
             max_payload_bytes=RedisTierConfig.max_value_bytes - HEADER_BYTES,
             secret=config.peer_secret_bytes,
+            transfers=transfers,
         )
         try:
-            return PeerServer(address.host, port, commands, Limits(leased_bytes=leased_bytes))
+            server = PeerServer(address.host, port, commands, Limits(leased_bytes=leased_bytes))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"'peer_listen': cannot listen on {address.host}, port {port}: {reason}"
             ) from error
+        transfers.on_change = server.look_again
+        return server
 
     return start
 

@@ -50,7 +50,8 @@ class JobQueue:
     thread: whether a job is open, or its result not taken; a look that costs no call.
 
     Stores begin ``store_delay_seconds`` late. Where copies need the cores that compute, the rest of
-    the step goes first that way: its tokens are sampled and on their way out.
+    the step goes first that way: its tokens are sampled and on their way out. But for those that
+    another instance waits for. ``on_executed`` is called on the lane when a job has ended there.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class JobQueue:
         num_redis_lanes: int,
         clock: Callable[[], float] = time.monotonic,
         store_delay_seconds: float = 0.0,
+        on_executed: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self._run = run
+        self._on_executed = on_executed
         self._store_delay = store_delay_seconds
         self._clock = clock
         self.is_busy = False
@@ -94,7 +97,7 @@ class JobQueue:
         queued = QueuedJob(job, fence, now, now, None if waits else now)
         with self._lock:
             if isinstance(job, StoreJob):
-                queued.not_before += self._store_delay
+                queued.not_before += 0.0 if job.is_awaited else self._store_delay
                 (self._audits if isinstance(job, AuditJob) else self._stores).append(queued)
             elif isinstance(job, PrefetchJob):
                 self._prefetches.add(queued)
@@ -195,6 +198,7 @@ class JobQueue:
     def _work(self, waiting: _Waiting) -> None:
         while (queued := self._next(waiting)) is not None:
             result = self._execute(queued)
+            self._on_executed(queued.job)
             with self._lock:
                 if self._brings(waiting):
                     self._brought.difference_update(queued.job.keys)

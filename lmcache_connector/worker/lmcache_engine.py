@@ -34,6 +34,7 @@ from lmcache_connector.plans import (
     CacheEvent,
     LoadJob,
     PartRun,
+    PeerSource,
     PrefetchJob,
     PrefixUse,
     StoreJob,
@@ -156,7 +157,8 @@ class LMCacheEngineAdapter:
                 paged=parts[run.part],
                 keys=missing.keys,
                 block_ids=missing.block_ids,
-                skip_blocks=0,
+                skip_blocks=missing.skip_blocks,
+                tail_tokens=missing.tail_tokens,
                 fence=fence,
                 cancelled=cancelled,
                 gate=gate,
@@ -209,7 +211,7 @@ class LMCacheEngineAdapter:
         for transfer in transfers:
             num_bytes = self._bytes_missing([transfer]) if job.needs_redis else 0
             with self._expecting(job.claim.tenant, num_bytes):
-                self._retrieve(transfer, deadline if job.needs_redis else None)
+                self._retrieve(transfer, deadline if job.needs_redis else None, job.source)
             if num_bytes:  # or the next piece would push out what is another's
                 self._use(job)
             if transfer.num_chunks < len(transfer.keys):
@@ -334,21 +336,40 @@ class LMCacheEngineAdapter:
             self._writes.close(seconds)
         self._engine.close()
 
-    def _retrieve(self, transfer: RunTransfer, redis_deadline: float | None) -> None:
+    def _retrieve(
+        self,
+        transfer: RunTransfer,
+        redis_deadline: float | None,
+        source: PeerSource | None = None,
+    ) -> None:
         """``redis_deadline``: ``None`` to ask the CPU tier alone."""
         tokens = self._tokens(transfer)
         if self._plugin is None or redis_deadline is None:
             self._engine.retrieve(tokens, transfer=transfer)
         else:
             is_cancelled = transfer.cancelled.is_set
-            with self._plugin.load_context(redis_deadline, is_cancelled) as context:
-                self._engine.retrieve(tokens, transfer=transfer)
+            with self._plugin.load_context(redis_deadline, is_cancelled, source) as context:
+                if source is None or source.is_trusted:
+                    self._engine.retrieve(tokens, transfer=transfer)
+                else:
+                    self._retrieve_once(transfer)
             transfer.redis_bytes = context.redis_bytes
             transfer.redis_seconds = context.redis_seconds
             transfer.redis_failed = context.cut_off and not is_cancelled()
         self._drain_statistics()
         if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
             raise transfer.error
+
+    def _retrieve_once(self, transfer: RunTransfer) -> None:
+        """Past LMCache's engine, which would keep what comes under its key for others."""
+        objects = self._plugin.batched_get_blocking(
+            [self._database.engine_key(key) for key in transfer.keys]
+        )
+        there = [memory for memory in objects if memory is not None]
+        if there:
+            self._blocks.batched_to_gpu(there, [], [], transfer=transfer)
+        for memory in there:
+            memory.ref_count_down()
 
     def _pieces(self, run: PartRun, part: PagedPart) -> Iterator[PartRun]:
         """The chunks of a load's run, as many at once as memory should hold for it."""

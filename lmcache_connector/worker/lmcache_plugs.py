@@ -63,7 +63,8 @@ class ValueSizes:
 class RunTransfer:
     """One run of a job on its way through LMCache to the GPU connector, and what came of it.
 
-    ``part`` is its number, ``paged`` the cache that it is copied from or to. ``num_bytes`` were
+    ``part`` is its number, ``paged`` the cache that it is copied from or to. Of a store, with
+    ``tail_tokens`` it is one chunk, which ends after so many tokens. ``num_bytes`` were
     copied, ``num_chunks`` leading chunks arrived. ``redis_bytes`` came from Redis in
     ``redis_seconds``; ``redis_failed``: too slow, or broken.
     """
@@ -76,6 +77,7 @@ class RunTransfer:
     fence: Fence | None
     cancelled: threading.Event
     gate: StepGate = field(default_factory=StepGate)
+    tail_tokens: int = 0
     num_bytes: int = 0
     num_chunks: int = 0
     redis_bytes: int = 0
@@ -170,7 +172,13 @@ class BlockCopyConnector(GPUConnectorInterface):
         transfer: RunTransfer = kwargs["transfer"]
         try:
             addresses = [obj.data_ptr for obj in memory_objs]
+            if transfer.tail_tokens:  # else all of the value is copied
+                geometry = transfer.paged.geometry
+                value = np.frombuffer(value_bytes(memory_objs[0], geometry), np.uint8)
+                value[:] = 0
             self._copy_out(transfer, addresses, memory_objs)
+            if transfer.tail_tokens:
+                transfer.paged.clear_after(transfer.tail_tokens, value)
             if not transfer.gate.passes(transfer.cancelled):
                 raise TransferCancelled
         except Exception:

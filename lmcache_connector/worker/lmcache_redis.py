@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import never
+from lmcache_connector.plans import PeerSource
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_plugs import ValueSizes, value_bytes
 
@@ -39,13 +41,15 @@ one of them."""
 class LoadContext:
     """The limits of one load, and what it took.
 
-    ``deadline`` is a reading of the tier's clock, in seconds. ``redis_bytes`` came from Redis in
+    ``deadline`` is a reading of the tier's clock, in seconds. ``source`` is asked before all
+    others; what it sends is kept if it is trusted. ``redis_bytes`` came from Redis in
     ``redis_seconds``. ``cut_off``: some chunks did not, because a server was too slow or a
     connection broke.
     """
 
     deadline: float
     cancelled: Callable[[], bool] = never
+    source: PeerSource | None = None
     redis_bytes: int = 0
     redis_seconds: float = 0.0
     cut_off: bool = False
@@ -82,6 +86,7 @@ class RedisStoragePlugin(StoragePluginInterface):
         super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
         self._tier: RedisTier | None = config.extra_config.get(TIER)
         peers: PeerTier | None = config.extra_config.get(PEERS)
+        self._peers = peers
         self._sources = [source for source in (peers, self._tier) if source is not None]
         self._sizes = ValueSizes(self._sources[0].geometries)
         self._contexts = _Contexts()
@@ -91,10 +96,13 @@ class RedisStoragePlugin(StoragePluginInterface):
 
     @contextmanager
     def load_context(
-        self, deadline: float, cancelled: Callable[[], bool] = never
+        self,
+        deadline: float,
+        cancelled: Callable[[], bool] = never,
+        source: PeerSource | None = None,
     ) -> Iterator[LoadContext]:
         """Bound and measure the loads that this thread makes inside the ``with``."""
-        context = self._contexts.load = LoadContext(deadline, cancelled)
+        context = self._contexts.load = LoadContext(deadline, cancelled, source)
         try:
             yield context
         finally:
@@ -143,7 +151,8 @@ class RedisStoragePlugin(StoragePluginInterface):
         hits = self._read([keys[i] for i in missing], list(missing.values()), context)
         for (index, memory), hit in zip(missing.items(), hits, strict=True):
             if hit:
-                self.local_cpu_backend.submit_put_task(keys[index], memory)
+                if context.source is None or context.source.is_trusted:
+                    self.local_cpu_backend.submit_put_task(keys[index], memory)
                 objects[index] = memory
             else:
                 memory.ref_count_down()
@@ -210,19 +219,22 @@ class RedisStoragePlugin(StoragePluginInterface):
         names = [chunk_key(key) for key in keys]
         values = [self._value(*each) for each in zip(keys, objects, strict=True)]
         hits, left = [False] * len(keys), list(range(len(keys)))
-        for number, source in enumerate(self._sources, start=1):
+        reads = [source.read for source in self._sources]
+        if context.source is not None and self._peers is not None:
+            reads = [partial(self._peers.read, source=context.source)]
+        for number, read in enumerate(reads, start=1):
             if not left:
                 break
             until = context.deadline
-            if number < len(self._sources):
+            if number < len(reads):
                 until -= max(0.0, until - time.monotonic()) / 2
             wanted = [names[i] for i in left], [values[i] for i in left]
-            result = source.read(*wanted, until, context.cancelled)
+            result = read(*wanted, until, context.cancelled)
             for index, hit in zip(left, result.hits, strict=True):
                 hits[index] = hit
             left = [index for index in left if not hits[index]]
             context.redis_seconds += result.seconds
-            is_last = number == len(self._sources)
+            is_last = number == len(reads)
             context.cut_off |= is_last and result.cut_off
         context.redis_bytes += sum(compress(map(len, values), hits))
         return hits

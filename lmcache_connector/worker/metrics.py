@@ -47,6 +47,7 @@ class RankSnapshot:
     redis_writes: Sequence[tuple[int, float]] = ()
     holdings: Holdings = field(default_factory=Holdings)
     peers: TierCounts = field(default_factory=TierCounts)
+    refused_chunks: int = 0
 
 
 class WorkerMetrics:
@@ -61,6 +62,7 @@ class WorkerMetrics:
         self.tally = Tally()
         self._last_counts = self._last_peers = TierCounts()
         self._last_holdings = Holdings()
+        self._last_refused = 0
         self._next_snapshot = _AT_ONCE
 
     def job_ended(self, job: LoadJob | StoreJob | PrefetchJob, result: JobResult) -> None:
@@ -121,6 +123,9 @@ class WorkerMetrics:
         for result, amount in _chunks_since(self._last_peers, snapshot.peers):
             self.tally.count("peer_chunks", result, amount=amount)
         self._last_peers = snapshot.peers
+        refused = snapshot.refused_chunks - self._last_refused
+        self.tally.count("p2p_refused_chunks", amount=refused)
+        self._last_refused = snapshot.refused_chunks
 
     def _count_holdings(self, now: Holdings) -> None:
         tally, last = self.tally, self._last_holdings

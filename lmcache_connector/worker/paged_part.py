@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyError
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
-from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout
+from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.kv_layout.part_layout import PartLayout
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import BlockIds
@@ -27,13 +30,14 @@ if TYPE_CHECKING:
 class PagedPart:
     """``groups[i]`` is the cache of the part's layers in its i-th KV cache group, ``places[i]``
     where they stand among the layers of ``geometry``. ``formats`` say how the elements of each
-    layer of the geometry are stored.
+    layer of the geometry are stored. The bytes of ``mixed_tokens`` may lie among one another.
     """
 
     geometry: ChunkGeometry
     groups: tuple[PagedLayout, ...]
     places: tuple[tuple[int, ...], ...]
     formats: tuple[str, ...] = ()
+    mixed_tokens: int = 1
 
     @classmethod
     def from_kv_caches(
@@ -57,7 +61,7 @@ class PagedPart:
             caches = {name: kv_caches[name] for name in specs}
             groups.append(PagedLayout.from_kv_caches(caches, specs))
         places = tuple(group.positions for group in part.groups)
-        return cls(geometry, tuple(groups), places, part.formats)
+        return cls(geometry, tuple(groups), places, part.formats, part.mixed_tokens)
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -101,3 +105,15 @@ class PagedPart:
                 else BlockCopy(chunks, paged, of_chunks, ids)
             )
         return found
+
+    def clear_after(self, num_tokens: int, value: npt.NDArray[np.uint8]) -> None:
+        """Make a chunk zero after so many tokens, as exactly as it is known where they lie."""
+        end, geometry = -(-num_tokens // self.mixed_tokens) * self.mixed_tokens, self.geometry
+        for width, offset in zip(geometry.layer_widths, geometry.layer_offsets, strict=False):
+            at = offset
+            for plane in self.groups[0].planes or (Plane(1, width),):
+                runs = value.reshape(len(geometry.shards), -1)[
+                    :, at : at + plane.token_bytes * geometry.num_tokens
+                ].reshape(len(geometry.shards), plane.num_runs, -1)
+                runs[:, :, end * plane.run_token_bytes :] = 0
+                at += plane.token_bytes * geometry.num_tokens

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 # Threads that connect, for all threads of a tier or a look-up together.
 _MAX_DIALS = 16
+_MAX_BREAKERS = 2048
 # A server that moves less than that in a time-out is as good as silent.
 _IDLE_BYTES = 64 << 10
 
@@ -181,9 +182,13 @@ class Servers:
 
     def _of(self, breakers: dict[Node, CircuitBreaker], node: Node) -> CircuitBreaker:
         if (known := breakers.get(node)) is not None:
-            return known  # none is ever taken away
+            return known
         with self._lock:
             if node not in breakers:
+                if len(breakers) >= _MAX_BREAKERS:  # of nodes that requests have named
+                    known_now = set(self.topology.nodes())
+                    for other in breakers.keys() - known_now:
+                        del breakers[other]
                 low, high = self.config.backoff_min_seconds, self.config.backoff_max_seconds
                 breakers[node] = CircuitBreaker(Backoff(low, high, self._random), self.clock)
             return breakers[node]

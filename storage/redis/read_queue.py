@@ -70,7 +70,7 @@ class PendingRead:
     """A read of consecutive chunks of one prompt. Thread-safe.
 
     ``buffers[i]``: as many writable bytes as the geometry of ``keys[i]`` says. That chunk lives on
-    ``nodes[i]``.
+    ``nodes[i]``, or its values on one of these each.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PendingRead:
         plan: ValuePlan,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-        nodes: Sequence[Node],
+        nodes: Sequence[Node | Sequence[Node]],
         deadline: Deadline,
     ) -> None:
         self.deadline = deadline
@@ -94,10 +94,12 @@ class PendingRead:
         self._asked: set[int] = set()  # chunks of which a value was asked for
         self._active = 0
         self._closed = False
-        self._work = {
-            node: self._requests([i for i, other in enumerate(nodes) if other == node])
-            for node in dict.fromkeys(nodes)
-        }
+        chunks: dict[Node, list[int]] = {}
+        for i, places in enumerate(nodes):
+            for node in [places] if isinstance(places, str) else dict.fromkeys(places):
+                chunks.setdefault(node, []).append(i)
+        self._nodes = nodes
+        self._work = {node: self._requests(node, each) for node, each in chunks.items()}
 
     # For reader threads.
 
@@ -201,14 +203,17 @@ class PendingRead:
             self._work.clear()
             self._changed.notify_all()
 
-    def _requests(self, chunks: Sequence[int]) -> Iterator[ValueRequest]:
+    def _requests(self, node: Node, chunks: Sequence[int]) -> Iterator[ValueRequest]:
         plan, config = self._plan, self._plan.config
         verb, options = (b"GETEX", config.ttl_options) if config.refresh_ttl else (b"GET", ())
         for chunk in chunks:
             key = self._keys[chunk]
             tag = chunk_tag(config.namespace, key)
             buffer = self._buffers[chunk]
-            for stripe in plan.of(key).stripes:
+            places = self._nodes[chunk]
+            for number, stripe in enumerate(plan.of(key).stripes):
+                if node != (places if isinstance(places, str) else places[number]):
+                    continue
                 name = tag + stripe_suffix(stripe)
                 line = bulk_line(HEADER_BYTES + stripe.num_bytes)
                 yield ValueRequest(

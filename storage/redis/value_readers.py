@@ -63,7 +63,7 @@ class ValueReaders:
         self,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-        find_nodes: Callable[[Deadline], Sequence[Node]],
+        find_nodes: Callable[[Deadline], Sequence[Node | Sequence[Node]]],
         limit: Deadline,
     ) -> ReadResult:
         """Read consecutive chunks of one prompt, the leading ones from the nodes that

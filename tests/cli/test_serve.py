@@ -114,7 +114,7 @@ def test_no_secret_of_a_file_is_on_the_line_either(tmp_path: Path) -> None:
     tiered = {"redis_url": "redis://u:hunter2@cache", "hash_key": "hunter2" * 3, "cpu_gib": 1}
     for connector, settings in (
         ("LMCacheTieredConnector", tiered),
-        ("LMCacheP2PConnector", {"secret": "hunter2" * 3}),
+        ("LMCacheP2PConnector", {"router_secret": "hunter2" * 3}),
     ):
         document = {"kv_connector": connector, "kv_role": "kv_both"}
         path.write_text(json.dumps({**document, "kv_connector_extra_config": settings}))

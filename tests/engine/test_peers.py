@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engines.calls import check_integrity, forget_unseen
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt

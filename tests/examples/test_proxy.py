@@ -14,7 +14,7 @@ from aiohttp import web
 
 from examples.disaggregated.proxy import Proxy, main
 from examples.disaggregated.registry import RegistrationError, Registry, Role
-from lmcache_connector.p2p.heartbeat import Heartbeat, Registration, sign
+from lmcache_connector.peers.heartbeat import Heartbeat, Registration, sign
 from tests.support.redis.servers import free_port
 
 SECRET = b"sixteen bytes or more"

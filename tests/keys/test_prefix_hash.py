@@ -226,3 +226,38 @@ def test_who_looks_ahead_shares_no_key_with_who_does_not() -> None:
     assert not set(keys_ahead(TOKENS)) & set(keys(TOKENS))
     assert not set(keys_ahead(TOKENS)) & set(keys_ahead(TOKENS, 2))
     assert keys_ahead(TOKENS, 0) == keys(TOKENS)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("secret", [None, b"secret"])
+def test_a_tail_has_a_name_of_its_own(secret: bytes | None, lookahead: int) -> None:
+    """Bound to its prompt, its end, every token, and what is looked ahead to; no chunk's."""
+    hasher = PrefixHasher({"namespace": "a"}, CHUNK, secret, lookahead=lookahead)
+    found = set[bytes]()
+    prompts = [TOKENS[:length] for length in range(2, 12)]
+    prompts += [[*TOKENS[:5], 7, 8], [*TOKENS[:6], 9], [*TOKENS[:5], 9, TOKENS[6]]]
+    for tokens in prompts:
+        request = RequestKeys(hasher, RequestIdentity())
+        request.extend(tokens)
+        request.name_tail(tokens, loads=True)
+        ends_inside = (len(tokens) - 1) % CHUNK > 0
+        assert (request.tail is not None) == ends_inside
+        if request.tail is not None:
+            assert request.tail.end == len(tokens) - 1
+            assert request.loadable == [*request.keys[: request.tail.chunk], request.tail.key]
+            assert request.end_of(len(request.loadable)) == len(tokens) - 1
+            found |= {request.tail.key, *request.keys}
+        else:
+            assert request.loadable is request.keys
+    # Eight lengths and two other tokens; another last token counts where it is looked ahead to.
+    # And two chunks.
+    assert len(found) == 8 + 2 + lookahead + 2
+
+
+def test_a_tail_of_a_chunks_tokens_is_not_the_chunk() -> None:
+    hasher = PrefixHasher({"namespace": "a"}, CHUNK)
+    parent = hasher.root_key({})
+    (chunk,) = hasher.extend(parent, TOKENS[:CHUNK])
+    tails = {hasher.tail_key(parent, TOKENS[:n]) for n in range(CHUNK + 1)}
+    assert len(tails) == CHUNK + 1
+    assert chunk not in tails

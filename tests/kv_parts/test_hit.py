@@ -91,11 +91,11 @@ def test_a_hit_is_cut_only_where_it_may_end() -> None:
 
 
 def test_what_a_load_brings_begins_with_the_first_block_that_is_not_there() -> None:
-    assert chunks_to_load(window(6), 8, 0, 3) == range(2, 3)
+    assert chunks_to_load(window(6), 8, 0, 24) == range(2, 3)
     assert first_token_to_load(window(6), 0, 24) == 16
     assert first_token_to_load(window(6), 20, 24) == 20
-    assert chunks_to_load(Part(Rule.CHUNKED, (0,), 4, 16), 8, 0, 4) == range(4, 4)
-    assert chunks_to_load(Part(Rule.STATE, (0,), 8), 8, 8, 4) == range(3, 4)
+    assert chunks_to_load(Part(Rule.CHUNKED, (0,), 4, 16), 8, 0, 32) == range(4, 4)
+    assert chunks_to_load(Part(Rule.STATE, (0,), 8), 8, 8, 32) == range(3, 4)
 
 
 # -- vLLM's own managers ---------------------------------------------------------------------------

@@ -198,7 +198,8 @@ class Judge:
         far = self.imports.tests_of(module)
         yield self._test(copy, there(str(own.parent), *far), left())
         if self.with_engines:
-            usual = _P2P_ENGINES if "/p2p/" in mutant.file else _ENGINES
+            is_transfer = mutant.file.endswith(("transfers.py", "routing.py"))
+            usual = _P2P_ENGINES if is_transfer else _ENGINES
             yield self._test(copy, there(*mutant.tests, *usual), left(), "engine")
 
     def _test(self, copy: Copy, tests: Sequence[str], left: float, marks: str = _QUICK) -> Verdict:

@@ -21,7 +21,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import ReadResult
 from lmcache_connector.storage.redis.topology import Node
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.redis.chunks import (
     GEOMETRY,
@@ -145,14 +145,14 @@ def test_a_peer_that_goes_away_and_comes_back() -> None:
 
 def test_damaged_bytes_are_a_miss() -> None:
     """Whoever is on the way."""
-    from lmcache_connector.p2p.control.address import PeerAddress
-    from tests.support.engines.p2p_relay import Relay
+    from lmcache_connector.peers.address import Address
+    from tests.support.engines.relay import Relay
 
     def spoil(data: bytes) -> bytes:
         return data.replace(chunk_data(1)[:16], bytes(16))
 
     with serving(HeldChunks(range(3))) as server:
-        target = PeerAddress("127.0.0.1", server.port)
+        target = Address("127.0.0.1", server.port)
         with Relay(target, alter_back=spoil) as relay, reading(at(relay.address.port)) as tier:
             result, found = read(tier, range(3))
             assert result.hits[:2] == [True, False]

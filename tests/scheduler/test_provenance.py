@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.scheduler.request_state import RequestState
+from tests.scheduler.test_tails import CONSUMED, PRODUCED
 from tests.support.doubles.foreign_connector import Arrival, Offer
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
@@ -107,6 +108,7 @@ class Life:
             offer=self._offer(len(tokens)),
             sends=chance.random() < 0.2,
             bypasses=chance.random() < 0.15,
+            transfer=chance.choice([None, None, PRODUCED, CONSUMED, PRODUCED | CONSUMED]),
         )
 
     def _images(self, num_tokens: int) -> list[Image]:

@@ -35,7 +35,7 @@ _TAIL = """\
 | `lmcache.NAME` | any | | | Passed to LMCache's own configuration as `NAME`. |
 
 Settings that are gone are refused with what replaces them; [upgrading](upgrading.md) lists them.
-Those of `LMCacheP2PConnector` stand under [disaggregated prefill](disaggregated.md#settings).
+`LMCacheP2PConnector` takes the same, and [some instead of others](disaggregated.md#settings).
 """
 _TYPE_WORDS = {int: "integer", float: "number", bool: "boolean", str: "string", SecretStr: "secret"}
 _UNITS = {
@@ -52,6 +52,7 @@ _LINKS = {
     "redis_codec": ("Lossless compression", "operations.md#compressed-values"),
     "peer_listen": ("serves", "operations.md#peers"),
     "peers": ("load from", "operations.md#peers"),
+    "peer_hosts": ("load from", "disaggregated.md"),
     "audit_share": ("audited", "operations.md#audits"),
     "weights_label": ("read at resets", "operations.md#labels"),
     "model_digest": ("read once", "operations.md#what-tells-models-apart"),

@@ -14,21 +14,20 @@ import pytest
 
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.p2p_engines import Engines, kv_transfer, running
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 
 Way = Callable[..., dict[str, Any]]
 """``(role, port, **settings)``: the JSON of ``--kv-transfer-config``."""
 
 
-def by_p2p(role: str, port: int, **settings: Any) -> dict[str, Any]:
-    """Sent by the connector's own protocol, between instances that share a secret."""
-    return kv_transfer(role, port, **{"secret": "shared by all of them"} | settings)
+def by_peers(role: str, port: int, **settings: Any) -> dict[str, Any]:
+    """Loaded from the CPU tier of a peer."""
+    shared = {"hash_key": "shared by all of them", "cpu_gib": 0.5, "audit_share": 0.0} | settings
+    return kv_transfer(role, port, **{k: v for k, v in shared.items() if v is not None})
 
 
-WAYS: dict[str, Way] = {"p2p": by_p2p}
-LACKS = {
-    "p2p": frozenset({"stores what follows", "drafters", "several kinds of KV"}),
-}
+WAYS: dict[str, Way] = {"peers": by_peers}
+LACKS: dict[str, frozenset[str]] = {"peers": frozenset()}
 """What a way cannot do, by the word that a case is marked ``needs`` with."""
 
 

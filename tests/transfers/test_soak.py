@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines.calls import forget
 from tests.support.engines.handover import Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, running
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 from tests.support.engines.strangers import SAYINGS, memory_of, ports_of, talk
 from tests.support.engines.tiny_drafters import KINDS, build_drafted
@@ -211,5 +212,5 @@ def test_long_prompts_cost_the_engines_step_no_more(
                 cold = first.call(prefill, Ask(f"p-{num_tokens}-{number}", prompt, 1, WANTS))
                 request = Ask(f"d-{num_tokens}-{number}", prompt, 2, cold.params)
                 spent[num_tokens].append(measure(step_seconds, request))
-                second.reset_prefix_cache()
+                second.call(forget)
         assert min(spent[16001]) < 1.5 * 16 * min(spent[1001])

@@ -16,6 +16,7 @@ from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout, Plane
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
+from lmcache_connector.worker.paged_part import PagedPart
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="runs on the CPU build")
 
@@ -29,8 +30,9 @@ BLOCK_SIZES = (32, 64, 128, 256)
 class PackedCache:
     """Two layers whose blocks vLLM's kernel fills, in an order of their own."""
 
-    def __init__(self, block_size: int, seed: int | None) -> None:
+    def __init__(self, block_size: int, seed: int | None, num_tokens: int = NUM_TOKENS) -> None:
         self.block_size = block_size
+        self._num_tokens = num_tokens  # those after them are zero
         self.num_blocks = NUM_TOKENS // block_size
         self.caches = {
             name: torch.zeros(
@@ -56,6 +58,7 @@ class PackedCache:
 
         generator = torch.Generator().manual_seed(seed)
         kv = torch.randn(2, NUM_TOKENS, HEADS, HEAD_SIZE, generator=generator).bfloat16()
+        kv[:, self._num_tokens :] = 0
         tokens = torch.arange(NUM_TOKENS)
         slots = torch.tensor(self.block_ids)[tokens // self.block_size] * self.block_size
         view = cache.view(len(cache), HEADS, 2 * self.block_size, HEAD_SIZE)
@@ -122,6 +125,29 @@ def test_every_block_size_stores_the_same_bytes(copier: CpuCopier) -> None:
     first = whole.caches["a"][whole.block_ids[0]].view(torch.uint8).flatten(1)
     in_chunk = pools[0][0].view(HEADS, GEOMETRY.shard_bytes)[:, : GEOMETRY.layer_offsets[1]]
     assert torch.equal(first, in_chunk)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("end", [1, 31, 64, 129, CHUNK - 1])
+def test_what_follows_a_tail_is_cleared_and_nothing_else(
+    copier: CpuCopier, block_size: int, end: int
+) -> None:
+    """Where the kernel keeps tokens in order, to the byte; elsewhere after the block."""
+    packing = find_packing(BF16, block_size, CHUNK)
+    assert packing.mixed_tokens in (1, block_size)
+    cache = PackedCache(block_size, seed=1)
+    part = PagedPart(
+        GEOMETRY, (cache.layout(packing),), ((0, 1),), mixed_tokens=packing.mixed_tokens
+    )
+    value = store(copier, cache)[0].numpy()
+    kept = -(-end // packing.mixed_tokens) * packing.mixed_tokens
+    expected = PackedCache(CHUNK, seed=1, num_tokens=kept)
+    part.clear_after(end, value)
+    for layer, packed in enumerate(expected.caches.values()):
+        start, stop = GEOMETRY.layer_offsets[layer : layer + 2]
+        found = torch.from_numpy(value).view(HEADS, GEOMETRY.shard_bytes)[:, start:stop]
+        first = packed[expected.block_ids[0]].view(torch.uint8).flatten(1)
+        assert torch.equal(found, first)
 
 
 @pytest.mark.parametrize("scramble", [0, -1])

@@ -285,6 +285,46 @@ def test_nothing_follows_a_run_that_is_not_whole(rank: Rank) -> None:
     assert torch.equal(rank.memory[:, rest], before[:, rest])
 
 
+@pytest.mark.parametrize(("part", "skip"), [(FULL, 0), (WINDOW, 0), (WINDOW, 1)])
+def test_a_tail_is_zero_after_its_end(rank: Rank, part: int, skip: int) -> None:
+    """Whatever its blocks and the tier's memory held before; a load fills no block behind it."""
+    rank.worker._engine._cpu.memory_allocator.buffer.fill_(9)
+    end, size, geometry = 19, BLOCK[part], geometries(1, 0).parts[part]
+    whole = run_of(part, range(3, 4), 9)
+    rank.fill(whole)
+    tail = replace(
+        whole,
+        block_ids=tuple(ids[skip : -(-end // size)] for ids in whole.block_ids),
+        skip_blocks=skip,
+        tail_tokens=end,
+    )
+    assert rank.result(StoreJob(1, "r", (tail,))).outcome is Outcome.DONE
+    lease = rank.worker._engine.chunks.lease(tail.keys[0])
+    assert lease is not None
+    value = torch.frombuffer(bytearray(lease.view), dtype=torch.uint8)
+    value = value.view(len(geometry.shards), -1, CHUNK, CONTENT[part])
+    for shard in range(len(geometry.shards)):
+        for place, layer in enumerate(sorted(i for g in GROUPS_OF[part] for i in GROUPS[g])):
+            expected = truth(layer, shard, 3, CONTENT[part]).clone()
+            expected[end:] = 0
+            expected[: skip * size] = 0
+            assert torch.equal(value[shard, place], expected)
+    lease.release()
+    before = rank.memory.clone()
+    into = replace(tail, block_ids=tuple(tuple(i + 30 for i in ids) for ids in tail.block_ids))
+    assert rank.result(load(2, (into,))).outcome is Outcome.DONE
+    for group, ids in zip(GROUPS_OF[part], into.block_ids, strict=True):
+        for place, block in enumerate(ids, start=skip):
+            for layer in GROUPS[group]:
+                heads = [truth(layer, s, 3, CONTENT[part]) for s in geometry.shards]
+                expected = torch.stack(heads)
+                expected[:, end:] = 0
+                found = rank.caches[f"layers.{layer}"][block]
+                assert torch.equal(found, expected[:, place * size : (place + 1) * size])
+    others = [i for i in range(NUM_BLOCKS) if i not in load(2, (into,)).blocks]
+    assert torch.equal(rank.memory[:, others], before[:, others])
+
+
 def test_a_block_of_two_groups_is_refused(rank: Rank) -> None:
     """It would be written twice, and one of the layers would have the other's bytes."""
     store(rank)

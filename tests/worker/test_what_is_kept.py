@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,7 +12,8 @@ import torch
 
 from lmcache_connector.copy_kv_blocks.copier import make_copier
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.plans import Claim, LoadJob, PartRun, PrefixUse, StoreJob
+from lmcache_connector.peers.tier import PeerTier
+from lmcache_connector.plans import Claim, LoadJob, PartRun, PeerSource, PrefixUse, StoreJob
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
@@ -37,6 +39,7 @@ class Rank:
     """An engine whose paged cache holds one prompt at a time, alone or over a Redis."""
 
     redis: RedisTier | None = None
+    peers: PeerTier | None = None
     cache: torch.Tensor = field(init=False)
     engine: LMCacheEngineAdapter = field(init=False)
     num_jobs: int = 0
@@ -48,7 +51,7 @@ class Rank:
         rank_gib = CAPACITY * GEOMETRY.chunk_bytes / 2**30
         settings = EngineSettings(0, 1, rank_gib, tenant_share=0.5, pin_share=0.5)
         copier = make_copier(torch.device("cpu"))
-        self.engine = LMCacheEngineAdapter(settings, [part], copier, self.redis)
+        self.engine = LMCacheEngineAdapter(settings, [part], copier, self.redis, self.peers)
 
     def store(self, prompt: int, claim: Claim, num_chunks: int = 4) -> None:
         self.num_jobs += 1
@@ -60,14 +63,22 @@ class Rank:
         self.engine.store(job, None, threading.Event(), gate)
 
     def load(
-        self, prompt: int, claim: Claim, num_chunks: int = 4, *, needs_redis: bool = False
+        self,
+        prompt: int,
+        claim: Claim,
+        num_chunks: int = 4,
+        *,
+        needs_redis: bool = False,
+        source: PeerSource | None = None,
     ) -> int:
         """How many leading chunks came back, all of them as they were stored."""
         self.num_jobs += 1
         self.cache.zero_()
         run = run_of(prompt, num_chunks)
-        job = LoadJob(self.num_jobs, "r", (run,), 10.0, needs_redis, 0, claim=claim)
-        count = self.engine.load(job, None, threading.Event(), float("inf")).num_chunks
+        needs_redis |= source is not None
+        job = LoadJob(self.num_jobs, "r", (run,), 10.0, needs_redis, 0, claim=claim, source=source)
+        until = time.monotonic() + 10.0
+        count = self.engine.load(job, None, threading.Event(), until).num_chunks
         for chunk in range(count):
             assert (self.cache[:, chunk] == 10 * prompt + chunk).all()
         return count

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines.p2p_engines import Engines, kv_transfer, running
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +17,8 @@ def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """One of each; the prefill engine computes long prompts in several steps."""
     ports = free_ports(1), free_ports(1)
     transfers = [
-        kv_transfer("kv_producer", ports[0], secret="shared by these two"),
-        kv_transfer("kv_consumer", ports[1], secret="shared by these two"),
+        kv_transfer("kv_producer", ports[0], audit_share=0.0, cpu_gib=0.5),
+        kv_transfer("kv_consumer", ports[1], audit_share=0.0, cpu_gib=0.5),
     ]
     with running(
         tiny_model,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.support.engines.handover import Answer, Ask, ask, at_rest, log_stats, metrics
+from tests.support.engines.calls import check_integrity
+from tests.support.engines.handover import Answer, Ask, ask, log_stats, metrics
 from tests.support.engines.p2p_engines import Engines
 from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 
 
 def check(cold: Answer, served: Answer, num_tokens: int) -> None:
-    """All of the prompt was handed over, and is the same."""
-    assert served.served.external_hit_tokens == num_tokens
+    """All of the prompt was handed over but for its last token, and is the same."""
+    assert served.served.external_hit_tokens == num_tokens - 1
     assert () != served.served.block_digests == cold.served.block_digests
     assert served.finish_reason == "length"
 
@@ -39,32 +40,22 @@ def test_prometheus_is_told_what_was_sent(engines: Engines) -> None:
     decode.call(ask, Ask("bad-5", random_prompt(68, 200), params=_elsewhere("10.9.8.7")))
     after = [instance.call(metrics) for instance in both]
     sent, received = (
-        {name: now[name] - then[name] for name in now if now[name] != then[name]}
+        {name: now[name] - then.get(name, 0.0) for name in now if now[name] != then.get(name)}
         for then, now in zip(before, after, strict=True)
     )
-    for counts in (sent, received):
-        counts.pop("capacity_bytes", None)  # told with the first step
-    assert sent.pop("handovers_total") == 2
-    assert sent.keys() <= {"reserved_bytes"}
-    assert received.pop("load_seconds_sum") > 0
-    # Bytes may come while the prompt is still computed elsewhere, before anybody waits for them.
+    assert sent == {"handovers_total": 2}
     assert received.pop("receive_seconds_total") > 0
-    num_blocks = -(-1700 // 128) + -(-600 // 128)
+    num_chunks = -(-1699 // 128) + -(-599 // 128)
     assert received == {
-        "loads_total": 3,
-        "load_seconds_count": 3,
-        "hit_tokens_total": 2300,
-        "recomputed_tokens_total": 500,
+        "hit_tokens_total": 1699 + 599,
         "failed_loads_total unreachable": 1,
         "malformed_requests_total": 1,
-        "received_bytes_total": num_blocks * 128 * ModelShape().kv_bytes_per_token,
+        "received_bytes_total": num_chunks * 128 * ModelShape().kv_bytes_per_token,
     }
     for instance, told in zip(both, after, strict=True):
         totals = instance.counts()
         assert told["handovers_total"] == totals.total("p2p_handovers")
         assert told["hit_tokens_total"] == totals.total("p2p_hit_tokens")
-        assert told["capacity_bytes"] == 2 << 30
-        assert told["reserved_bytes"] == instance.call(at_rest)["reserved_bytes"]
+        instance.call(check_integrity)
         instance.call(log_stats)
-    assert re.search(r"KV Transfer metrics: .*handed over=\d+ prompt", prefill.log)
-    assert re.search(r"KV Transfer metrics: .*taken over=\d+ tokens by \d+ loads?", decode.log)
+    assert re.search(r"KV Transfer metrics: .*hit tokens=\d+", decode.log)

@@ -168,10 +168,11 @@ class ShadowEngine:
         bypasses: bool = False,
         lora_request: LoRARequest | None = None,
         request_id: str = "",
+        transfer: dict[str, Any] | None = None,
         **more: Any,
     ) -> str:
         """``offer``, ``sends``: what the other connector does with it. ``bypasses``: what its KV is
-        computed from, nobody knows but it."""
+        computed from, nobody knows but it. ``transfer``: its ``kv_transfer_params``."""
         request_id = request_id or f"r{len(self.requests)}"
         version = self.adapters[adapter] if adapter else 0
         if bypasses:
@@ -185,7 +186,10 @@ class ShadowEngine:
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(
-                max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN], ignore_eos=True
+                max_tokens=max_tokens,
+                stop_token_ids=[STOP_TOKEN],
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": transfer} if transfer is not None else None,
             ),
             pooling_params=None,
             cache_salt=salt,
@@ -307,7 +311,7 @@ class ShadowEngine:
         )
         tokens = list(request.prompt_token_ids or ())
         while len(tokens) < request.num_tokens:
-            tokens.append(_next_token(tokens))
+            tokens.append(next_token(tokens))
         assert list(request.all_token_ids) == tokens
 
     # -- the worker's view -------------------------------------------------------------------------
@@ -358,7 +362,7 @@ class ShadowEngine:
         stream = self._streams[request_id]
         known = end + self.shape.lookahead
         while len(stream) < known:
-            stream.append(_next_token(stream))
+            stream.append(next_token(stream))
         return Pass(request_id, start, end, self._cells(request_id, stream[:known]))
 
     def _cells(self, request_id: str, tokens: Sequence[int]) -> Cells:
@@ -380,11 +384,12 @@ class ShadowEngine:
                 if isinstance(job, LoadJob):
                     self._check_place(run, part, tables[job.request_id])
                 for key, i in zip(run.keys, run.chunks, strict=True):
-                    if len(cells) < (i + 1) * size:
+                    is_tail = run.tail_tokens and i == run.chunks[-1]
+                    end = i * size + (run.tail_tokens if is_tail else size)
+                    if len(cells) < end:
                         raise WrongKV("a chunk of tokens that are not known yet")
-                    start = (i + 1) * size - 1 if part.rule is Rule.STATE else i * size
-                    value = cells_of_part(cells[start : (i + 1) * size], run.part)
-                    self.book.check(key, value)
+                    start = end - 1 if part.rule is Rule.STATE else i * size
+                    self.book.check(key, cells_of_part(cells[start:end], run.part))
 
     def _check_place(self, run: PartRun, part: Part, tables: BlockIds) -> None:
         """A load fills the request's own blocks of those tokens, without a gap."""
@@ -392,7 +397,8 @@ class ShadowEngine:
         for group, ids in zip(part.groups, run.block_ids, strict=True):
             first = tables[group].index(ids[0])
             assert tables[group][first : first + len(ids)] == ids
-            assert (run.chunks[-1] + 1) * size == (first + len(ids)) * BLOCK_SIZE
+            end = run.chunks[-1] * size + (run.tail_tokens or size)
+            assert -(-end // BLOCK_SIZE) == first + len(ids)
             if part.rule is not Rule.STATE:
                 assert run.chunks[0] * size + run.skip_blocks * BLOCK_SIZE == first * BLOCK_SIZE
 
@@ -440,8 +446,8 @@ class ShadowEngine:
         if one.end < known:
             return []
         first = known if self.shape.lookahead else one.end
-        return [_next_token(stream[:end]) for end in range(first, one.end + 1)]
+        return [next_token(stream[:end]) for end in range(first, one.end + 1)]
 
 
-def _next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int]) -> int:
     return cells_of(tokens)[-1] % VOCABULARY

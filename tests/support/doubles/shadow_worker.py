@@ -337,15 +337,16 @@ class ShadowRank:
         ]
         for number, (run, i, groups) in enumerate(values):
             key, cells = run.keys[i], self.book.cells[run.keys[i]]
+            cells = cells[run.skip_blocks * BLOCK_SIZE :]  # of a tail: no load needs what is before
             if any(self._value(run, i, group) != cells for group in groups):
                 raise WrongKV(f"{job.request_id} stores other KV than chunk {i}'s key names")
             if key in self.tier:
                 self._events.append(CacheEvent(key, True))
             if self.chance.random() < self.faults.no_memory:
                 return JobResult(job.job_id, Outcome.MISSING, number, 0, 0, 0.0)
-            self._admit(key, cells)
+            self._admit(key, self.book.cells[key])
             if job.redis_keys is None or key in job.redis_keys:
-                self.remote[key] = cells
+                self.remote[key] = self.book.cells[key]
             self.num_stored_chunks += 1
         return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
 
@@ -353,6 +354,8 @@ class ShadowRank:
         """Chunk ``index`` of the run, of all that was read of a group."""
         if self.parts[run.part].rule is Rule.STATE:
             return cells[index * BLOCK_SIZE : index * BLOCK_SIZE + 1]
+        if run.tail_tokens:
+            return cells[: run.tail_tokens - run.skip_blocks * BLOCK_SIZE]
         return cells[index * self.chunk_size : (index + 1) * self.chunk_size]
 
     def _audit(self, job: AuditJob, computed: Cells) -> JobResult:

@@ -86,6 +86,12 @@ def forget_unseen(probe: EngineProbe) -> None:
     worker_of(probe)._engine.forget_all()
 
 
+def forget(probe: EngineProbe) -> None:
+    """Drop vLLM's prefix cache and the CPU tier."""
+    forget_unseen(probe)
+    probe.serve([1, 2, 3], 1)  # too short to be stored; its steps tell the scheduler
+
+
 def wait_for_writes(probe: EngineProbe) -> None:
     """Until Redis has everything."""
     assert not any(probe.on_ranks(_drain_writes))

@@ -84,11 +84,3 @@ def metrics(probe: EngineProbe) -> dict[str, float]:
 def log_stats(probe: EngineProbe) -> None:
     """What vLLM does every ten seconds."""
     probe.engine.do_log_stats()
-
-
-def at_rest(probe: EngineProbe) -> dict[str, int]:
-    """Raises unless nothing is left over; returns bytes still reserved for hand-overs."""
-    probe.drain()
-    side = probe.connector._scheduler
-    side.check_integrity()
-    return {"reserved_bytes": side.reserved_bytes}

@@ -5,6 +5,7 @@ What the instance prints goes to a log file. Its answers are plain data over a p
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,8 @@ class VllmInstance:
         trace: TracebackType | None,
     ) -> None:
         if self._process.is_alive() and kind is None:
-            self._pipe.send(None)
+            with contextlib.suppress(OSError):  # it may have been killed
+                self._pipe.send(None)
         self._process.join(_STOP_SECONDS if kind is None else 0)
         self._kill()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.engines.instance import VllmInstance, set_environment
-from tests.support.engines.p2p_instances import free_ports
+from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
 
 

@@ -179,6 +179,8 @@ class EngineProbe:
     def external_hit_tokens(self) -> int:
         """Tokens the connector has planned to load so far."""
         counts = self._scheduler_counts()
+        if counts.total("load_jobs"):  # of tiers, which count all they load
+            return int(counts.total("hit_tokens"))
         return int(counts.total("hit_tokens") + counts.total("p2p_hit_tokens"))
 
     def counts(self) -> Samples:

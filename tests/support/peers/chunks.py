@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_connector.peers.commands import Commands, Greeting
+from lmcache_connector.peers.commands import Chunks, Commands, Greeting
 from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
@@ -58,7 +59,7 @@ class HeldChunks:
 
 @contextmanager
 def serving(
-    chunks: HeldChunks,
+    chunks: HeldChunks | Chunks,
     *,
     ranks: Sequence[PartGeometries] = (PARTS,),
     rank: int = 0,
@@ -68,6 +69,7 @@ def serving(
     secret: bytes | None = SECRET,
     engine_id: str = "engine",
     port: int = 0,
+    transfers: Transfers | None = None,
     **more: Any,
 ) -> Iterator[PeerServer]:
     """A peer server on a free port; when it ends, nothing is leased any more."""
@@ -80,10 +82,16 @@ def serving(
         greeting=Greeting(len(ranks), engine_id),
         max_payload_bytes=4096 - 128,
         secret=secret,
+        transfers=transfers,
     )
     server = PeerServer("127.0.0.1", port, commands, limits, **more)
+    if transfers is not None:
+        transfers.on_change = server.look_again
     try:
         yield server
     finally:
         assert server.close(5.0)
-        assert chunks.num_leased == 0
+        if transfers is not None:
+            transfers.close()
+        if isinstance(chunks, HeldChunks):
+            assert chunks.num_leased == 0

@@ -1,0 +1,136 @@
+"""``check``: the port of a peer server, the hosts that may be dialled, and the proxy."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+
+from lmcache_connector.cli.check import Finding
+from lmcache_connector.cli.report import UNREACHABLE
+from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.heartbeat import Registration, tell
+from lmcache_connector.threads import start_thread
+
+_ANSWER_SECONDS = 5.0
+_MAX_ANSWER_BYTES = 1024
+_EVERY_INTERFACE = ("0.0.0.0", "::")
+# No instance has this address, so that its farewell removes none.
+_NOBODY = "lmcache-connector-check.invalid:1"
+
+
+def findings(config: ConnectorConfig, role: str) -> Iterator[Finding]:
+    told = config.told_address(0)
+    if config.peer_listen is not None and told is not None:
+        yield _check_reach(told)
+        yield _check_port(Address.parse(config.peer_listen))
+    for host in config.peer_hosts:
+        yield _check_host(host)
+    if config.router is not None and config.http_address is not None:
+        yield _check_http_address(config.http_address)
+        yield _check_router(config, role, str(told))
+
+
+def _check_reach(told: Address) -> Finding:
+    if told.host in _EVERY_INTERFACE:
+        detail = f"others are told to come to {told.host}, which leads each of them to itself"
+        return Finding("address", "warning", detail, "name an address of this machine")
+    where = "reached from this host only" if told.is_loopback else f"others come to {told.host}"
+    return Finding("address", "ok", where)
+
+
+def _check_port(listens: Address) -> Finding:
+    """Whether this host lets us listen there."""
+    try:
+        family = socket.AF_INET6 if ":" in listens.host else socket.AF_INET
+        socket.create_server((listens.host, listens.port), family=family).close()
+    except OSError as error:
+        detail = f"cannot listen on {listens}: {error.strerror or error}"
+        hint = "stop what listens there, or choose another port, or an address of this host"
+        return Finding("ports", "error", detail, hint)
+    return Finding("ports", "ok", f"{listens}, and one more for each further rank")
+
+
+def _check_host(host: str) -> Finding:
+    """Only its name: requests tell which port."""
+    started = time.monotonic()
+    if host.startswith("*.") or _is_network(host):
+        return Finding("peer", "ok", f"{host} stands for many")
+    try:
+        Address(host, 1).check()
+        _within(_ANSWER_SECONDS, lambda: socket.getaddrinfo(host, None))
+    except OSError as error:
+        detail = f"{host} is not found: {error.strerror or error}"
+        return Finding("peer", "error", detail, "look at peer_hosts and DNS", code=UNREACHABLE)
+    except ValueError as error:
+        hint = "a host name or an IP address, as requests will name it, without a port"
+        return Finding("peer", "error", f"peer_hosts: {host[:64]!r} is {error}", hint)
+    return Finding("peer", "ok", f"{host} is found", seconds=time.monotonic() - started)
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return "/" in text
+
+
+def _check_http_address(http_address: str) -> Finding:
+    try:
+        Address.parse(http_address)
+    except ValueError as error:
+        hint = '"http_address": "HOST:PORT" of this instance\'s own API'
+        return Finding("http_address", "error", f"the proxy will not take it: {error}", hint)
+    return Finding("http_address", "ok", f"the proxy sends requests to {http_address}")
+
+
+def _check_router(config: ConnectorConfig, role: str, own: str) -> Finding:
+    """Sends it a farewell, signed as a registration is: that registers nothing."""
+    registration = Registration(role, _NOBODY, own, "lmcache-connector check")
+    router, started = str(config.router), time.monotonic()
+
+    def leave() -> None:
+        tell(router, registration, config.router_secret_bytes, leaves=True)
+
+    try:
+        _within(_ANSWER_SECONDS, leave)
+    except urllib.error.HTTPError as error:
+        hint = "give the proxy and all instances the same router_secret, or look at router"
+        return Finding("router", "error", f"{router} refuses: {_words(error)}", hint)
+    except (OSError, ValueError) as error:
+        detail = f"{router} cannot be reached: {getattr(error, 'reason', None) or error}"
+        hint = "start the proxy, or look at router; until it answers no request comes from there"
+        return Finding("router", "error", detail, hint, code=UNREACHABLE)
+    detail = f"{router} takes registrations"
+    return Finding("router", "ok", detail, seconds=time.monotonic() - started)
+
+
+def _words(error: urllib.error.HTTPError) -> str:
+    try:
+        said = json.loads(error.read(_MAX_ANSWER_BYTES))["error"]
+    except (OSError, ValueError, KeyError, TypeError):
+        said = error.reason
+    return f"{said} (HTTP {error.code})"
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Raises what ``call`` does, or ``TimeoutError``: a resolver may wait for long."""
+    failed: list[OSError | ValueError] = []
+
+    def run() -> None:
+        try:
+            call()
+        except (OSError, ValueError) as error:
+            failed.append(error)
+
+    thread = start_thread("lmc-check", run)
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if failed:
+        raise failed[0]

@@ -1,0 +1,50 @@
+"""KV transfers that requests wait for, and what becomes of them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.commands import KEY_PREFIX_BYTES
+
+
+class Cause(StrEnum):
+    """Why nothing can be read. The values are labels of a metric."""
+
+    UNREACHABLE = "unreachable"
+    LOST = "lost"
+    UNKNOWN = "unknown"
+    DEADLINE = "deadline"
+    BUSY = "busy"
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What can be read: chunks whose keys begin so. ``cause``: why that is nothing."""
+
+    key_prefixes: frozenset[bytes] = frozenset()
+    num_ranks: int = 1
+    cause: Cause | None = None
+
+    def holds(self, key: bytes) -> bool:
+        return key[:KEY_PREFIX_BYTES] in self.key_prefixes
+
+
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """A transfer that a request waits for, until ``until`` by the clock."""
+
+    source: Address
+    transfer_id: str
+    until: float
+    asked_at: float
+    answer: Offered | None = None
+    is_dropped: bool = False
+    by_rank: list[frozenset[bytes]] = field(default_factory=list)
+    settled: threading.Event = field(default_factory=threading.Event)
+
+    def settle(self, answer: Offered) -> None:
+        self.answer = answer
+        self.settled.set()

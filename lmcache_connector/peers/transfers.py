@@ -1,0 +1,207 @@
+"""KV transfers from this rank: which chunks of its CPU tier another instance is to load.
+
+::
+
+    announced -> coming: its stores run -> over: what can be had is known -> read, or its time is up
+
+A transfer keeps its chunks from being evicted, within a share of the tier that all transfers have
+together. It ends when every instance that asked for it has read it, or nobody has asked for
+``lease_seconds``. The engine's step and the store lane tell of stores, the peer server's thread
+answers readers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Chunks, Lease, NotOver
+from lmcache_connector.plans import TransferUpdate
+
+logger = logging.getLogger(__name__)
+
+_MAX_TRANSFERS = 4096
+_MAX_READERS, _MAX_READER_BYTES = 64, 256
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """``leases`` by key, ``None`` for a chunk that is not kept. ``open_jobs``: the stores that
+    bring the last of it; ``None``: more may come. ``until``: a reading of the clock."""
+
+    until: float
+    leases: dict[bytes, Lease | None] = field(default_factory=dict)
+    open_jobs: set[int] | None = None
+    readers: set[bytes] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return self.open_jobs is not None and not self.open_jobs
+
+
+class Transfers:
+    """``max_bytes``: of chunks kept for transfers, all together. ``on_change`` is called, from any
+    thread, when a transfer is over. ``has_news``: `take_finished` would return something; a plain
+    attribute, polled every step. ``num_refused``: chunks beyond ``max_bytes``. Thread-safe."""
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        max_bytes: int,
+        lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._chunks = chunks
+        self._max_bytes = max_bytes
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._transfers: dict[str, _Transfer] = {}
+        self._open_jobs: set[int] = set()
+        self._held: dict[str, set[int]] = {}  # requests, and the stores that read their blocks
+        self._finished: set[str] = set()
+        self._leased_bytes = 0
+        self._next_look = 0.0
+        self.has_news = False
+        self.num_refused = 0
+        self.on_change: Callable[[], None] = lambda: None
+
+    # -- the engine's step, and the store lane --------------------------------------------------
+
+    def store_begins(self, job_id: int) -> None:
+        with self._lock:
+            self._open_jobs.add(job_id)
+
+    def store_ended(self, job_id: int, keys: Sequence[bytes]) -> None:
+        """On this rank, well or not; ``keys``: of its chunks."""
+        with self._lock:
+            self._open_jobs.discard(job_id)
+            for request_id, job_ids in list(self._held.items()):
+                job_ids.discard(job_id)
+                self._let_go_if_read(request_id)
+            for transfer in self._transfers.values():
+                if transfer.is_over:
+                    continue
+                self._lease(transfer, [key for key in keys if key in transfer.leases])
+                if transfer.open_jobs is not None:
+                    transfer.open_jobs.discard(job_id)
+                    self._settle_if_over(transfer)
+
+    def apply(self, updates: Iterable[TransferUpdate]) -> None:
+        """Once their stores have begun. The same updates may come twice."""
+        with self._lock:
+            for update in updates:
+                self._apply(update)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose blocks nobody reads any more, since the last call."""
+        with self._lock:
+            finished, self._finished, self.has_news = self._finished, set(), False
+        return finished
+
+    # -- readers --------------------------------------------------------------------------------
+
+    def state(self, reader: bytes, transfer_id: str) -> bytes | NotOver:
+        """Of a transfer that is over, how the keys of its chunks begin, one after the other; they
+        stay until the reader is `done`."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is None:
+                return NotOver.UNKNOWN
+            if len(transfer.readers) < _MAX_READERS and len(reader) <= _MAX_READER_BYTES:
+                transfer.readers.add(reader)
+            transfer.until = self._clock() + self._lease_seconds
+            if not transfer.is_over:
+                return NotOver.COMING
+            self._lease(transfer, list(transfer.leases))  # an earlier reader may be done
+            kept = (key for key, lease in transfer.leases.items() if lease is not None)
+            return b"".join(key[:KEY_PREFIX_BYTES] for key in kept)
+
+    def done(self, reader: bytes, transfer_id: str) -> None:
+        """The reader needs it no more."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None and reader in transfer.readers:
+                transfer.readers.discard(reader)
+                if transfer.is_over and not transfer.readers:
+                    self._release(transfer)
+
+    def tend(self) -> None:
+        """End the transfers whose time is up. Once in a while."""
+        now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + _SECONDS_BETWEEN_LOOKS
+        with self._lock:
+            for name, transfer in list(self._transfers.items()):
+                if transfer.is_over and transfer.until < now:
+                    self._release(self._transfers.pop(name))
+
+    def close(self) -> None:
+        with self._lock:
+            while self._transfers:
+                self._release(self._transfers.popitem()[1])
+
+    # -- under the lock -------------------------------------------------------------------------
+
+    def _apply(self, update: TransferUpdate) -> None:
+        if update.held_request:
+            self._held[update.held_request] = self._open_jobs & (update.ends_after or set())
+            self._let_go_if_read(update.held_request)
+        transfer = self._transfers.get(update.transfer_id)
+        is_announced = update == TransferUpdate(update.transfer_id)
+        if transfer is not None and transfer.is_over and is_announced:  # once more
+            self._release(self._transfers.pop(update.transfer_id))
+            transfer = None
+        if transfer is None:
+            if len(self._transfers) >= _MAX_TRANSFERS:
+                self._release(self._transfers.pop(next(iter(self._transfers))))
+            transfer = _Transfer(self._clock() + self._lease_seconds)
+            self._transfers[update.transfer_id] = transfer
+        for key in update.keys:
+            transfer.leases.setdefault(key, None)
+        self._lease(transfer, update.keys)
+        if update.ends_after is not None:
+            transfer.open_jobs = (transfer.open_jobs or set()) | self._open_jobs & update.ends_after
+            self._settle_if_over(transfer)
+
+    def _settle_if_over(self, transfer: _Transfer) -> None:
+        if transfer.is_over:
+            transfer.until = self._clock() + self._lease_seconds
+            self.on_change()
+
+    def _let_go_if_read(self, request_id: str) -> None:
+        if not self._held[request_id]:
+            del self._held[request_id]
+            self._finished.add(request_id)
+            self.has_news = True
+
+    def _lease(self, transfer: _Transfer, keys: Iterable[bytes]) -> None:
+        """Those of the transfer's chunks that are there, as far as its share goes."""
+        for key in keys:
+            if transfer.leases[key] is not None:
+                continue
+            try:
+                lease = self._chunks.lease(key)
+            except Exception:  # nobody's blocks or stores shall wait for ever because of it
+                logger.exception("A chunk cannot be kept for a KV transfer")
+                return
+            if lease is None:
+                continue
+            if self._leased_bytes + len(lease.view) > self._max_bytes:
+                lease.release()
+                self.num_refused += 1
+                continue
+            self._leased_bytes += len(lease.view)
+            transfer.leases[key] = lease
+
+    def _release(self, transfer: _Transfer) -> None:
+        for key, lease in transfer.leases.items():
+            if lease is not None:
+                self._leased_bytes -= len(lease.view)
+                lease.release()
+                transfer.leases[key] = None

@@ -1,0 +1,239 @@
+"""Waits for KV transfers at the instances that requests name, off the scheduler's thread.
+
+One thread per instance, which ends when it has had nothing to do for a while. It asks all ranks:
+a transfer can be read once it is over on each. An instance that does not answer costs its own
+transfers, within the time-outs of a connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.awaited import Awaited, Cause, Offered
+from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Greeting
+from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.threads import start_thread
+
+logger = logging.getLogger(__name__)
+
+MAX_RANKS = 64
+_MAX_GUESTS = 64
+_MAX_ASKED = 64  # in one command
+_MAX_ANSWER_BYTES = 8 << 20
+# An instance that knows nothing of a transfer may hear of it a moment later.
+_UNKNOWN_SECONDS = 1.0
+# For so long an answer is waited for; nobody new is asked for meanwhile.
+_WAIT_MS = 20
+_IDLE_SECONDS = 30.0
+
+
+class TransferWatch:
+    """``reader``: how producers tell readers apart. Called on the scheduler's thread."""
+
+    def __init__(
+        self,
+        config: RedisTierConfig,
+        reader: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._reader = reader
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._guests: dict[Address, _Guest] = {}
+        self._is_closed = False
+
+    def ask(self, source: Address, transfer_id: str, seconds: float) -> Awaited:
+        """Returns at once; the answer comes within ``seconds``."""
+        now = self._clock()
+        awaited = Awaited(source, transfer_id, now + seconds, now)
+        for _ in range(2):  # a thread that has nothing to do ends at any time
+            guest = self._guest(source)
+            if guest is not None and guest.add(awaited):
+                return awaited
+        awaited.settle(Offered(cause=Cause.BUSY))
+        return awaited
+
+    def done(self, awaited: Awaited) -> None:
+        """The request needs it no more: it has been read, or will not be."""
+        awaited.is_dropped = True
+        with self._lock:
+            guest = self._guests.get(awaited.source)
+        if guest is not None:
+            guest.forget(awaited)
+
+    def close(self) -> None:
+        """Threads end by themselves, within the time-outs of a connection."""
+        with self._lock:
+            self._is_closed = True
+            guests = list(self._guests.values())
+        for guest in guests:
+            guest.close()
+
+    def _guest(self, source: Address) -> _Guest | None:
+        with self._lock:
+            guest = self._guests.get(source)
+            if guest is not None and not guest.is_ended:
+                return guest
+            ended = [address for address, each in self._guests.items() if each.is_ended]
+            for address in ended:
+                del self._guests[address]
+            if self._is_closed or len(self._guests) >= _MAX_GUESTS:
+                return None
+            seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
+            dialer = Dialer(self._config.address, *seconds, self._clock)
+            guest = self._guests[source] = _Guest(source, dialer, self._reader, self._clock)
+            return guest
+
+
+class _Guest:
+    """The transfers that are waited for at one instance, and a thread that asks for them."""
+
+    def __init__(
+        self, source: Address, dialer: Dialer, reader: str, clock: Callable[[], float]
+    ) -> None:
+        self._source = source
+        self._dialer = dialer
+        self._reader = reader
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._open: list[Awaited] = []
+        self._read: list[str] = []
+        self._clients: list[Client] = []  # by rank
+        self.is_ended = False
+        start_thread("lmc-transfers", self._run)
+
+    def add(self, awaited: Awaited) -> bool:
+        """False if the thread has ended."""
+        with self._changed:
+            if not self.is_ended:
+                self._open.append(awaited)
+                self._changed.notify()
+            return not self.is_ended
+
+    def forget(self, awaited: Awaited) -> None:
+        with self._changed:
+            if awaited in self._open:
+                self._open.remove(awaited)
+            self._read.append(awaited.transfer_id)
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._end()
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._ask_again_if_lost()
+        except Exception:
+            logger.exception("Waiting for KV transfers of %s failed", self._source)
+        finally:
+            with self._changed:
+                self._end()
+            self._disconnect()
+
+    def _end(self) -> None:
+        self.is_ended = True
+        for awaited in self._open:
+            awaited.settle(Offered(cause=Cause.LOST))
+        self._open.clear()
+        self._changed.notify()
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            if not (self._open or self._read or self.is_ended):
+                self._changed.wait(_IDLE_SECONDS)
+            self.is_ended |= not (self._open or self._read)
+            return not self.is_ended
+
+    def _ask_again_if_lost(self) -> None:
+        """A connection that was used before may have been closed since: that says nothing."""
+        was_connected = bool(self._clients)
+        try:
+            self._work()
+        except TALK_ERRORS as error:
+            self._disconnect()
+            if not was_connected:
+                self._give_up(error)
+            else:
+                try:
+                    self._work()
+                except TALK_ERRORS as again:
+                    self._give_up(again)
+
+    def _give_up(self, error: Exception) -> None:
+        was_reached = bool(self._clients)
+        self._disconnect()
+        with self._changed:
+            lost, self._open, self._read = self._open, [], []
+        if lost:
+            logger.warning(
+                "%d KV transfers from %s are computed here: %s", len(lost), self._source, error
+            )
+        for awaited in lost:
+            awaited.settle(Offered(cause=Cause.LOST if was_reached else Cause.UNREACHABLE))
+
+    def _disconnect(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._clients = []
+
+    def _work(self) -> None:
+        """Ask each rank once. Raises one of ``TALK_ERRORS``."""
+        if not self._clients:
+            if not self._open:
+                self._read = []
+                return
+            self._connect()
+        with self._changed:
+            asked, read, self._read = self._open[:_MAX_ASKED], self._read, []
+        for rank, client in enumerate(self._clients):
+            if read:
+                client.execute_command("DONE", self._reader, *read[-_MAX_ASKED:])
+            wanted = [each for each in asked if len(each.by_rank) == rank and not each.is_dropped]
+            if wanted:
+                self._ask(client, wanted)
+        with self._changed:  # those that were asked for take turns
+            self._open = [each for each in self._open if each.answer is None]
+            self._open = self._open[len(asked) :] + self._open[: len(asked)]
+
+    def _connect(self) -> None:
+        host, port = self._source.host, self._source.port
+        self._clients.append(self._dialer.connect(host, port, _MAX_ANSWER_BYTES))
+        greeting = Greeting.parse(self._clients[0].execute_command("PEER"))
+        if greeting.num_ranks > MAX_RANKS:
+            raise ValueError(f"it has {greeting.num_ranks} ranks")
+        for rank in range(1, greeting.num_ranks):
+            self._clients.append(self._dialer.connect(host, port + rank, _MAX_ANSWER_BYTES))
+
+    def _ask(self, client: Client, wanted: list[Awaited]) -> None:
+        names = [awaited.transfer_id for awaited in wanted]
+        answer = client.execute_command("TRANSFER", _WAIT_MS, self._reader, *names)
+        if not isinstance(answer, list) or len(answer) != len(wanted):
+            raise ValueError("an answer that is none")
+        now = self._clock()
+        for awaited, said in zip(wanted, answer, strict=True):
+            if isinstance(said, bytes):
+                awaited.by_rank.append(_prefixes(said))
+                if len(awaited.by_rank) == len(self._clients):
+                    held = frozenset.intersection(*awaited.by_rank)
+                    awaited.settle(Offered(held, len(self._clients)))
+            elif said is None and now - awaited.asked_at > _UNKNOWN_SECONDS:
+                awaited.settle(Offered(cause=Cause.UNKNOWN))
+            elif now >= awaited.until:
+                awaited.settle(Offered(cause=Cause.DEADLINE))
+
+
+def _prefixes(said: bytes) -> frozenset[bytes]:
+    size = KEY_PREFIX_BYTES
+    if len(said) % size:
+        raise ValueError("half the name of a chunk")
+    return frozenset(said[i : i + size] for i in range(0, len(said), size))

@@ -1,0 +1,224 @@
+"""KV transfers, on the scheduler side: prompts that go to other instances, or come from there.
+
+A prompt that goes is stored as any other is. The workers are told which of its chunks another
+instance will ask for, and vLLM keeps its blocks until they are stored. A prompt that comes waits in
+vLLM's queue, and holds no blocks, until it is known what can be read; then it is loaded.
+
+The requests here outlive a failure of the scheduler side: whoever waits elsewhere is told the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lmcache_connector.kv_parts.part import keys_of_part
+from lmcache_connector.lookup.background_lookup import PENDING, Pending
+from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.awaited import Awaited, Cause, Offered
+from lmcache_connector.peers.routing import Receive, Router, Send
+from lmcache_connector.plans import PeerSource, TransferUpdate
+from lmcache_connector.scheduler.request_state import RequestState, Transfer
+from lmcache_connector.threads import StepWait
+
+if TYPE_CHECKING:
+    from lmcache_connector.peers.watch import TransferWatch
+    from lmcache_connector.vllm_compat.api.names import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """``address`` and ``engine_id``: what the readers of prompts from here are told. A prompt from
+    elsewhere is waited for ``deadline_seconds``. ``is_trusted(address)``: whether
+    what comes from there may be kept and passed on."""
+
+    router: Router
+    address: Address | None
+    engine_id: str
+    tp_size: int
+    num_parts: int
+    chunk_size: int
+    deadline_seconds: float
+    is_trusted: Callable[[Address], bool]
+
+
+@dataclass(slots=True)
+class _Sent:
+    """``num_told``: leading chunks that the workers know of, ``has_tail``: the tail as well."""
+
+    request: Request
+    transfer_id: str
+    answers: bool
+    num_told: int = 0
+    has_tail: bool = False
+
+
+class Transfers:
+    """``watch``: asks other instances; ``None``: nothing comes from there. ``updates`` are for the
+    next plan."""
+
+    def __init__(
+        self,
+        settings: TransferSettings,
+        tally: Tally,
+        watch: TransferWatch | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._settings = settings
+        self._tally = tally
+        self._watch = watch
+        self._sent: dict[str, _Sent] = {}
+        self._awaited: dict[str, Awaited] = {}
+        self.updates: list[TransferUpdate] = []
+
+    def __len__(self) -> int:
+        return len(self._sent) + len(self._awaited)
+
+    def arrived(self, request: Request) -> None:
+        """One that cannot be understood is served as if it asked for no KV transfer."""
+        name = request.request_id
+        if name in self._sent or name in self._awaited:
+            return
+        try:
+            part = self._settings.router.part_in(name, request.kv_transfer_params)
+        except ValueError as error:
+            self._tally.count("p2p_malformed_requests")
+            logger.warning("Request %s is computed here: %s", name[:256], error)
+            return
+        if isinstance(part, Send):
+            self._sent[name] = _Sent(request, part.transfer_id, part.answers)
+            self.updates.append(TransferUpdate(part.transfer_id))
+        elif isinstance(part, Receive) and self._watch is not None:
+            seconds = self._settings.deadline_seconds
+            self._awaited[name] = self._watch.ask(part.source, part.transfer_id, seconds)
+
+    # -- prompts that come -----------------------------------------------------------------------
+
+    def is_coming(self, request_id: str) -> bool:
+        """Whether the request still waits: it has a deadline of its own."""
+        awaited = self._awaited.get(request_id)
+        if awaited is None or awaited.answer is not None:
+            return False
+        if self._clock() >= awaited.until:  # looking up a name may take longer
+            awaited.settle(Offered(cause=Cause.DEADLINE))
+            return False
+        return True
+
+    def find(self, state: RequestState, wait: StepWait) -> Pending | None:
+        """Learn which chunks of the request can be had. ``PENDING``: ask again."""
+        awaited = self._awaited.get(state.request.request_id)
+        if awaited is None or state.source is not None:
+            return None
+        if awaited.answer is None:
+            wait.on(partial(_answered, awaited))
+        if self.is_coming(state.request.request_id) or (offered := awaited.answer) is None:
+            wait.end()
+            return PENDING
+        if offered.cause is not None:
+            self._tally.count("p2p_failed_loads", offered.cause.value)
+            self.let_go(state.request.request_id)
+            return None
+        keys, num_parts = state.keys.loadable, self._settings.num_parts
+        by_part = (keys_of_part(keys, part, num_parts) for part in range(num_parts))
+        offered_keys = (key for each in by_part for key in each if offered.holds(key))
+        state.lookup.offered_keys = frozenset(offered_keys)
+        if not state.lookup.offered_keys:
+            self.let_go(state.request.request_id)
+            return None
+        state.source = PeerSource(
+            awaited.source.host,
+            awaited.source.port,
+            offered.num_ranks,
+            self._settings.is_trusted(awaited.source),
+        )
+        return None
+
+    def let_go(self, request_id: str) -> None:
+        """The request needs no more from elsewhere."""
+        awaited = self._awaited.pop(request_id, None)
+        if awaited is not None and self._watch is not None:
+            self._watch.done(awaited)
+
+    # -- prompts that go -------------------------------------------------------------------------
+
+    def part_of(self, request: Request) -> Transfer:
+        """What becomes of the request's KV."""
+        name = request.request_id
+        return Transfer(stores=name in self._sent, loads=name in self._awaited)
+
+    def planned(self, state: RequestState) -> None:
+        """Stores of the request may have been planned: tell of what they bring, and of what is
+        there already."""
+        if (sent := self._sent.get(state.request.request_id)) is None:
+            return
+        end = min(state.store.next_chunk, len(state.keys.keys))
+        end = min(end, state.request.num_prompt_tokens // self._settings.chunk_size)
+        keys, num_parts = state.keys.keys[sent.num_told : end], self._settings.num_parts
+        if state.store.has_tail and state.keys.tail is not None and not sent.has_tail:
+            keys, sent.has_tail = [*keys, state.keys.tail.key], True
+        if keys:
+            by_part = (keys_of_part(keys, part, num_parts) for part in range(num_parts))
+            told = tuple(key for each in by_part for key in each)
+            self.updates.append(TransferUpdate(sent.transfer_id, told))
+            sent.num_told = max(end, sent.num_told)
+
+    def finished(
+        self, request: Request, state: RequestState | None, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM is to keep the request's blocks until its stores have read them on all
+        ranks, and what the router shall pass on. ``state``: ``None`` for a request that is not
+        stored."""
+        self.let_go(request.request_id)
+        if (sent := self._sent.get(request.request_id)) is None:
+            return False, None
+        job_ids = frozenset[int]()
+        if state is not None:
+            self.planned(state)
+            job_ids = frozenset(state.store.job_ids)
+        params = self._params(sent, block_ids) if sent.answers else None
+        # vLLM keeps the blocks of an aborted load by itself, until that is reported.
+        is_held = state is None or state.load.job is None
+        held = request.request_id if is_held else ""
+        self._tally.count("p2p_handovers")
+        del self._sent[request.request_id]
+        self.updates.append(TransferUpdate(sent.transfer_id, (), job_ids, held))
+        return is_held, params  # nothing has raised: vLLM will hear of it what it is told
+
+    def start_over(self) -> None:
+        """A call has failed, perhaps that of a request's end."""
+        for request_id, sent in list(self._sent.items()):
+            if sent.request.is_finished():
+                del self._sent[request_id]
+                self.updates.append(TransferUpdate(sent.transfer_id, (), frozenset()))
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def _params(self, sent: _Sent, block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+        settings = self._settings
+        assert settings.address is not None
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": settings.engine_id,
+            "remote_request_id": sent.transfer_id,
+            "remote_host": settings.address.host,
+            "remote_port": settings.address.port,
+            "remote_block_ids": [list(ids) for ids in block_ids],
+            "remote_num_tokens": sent.request.num_prompt_tokens,
+            "tp_size": settings.tp_size,
+        }
+
+
+def _answered(awaited: Awaited, seconds: float) -> Pending | None:
+    awaited.settled.wait(seconds)
+    return PENDING if awaited.answer is None else None

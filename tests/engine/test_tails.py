@@ -1,0 +1,141 @@
+"""A prompt that is handed over is loaded up to its last token but one, on one engine: stored for
+another, forgotten by vLLM, and loaded as if another had computed it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.calls import check_integrity, forget_unseen, wait_for_writes
+from tests.support.engines.instance import StartInstance, VllmInstance
+from tests.support.engines.layer_digests import Digests, differences
+from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, tiered_transfer
+from tests.support.engines.tiny_drafters import build_drafted
+from tests.support.engines.tiny_families import FAMILIES, build_family
+from tests.support.engines.transfers import CONSUMED, PRODUCED, transfer
+from tests.support.prompts import random_prompt
+from tests.support.redis.servers import Server
+
+LENGTHS = (2, 127, 128, 129, 300, CHUNK_SIZE, CHUNK_SIZE + 1, 3001)
+
+
+@pytest.fixture(scope="module")
+def engine(start: StartInstance) -> Iterator[VllmInstance]:
+    with start(kv_transfer(), max_num_batched_tokens=512) as instance:
+        yield instance
+        instance.call(check_integrity)
+
+
+def produced(engine: VllmInstance, prompt: list[int], max_tokens: int = 2) -> Digests:
+    """Computed and stored for another, and forgotten by vLLM."""
+    loaded, digests = engine.call(transfer, prompt, PRODUCED, max_tokens)
+    assert loaded == 0
+    engine.reset_prefix_cache()
+    return dict(digests)
+
+
+def assert_handed_over(engine: VllmInstance, seed: int, length: int) -> None:
+    prompt = random_prompt(seed, length)
+    cold = produced(engine, prompt)
+    loaded, digests = engine.call(transfer, prompt, CONSUMED)
+    assert loaded == length - 1
+    assert {p.layer for p in digests} == {p.layer for p in cold} != set()
+    assert {p for p in digests if p.first_token + BLOCK_SIZE >= length} <= cold.keys()
+    assert differences(digests, cold) == []
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_all_but_the_last_token_is_loaded(engine: VllmInstance, length: int) -> None:
+    assert_handed_over(engine, length, length)
+
+
+def test_a_prompt_of_one_token_is_computed(engine: VllmInstance) -> None:
+    produced(engine, [17])
+    assert engine.call(transfer, [17], CONSUMED)[0] == 0
+
+
+def test_an_ordinary_request_uses_no_tail(engine: VllmInstance) -> None:
+    prompt = random_prompt(50, 300)
+    produced(engine, prompt)
+    for params in (None, {"do_remote_prefill": False}, {"do_remote_prefill": "yes"}, PRODUCED):
+        assert engine.call(transfer, prompt, params)[0] == CHUNK_SIZE
+        engine.reset_prefix_cache()
+
+
+def test_an_ordinary_request_leaves_no_tail(engine: VllmInstance) -> None:
+    prompt = random_prompt(51, 300)
+    engine.serve(prompt)
+    engine.reset_prefix_cache()
+    assert engine.call(transfer, prompt, CONSUMED)[0] == CHUNK_SIZE
+
+
+def test_another_prompt_does_not_get_the_tail(engine: VllmInstance) -> None:
+    prompt = random_prompt(52, 300)
+    produced(engine, prompt)
+    for other in (prompt[:-2], [*prompt, 5], [*prompt[:-2], 5, prompt[-1]]):
+        assert engine.call(transfer, other, CONSUMED)[0] == CHUNK_SIZE
+        engine.reset_prefix_cache()
+    # Its last token is computed by the reader.
+    assert engine.call(transfer, [*prompt[:-1], 5], CONSUMED)[0] == 299
+
+
+@pytest.mark.parametrize("length", [300, 400, 2 * CHUNK_SIZE - 1])
+def test_what_follows_a_tail_is_stored(engine: VllmInstance, length: int) -> None:
+    """Whole chunks, the one with the tail among them, as if all had been computed."""
+    prompt = random_prompt(60 + length, length)
+    produced(engine, prompt)
+    answer = 2 * CHUNK_SIZE
+    engine.call(transfer, prompt, CONSUMED, answer)
+    engine.reset_prefix_cache()
+    served = engine.serve(prompt, answer, skip_reading_prefix_cache=True)
+    engine.reset_prefix_cache()
+    turn = [*prompt, *served.token_ids, 5]
+    cold = engine.serve(turn, skip_reading_prefix_cache=True)
+    engine.reset_prefix_cache()
+    hit = engine.serve(turn)
+    assert hit.external_hit_tokens == (length + answer - 1) // CHUNK_SIZE * CHUNK_SIZE
+    assert hit.token_ids == cold.token_ids
+
+
+def test_by_redis(start: StartInstance, valkey: Server) -> None:
+    redis = kv_transfer(redis_url=valkey.url, lookup_deadline_seconds=10.0)
+    with start(redis) as engine:
+        for seed, length in enumerate((2, 300, 1000)):
+            prompt = random_prompt(80 + seed, length)
+            cold = produced(engine, prompt)
+            engine.call(wait_for_writes)
+            engine.call(forget_unseen)
+            engine.serve([3, 4, 5])  # tells the scheduler's side
+            loaded, digests = engine.call(transfer, prompt, CONSUMED)
+            assert (loaded, differences(digests, cold)) == (length - 1, [])
+        engine.call(check_integrity)
+
+
+def test_on_two_ranks(start: StartInstance) -> None:
+    with start(kv_transfer(), tensor_parallel_size=2) as engine:
+        for length in (2, 129, 300):
+            assert_handed_over(engine, length, length)
+        engine.call(check_integrity)
+
+
+@pytest.mark.parametrize("name", ["gemma3 5:1", "gemma4", "gpt-oss", "llama4"])
+def test_windows(start: StartInstance, name: str, tmp_path: Path) -> None:
+    folder = build_family(name, tmp_path)
+    assert_family(start, folder, {"max_num_batched_tokens": 512} | FAMILIES[name].engine_args)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "draft_model"])
+def test_with_a_drafter(start: StartInstance, kind: str, tmp_path: Path) -> None:
+    folder, args = build_drafted(kind, tmp_path)
+    assert_family(start, folder, {"max_num_batched_tokens": 512} | args)
+
+
+def assert_family(start: StartInstance, folder: Path, args: dict[str, Any]) -> None:
+    settings = tiered_transfer(cpu_gib=0.25, compute_or_load="always", audit_share=0.0)
+    with start(settings, folder, **args) as engine:
+        for length in (2, 127, 129, 300, 3001):
+            assert_handed_over(engine, length, length)
+        engine.call(check_integrity)

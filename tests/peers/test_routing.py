@@ -1,0 +1,101 @@
+"""Which KV transfer a request is part of, and whom it may have dialled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.routing import Receive, Router, Send, may_dial
+
+OWN = Address("127.0.0.1", 7000)
+OTHER = Address("127.0.0.1", 7001)
+TWO = Router(OWN, sends=True, receives=True, hosts=("127.0.0.1", "::1"))
+PREFILL = Router(OWN, sends=True, receives=False, hosts=())
+DECODE = Router(None, sends=False, receives=True, hosts=("127.0.0.1",))
+NAME = f"___prefill_addr_{OTHER}___decode_addr_{OWN}_abc-1"
+FROM = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 7001}
+
+
+def consume(**more: Any) -> dict[str, Any]:
+    return FROM | {"remote_request_id": "x"} | more
+
+
+@pytest.mark.parametrize(
+    ("router", "name", "params", "part"),
+    [
+        (TWO, "r", None, None),
+        (TWO, "r", {"pin": True}, None),
+        (TWO, "r", {"do_remote_decode": True}, Send("r", answers=True)),
+        (DECODE, "r", {"do_remote_decode": True}, None),
+        (TWO, "r", consume(), Receive("x", OTHER)),
+        (TWO, "r", consume(remote_port="7001"), Receive("x", OTHER)),
+        (TWO, "r", consume(remote_host="::1"), Receive("x", Address("::1", 7001))),
+        (PREFILL, "r", consume(), None),
+        # vLLM puts a prefix before the id, and random digits behind it.
+        (TWO, f"cmpl-{NAME}-0123abcd", None, Receive(NAME, OTHER)),
+        (DECODE, NAME, None, Receive(NAME, OTHER)),
+        (PREFILL, f"{NAME}-76543210", None, Send(NAME, answers=False)),
+        (TWO, f"___prefill_addr_{OWN}___decode_addr_{OTHER}_1", None, "sends"),
+    ],
+)
+def test_what_a_request_says(
+    router: Router, name: str, params: dict[str, Any] | None, part: object
+) -> None:
+    found = router.part_in(name, params)
+    assert found == (Send(name, answers=False) if part == "sends" else part)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("r", ["do_remote_decode"]),
+        ("r", {"do_remote_decode": "yes"}),
+        ("r", {"do_remote_prefill": 1}),
+        ("r" * 513, {"do_remote_decode": True}),
+        ("r\ud800", {"do_remote_decode": True}),
+        *(
+            ("r", consume(**{key: value}))
+            for key, values in {
+                "remote_host": (None, "", 5, "a b", "127.0.0.1:9", "[::1", "ü", "x" * 254),
+                "remote_port": (None, 0, 65536, -1, "a", "\uff11", True, 1.5, "9" * 5000),
+                "remote_request_id": (None, "", 7, "x" * 513, "\ud800"),
+            }.items()
+            for value in values
+        ),
+        ("___prefill_addr_a:1___decode_addr_b:1", None),
+        ("___prefill_addr_a:1___decode_addr_b:99999_x", None),
+        (NAME + NAME, None),
+        (f"___decode_addr_{OWN}___prefill_addr_{OTHER}_x", None),
+        ("___prefill_addr_127.0.0.1:1___decode_addr_127.0.0.1:2_x", None),  # neither is this one
+    ],
+)
+def test_what_cannot_be_understood_is_said_so(name: str, params: Any) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        TWO.part_in(name, params)
+
+
+@pytest.mark.parametrize(
+    ("host", "hosts", "may"),
+    [
+        ("10.0.0.1", (), False),
+        ("10.0.0.1", ("10.0.0.1",), True),
+        ("10.0.0.1", ("10.0.0.0/24",), True),
+        ("10.0.1.1", ("10.0.0.0/24", "name"), False),
+        ("NAME", ("name",), True),
+        ("a.pods.svc", ("*.pods.svc",), True),
+        ("pods.svc", ("*.pods.svc",), False),
+        ("a.pods.svc.evil", ("*.pods.svc",), False),
+        ("127.0.0.2", ("localhost",), False),
+        ("::1", ("::1",), True),
+    ],
+)
+def test_whom_a_request_may_name(host: str, hosts: tuple[str, ...], may: bool) -> None:
+    assert may_dial(host, hosts) is may
+    router = Router(OWN, sends=True, receives=True, hosts=hosts)
+    if may:
+        assert router.part_in("r", consume(remote_host=host)) is not None
+    else:
+        with pytest.raises(ValueError, match="peer_hosts"):
+            router.part_in("r", consume(remote_host=host))

@@ -1,0 +1,280 @@
+"""KV transfers of one rank, and those who wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+
+import pytest
+import redis
+
+from lmcache_connector.peers.address import Address
+from lmcache_connector.peers.awaited import Awaited, Cause, Offered
+from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, NotOver
+from lmcache_connector.peers.server import PeerServer
+from lmcache_connector.peers.transfers import Transfers
+from lmcache_connector.peers.watch import TransferWatch
+from lmcache_connector.plans import TransferUpdate
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from tests.support.engines.ports import free_ports
+from tests.support.peers.chunks import HeldChunks, serving
+from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
+
+KEYS = tuple(map(chunk_key, range(6)))
+CHUNK_BYTES = PARTS.of(KEYS[0]).chunk_bytes
+LEASE_SECONDS = 5.0
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def chunks() -> HeldChunks:
+    return HeldChunks(range(4))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def transfers(chunks: HeldChunks, clock: Clock) -> Iterator[Transfers]:
+    with closing(Transfers(chunks, 16 * CHUNK_BYTES, LEASE_SECONDS, clock)) as found:
+        yield found
+    assert chunks.num_leased == 0
+
+
+def names(*indices: int) -> bytes:
+    return b"".join(KEYS[i][:KEY_PREFIX_BYTES] for i in indices)
+
+
+def send(
+    transfers: Transfers, name: str, indices: Sequence[int], *job_ids: int, held: str = ""
+) -> None:
+    """From its announcement to its end, after these stores."""
+    transfers.apply([TransferUpdate(name)])
+    transfers.apply([TransferUpdate(name, tuple(KEYS[i] for i in indices))])
+    transfers.apply([TransferUpdate(name, (), frozenset(job_ids), held)])
+
+
+# -- what is kept, and for how long --------------------------------------------------------------
+
+
+def test_it_is_over_when_its_stores_have_ended(transfers: Transfers, chunks: HeldChunks) -> None:
+    assert transfers.state(b"d", "t") is NotOver.UNKNOWN
+    transfers.store_begins(7)
+    transfers.store_begins(8)
+    send(transfers, "t", (0, 1, 5), 7, 8, held="request")
+    assert transfers.state(b"d", "t") is NotOver.COMING
+    chunks.data[KEYS[5]] = chunk_data(5)
+    transfers.store_ended(7, (KEYS[5],))
+    assert not transfers.has_news
+    transfers.store_ended(8, ())
+    assert transfers.has_news
+    assert transfers.take_finished() == {"request"}
+    assert transfers.take_finished() == set()
+    assert transfers.state(b"d", "t") == names(0, 1, 5)
+
+
+def test_what_was_not_stored_is_not_offered(transfers: Transfers) -> None:
+    send(transfers, "t", (3, 4))
+    assert transfers.state(b"d", "t") == names(3)
+
+
+def test_two_readers(transfers: Transfers, chunks: HeldChunks) -> None:
+    """Both have it until both are done, and a third one finds what is still there."""
+    send(transfers, "t", (0, 1))
+    assert transfers.state(b"one", "t") == transfers.state(b"two", "t") == names(0, 1)
+    transfers.done(b"one", "t")
+    transfers.done(b"one", "t")
+    transfers.done(b"a stranger", "t")
+    assert chunks.num_leased == 2
+    transfers.done(b"two", "t")
+    assert chunks.num_leased == 0
+    del chunks.data[KEYS[0]]
+    assert transfers.state(b"three", "t") == names(1)
+
+
+def test_two_transfers_of_one_chunk(transfers: Transfers, chunks: HeldChunks) -> None:
+    send(transfers, "a", (0,))
+    send(transfers, "b", (0,))
+    transfers.state(b"d", "a")
+    transfers.done(b"d", "a")
+    assert chunks.num_leased == 1
+
+
+def test_a_lease_ends_at_its_time_unless_somebody_asks(
+    transfers: Transfers, chunks: HeldChunks, clock: Clock
+) -> None:
+    for name in ("asked", "unasked"):
+        send(transfers, name, (0, 1))
+    clock.now += 0.9 * LEASE_SECONDS
+    transfers.state(b"d", "asked")
+    clock.now += 0.9 * LEASE_SECONDS
+    transfers.tend()
+    assert chunks.num_leased == 2
+    assert transfers.state(b"d", "unasked") is NotOver.UNKNOWN
+    clock.now += 1.1 * LEASE_SECONDS
+    transfers.tend()
+    assert chunks.num_leased == 0
+
+
+def test_a_share_of_the_tier_bounds_all_transfers(chunks: HeldChunks) -> None:
+    with closing(Transfers(chunks, 3 * CHUNK_BYTES, LEASE_SECONDS)) as transfers:
+        send(transfers, "a", (0, 1))
+        send(transfers, "b", (2, 3))
+        assert transfers.state(b"d", "b") == names(2)
+        assert transfers.num_refused >= 1
+        transfers.state(b"d", "a")
+        transfers.done(b"d", "a")
+        assert transfers.state(b"d", "b") == names(2, 3)
+    assert chunks.num_leased == 0
+
+
+def test_the_same_name_again_is_another_transfer(transfers: Transfers) -> None:
+    send(transfers, "t", (0,))
+    transfers.store_begins(3)
+    send(transfers, "t", (1,), 3)
+    assert transfers.state(b"d", "t") is NotOver.COMING
+    transfers.store_ended(3, ())
+    assert transfers.state(b"d", "t") == names(1)
+
+
+def test_requests_are_let_go_of_whatever_becomes_of_the_transfer(transfers: Transfers) -> None:
+    transfers.store_begins(1)
+    send(transfers, "t", (0,), 1, held="first")
+    transfers.store_begins(2)
+    transfers.apply([TransferUpdate("t", (), frozenset([2]), "second")])
+    transfers.apply([TransferUpdate(f"t{i}") for i in range(5000)])
+    transfers.store_ended(2, ())
+    assert transfers.take_finished() == {"second"}
+    transfers.store_ended(1, ())
+    assert transfers.take_finished() == {"first"}
+
+
+def test_a_tier_that_fails_holds_nobody_up(transfers: Transfers, chunks: HeldChunks) -> None:
+    """Neither the store lane nor vLLM's blocks."""
+
+    def fail(key: bytes) -> None:
+        raise RuntimeError("as planted")
+
+    chunks.lease = fail  # type: ignore[method-assign]
+    transfers.store_begins(1)
+    send(transfers, "t", (0, 1), 1, held="request")
+    transfers.store_ended(1, (KEYS[0],))
+    assert transfers.take_finished() == {"request"}
+    assert transfers.state(b"d", "t") == b""
+
+
+def test_readers_by_the_thousand_take_little(transfers: Transfers) -> None:
+    send(transfers, "t", (0,))
+    for number in range(1000):
+        assert transfers.state(b"%d" % number, "t") == names(0)
+    assert transfers.state(b"x" * 100_000, "t") == names(0)
+    assert len(transfers._transfers["t"].readers) <= 64
+
+
+# -- over a socket -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(chunks: HeldChunks) -> Iterator[tuple[Transfers, PeerServer]]:
+    transfers = Transfers(chunks, 16 * CHUNK_BYTES, 60.0)
+    with serving(chunks, transfers=transfers) as server:
+        yield transfers, server
+
+
+@pytest.fixture
+def watch() -> Iterator[TransferWatch]:
+    config = RedisTierConfig(
+        url="redis://peers", connect_timeout_seconds=1.0, read_timeout_seconds=1.0
+    )
+    with closing(TransferWatch(config, "reader")) as found:
+        yield found
+
+
+def at(server: PeerServer) -> Address:
+    return Address("127.0.0.1", server.port)
+
+
+def answer_of(awaited: Awaited, seconds: float = 10.0) -> Offered:
+    assert awaited.settled.wait(seconds)
+    assert awaited.answer is not None
+    return awaited.answer
+
+
+def later(call: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(0.2, call)
+    timer.start()
+    return timer
+
+
+def test_who_waits_is_told_at_once(
+    served: tuple[Transfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
+) -> None:
+    transfers, server = served
+    awaited = watch.ask(at(server), "t", 10.0)
+    coming = watch.ask(at(server), "never", 0.5)
+    transfers.apply([TransferUpdate("never")])
+    timer = later(lambda: send(transfers, "t", (0, 2)))
+    answer = answer_of(awaited)
+    timer.join()
+    assert [answer.holds(key) for key in KEYS] == [True, False, True, False, False, False]
+    assert answer_of(coming).cause is Cause.DEADLINE
+    watch.done(awaited)
+    until = time.monotonic() + 10.0
+    while chunks.num_leased:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_nobody_knows_it(served: tuple[Transfers, PeerServer], watch: TransferWatch) -> None:
+    assert answer_of(watch.ask(at(served[1]), "t", 60.0)).cause is Cause.UNKNOWN
+
+
+def test_nobody_is_there(watch: TransferWatch) -> None:
+    source = Address("127.0.0.1", free_ports(1))
+    assert answer_of(watch.ask(source, "t", 60.0)).cause is Cause.UNREACHABLE
+
+
+def test_it_ends_while_somebody_waits(watch: TransferWatch, chunks: HeldChunks) -> None:
+    transfers = Transfers(chunks, 16 * CHUNK_BYTES, 60.0)
+    with serving(chunks, transfers=transfers) as server:
+        transfers.apply([TransferUpdate("t")])
+        awaited = watch.ask(at(server), "t", 60.0)
+        time.sleep(0.1)
+    assert answer_of(awaited).cause in (Cause.LOST, Cause.UNREACHABLE)
+
+
+def test_a_wait_ends_with_the_next_command(served: tuple[Transfers, PeerServer]) -> None:
+    transfers, server = served
+    transfers.apply([TransferUpdate("t")])
+    with redis.Redis(port=server.port, protocol=2) as client:
+        connection = client.connection_pool.get_connection()
+        connection.send_command("TRANSFER", 10_000, "reader", "t", "other")
+        time.sleep(0.05)
+        connection.send_command("PING")
+        started = time.monotonic()
+        assert connection.read_response() == [0, None]
+        assert connection.read_response() == b"PONG"
+        assert time.monotonic() - started < 5.0
+        assert client.execute_command("TRANSFER", 1, "reader", "t") == [0]
+
+
+@pytest.mark.parametrize("words", [[], ["x"], ["1", "reader"], ["-1", "r", "t"], ["x" * 99, "r"]])
+def test_strange_questions_are_answered(
+    served: tuple[Transfers, PeerServer], words: list[str]
+) -> None:
+    with redis.Redis(port=served[1].port, protocol=2) as client:
+        for verb in ("TRANSFER", "DONE"):
+            with contextlib.suppress(redis.ResponseError):
+                client.execute_command(verb, *words)
+        assert client.ping()

@@ -1,0 +1,159 @@
+"""Prompts that are handed over are stored and loaded up to their last token but one.
+
+Under vLLM's real scheduler; every byte is compared by :mod:`tests.support.doubles.shadow_worker`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_connector.plans import PartRun
+from tests.scheduler.test_adapter import prompt
+from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape, next_token
+from tests.support.doubles.shadow_memory import BLOCK_SIZE
+from tests.support.doubles.shadow_worker import Faults
+
+CHUNK = 2 * BLOCK_SIZE
+PRODUCED = {"do_remote_decode": True}
+CONSUMED = {"do_remote_prefill": True}
+SHAPES = {
+    "alone": Shape(),
+    "async": Shape(depth=2),
+    "redis": Shape(redis=True, admission="reused"),
+    "two ranks": Shape(world_size=2),
+    "zeroed": Shape(zeroes=True),
+    "windows": Shape(groups=("w40", "full", "w40"), depth=2),
+    "narrow windows": Shape(groups=("full", "w10")),
+    "chunked": Shape(groups=("c64", "full")),
+    "a drafter's head": Shape(lookahead=1),
+    "a drafter's head, windows": Shape(groups=("w40", "full"), lookahead=1, depth=2),
+    "without prefix caching": Shape(prefix_caching=False),
+}
+LENGTHS = (2, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 2, 3 * CHUNK + 21)
+
+
+def calm(model: Path, shape: Shape) -> ShadowEngine:
+    sizes = {"num_blocks": 200, "tier_chunks": 400}
+    return ShadowEngine(model, shape.__class__(**_fields(shape) | sizes), 0, Faults(slow=0.0))
+
+
+def _fields(shape: Shape) -> dict[str, Any]:
+    return {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
+
+
+def serve(
+    engine: ShadowEngine, tokens: list[int], params: dict[str, Any] | None, max_tokens: int = 2
+) -> int:
+    """Tokens that were loaded for it. vLLM forgets it at once."""
+    before = engine.adapter.tally.total("hit_tokens")
+    request_id = engine.add(tokens, max_tokens=max_tokens, transfer=params)
+    engine.run_until_idle()
+    engine.check_answer(request_id)
+    engine.forget_prefixes()
+    return int(engine.adapter.tally.total("hit_tokens") - before)
+
+
+def long_answered(length: int) -> list[int]:
+    """A prompt whose answer fills more than a chunk."""
+    for seed in range(100):
+        tokens = prompt(seed, length)
+        for _ in range(CHUNK + 3):
+            tokens.append(next_token(tokens))
+        if STOP_TOKEN not in tokens[length:]:
+            return tokens[:length]
+    raise AssertionError("the shadow model says little")
+
+
+def tails(engine: ShadowEngine, since: int = 0) -> list[PartRun]:
+    """Of all stores planned since the plan with that number."""
+    jobs = [job for plan in engine.plans[since:] for job in plan.stores]
+    return [run for job in jobs for run in job.runs if run.tail_tokens]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_all_but_the_last_token_is_loaded(model: Path, name: str) -> None:
+    engine = calm(model, SHAPES[name])
+    for seed, length in enumerate(LENGTHS):
+        tokens = prompt(seed, length)
+        assert serve(engine, tokens, PRODUCED) == 0
+        if engine.shape.redis:
+            for rank in engine.ranks:
+                rank.evict(len(rank.tier))
+            serve(engine, [1, 2], None)  # tells the scheduler's side
+        assert serve(engine, tokens, CONSUMED) == length - 1, length
+    engine.check_whole()
+
+
+def test_an_ordinary_request_neither_stores_nor_loads_a_tail(model: Path) -> None:
+    engine = calm(model, Shape())
+    tokens = prompt(1, CHUNK + 9)
+    serve(engine, tokens, None)
+    assert tails(engine) == []
+    serve(engine, tokens, PRODUCED)
+    assert tails(engine) != []
+    for params in (None, PRODUCED, {"do_remote_prefill": "yes"}, {"do_remote_prefill": False}):
+        assert serve(engine, tokens, params) == CHUNK
+    assert serve(engine, tokens, CONSUMED) == CHUNK + 8
+
+
+def test_a_tail_is_stored_once(model: Path) -> None:
+    engine = calm(model, Shape())
+    for _ in range(3):
+        serve(engine, prompt(1, CHUNK + 9), PRODUCED, max_tokens=3 * CHUNK)
+    assert len(tails(engine)) == 1
+
+
+def test_a_tail_of_another_length_is_not_used(model: Path) -> None:
+    engine = calm(model, Shape())
+    tokens = prompt(1, CHUNK + 9)
+    serve(engine, tokens, PRODUCED)
+    for other in (tokens[:-1], [*tokens, 5], [*tokens[:-2], tokens[-2] + 1, tokens[-1]]):
+        assert serve(engine, other, CONSUMED) == CHUNK
+    assert serve(engine, [*tokens[:-1], tokens[-1] + 1], CONSUMED) == CHUNK + 8
+
+
+def test_a_head_that_looks_ahead_names_the_last_token(model: Path) -> None:
+    engine = calm(model, Shape(lookahead=1))
+    tokens = prompt(1, CHUNK + 9)
+    serve(engine, tokens, PRODUCED)
+    assert serve(engine, [*tokens[:-1], tokens[-1] + 1], CONSUMED) == CHUNK
+
+
+@pytest.mark.parametrize("name", ["alone", "windows", "a drafter's head", "zeroed"])
+@pytest.mark.parametrize("length", [2, CHUNK - 3, CHUNK + 9])
+def test_what_follows_a_tail_is_stored_from_the_last_full_chunk_on(
+    model: Path, name: str, length: int
+) -> None:
+    engine = calm(model, SHAPES[name])
+    tokens, since = long_answered(length), len(engine.plans)
+    serve(engine, tokens, PRODUCED)
+    request_id = engine.add(tokens, max_tokens=3 * CHUNK, transfer=CONSUMED)
+    engine.run_until_idle()
+    answered = list(engine.requests[request_id].all_token_ids)
+    engine.forget_prefixes()
+    stored = len(answered) - 1 - engine.shape.lookahead
+    assert stored > length + CHUNK
+    assert serve(engine, [*answered, 3], None) == stored // CHUNK * CHUNK
+    assert len({run.keys for run in tails(engine, since)}) == len(engine.parts)
+
+
+def test_a_prompt_in_vllms_cache_is_stored_for_another(model: Path) -> None:
+    """What vLLM has cached itself counts if this connector saw it come about."""
+    engine = calm(model, Shape())
+    tokens = prompt(1, 2 * CHUNK + 9)
+    for params in (None, PRODUCED):
+        engine.add(tokens, max_tokens=2, transfer=params)
+        engine.run_until_idle()
+    engine.forget_prefixes()
+    assert serve(engine, tokens, CONSUMED) == 2 * CHUNK + 8
+
+
+def test_the_role_may_hand_over_every_request(model: Path) -> None:
+    engine = calm(model, Shape())
+    settings = engine.adapter.book._settings
+    object.__setattr__(settings, "transfers_all", True)
+    tokens = prompt(1, CHUNK + 9)
+    assert [serve(engine, tokens, None) for _ in range(2)] == [0, CHUNK + 8]

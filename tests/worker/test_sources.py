@@ -1,0 +1,60 @@
+"""Loads from an instance that a request names: the bytes of one engine in the blocks of another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lmcache_connector.peers.commands import Greeting
+from lmcache_connector.peers.server import PeerServer
+from lmcache_connector.peers.tier import PeerTier
+from lmcache_connector.peers.topology import PeerTopology
+from lmcache_connector.plans import PeerSource
+from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from tests.support.engines.ports import free_ports
+from tests.support.peers.chunks import serving
+from tests.worker.test_what_is_kept import GEOMETRY, MINE, Rank
+
+PARTS = PartGeometries((GEOMETRY,))
+
+
+@contextmanager
+def two() -> Iterator[tuple[Rank, Rank, PeerServer]]:
+    """One that serves what it has, and one that has no peers of its own."""
+    settings = RedisTierConfig(url="redis://peers")
+    topology = PeerTopology(settings, (), Greeting(1, "reader"), 0, time.monotonic)
+    tier = PeerTier(settings, PARTS, topology)
+    first, second = Rank(), Rank(peers=tier)
+    try:
+        with serving(first.engine.chunks, ranks=(PARTS,)) as server:
+            yield first, second, server
+    finally:
+        assert tier.close(5.0)
+        for rank in (first, second):
+            rank.engine.close(1.0)
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_what_a_stranger_sends_is_not_kept(is_trusted: bool) -> None:
+    with two() as (first, second, server):
+        first.store(1, MINE)
+        source = PeerSource("127.0.0.1", server.port, 1, is_trusted)
+        assert second.load(1, MINE, source=source) == 4  # the bytes are compared there
+        kept = 4 if is_trusted else 0
+        assert second.engine.num_chunks == kept
+        assert second.engine.used_bytes == kept * GEOMETRY.chunk_bytes
+        assert second.load(1, MINE) == kept
+
+
+def test_what_it_lacks_is_a_miss() -> None:
+    with two() as (first, second, server):
+        first.store(1, MINE, 2)
+        source = PeerSource("127.0.0.1", server.port, 1, is_trusted=False)
+        assert second.load(1, MINE, source=source) == 2
+        gone = PeerSource("127.0.0.1", free_ports(1), 1, is_trusted=True)
+        assert second.load(2, MINE, source=gone) == 0
+        assert second.engine.used_bytes == 0
