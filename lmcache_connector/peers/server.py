@@ -218,7 +218,8 @@ class PeerServer:
                     break
                 is_last = words[0].upper() == b"QUIT"
                 # Who says more does not wait for the answer to what he said before.
-                is_over = self._clock() >= connection.held_until or connection.parser.num_bytes
+                until = connection.held_until
+                is_over = not until or connection.parser.num_bytes or self._clock() >= until
                 reply = (
                     OK
                     if is_last
@@ -241,7 +242,8 @@ class PeerServer:
         if connection.held is None and not connection.is_ending:
             connection.held = connection.parser.next()
             if connection.held is not None:
-                connection.held_until = self._clock() + self._commands.patience(connection.held)
+                seconds = self._commands.patience(connection.held)
+                connection.held_until = self._clock() + seconds if seconds else 0.0
         return connection.held
 
     def _may_answer(self, connection: _Connection) -> bool:
