@@ -131,9 +131,7 @@ def test_the_storage_package_imports_from_an_unpacked_wheel(wheel: Path, tmp_pat
 def test_an_install_replaces_neither_vllm_nor_torch(metadata: Message) -> None:
     base = {canonicalize_name(r.name) for r in _requirements(metadata) if r.marker is None}
     hashes_and_data = {"blake3", "blosc2", "lmcache", "numba", "numpy", "pydantic", "xxhash"}
-    assert base == hashes_and_data | {
-        "msgspec", "prometheus-client", "psutil", "redis", "rich", "typer",
-    }  # fmt: skip
+    assert base == hashes_and_data | {"prometheus-client", "psutil", "redis", "rich", "typer"}
     assert not base & USERS_OWN
 
 

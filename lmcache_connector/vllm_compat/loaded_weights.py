@@ -200,7 +200,9 @@ class LoadedWeights:
         self._num_reads += 1
         self._reading = Reading()
         self.has_news = True
-        if self._is_asleep or self._num_calls:
+        # Some backends of weight updates write on threads of their own until the update's end.
+        is_updating = getattr(self._worker, "_weight_update_active", False)
+        if self._is_asleep or self._num_calls or is_updating:
             return
         version, models, fence = self.version, self._models, _fence(self._models)
         is_first = self._num_reads == 1
@@ -347,7 +349,7 @@ class _HiddenWeights:
         shown = set()
         for title, model in models.items():
             for name, module in model.named_modules():
-                for handler in closure(vars(module).get("cpu_linear")):
+                for handler in _kept_by(module):
                     if (found := getattr(handler, _DIGEST, None)) is not None:
                         shown.add(id(handler))
                         yield f"{title}/{name}: ".encode() + found
@@ -382,6 +384,14 @@ class _HiddenWeights:
 
 
 _hidden = _HiddenWeights()
+
+
+def _kept_by(module: torch.nn.Module) -> Iterator[Any]:
+    """What a layer computes with beside its tensors: handlers of oneDNN may be among it, those of
+    layers in 8 bits in the kernel of their scheme."""
+    kept = vars(module)
+    yield from closure(kept.get("cpu_linear"))
+    yield getattr(getattr(kept.get("scheme"), "kernel", None), "dnnl_handler", None)
 
 
 def _models_of(worker: Any) -> dict[str, torch.nn.Module]:

@@ -6,6 +6,7 @@ is imported here: some processes of an engine shall not load the code of a model
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ def model_code(registered: object) -> list[str] | None:
     module = getattr(registered, "module_name", "")
     if module.startswith(_OWN):
         libraries = [name for name in _LIBRARIES if module.startswith(_OWN + name)]
-        return [each for name in libraries for each in _versions(name)] or None
+        return [part for name in libraries for part in (*_versions(name), *_files(name))] or None
     kinds = getattr(registered, "model_cls", type(None)).__mro__
     modules = {module} if module else {kind.__module__ for kind in kinds}
     names = {name.partition(".")[0] for name in modules} - _KNOWN
@@ -43,15 +44,21 @@ def _versions(package: str) -> Iterator[str]:
 
 def _files(package: str) -> Iterator[str]:
     """Of a top-level package, or a module that lies alone."""
+    if package in _LIBRARIES and not any(".dev" in each for each in _versions(package)):
+        return  # of a release the number says all
     try:
         spec = find_spec(package)
-    except (ImportError, ValueError):
+    except (ImportError, ValueError):  # as of a script that is run by its name
         spec = None
-    if spec is None or package in _LIBRARIES:
-        return
     files: dict[str, Path] = {}
-    for folder in spec.submodule_search_locations or ():
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         files |= code_files(Path(folder))
-    if not files and spec.origin is not None and Path(spec.origin).is_file():
-        files = {package: Path(spec.origin)}
+    origin = spec.origin if spec is not None else _file_of(package)
+    if not files and origin is not None and Path(origin).is_file():
+        files = {package: Path(origin)}
     yield f"{package} {files_digest(files)}"
+
+
+def _file_of(module: str) -> str | None:
+    """Of a module that was not imported, but is there: the script that registered its own class."""
+    return getattr(sys.modules.get(module), "__file__", None)

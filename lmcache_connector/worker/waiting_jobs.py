@@ -35,6 +35,8 @@ _FENCE_LOOK_SECONDS = 0.001
 """Nobody says when a fence is reached. One look takes some microseconds."""
 _MAX_FENCE_SECONDS = 60.0
 """No forward pass takes longer."""
+_SLACK = 64
+"""Entries of a heap that may be of jobs that have ended, beside as many as wait."""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ class WaitingLoads:
 
     def add(self, queued: QueuedJob) -> None:
         job_id, turn, deadline = queued.job.job_id, queued.turn, queued.deadline
+        self._forget_ended()  # jobs may come and end without a lane that takes any
         # Nothing raises from here on: a job that waits is whole.
         self._waiting[job_id] = queued
         heapq.heappush(self._deadlines, (deadline, job_id))
@@ -166,6 +169,15 @@ class WaitingLoads:
     def seconds_to_deadline(self, now: float) -> float:
         """Until `overdue` may find one."""
         return self._deadlines[0][0] - now if self._deadlines else float("inf")
+
+    def _forget_ended(self) -> None:
+        most, waiting = 2 * len(self._waiting) + _SLACK, self._waiting
+        if len(self._ready) > most:
+            self._ready = [each for each in self._ready if each[1] in waiting or each[2]]
+            heapq.heapify(self._ready)
+        if len(self._deadlines) > most:
+            self._deadlines = [each for each in self._deadlines if each[1] in waiting]
+            heapq.heapify(self._deadlines)
 
     def _look_at_fences(self, now: float) -> None:
         """Passes run in order: behind one that runs, no fence is reached."""

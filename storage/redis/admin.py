@@ -25,6 +25,7 @@ from lmcache_connector.storage.redis.client.dial import (
     Client,
     NoPermissionError,
     ResponseError,
+    be_patient,
     is_wrong_type,
 )
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -36,6 +37,9 @@ _SCAN_COUNT = 512
 _BATCH = 256
 # Whole values read at once.
 _READ_BATCH = 8
+# To greet: whoever takes longer is no Redis, or not the one that was meant.
+_GREETING_SECONDS = 5.0
+# To answer: a server may have much to look through.
 _ANSWER_SECONDS = 60.0
 # Of a value, asked for at once: by default no value is larger.
 _PIECE_BYTES = 4 << 20
@@ -113,7 +117,8 @@ class RedisAdmin:
         self, config: RedisTierConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
-        self._topology = make_topology(replace(config, read_timeout_seconds=_ANSWER_SECONDS), clock)
+        greeting = replace(config, read_timeout_seconds=_GREETING_SECONDS)
+        self._topology = make_topology(greeting, clock)
         self._clients: dict[Node, Client] = {}
         self.leaves_no_trace = True
         """Whether looking at values leaves their last use alone; known once connected."""
@@ -253,6 +258,7 @@ class RedisAdmin:
                 except ResponseError:
                     self.leaves_no_trace = False
                 client.ping()  # it may still be loading its data
+                be_patient(client, _ANSWER_SECONDS)
         return self._clients[node]
 
     @contextmanager

@@ -331,11 +331,12 @@ class Connections:
     def succeeded(self, node: Node) -> None:
         self._servers.breaker(node).succeeded()
 
-    def drop(self, node: Node, detail: str, *, blame: bool) -> None:
-        """Close the connection to ``node``; with ``blame`` its breaker counts a failure."""
+    def drop(self, node: Node, detail: str, *, blame: bool, at_once: bool = False) -> None:
+        """Close the connection to ``node``; with ``blame`` its breaker counts a failure, and opens
+        with ``at_once``."""
         self._close(node)
         self._servers.topology.mark_stale()
-        if blame and self._servers.breaker(node).failed():
+        if blame and self._servers.breaker(node).failed(at_once=at_once):
             kind, detail = self._servers.kind, self._servers.redact(detail)
             logger.warning("%s %s: %s; leaving it alone for a while", kind, node, detail)
 

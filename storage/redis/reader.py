@@ -65,28 +65,28 @@ class Reader(threading.Thread):
     def run(self) -> None:
         timeout = 0.0  # connect before there is anything to read
         while not self._queue.closed:
-            read = None
+            turn = None
             try:
-                read = self._queue.next(timeout)
+                num_nodes = len(self._servers.topology.nodes())
+                turn = self._queue.next(timeout, num_nodes, self._connections.has)
                 timeout = _IDLE_SECONDS
-                if read is None:
+                if turn is None:
                     self._connections.tend()
                 else:
-                    self._read(read)
+                    self._servers.refresh()
+                    self._serve(*turn)
             except Exception:  # whatever it is, the next read may fare better
                 logger.exception("a read failed; its chunks count as misses")
                 self._connections.close()
-                if read is not None:
-                    read.fail_all(Miss(NotAsked.INTERNAL_ERROR))
+                if turn is not None:
+                    turn[0].fail_all(Miss(NotAsked.INTERNAL_ERROR))
+            finally:
+                if turn is not None:
+                    self._queue.leave(turn[1])
         self._connections.close()
 
-    def _read(self, read: PendingRead) -> None:
-        """Serve it for a while, the servers first that need not be connected to."""
-        self._servers.refresh()
-        for node in sorted(read.nodes_with_work(), key=self._connections.has, reverse=True):
-            self._serve(read, node)
-
     def _serve(self, read: PendingRead, node: Node) -> None:
+        """Read what is left to be claimed of ``node``."""
         clock = self._servers.clock
         connect_until = clock() + _CONNECT_SHARE * read.deadline.remaining()
         try:
@@ -120,7 +120,9 @@ class Reader(threading.Thread):
             self._connections.drop(node, str(error), blame=blame)
             stream.give_up(error.fault)
         except WireError as error:
-            self._connections.drop(node, str(error), blame=error.is_peers_fault)
+            is_silent = error.fault is WireFault.STALLED
+            blame = error.is_peers_fault
+            self._connections.drop(node, str(error), blame=blame, at_once=is_silent)
             stream.give_up(error.fault)
 
 

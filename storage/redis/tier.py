@@ -171,8 +171,12 @@ class RedisTier:
         return self._writes.num_bytes
 
     def has_room(self, key: bytes, most_bytes: int) -> bool:
-        """Whether the chunk would be queued, behind ``most_bytes`` to its node at most."""
-        lane = self._lanes.of(self._topology.node_of(chunk_tag(self._config.namespace, key)))
+        """Whether the chunk would be queued for a node that takes writes, behind ``most_bytes`` to
+        it at most."""
+        node = self._topology.node_of(chunk_tag(self._config.namespace, key))
+        if node is not None and (self._servers.is_open(node) or self._servers.is_paused(node)):
+            return False
+        lane = self._lanes.of(node)
         num_bytes = self.geometries.of(key).chunk_bytes
         return self._writes.lane_bytes(lane) <= most_bytes and self._writes.room_bytes >= num_bytes
 

@@ -49,7 +49,7 @@ class ValueReaders:
         self._servers = servers
         self._plan = plan
         self._counters = counters
-        self._queue = ReadQueue()
+        self._queue = ReadQueue(servers.config.num_connections)
         self.threads = tuple(
             Reader(f"lmc-{servers.kind}-read-{i}", servers, self._queue, on_spoiled)
             for i in range(servers.config.num_connections)

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from lmcache_connector.storage.redis import admin
 from tests.support.command_line import Cli
-from tests.support.redis.chunks import chunk_key, open_tier, put_all
+from tests.support.redis.chunks import chunk_key, config, open_tier, put_all
+from tests.support.redis.fault_proxy import Fault, Kind, fault_proxy
 from tests.support.redis.rights import PASSWORD, documented_rules, grant
 from tests.support.redis.server_groups import (
     Cluster,
@@ -109,3 +111,31 @@ def test_tls_is_checked_and_what_is_wrong_with_it_said(cli: Cli, redis_path: str
         plain = cli("check", transfer(url.replace("rediss", "redis")))
         assert plain.code == 3
         assert "rediss://" in plain.out
+
+
+@pytest.mark.parametrize(("scheme", "what"), [("rediss", "speaks no TLS"), ("redis", "firewalls")])
+def test_a_server_that_says_nothing_is_told_in_a_moment(
+    cli: Cli, valkey: Server, monkeypatch: pytest.MonkeyPatch, scheme: str, what: str
+) -> None:
+    """A Redis waits for more of what begins a TLS handshake. Answers after the greeting may take
+    as long as they need: here an hour."""
+    monkeypatch.setattr(admin, "_ANSWER_SECONDS", 3600.0)
+    monkeypatch.setattr(admin, "_GREETING_SECONDS", 0.5)
+    with fault_proxy(valkey.port) as proxy:
+        if scheme == "redis":
+            proxy.arm(Fault(Kind.STALL, sticky=True))
+        for command in (["ls"], ["verify"], ["purge", "--all", "--yes"]):
+            outcome = cli(*command, "--redis-url", proxy.url.replace("redis", scheme))
+            assert outcome.code == 3
+            assert what in outcome.err
+
+
+def test_an_answer_may_take_longer_than_the_greeting(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "_GREETING_SECONDS", 0.5)
+    with fault_proxy(valkey.port) as proxy, admin.RedisAdmin(config(proxy.url)) as opened:
+        opened.nodes()
+        proxy.arm(Fault(Kind.DELAY, seconds=1.0))
+        assert opened.num_keys() == 0
+        assert proxy.num_struck == 1

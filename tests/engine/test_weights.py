@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 from tests.support.engines.asks import Ask, ask_all
-from tests.support.engines.audits import build_retrained_model
+from tests.support.engines.audits import (
+    build_int8_model,
+    build_other_layers,
+    build_retrained_model,
+)
 from tests.support.engines.calls import check_integrity, forget_unseen, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_seeing_model
 from tests.support.engines.updates import (
+    accept_updates,
     fail_to_update,
     flip_one_bit,
     live_on_another_host,
@@ -27,6 +32,7 @@ from tests.support.engines.updates import (
     read_slowly,
     reload_from,
     replace_files_after_loading,
+    serve_within_an_update,
     sleep_and_wake,
     update_during_a_load,
     update_under_load,
@@ -172,6 +178,19 @@ def test_what_leaves_the_weights_as_they_are_costs_no_hit(
     assert engine.serve(prompt).external_hit_tokens == HIT
 
 
+def test_what_is_computed_within_an_update_is_kept_under_no_name(start: StartInstance) -> None:
+    prompt, other = random_prompt(12, NUM_TOKENS), random_prompt(13, NUM_TOKENS)
+    arguments = {"weight_transfer_config": {"backend": "test"}, "prepare": accept_updates}
+    with start(kv_transfer(), **arguments) as engine:
+        name = engine.call(weights_name)
+        engine.serve(other)
+        engine.call(serve_within_an_update, prompt)
+        assert engine.call(weights_name) == name
+        engine.reset_prefix_cache()
+        assert engine.serve(other).external_hit_tokens == HIT
+        assert engine.serve(prompt).external_hit_tokens == 0
+
+
 def test_who_looks_at_the_weights_in_every_step_costs_hits_until_he_stops(
     engine: VllmInstance,
 ) -> None:
@@ -217,26 +236,45 @@ def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None
     assert "Traceback" not in engine.log
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_a_reload_from_disk_changes_what_only_onednn_has(
-    start: StartInstance, tiny_model: Path, tmp_path: Path
+    start: StartInstance, tiny_model: Path, tmp_path: Path, kind: str
 ) -> None:
     """vLLM's build for CPUs keeps most weights where no tensor shows them."""
-    folder = tmp_path / "other"
-    build_retrained_model(folder, tiny_model, 1.0)
+    model, folder = tiny_model, build_other_layers(tmp_path / "other", tiny_model)
+    if kind == "int8":
+        model = build_int8_model(tmp_path / "int8", model)
+        folder = build_int8_model(tmp_path / "other int8", folder)
     prompt = random_prompt(6, NUM_TOKENS)
-    with start(kv_transfer()) as engine:
+    with start(kv_transfer(), model) as engine:
         old, name = engine.serve(prompt), engine.call(weights_name)
         engine.call(reload_from, folder)
         engine.reset_prefix_cache()
         new = engine.serve(prompt)
         assert new.external_hit_tokens == 0
         assert new.block_digests[:4] != old.block_digests[:4]
-        engine.call(reload_from, tiny_model)
+        engine.call(reload_from, model)
         engine.reset_prefix_cache()
         back = engine.serve(prompt)
         assert back.external_hit_tokens == HIT
         assert back.block_digests[:4] == old.block_digests[:4]
         assert engine.call(weights_name) == name
+
+
+def test_dummy_weights_are_shared_by_engines_that_have_the_same(
+    start: StartInstance, valkey: Server
+) -> None:
+    """Those of another tensor-parallel size are others."""
+    prompt, transfer = random_prompt(11, NUM_TOKENS), sharing(valkey, namespace="dummy")
+    names, served = [], []
+    for size in (1, 2, 1):
+        with start(transfer, load_format="dummy", tensor_parallel_size=size) as each:
+            served.append(each.serve(prompt))
+            each.call(wait_for_writes)
+            names.append(each.call(weights_name))
+    assert [each.external_hit_tokens for each in served] == [0, 0, HIT]
+    assert names[0] != names[1]
+    assert names[2] == names[0]
 
 
 def test_an_update_of_the_vision_encoder_alone_is_one(start: StartInstance, tmp_path: Path) -> None:

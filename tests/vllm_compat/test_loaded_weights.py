@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,29 +138,34 @@ class Handler:
     """As vLLM's: it may have attributes."""
 
 
-def linear_on_onednn(hidden: Any, number: float) -> torch.nn.Module:
-    """A layer whose weights only its closure's handler has."""
-    module = torch.nn.Linear(0, 0, bias=False)
-    handler = hidden._digesting(lambda weight: Handler())(torch.full((3,), number))
+def of_16_bits(module: torch.nn.Module, handler: Handler) -> None:
     vars(module)["cpu_linear"] = lambda x: (x, handler)
-    return module
 
 
-def test_weights_that_onednn_keeps_count_by_the_layer_that_has_them() -> None:
+def of_8_bits(module: torch.nn.Module, handler: Handler) -> None:
+    vars(module)["scheme"] = SimpleNamespace(kernel=SimpleNamespace(dnnl_handler=handler))
+
+
+@pytest.mark.parametrize("put", [of_16_bits, of_8_bits])
+def test_weights_that_onednn_keeps_count_by_the_layer_that_has_them(
+    put: Callable[[torch.nn.Module, Handler], None],
+) -> None:
     hidden = loaded_weights._HiddenWeights()
-    layers = [linear_on_onednn(hidden, number) for number in range(3)]
+    make = hidden._digesting(lambda weight: Handler())
+    layers = [torch.nn.Linear(0, 0, bias=False) for _ in range(3)]
     model = {"model": torch.nn.Sequential(*layers)}
-    as_loaded = list(hidden.digests(model, 0.0))
-    assert len(set(as_loaded)) == 3
-    for order in ((2, 0, 1), (1, 2, 0)):  # a reload makes them anew, in whatever order
+
+    def digests(*order: int) -> list[bytes]:
+        """With the layers made anew, in whatever order a reload does that."""
         for number in order:
-            vars(layers[number])["cpu_linear"] = vars(linear_on_onednn(hidden, number))[
-                "cpu_linear"
-            ]
-        assert list(hidden.digests(model, 0.0)) == as_loaded
-    swapped = [vars(layers[number])["cpu_linear"] for number in (1, 0)]
-    for number in range(2):
-        vars(layers[number])["cpu_linear"] = swapped[number]
+            put(layers[number], make(torch.full((3,), float(number))))
+        return list(hidden.digests(model, 0.0))
+
+    as_loaded = digests(0, 1, 2)
+    assert len(set(as_loaded)) == 3
+    assert digests(2, 0, 1) == digests(1, 2, 0) == as_loaded
+    put(layers[0], make(torch.full((3,), 1.0)))
+    put(layers[1], make(torch.full((3,), 0.0)))
     assert list(hidden.digests(model, 0.0)) != as_loaded
 
 
@@ -180,7 +188,10 @@ def test_layers_that_a_drafter_has_dropped_do_not_count_once_it_is_loaded(
     hidden = loaded_weights._HiddenWeights()
     hidden.is_watched = True
     monkeypatch.setattr(loaded_weights, "_hidden", hidden)
-    model, dropped = (torch.nn.Sequential(linear_on_onednn(hidden, n)) for n in (1.0, 2.0))
+    make = hidden._digesting(lambda weight: Handler())
+    model, dropped = (torch.nn.Sequential(torch.nn.Linear(0, 0, bias=False)) for _ in range(2))
+    of_16_bits(model[0], make(torch.ones(3)))
+    of_16_bits(dropped[0], make(torch.zeros(3)))
     vars(dropped)["itself"] = dropped
     gc.disable()
     try:
@@ -212,3 +223,76 @@ def test_weights_that_cannot_be_read_for_a_while_have_their_name_again() -> None
     weights.close()
     assert found[0] == found[2]
     assert [is_visible for _, is_visible in found] == [True, False, True]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_update_of_several_calls_is_read_at_its_end(is_whole: bool) -> None:
+    """What its backend writes between two of them, on a thread of its own, no call tells."""
+    model, steps = torch.nn.Linear(4, 6), list[str]()
+
+    def step(name: str) -> None:
+        steps.append(name)
+        worker._weight_update_active = name != steps_end
+        if name == "update_weights" and not is_whole:
+            raise RuntimeError("the trainer is gone")
+
+    steps_end = "finish_weight_update" if is_whole else "update_weights"
+    calls = ("start_weight_update", "update_weights", "finish_weight_update")
+    worker = rank_of(model, **{name: partial(step, name) for name in calls})
+    weights = LoadedWeights(worker)
+    first = told_of(weights)
+    worker.start_weight_update()
+    weights.ask(1)
+    model.weight.data.add_(1.0)
+    with pytest.raises(RuntimeError) if not is_whole else nullcontext():
+        assert told_of_now(weights).digest is None
+        worker.update_weights()
+        assert told_of_now(weights).digest is None
+        worker.finish_weight_update()
+    told = told_of(weights)
+    weights.close()
+    assert steps[-1] == steps_end
+    assert (told.question, told.digest) == (1, told_of_other(model))
+    assert told.digest != first.digest
+
+
+def told_of_now(weights: LoadedWeights) -> WeightsInMemory:
+    told = weights.take()
+    assert told is not None
+    return told
+
+
+def told_of_other(model: torch.nn.Module) -> str | None:
+    """By a worker that has never had any but these weights."""
+    weights = LoadedWeights(rank_of(model))
+    told = told_of(weights)
+    weights.close()
+    return told.digest
+
+
+def test_sleep_takes_memory_away_once_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, is_read, were_read = torch.nn.Linear(4, 6), threading.Event(), list[bool]()
+
+    def slow(models: Any, packed: Any, is_over: Callable[[], bool]) -> None:
+        is_read.set()
+        while not is_over():
+            time.sleep(0.001)
+        time.sleep(0.05)  # in the middle of a tensor
+        is_read.clear()
+
+    worker = rank_of(
+        model, sleep=lambda level: were_read.append(is_read.is_set()), wake_up=lambda tags: None
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded_weights, "model_digest", slow)
+        weights = LoadedWeights(worker)
+        assert is_read.wait(30)
+        worker.sleep(1)
+    assert were_read == [False]
+    weights.ask(1)
+    for tag in ("kv_cache", "weights"):
+        assert told_of_now(weights).digest is None
+        worker.wake_up(tags=[tag])
+    told = told_of(weights)
+    weights.close()
+    assert (told.question, told.digest) == (1, told_of_other(model))

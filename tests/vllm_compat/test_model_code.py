@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from vllm.model_executor.models import ModelRegistry
@@ -62,3 +63,31 @@ def test_models_of_a_library_go_by_its_version(monkeypatch: pytest.MonkeyPatch) 
     assert here[0].startswith("transformers ")
     monkeypatch.setattr(model_code, "version", lambda name: "another")
     assert model_code.model_code(registered) == ["transformers another"]
+
+
+def test_a_library_between_two_releases_goes_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every commit of it has the same number."""
+    registered = ModelRegistry.models["TransformersForCausalLM"]
+    monkeypatch.setattr(model_code, "version", lambda name: "5.9.0.dev0")
+    found = model_code.model_code(registered)
+    assert found is not None
+    assert found[0] == "transformers 5.9.0.dev0"
+    assert len(found) == 2
+    monkeypatch.setattr(model_code, "code_files", lambda folder: {})
+    assert model_code.model_code(registered) != found
+
+
+def test_a_class_of_the_users_script_goes_by_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that is run has no place among what can be imported."""
+    found = []
+    for name, text in (("one", "scale = 1"), ("two", "scale = 2"), ("copy", "scale = 1")):
+        script = ModuleType("__main__")
+        script.__file__ = str(tmp_path / f"{name}.py")
+        Path(script.__file__).write_text(text)
+        monkeypatch.setitem(sys.modules, "__main__", script)
+        own = type("OwnModel", (), {"__module__": "__main__"})
+        found.append(model_code.model_code(SimpleNamespace(model_cls=own)))
+    assert found[0] != found[1]
+    assert found[0] == found[2]

@@ -33,6 +33,7 @@ from lmcache_connector.plans import (
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.vllm_compat.loaded_weights import FixedWeights
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.reconciler import Pace
@@ -108,6 +109,7 @@ def make_instance(
     probe: bool = False,
     tier_type: type[RedisTier] = RedisTier,
     pace: Pace | None = None,
+    weights: FixedWeights | None = None,
     **tier: Any,
 ) -> Instance:
     """``tier``: settings of the Redis tier."""
@@ -123,10 +125,8 @@ def make_instance(
     )
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
     config = RedisTierConfig(url=f"redis://127.0.0.1:{port}", **tier)
-    return Instance(
-        WorkerAdapter(settings, cache, partial(tier_type, config, PartGeometries((GEOMETRY,)))),
-        cache,
-    )
+    make_tier = partial(tier_type, config, PartGeometries((GEOMETRY,)))
+    return Instance(WorkerAdapter(settings, cache, make_tier, weights=weights), cache)
 
 
 @pytest.fixture
@@ -164,6 +164,28 @@ def test_of_chunks_in_memory_those_named_go_on_to_redis(port: int, valkey: Serve
         instance.worker.shutdown()  # writes what is queued
         written = {key for key in KEYS for _ in client.scan_iter(f"lmc:*{key.hex()}*")}
     assert written == set(KEYS[1:3])
+
+
+def test_what_was_planned_with_other_weights_is_neither_stored_nor_loaded(port: int) -> None:
+    """They have changed after the plan was made."""
+    weights = FixedWeights()
+    instance = make_instance(port, weights=weights)
+    try:
+        store = store_job(1, "r", KEYS[:1], ((0, 1),))
+        instance.run(StepPlan(stores=(store,), heard_weights=(0,)))
+        assert instance.wait_for(1).outcome is Outcome.DONE
+        weights.version = 2
+        untouched = instance.blocks(range(4, 6))
+        for job_id, version, outcome in ((2, 0, Outcome.CANCELLED), (4, 2, Outcome.DONE)):
+            store = store_job(job_id, "r", KEYS[job_id : job_id + 1], ((2, 3),))
+            load = load_job(job_id + 1, "r", KEYS[:1], ((4, 5),), deadline_seconds=20.0)
+            instance.run(StepPlan(loads=(load,), stores=(store,), heard_weights=(version,)))
+            assert instance.wait_for(job_id).outcome is outcome
+            assert instance.wait_for(job_id + 1).outcome is outcome
+            are_there = all(map(torch.equal, instance.blocks(range(4, 6)), untouched))
+            assert are_there == (outcome is Outcome.CANCELLED)
+    finally:
+        instance.worker.shutdown()
 
 
 def test_what_a_job_finds_in_memory_or_does_not_find_is_told(port: int) -> None:

@@ -139,7 +139,9 @@ def test_offers_leave_room_for_fresh_writes() -> None:
 def test_while_a_node_is_slow_its_own_chunks_wait() -> None:
     offering = Offering()
     slow, quick = keys(b"s", 1500), keys(b"q", 30)
-    offering.reconciler.want([*slow, *quick])
+    offering.reconciler.want(slow)
+    offering.now += 0.1
+    offering.reconciler.want(quick)
     offering.ticks(8)
     assert sorted(offering.offered) == quick
     offering.room[ord("s")] = 1 << 20

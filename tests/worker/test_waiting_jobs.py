@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,3 +129,46 @@ def test_the_next_load_is_the_one_that_a_look_at_all_finds(acts: list[tuple[Any,
         lanes.end(0)
     assert not lanes.waiting, "forgotten"
     assert len(lanes.loads) == 0
+
+
+def test_nobody_waits_behind_an_endless_stream_of_small_loads() -> None:
+    """Two lanes that are never free for long: a load's turn comes 10 ms later for each chunk."""
+    lanes, num_begun = Lanes(), 0
+    lanes.submit(list(range(100, 150)), 0, 0, 9.0)
+    large = lanes.waiting[0]
+    while large in lanes.waiting:
+        assert num_begun < 500, "it starves"
+        lanes.submit([num_begun % 7 * 10], 0, 0, 9.0)
+        lanes.now += 0.001
+        lanes.begin()
+        lanes.end(0)
+        num_begun += 1
+    assert num_begun > 200, "small ones pass it for half a second"
+
+
+def test_nothing_is_left_of_jobs_that_end_before_a_lane_takes_any() -> None:
+    """Prefetches give way to loads from Redis for as long as there are some."""
+    lanes = Lanes()
+    lanes.last_id = 1 << 40  # numbers that nobody else has
+    ids = []
+    for _ in range(1000):
+        lanes.submit([1], 0, 0, 3600.0)
+        ids.append(lanes.waiting[0].job.job_id)
+        lanes.cancel(0)
+    # `ids`, the loop's variable and the call's argument refer to each.
+    assert sum(sys.getrefcount(job_id) > 3 for job_id in ids) < 200
+
+
+def test_one_is_called_in_the_stead_of_a_load_that_cannot_begin() -> None:
+    """It waits for a second chunk. The other would be called by nobody else."""
+    lanes = Lanes()
+    for keys in ([1], [2]):
+        lanes.submit(keys, 0, 0, 9.0)
+        lanes.begin()
+    lanes.submit([1, 2], 0, 0, 9.0)
+    lanes.now += 1.0
+    lanes.submit([1], 0, 0, 9.0)
+    lanes.begin()
+    lanes.end(0)
+    lanes.begin()
+    assert [queued.job.keys for queued in lanes.running] == [(b"2",), (b"1",)]

@@ -103,7 +103,8 @@ def check_overrides(kind: type, base: type) -> None:
         if name not in vars(base) or name.startswith("__"):
             continue
         taken = inspect.signature(ours).parameters
-        given = inspect.signature(getattr(base, name)).parameters
+        theirs = getattr(base, name)
+        given = inspect.signature(theirs).parameters if callable(theirs) else ()
         takes_any = any(each.kind is each.VAR_POSITIONAL for each in taken.values())
         if not takes_any and list(taken) != list(given):
             raise UnsupportedError(_refusal(f"{base.__name__}.{name} has other parameters"))

@@ -1,6 +1,6 @@
 """A circuit breaker: stop asking a server that fails, and try it again now and then.
 
-    CLOSED --failures in a row, or no connection--> OPEN --back-off over, connection made--> TRIAL
+    CLOSED --failures in a row, or silence--> OPEN --back-off over, connection made--> TRIAL
     TRIAL --work done--> CLOSED          TRIAL --one failure--> OPEN, for twice as long
 
 Only background threads connect, so no caller waits to find out whether a server is back.

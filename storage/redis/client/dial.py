@@ -127,6 +127,14 @@ def take_socket(client: Client) -> socket.socket:
     return sock
 
 
+def be_patient(client: Client, seconds: float) -> None:
+    """From now on the answers to each question may take ``seconds``. Raises one of
+    ``TALK_ERRORS``."""
+    connection = client.connection_pool.get_connection()
+    connection.allow(seconds)
+    client.connection_pool.release(connection)
+
+
 class _BoundedSocket:
     """Gives redis-py so many bytes and seconds for the answers to one question."""
 
@@ -135,13 +143,13 @@ class _BoundedSocket:
     ) -> None:
         self.sock = sock
         self._max_bytes = max_bytes
-        self._seconds = seconds
+        self.seconds = seconds
         self._clock = clock
         self.renew()
 
     def renew(self) -> None:
         self._bytes_left = self._max_bytes
-        self._until = self._clock() + self._seconds
+        self._until = self._clock() + self.seconds
 
     def recv(self, num_bytes: int) -> bytes:
         left = self._until - self._clock()
@@ -175,6 +183,12 @@ class _Bounded:
         except OSError as error:
             raise UnreachableError(str(error)) from error
         return _BoundedSocket(sock, *self._bounds)
+
+    def allow(self, seconds: float) -> None:
+        """For the answers to each question."""
+        self._bounds = self._bounds[0], seconds, self._bounds[2]
+        if self._sock is not None:
+            self._sock.seconds = seconds
 
     def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         if self._sock is not None:

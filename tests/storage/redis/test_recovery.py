@@ -48,3 +48,25 @@ def test_a_server_without_room_for_one_more_connection_serves_those_it_has(
                 assert get_all(tier, [0])[0] == [True], "the reader has one"
             client.config_set("maxclients", 100)
         wait_until(lambda: put_all(tier, [9]) == [True], "it did not connect again")
+
+
+def test_there_is_no_room_at_a_server_that_is_away_or_takes_no_writes(valkey_path: str) -> None:
+    """What would fail is not offered: it would be given up for good after some tries."""
+
+    def has_room() -> bool:
+        return tier.has_room(chunk_key(0), 1 << 30)
+
+    with running_server(valkey_path) as server, open_tier(server.url) as tier:
+        assert put_all(tier, [0]) == [True]
+        wait_until(has_room, "there is room")
+        server.kill()
+        assert put_all(tier, [0]) == [False]
+        wait_until(lambda: not has_room(), "it is away")
+        server.start()
+        wait_until(has_room, "it is back")
+        with server.client() as client:
+            client.config_set("maxmemory", 1, "maxmemory-policy", "noeviction")
+            assert put_all(tier, [0]) == [False]
+            wait_until(lambda: not has_room(), "it is full")
+            client.config_set("maxmemory", 0)
+        wait_until(has_room, "it has room again")

@@ -6,6 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 
@@ -260,6 +261,27 @@ class TestCluster:
             finally:
                 silent.process.send_signal(signal.SIGCONT)
             assert ends.wait(len(there)) == [True] * len(there)
+
+    def test_a_silent_master_holds_up_no_reads_of_the_others(self, cluster: Cluster) -> None:
+        """However long it is waited for, and however many reads want its chunks first."""
+        silent = cluster.masters[1]
+        there = [i for i in range(40) if cluster.owner(slot_of(i)) is silent]
+        elsewhere = [i for i in range(40) if i not in there]
+        with open_tier(cluster.url, read_timeout_seconds=600.0) as tier:
+            assert put_all(tier, range(40)) == [True] * 40
+            assert holds(tier, range(40))
+            assert silent.process is not None
+            silent.process.send_signal(signal.SIGSTOP)
+            reads = [Thread(target=get_all, args=(tier, [*there, 0], 600.0)) for _ in range(4)]
+            try:
+                for read in reads:
+                    read.start()
+                for _ in range(10):
+                    assert holds(tier, elsewhere)
+            finally:
+                silent.process.send_signal(signal.SIGCONT)
+            for read in reads:
+                read.join(10.0)
 
     @pytest.mark.parametrize("trouble", ["unmapped", "migrating"])
     @pytest.mark.parametrize("whose", ["a chunk's", "the probe's"])

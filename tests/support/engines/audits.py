@@ -126,3 +126,50 @@ def build_retrained_model(folder: Path, tiny: Path, strength: float) -> Path:
     rows[ROWS] = retrained(rows[ROWS], strength).to(rows.dtype)
     save_file(weights, file, metadata={"format": "pt"})
     return folder
+
+
+def build_other_layers(folder: Path, tiny: Path) -> Path:
+    """The tiny model with other values in its first layer's projections, and nowhere else."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if "layers.0." in name and "_proj." in name:
+            weights[name] = weight.flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def build_int8_model(folder: Path, model: Path) -> Path:
+    """A model whose linear layers compute in 8 bits, as llm-compressor writes it: vLLM's build for
+    CPUs hands their weights and scales to oneDNN, and keeps none of them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    file, found = folder / "model.safetensors", {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "_proj." not in name:
+            found[name] = weight
+            continue
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
+        found[name] = (weight.float() / scale).round().to(torch.int8)
+        found[f"{name}_scale"] = scale
+    save_file(found, file, metadata={"format": "pt"})
+    eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**eight_bits, "strategy": "channel", "dynamic": False},
+        "input_activations": {**eight_bits, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -10,6 +10,8 @@ from typing import Any
 
 from tests.support.engines.probe import EngineProbe
 
+_BETWEEN_SECONDS = 2.0
+
 
 def move_weights(
     probe: EngineProbe, strength: float, part: str = "", rank: int | None = None
@@ -134,6 +136,33 @@ def sleep_and_wake(probe: EngineProbe, level: int) -> None:
     probe.drain()
     probe.core.sleep(level)
     probe.core.wake_up()
+
+
+def accept_updates() -> None:
+    """For ``prepare``: a backend of weight updates that leaves the writing to the test."""
+    from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+
+    nothing = {
+        name: lambda self, *_: None
+        for name in (*WeightTransferEngine.__abstractmethods__, "update_weights")
+    }
+    backend = type("Backend", (WeightTransferEngine,), nothing)
+    WeightTransferEngineFactory.register_engine("test", backend)
+
+
+def serve_within_an_update(probe: EngineProbe, prompt: list[int]) -> None:
+    """A request between two calls of an update whose backend writes in the background. It has put
+    the weights back by the end."""
+    probe.core.collective_rpc("start_weight_update")
+    probe.core.collective_rpc("update_weights", kwargs={"update_info": {}})
+    until = time.monotonic() + _BETWEEN_SECONDS
+    while time.monotonic() < until:  # as long as it takes to read the weights
+        probe.serve([5, 6, 7], 1)
+    flip_one_bit(probe)
+    probe.serve(prompt, 2)
+    probe.drain()
+    flip_one_bit(probe)
+    probe.core.collective_rpc("finish_weight_update")
 
 
 def look_at_weights(probe: EngineProbe, num_steps: int) -> None:
