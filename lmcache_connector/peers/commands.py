@@ -207,18 +207,17 @@ class Commands:
             b"DONE": self._done,
         }
 
-    def answer(self, client: Client, words: list[bytes], *, may_wait: bool = False) -> Reply | None:
-        """``words``: a command and its arguments. ``None``: there is something to wait for, if the
-        client ``may_wait``. Raises :class:`ProtocolError` for a client that guesses secrets."""
+    def answer(self, client: Client, words: list[bytes]) -> Reply:
+        """``words``: a command and its arguments. Raises :class:`ProtocolError` for a client that
+        guesses secrets."""
         verb = self._verbs.get(words[0].upper())
         if verb is None:
             return _error("unknown command; this server only serves chunks to read")
-        reply = verb(client, words[1:])
-        return None if may_wait and reply.is_early else reply
+        return verb(client, words[1:])
 
     @staticmethod
     def patience(words: list[bytes]) -> float:
-        """Seconds that a client may wait for the answer to its command."""
+        """Seconds that a client waits for an answer that would say more later."""
         if words[0].upper() != b"TRANSFER" or len(words) < 2 or not words[1].isdigit():
             return 0.0
         return min(int(words[1][:6]), _MAX_WAIT_MS) / 1000

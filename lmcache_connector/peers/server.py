@@ -213,20 +213,16 @@ class PeerServer:
         num_answered = 0
         while self._may_answer(connection):
             try:
-                words = self._next_command(connection)
+                words = connection.held
+                if words is None and not connection.is_ending:
+                    words = connection.parser.next()
                 if words is None:
                     break
                 is_last = words[0].upper() == b"QUIT"
-                # Who says more does not wait for the answer to what he said before.
-                is_over = self._clock() >= connection.held_until or connection.parser.num_bytes
-                reply = (
-                    OK
-                    if is_last
-                    else self._commands.answer(connection.client, words, may_wait=not is_over)
-                )
+                reply = OK if is_last else self._commands.answer(connection.client, words)
             except ProtocolError as error:
                 reply, is_last = Reply((f"-ERR {error}\r\n".encode(),)), True
-            if reply is None:
+            if reply.is_early and self._may_wait(connection, words):
                 break
             connection.held = None
             connection.is_ending |= is_last
@@ -236,13 +232,13 @@ class PeerServer:
             connection.has_asked, connection.moved_at = True, self._clock()
         return num_answered > 0
 
-    def _next_command(self, connection: _Connection) -> list[bytes] | None:
-        """The one that waits for its answer, or the next one. Raises :class:`ProtocolError`."""
-        if connection.held is None and not connection.is_ending:
-            connection.held = connection.parser.next()
-            if connection.held is not None:
-                connection.held_until = self._clock() + self._commands.patience(connection.held)
-        return connection.held
+    def _may_wait(self, connection: _Connection, words: list[bytes] | None) -> bool:
+        """Whether the client waits for a later answer. Who says more does not."""
+        now = self._clock()
+        if connection.held is None and words is not None:
+            connection.held = words
+            connection.held_until = now + self._commands.patience(words)
+        return now < connection.held_until and not connection.parser.num_bytes
 
     def _may_answer(self, connection: _Connection) -> bool:
         has_room = connection.unsent_bytes < self._limits.unsent_bytes

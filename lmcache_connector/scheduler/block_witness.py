@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import NULL_BLOCK
 from lmcache_connector.kv_parts.part import Rule, keys_of_part
 from lmcache_connector.plans import LoadJob
@@ -228,8 +229,10 @@ class BlockWitness:
             witness.num_tokens = start + num_tokens
         has_more = self._vouch(state, witness.num_tokens)
         witness.due_at = self._next_due(state) if is_sure else 0
-        if (tail := state.keys.tail) is not None:  # it may end inside a block
-            has_more |= before < tail.end <= witness.num_tokens
+        tail = state.keys.tail
+        if tail is not None and before < tail.end <= witness.num_tokens:
+            has_more = True
+            self._vouch_for_tail(state, tail)
         return has_more or is_first
 
     def finished(self, state: RequestState, num_computed_tokens: int) -> int:
@@ -332,6 +335,13 @@ class BlockWitness:
             self._remember(blocks, self._lineages_of(state, size, first, end))
         state.witness.num_vouched = after
         return True
+
+    def _vouch_for_tail(self, state: RequestState, tail: Tail) -> None:
+        """It may end inside a block. That vLLM hands that out again ends its store, too."""
+        for group, size in self._group_sizes.items():
+            first = tail.end // size
+            if tail.end % size and (first + 1) * size > state.witness.num_vouched:
+                self._remember(self._blocks(state, group, first, first + 1), [tail.key])
 
     def _remember(self, blocks: Sequence[Block], lineages: Sequence[bytes]) -> None:
         """vLLM forgets whom to call once it has called, or when it is told of another."""

@@ -166,6 +166,8 @@ class WorkerAdapter:
 
         Whatever these stores have read by now is dropped: vLLM may have zeroed the blocks already.
         """
+        if plan.transfers:  # who waits elsewhere knows before this pass, which may be a long one
+            self._transfers.apply(each for each in plan.transfers if each.ends_after is None)
         if plan.starts_over:
             self._jobs.cancel()
         elif plan.vacated_stores:
