@@ -303,7 +303,7 @@ def test_a_tail_is_zero_after_its_end(rank: Rank, part: int, skip: int) -> None:
     assert rank.result(StoreJob(1, "r", (tail,))).outcome is Outcome.DONE
     lease = rank.worker._engine.chunks.lease(tail.keys[0])
     assert lease is not None
-    value = torch.frombuffer(bytearray(lease.value), dtype=torch.uint8)
+    value = torch.frombuffer(bytearray(lease.view), dtype=torch.uint8)
     value = value.view(len(geometry.shards), -1, CHUNK, CONTENT[part])
     for shard in range(len(geometry.shards)):
         for place, layer in enumerate(sorted(i for g in GROUPS_OF[part] for i in GROUPS[g])):
