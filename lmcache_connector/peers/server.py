@@ -36,7 +36,8 @@ _READ_BYTES = 1 << 16
 _MAX_VECTORS = 256
 # Of answers that one client has not taken: small ones weigh more than their bytes.
 _MAX_PARTS = 4096
-# A client that takes less than that in ``stall_seconds`` is as good as silent.
+# A client that takes less than that in ``stall_seconds`` is as good as silent. While others wait
+# for what it leases, it has to take as much as may wait for it.
 _LEAST_BYTES = 64 << 10
 
 
@@ -64,6 +65,7 @@ class _Connection:
     unsent_bytes: int = 0
     taken_bytes: int = 0  # since ``moved_at``
     has_asked: bool = False
+    has_more: bool = False  # maybe: whole commands that were not looked at yet
     is_ending: bool = False  # once everything is sent
 
 
@@ -84,6 +86,7 @@ class PeerServer:
         self._clock = clock
         self._connections: dict[socket.socket, _Connection] = {}
         self._leased_bytes = 0
+        self._has_held_up = False  # in this turn somebody was not answered, as too much is leased
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._listener = _listening_socket(host, port)
@@ -121,6 +124,7 @@ class PeerServer:
 
     def _turn(self) -> None:
         was_full = self._is_full
+        self._has_held_up = False
         for key, events in self._selector.select(_POLL_SECONDS):
             if key.fileobj is self._listener:
                 self._accept()
@@ -133,7 +137,7 @@ class PeerServer:
             waits_for_it = connection.unsent or connection.parser.num_bytes
             if waits_for_it and now - connection.moved_at > self._limits.stall_seconds:
                 self._drop(connection)
-        if was_full and not self._is_full:
+        if (was_full or self._has_held_up) and not self._is_full:
             for connection in list(self._connections.values()):
                 self._attend(connection, 0)
 
@@ -174,8 +178,8 @@ class PeerServer:
                     connection.moved_at = self._clock()
                 connection.parser.feed(data)
             self._send(connection)
-            while self._answer_next(connection):
-                self._send(connection)
+            if self._answer_next(connection):
+                self._send(connection)  # what else it has asked for waits until others had a turn
             if connection.is_ending and not connection.unsent:
                 self._drop(connection)
             else:
@@ -195,6 +199,7 @@ class PeerServer:
         while self._may_answer(connection):
             try:
                 words = None if connection.is_ending else connection.parser.next()
+                connection.has_more = words is not None
                 if words is None:
                     break
                 is_last = words[0].upper() == b"QUIT"
@@ -210,9 +215,12 @@ class PeerServer:
             num_answered += 1
         if num_answered:
             connection.has_asked, connection.moved_at = True, self._clock()
+            # Once there is room again, those have a turn first that have waited longer.
+            self._connections[connection.sock] = self._connections.pop(connection.sock)
         return num_answered > 0
 
     def _may_answer(self, connection: _Connection) -> bool:
+        self._has_held_up |= self._is_full
         has_room = connection.unsent_bytes < self._limits.unsent_bytes
         return has_room and len(connection.unsent) < _MAX_PARTS and not self._is_full
 
@@ -233,7 +241,8 @@ class PeerServer:
             num_bytes = connection.sock.sendmsg(views)
             connection.unsent_bytes -= num_bytes
             connection.taken_bytes += num_bytes
-            if connection.taken_bytes >= _LEAST_BYTES or not connection.unsent_bytes:
+            least = self._limits.unsent_bytes if self._is_full else _LEAST_BYTES
+            if connection.taken_bytes >= least or not connection.unsent_bytes:
                 connection.moved_at, connection.taken_bytes = self._clock(), 0
             while num_bytes:
                 view, lease = connection.unsent[0]
@@ -248,8 +257,9 @@ class PeerServer:
         """For what can go on. A client that has said much is not heard before it is answered."""
         may_hear = connection.parser.num_bytes <= MAX_COMMAND_BYTES and not connection.is_ending
         may_hear &= self._may_answer(connection)
+        has_turn = connection.unsent or (connection.has_more and self._may_answer(connection))
         events = (selectors.EVENT_READ if may_hear else 0) | (
-            selectors.EVENT_WRITE if connection.unsent else 0
+            selectors.EVENT_WRITE if has_turn else 0
         )
         known = self._selector.get_map().get(connection.sock)
         if known is None:

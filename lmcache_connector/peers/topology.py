@@ -12,6 +12,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
 
 _SECONDS_BETWEEN_LOOKS = 10.0
+_DISTRUST_SECONDS = 60.0
 MAX_PEERS = 1024
 
 
@@ -36,6 +37,7 @@ class PeerTopology(Topology):
         self._greeting = greeting
         self._port_offset = port_offset
         self._own: set[Node] = set()
+        self._distrusted: dict[Node, float] = {}  # and until when
         self._endpoints: dict[Node, Endpoint] = {}
         self._next_look = float("-inf")
 
@@ -59,7 +61,16 @@ class PeerTopology(Topology):
         return nodes[0] if len(nodes) == 1 else None
 
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(node for node in self._endpoints if node not in self._own)
+        now = self._clock()
+        return tuple(
+            node
+            for node in self._endpoints
+            if node not in self._own and self._distrusted.get(node, now) <= now
+        )
+
+    def distrust(self, node: Node) -> None:
+        """It has sent what is not what it says: for a while it is no peer. From any thread."""
+        self._distrusted[node] = self._clock() + _DISTRUST_SECONDS
 
     def connect(self, node: Node, max_bytes: int) -> Client:
         try:

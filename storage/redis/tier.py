@@ -196,7 +196,7 @@ class RedisTier:
     def _greet(self, client: Client) -> None:
         self._compression.memory_is_full = look_at_memory(client)
 
-    def _found_spoiled(self, request: ValueRequest) -> None:
+    def _found_spoiled(self, request: ValueRequest, node: Node) -> None:
         self._notes.add_spoiled(request.expected.key)
         self._healer.add(Suspect(request.name, request.expected, request.sealer))
 

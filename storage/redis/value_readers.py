@@ -44,7 +44,7 @@ class ValueReaders:
         servers: Servers,
         plan: ValuePlan,
         counters: Counters,
-        on_spoiled: Callable[[ValueRequest], None] = lambda request: None,
+        on_spoiled: Callable[[ValueRequest, Node], None] = lambda request, node: None,
         on_received: Callable[[int, float], None] = lambda num_bytes, seconds: None,
     ) -> None:
         self._servers = servers
