@@ -36,6 +36,8 @@ _READ_BYTES = 1 << 16
 _MAX_VECTORS = 256
 # Of answers that one client has not taken: small ones weigh more than their bytes.
 _MAX_PARTS = 4096
+# To one client before others have their turn: small questions cost more than their bytes too.
+_MAX_ANSWERS = 64
 # A client that takes less than that in ``stall_seconds`` is as good as silent. While others wait
 # for what it leases, it has to take as much as may wait for it.
 _LEAST_BYTES = 64 << 10
@@ -196,7 +198,7 @@ class PeerServer:
     def _answer_next(self, connection: _Connection) -> bool:
         """Queue the answers to commands that are there and may be answered. False: none."""
         num_answered = 0
-        while self._may_answer(connection):
+        while num_answered < _MAX_ANSWERS and self._may_answer(connection):
             try:
                 words = None if connection.is_ending else connection.parser.next()
                 connection.has_more = words is not None

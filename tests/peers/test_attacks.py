@@ -95,7 +95,7 @@ def test_a_range_of_many_digits_holds_no_chunk(digits: int) -> None:
             with pytest.raises(redis.ResponseError, match="two places"):
                 client.execute_command("GETRANGE", name(0), *place)
         assert client.getrange(name(0), 0, 3) == b"LMCV"
-        chunks.await_leased(lambda count: count == 0)
+        assert chunks.await_leased(lambda count: count == 0)
 
 
 def test_a_pattern_that_would_take_for_ever_is_refused() -> None:
@@ -138,7 +138,7 @@ def test_nobody_is_forgotten_who_asked_while_too_much_was_leased() -> None:
     ):
         leaver = dial(server, 4096)
         leaver.sendall(get(0))
-        chunks.await_leased(lambda count: count == 1)
+        assert chunks.await_leased(lambda count: count == 1)
         holder.sendall(get(9))
         assert chunks.is_waiting.wait(10.0)
         other.sendall(get(1))  # with this it is too much
@@ -169,7 +169,6 @@ def test_who_asks_for_much_leaves_others_their_turn() -> None:
         reader.join(20.0)
         assert not reader.is_alive()
     assert chunks.order.index(chunk_key(1)) < 50
-    assert len(chunks.order) == 502
 
 
 def test_who_trickles_does_not_keep_others_from_what_he_holds() -> None:
@@ -189,7 +188,7 @@ def test_who_trickles_does_not_keep_others_from_what_he_holds() -> None:
             sock.sendall(get(0) * 8)
             thread.start()
         try:
-            chunks.await_leased(lambda count: count >= 2)
+            assert chunks.await_leased(lambda count: count >= 2)
             asker = stack.enter_context(dial(server))
             asker.sendall(get(1))
             assert read_value(asker, BIG.shard_bytes)
@@ -234,7 +233,7 @@ def test_a_server_that_stops_leaves_no_reader_waiting() -> None:
     with serving(chunks, ranks=[BIG_PARTS]) as server:
         slow = dial(server, 4096)
         slow.sendall(get(0) * 2)
-        chunks.await_leased(lambda count: count > 0)
+        assert chunks.await_leased(lambda count: count > 0)
     assert is_closed(slow)
     slow.close()
 

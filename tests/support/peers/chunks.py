@@ -52,10 +52,10 @@ class HeldChunks:
     def all_keys(self) -> list[bytes]:
         return list(self.data)
 
-    def await_leased(self, holds: Callable[[int], bool], seconds: float = 20.0) -> None:
-        """Until the number of leases is such."""
+    def await_leased(self, holds: Callable[[int], bool], seconds: float = 20.0) -> bool:
+        """Whether the number of leases is such within that time."""
         with self.lock:
-            assert self.lock.wait_for(lambda: holds(sum(self.leases.values())), seconds)
+            return self.lock.wait_for(lambda: holds(sum(self.leases.values())), seconds)
 
     @property
     def num_leased(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from lmcache_connector.storage.redis.connections import Servers
 
@@ -21,11 +22,8 @@ def watched_dials() -> Iterator[None]:
         ended(servers)
         _ENDED.set()
 
-    Servers._task_ended = note  # type: ignore[method-assign]
-    try:
+    with patch.object(Servers, "_task_ended", note):
         yield
-    finally:
-        Servers._task_ended = ended  # type: ignore[method-assign]
 
 
 def once_dialled(holds: Callable[[], bool]) -> None:
