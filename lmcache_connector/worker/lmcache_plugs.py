@@ -218,7 +218,13 @@ class BlockCopyConnector(GPUConnectorInterface):
         self._copy_out(transfer, [int(memory.ctypes.data)], memory)
 
     def _copy_out(self, transfer: RunTransfer, addresses: Sequence[int], owners: object) -> None:
-        copies = transfer.paged.copies(addresses, owners, transfer.block_ids, to_chunks=True)
+        copies = transfer.paged.copies(
+            addresses,
+            owners,
+            transfer.block_ids,
+            to_chunks=True,
+            skip_blocks=transfer.skip_blocks,
+        )
         transfer.num_bytes = self._copier.copy(copies, "d2h", transfer.fence)
 
     def _compare(self, memory_objs: list[MemoryObj], transfer: Comparison) -> None:
