@@ -257,6 +257,8 @@ def test_an_update_of_several_calls_is_read_at_its_end(is_whole: bool) -> None:
 
 
 def told_of_now(weights: LoadedWeights) -> WeightsInMemory:
+    """Once all reads have ended that were begun."""
+    assert weights._reads.submit(lambda: None).wait(30)
     told = weights.take()
     assert told is not None
     return told
