@@ -37,7 +37,10 @@ _READ_BYTES = 1 << 16
 _MAX_VECTORS = 256
 # Of answers that one client has not taken: small ones weigh more than their bytes.
 _MAX_PARTS = 4096
-# A client that takes less than that in ``stall_seconds`` is as good as silent.
+# To one client before others have their turn: small questions cost more than their bytes too.
+_MAX_ANSWERS = 64
+# A client that takes less than that in ``stall_seconds`` is as good as silent. While others wait
+# for what it leases, it has to take as much as may wait for it.
 _LEAST_BYTES = 64 << 10
 
 
@@ -68,6 +71,7 @@ class _Connection:
     has_asked: bool = False
     held: list[bytes] | None = None
     held_until: float = 0.0
+    has_more: bool = False  # maybe: whole commands that were not looked at yet
     is_ending: bool = False  # once everything is sent
 
 
@@ -88,6 +92,7 @@ class PeerServer:
         self._clock = clock
         self._connections: dict[socket.socket, _Connection] = {}
         self._leased_bytes = 0
+        self._has_held_up = False  # in this turn somebody was not answered, as too much is leased
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
         self._listener = _listening_socket(host, port)
@@ -130,6 +135,7 @@ class PeerServer:
 
     def _turn(self) -> None:
         was_full, was_woken = self._is_full, False
+        self._has_held_up = False
         for key, events in self._selector.select(self._seconds_to_look()):
             if key.fileobj is self._listener:
                 self._accept()
@@ -146,7 +152,7 @@ class PeerServer:
                 self._drop(connection)
             elif connection.held is not None and (was_woken or now >= connection.held_until):
                 self._attend(connection, 0)
-        if was_full and not self._is_full:
+        if (was_full or self._has_held_up) and not self._is_full:
             for connection in list(self._connections.values()):
                 self._attend(connection, 0)
         self._commands.tend()
@@ -193,8 +199,8 @@ class PeerServer:
                     connection.moved_at = self._clock()
                 connection.parser.feed(data)
             self._send(connection)
-            while self._answer_next(connection):
-                self._send(connection)
+            if self._answer_next(connection):
+                self._send(connection)  # what else it has asked for waits until others had a turn
             if connection.is_ending and not connection.unsent:
                 self._drop(connection)
             else:
@@ -211,11 +217,12 @@ class PeerServer:
     def _answer_next(self, connection: _Connection) -> bool:
         """Queue the answers to commands that are there and may be answered. False: none."""
         num_answered = 0
-        while self._may_answer(connection):
+        while num_answered < _MAX_ANSWERS and self._may_answer(connection):
             try:
                 words = connection.held
                 if words is None and not connection.is_ending:
                     words = connection.parser.next()
+                connection.has_more = words is not None
                 if words is None:
                     break
                 is_last = words[0].upper() == b"QUIT"
@@ -223,6 +230,7 @@ class PeerServer:
             except ProtocolError as error:
                 reply, is_last = Reply((f"-ERR {error}\r\n".encode(),)), True
             if reply.is_early and self._may_wait(connection, words):
+                connection.has_more = False
                 break
             connection.held = None
             connection.is_ending |= is_last
@@ -230,6 +238,8 @@ class PeerServer:
             num_answered += 1
         if num_answered:
             connection.has_asked, connection.moved_at = True, self._clock()
+            # Once there is room again, those have a turn first that have waited longer.
+            self._connections[connection.sock] = self._connections.pop(connection.sock)
         return num_answered > 0
 
     def _may_wait(self, connection: _Connection, words: list[bytes] | None) -> bool:
@@ -241,6 +251,7 @@ class PeerServer:
         return now < connection.held_until and not connection.parser.num_bytes
 
     def _may_answer(self, connection: _Connection) -> bool:
+        self._has_held_up |= self._is_full
         has_room = connection.unsent_bytes < self._limits.unsent_bytes
         return has_room and len(connection.unsent) < _MAX_PARTS and not self._is_full
 
@@ -261,7 +272,8 @@ class PeerServer:
             num_bytes = connection.sock.sendmsg(views)
             connection.unsent_bytes -= num_bytes
             connection.taken_bytes += num_bytes
-            if connection.taken_bytes >= _LEAST_BYTES or not connection.unsent_bytes:
+            least = self._limits.unsent_bytes if self._is_full else _LEAST_BYTES
+            if connection.taken_bytes >= least or not connection.unsent_bytes:
                 connection.moved_at, connection.taken_bytes = self._clock(), 0
             while num_bytes:
                 view, lease = connection.unsent[0]
@@ -276,8 +288,9 @@ class PeerServer:
         """For what can go on. A client that has said much is not heard before it is answered."""
         may_hear = connection.parser.num_bytes <= MAX_COMMAND_BYTES and not connection.is_ending
         may_hear &= self._may_answer(connection)
+        has_turn = connection.unsent or (connection.has_more and self._may_answer(connection))
         events = (selectors.EVENT_READ if may_hear else 0) | (
-            selectors.EVENT_WRITE if connection.unsent else 0
+            selectors.EVENT_WRITE if has_turn else 0
         )
         known = self._selector.get_map().get(connection.sock)
         if known is None:

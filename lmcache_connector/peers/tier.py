@@ -3,6 +3,7 @@ the same buffers, with the same checks of every byte."""
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -19,9 +20,12 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.connections import Servers
 from lmcache_connector.storage.redis.counters import Counters, TierCounts
+from lmcache_connector.storage.redis.read_queue import ValueRequest
 from lmcache_connector.storage.redis.tier import plan_values
 from lmcache_connector.storage.redis.topology import Node
 from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders
+
+logger = logging.getLogger(__name__)
 
 # To hear which peer holds what: on a network of today an answer takes a hundredth of it.
 _ASK_SECONDS = 0.1
@@ -50,7 +54,9 @@ class PeerTier:
         self._servers = Servers(config, topology, clock, random.random, kind="peer")
         shards = tuple(part.shards for part in geometries.parts)
         self._plan = plan_values(config, geometries, shards, Sealer(config.hash_key))
-        self._readers = ValueReaders(self._servers, self._plan, self._counters)
+        self._readers = ValueReaders(
+            self._servers, self._plan, self._counters, on_spoiled=self._distrust
+        )
         self._readers.start()
 
     def read(
@@ -93,6 +99,10 @@ class PeerTier:
             ranks = [stripe.shard * source.num_ranks // num_heads for stripe in values.stripes]
         nodes = {r: topology.admit(source.host, source.port + r) for r in dict.fromkeys(ranks)}
         return [nodes[rank] for rank in ranks]
+
+    def _distrust(self, request: ValueRequest, node: Node) -> None:
+        logger.warning("peer %s: sends values that are not what their names say", node)
+        self._topology.distrust(node)
 
     def _nodes(self, keys: Sequence[bytes], limit: Deadline) -> Sequence[Node]:
         """Where the leading chunks are, up to the first that nobody has."""

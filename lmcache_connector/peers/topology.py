@@ -14,6 +14,7 @@ from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
 
 _SECONDS_BETWEEN_LOOKS = 10.0
+_DISTRUST_SECONDS = 60.0
 MAX_PEERS = 1024
 _GUEST_SECONDS = 60.0
 _MAX_GUESTS = 256
@@ -40,6 +41,7 @@ class PeerTopology(Topology):
         self._greeting = greeting
         self.port_offset = port_offset
         self._own: set[Node] = set()
+        self._distrusted: dict[Node, float] = {}  # and until when
         self._endpoints: dict[Node, Endpoint] = {}
         self._admitting = threading.Lock()
         self._guests: dict[Node, tuple[Endpoint, float]] = {}  # and until when
@@ -81,7 +83,16 @@ class PeerTopology(Topology):
 
     def peers(self) -> tuple[Node, ...]:
         """Those that are configured."""
-        return tuple(node for node in self._endpoints if node not in self._own)
+        now = self._clock()
+        return tuple(
+            node
+            for node in self._endpoints
+            if node not in self._own and self._distrusted.get(node, now) <= now
+        )
+
+    def distrust(self, node: Node) -> None:
+        """It has sent what is not what it says: for a while it is no peer. From any thread."""
+        self._distrusted[node] = self._clock() + _DISTRUST_SECONDS
 
     def nodes(self) -> tuple[Node, ...]:
         now = self._clock()

@@ -193,7 +193,7 @@ class RedisTier:
         times = self._write_context.times
         return [times.popleft() for _ in range(len(times))]
 
-    def _found_spoiled(self, request: ValueRequest) -> None:
+    def _found_spoiled(self, request: ValueRequest, node: Node) -> None:
         self._notes.add_spoiled(request.expected.key)
         self._healer.add(Suspect(request.name, request.expected, request.sealer))
 

@@ -44,7 +44,7 @@ class ValueReaders:
         servers: Servers,
         plan: ValuePlan,
         counters: Counters,
-        on_spoiled: Callable[[ValueRequest], None] = lambda request: None,
+        on_spoiled: Callable[[ValueRequest, Node], None] = lambda request, node: None,
     ) -> None:
         self._servers = servers
         self._plan = plan

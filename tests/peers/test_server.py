@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -57,11 +57,13 @@ def name(index: int, layers: str = "0-4", head: int = 0) -> bytes:
     return chunk_tag("default", chunk_key(index)) + f":{layers}:{head}".encode()
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+class Clock:
+    """Of a server: its time passes when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 # -- who reads -----------------------------------------------------------------------------------
@@ -246,13 +248,13 @@ def test_who_takes_nothing_is_left_and_keeps_nothing(chunks: HeldChunks) -> None
     with serving(large, ranks=[parts], limits=limits) as server:
         slow = [dial(server, 4096) for _ in range(20)]
         for sock in slow:
-            sock.sendall(b"".join(get(i) for i in range(8)) * 2)
-        eventually(lambda: large.num_leased > 0)
+            sock.sendall(b"".join(get(i) for i in range(8)) * 2 + b"*1\r\n$4\r\nQUIT\r\n")
+        assert large.await_leased(lambda count: count > 0)
         assert large.num_leased <= 8 + 2
         quick = config(url(server), max_value_bytes=1 << 22, read_timeout_seconds=10.0)
         with open_tier(quick.url, big, max_value_bytes=1 << 22, read_timeout_seconds=10.0) as tier:
             assert get_all(tier, range(8), 20.0)[0] == [True] * 8  # once the slow ones are left
-        eventually(lambda: large.num_leased == 0)
+        assert large.await_leased(lambda count: count == 0)
         for sock in slow:
             assert is_closed(sock)
             sock.close()
@@ -262,23 +264,30 @@ def test_who_takes_a_trickle_is_left(chunks: HeldChunks) -> None:
     big = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)
     held = HeldChunks([])
     held.data = {chunk_key(0): chunk_data(0, big)}
-    limits = Limits(stall_seconds=0.5)
-    parts = PartGeometries((big,))
-    with serving(held, ranks=[parts], limits=limits) as server, dial(server, 4096) as sock:
+    parts, clock = PartGeometries((big,)), Clock()
+    with serving(held, ranks=[parts], clock=clock) as server, dial(server, 4096) as sock:
         sock.sendall(get(0) * 4)
-        eventually(lambda: held.num_leased > 0)
-        until = time.monotonic() + 10.0
-        with contextlib.suppress(ConnectionError):
-            while held.num_leased and time.monotonic() < until:
+        assert held.await_leased(lambda count: count > 0)
+        for _ in range(100):
+            with contextlib.suppress(ConnectionError):
                 sock.recv(100)
-                time.sleep(0.05)
+            clock.now += 1.0
+            if held.await_leased(lambda count: count == 0, 0.2):
+                break
         assert held.num_leased == 0
 
 
 def test_half_a_command_is_left(chunks: HeldChunks) -> None:
-    with serving(chunks, limits=Limits(stall_seconds=0.3)) as server, dial(server) as sock:
-        sock.sendall(get(0)[:-5])
-        assert is_closed(sock)
+    clock = Clock()
+    with serving(chunks, clock=clock) as server, dial(server) as sock:
+        sock.sendall(get(1) + get(0)[:-5])
+        sock.settimeout(0.2)
+        for _ in range(50):
+            with contextlib.suppress(TimeoutError):
+                if is_closed(sock):
+                    return
+            clock.now += 6.0
+        raise AssertionError("it waits for the rest for ever")
 
 
 def test_commands_are_answered_in_order_however_they_are_cut(server: PeerServer) -> None:

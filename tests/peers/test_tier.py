@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -23,6 +23,7 @@ from lmcache_connector.storage.redis.tier import ReadResult
 from lmcache_connector.storage.redis.topology import Node
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
+from tests.support.peers.dials import once_dialled
 from tests.support.redis.chunks import (
     GEOMETRY,
     PARTS,
@@ -71,13 +72,17 @@ def read(
 
 def read_once_connected(tier: PeerTier, indices: Sequence[int]) -> ReadResult:
     """Tries again while connections are made."""
-    for _ in range(50):
+    done: list[ReadResult] = []
+
+    def is_whole() -> bool:
         result, found = read(tier, indices)
+        done[:] = [result]
         if all(result.hits):
             assert found == [chunk_data(i) for i in indices]
-            return result
-        time.sleep(0.05)
-    return result
+        return all(result.hits)
+
+    once_dialled(is_whole)
+    return done[0]
 
 
 def test_one_peer() -> None:
@@ -96,13 +101,6 @@ def test_each_chunk_is_read_from_a_peer_that_has_it() -> None:
         tier = stack.enter_context(reading(at(*servers)))
         assert read_once_connected(tier, range(6)).hits == [True] * 6
         assert read(tier, [5, 9, 0])[0].hits[0]
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def silent_server() -> socket.socket:
@@ -127,7 +125,7 @@ def test_a_peer_in_trouble_delays_nobody(trouble: str) -> None:
         tier = stack.enter_context(reading(at(bad, good), read_timeout_seconds=0.3))
         assert read_once_connected(tier, range(4)).hits == [True] * 4
         if trouble != "itself":  # which is no server of the tier's at all
-            eventually(lambda: dict(tier.servers()).get(at(bad)[0]) is CircuitState.OPEN)
+            once_dialled(lambda: dict(tier.servers()).get(at(bad)[0]) is CircuitState.OPEN)
         assert read(tier, range(4))[0].hits == [True] * 4
         assert read(tier, [4])[0].hits == [False]  # other ranks have other heads
 
@@ -175,13 +173,14 @@ def test_a_name_that_stands_for_several() -> None:
 
 
 def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> list[bool]:
-    keys = [chunk_key(i) for i in indices]
-    for _ in range(50):
+    keys, found = [chunk_key(i) for i in indices], list[bool]()
+
+    def finds_any() -> bool:
         lookup.tend()
-        time.sleep(0.02)
-        found = lookup.exist(keys, time.monotonic() + seconds)
-        if any(found):
-            break
+        found[:] = lookup.exist(keys, time.monotonic() + seconds)
+        return any(found)
+
+    once_dialled(finds_any)
     return found
 
 
@@ -218,7 +217,7 @@ def test_a_silent_peer_is_left_out_and_then_left_alone() -> None:
     ):
         assert exist(lookup, [0, 1]) == [True, False]
         address = at(bad.getsockname()[1])[0]
-        eventually(lambda: dict(lookup.servers()).get(address) is CircuitState.OPEN)
+        once_dialled(lambda: dict(lookup.servers()).get(address) is CircuitState.OPEN)
         assert exist(lookup, [0, 1]) == [True, False]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +28,14 @@ class CountedLease:
     def release(self) -> None:
         with self.chunks.lock:
             self.chunks.leases[self.key] -= 1
+            self.chunks.lock.notify_all()
 
 
 class HeldChunks:
     """The chunks of ``indices``."""
 
     def __init__(self, indices: Sequence[int], parts: PartGeometries = PARTS) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         self.leases: Counter[bytes] = Counter()
         self.data = {chunk_key(i): chunk_data(i, parts.of(chunk_key(i))) for i in indices}
 
@@ -46,10 +47,16 @@ class HeldChunks:
             return None
         with self.lock:
             self.leases[key] += 1
+            self.lock.notify_all()
         return CountedLease(memoryview(self.data[key]), self, key)
 
     def all_keys(self) -> list[bytes]:
         return list(self.data)
+
+    def await_leased(self, holds: Callable[[int], bool], seconds: float = 20.0) -> bool:
+        """Whether the number of leases is such within that time."""
+        with self.lock:
+            return self.lock.wait_for(lambda: holds(sum(self.leases.values())), seconds)
 
     @property
     def num_leased(self) -> int:

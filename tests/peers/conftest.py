@@ -1,0 +1,15 @@
+"""Every dial is watched: nobody sleeps until it may have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.peers.dials import watched_dials
+
+
+@pytest.fixture(autouse=True)
+def _() -> Iterator[None]:
+    with watched_dials():
+        yield

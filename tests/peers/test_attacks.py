@@ -1,0 +1,307 @@
+"""Peers under attack, or out of luck: who serves serves the others, who reads has a miss."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+
+from lmcache_connector.peers.commands import Reply
+from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.storage.geometry import PartGeometries
+from tests.peers.test_server import dial, get, is_closed, name, url
+from tests.peers.test_tier import at, read, read_once_connected, reading
+from tests.support.peers.chunks import SECRET, CountedLease, HeldChunks, serving
+from tests.support.peers.dials import once_dialled
+from tests.support.redis.chunks import (
+    GEOMETRY,
+    PARTS,
+    chunk_data,
+    chunk_key,
+)
+
+BIG = replace(GEOMETRY, layer_widths=(1 << 16,) * 4)  # 8 MiB a chunk, half of it a value
+BIG_PARTS = PartGeometries((BIG,))
+
+
+def big_chunks(count: int) -> HeldChunks:
+    return HeldChunks(range(count), BIG_PARTS)
+
+
+def read_value(sock: socket.socket, num_bytes: int) -> bool:
+    """Whether so much comes in time."""
+    while num_bytes > 0:
+        try:
+            data = sock.recv(min(num_bytes, 1 << 20))
+        except TimeoutError:
+            return False
+        if not data:
+            return False
+        num_bytes -= len(data)
+    return True
+
+
+def cut_once(server: PeerServer, num_bytes: int) -> list[str]:
+    """The connection that has taken so much is cut, in the middle of whatever it is."""
+    send, cuts, left = server._send, list[str](), num_bytes
+
+    def cutting(connection: Any) -> None:
+        nonlocal left
+        if cuts or connection.unsent_bytes < left:
+            left -= connection.unsent_bytes
+            send(connection)
+            return
+        cuts.append("cut")
+        data = b"".join(view for view, _ in connection.unsent)
+        connection.sock.send(data[:left])
+        raise ConnectionResetError
+
+    server._send = cutting  # type: ignore[method-assign]
+    return cuts
+
+
+@contextmanager
+def lying(indices: Sequence[int]) -> Iterator[PeerServer]:
+    """Its values have the headers of what it should send, and other bytes."""
+    with serving(HeldChunks(indices)) as server:
+        queue = server._queue
+
+        def lie(connection: Any, reply: Reply) -> None:
+            if reply.lease is not None:
+                line, header, payload, end = reply.parts
+                reply = replace(reply, parts=(line, header, bytes(len(payload)), end))
+            queue(connection, reply)
+
+        server._queue = lie  # type: ignore[method-assign]
+        yield server
+
+
+# -- the server ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digits", [19, 5000])
+def test_a_range_of_many_digits_holds_no_chunk(digits: int) -> None:
+    """Python reads no number of more than 4300 digits."""
+    chunks = HeldChunks(range(2))
+    with serving(chunks) as server, redis.Redis.from_url(url(server), protocol=2) as client:
+        for place in (("0", "9" * digits), ("9" * digits, "0")):
+            with pytest.raises(redis.ResponseError, match="two places"):
+                client.execute_command("GETRANGE", name(0), *place)
+        assert client.getrange(name(0), 0, 3) == b"LMCV"
+        assert chunks.await_leased(lambda count: count == 0)
+
+
+def test_a_pattern_that_would_take_for_ever_is_refused() -> None:
+    with (
+        serving(HeldChunks(range(2))) as server,
+        redis.Redis.from_url(url(server, SECRET.decode()), protocol=2) as client,
+    ):
+        for pattern in ("*a*b*", "*" * 100, "*0*0*0*0x"):
+            with pytest.raises(redis.ResponseError, match="pattern"):
+                client.scan(match=pattern)
+        assert len(list(client.scan_iter("lmc:{*:*"))) == 8
+        assert list(client.scan_iter(r"lmc:{a\*b\*c\*d:*")) == []
+
+
+class GatedChunks(HeldChunks):
+    """Whoever asks for what is not here waits at a gate, and the server with it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(range(count), BIG_PARTS)
+        self.is_waiting, self.gate = threading.Event(), threading.Event()
+        self.order: list[bytes] = []
+
+    def lease(self, key: bytes) -> CountedLease | None:
+        self.order.append(key)
+        if key not in self.data:
+            self.is_waiting.set()
+            assert self.gate.wait(20.0)
+        return super().lease(key)
+
+
+def test_nobody_is_forgotten_who_asked_while_too_much_was_leased() -> None:
+    """In one turn it became too much, somebody was put off, and there was room again."""
+    chunks = GatedChunks(4)
+    limits = Limits(leased_bytes=12 << 20, stall_seconds=60.0)
+    with (
+        serving(chunks, ranks=[BIG_PARTS], limits=limits) as server,
+        dial(server, 4096) as other,
+        dial(server) as asker,
+        dial(server) as holder,
+    ):
+        leaver = dial(server, 4096)
+        leaver.sendall(get(0))
+        assert chunks.await_leased(lambda count: count == 1)
+        holder.sendall(get(9))
+        assert chunks.is_waiting.wait(10.0)
+        other.sendall(get(1))  # with this it is too much
+        asker.sendall(get(2))
+        leaver.close()
+        chunks.gate.set()
+        assert read_value(asker, BIG.shard_bytes)
+
+
+def test_who_asks_for_much_leaves_others_their_turn() -> None:
+    """As long as it takes what it gets, it could be served for ever."""
+    chunks = GatedChunks(2)
+    chunks.data = {chunk_key(i): chunk_data(i) for i in range(2)}
+    with (
+        serving(chunks, limits=Limits(unsent_bytes=1 << 14)) as server,
+        dial(server) as holder,
+        dial(server) as greedy,
+        dial(server) as modest,
+    ):
+        holder.sendall(get(9))
+        assert chunks.is_waiting.wait(10.0)
+        greedy.sendall(get(0) * 500)
+        modest.sendall(get(1))
+        reader = threading.Thread(target=read_value, args=(greedy, 500 * GEOMETRY.shard_bytes))
+        reader.start()
+        chunks.gate.set()
+        assert read_value(modest, GEOMETRY.shard_bytes)
+        reader.join(20.0)
+        assert not reader.is_alive()
+    assert chunks.order.index(chunk_key(1)) < 50
+
+
+def test_who_trickles_does_not_keep_others_from_what_he_holds() -> None:
+    """A little more than a silent one takes, and all that may be leased."""
+    chunks, is_over = big_chunks(8), threading.Event()
+    limits = Limits(stall_seconds=0.5, leased_bytes=16 << 20)
+
+    def trickle(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not is_over.wait(0.05) and sock.recv(40 << 10):
+                pass
+
+    with serving(chunks, ranks=[BIG_PARTS], limits=limits) as server, ExitStack() as stack:
+        slow = [stack.enter_context(dial(server, 4096)) for _ in range(2)]
+        threads = [threading.Thread(target=trickle, args=(sock,)) for sock in slow]
+        for sock, thread in zip(slow, threads, strict=True):
+            sock.sendall(get(0) * 8)
+            thread.start()
+        try:
+            assert chunks.await_leased(lambda count: count >= 2)
+            asker = stack.enter_context(dial(server))
+            asker.sendall(get(1))
+            assert read_value(asker, BIG.shard_bytes)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join(20.0)
+
+
+def test_hundreds_of_connections_displace_nobody_who_reads() -> None:
+    chunks = HeldChunks(range(2))
+    with (
+        serving(chunks, limits=Limits(num_clients=16)) as server,
+        redis.Redis.from_url(url(server), protocol=2) as client,
+        ExitStack() as stack,
+    ):
+        for number in range(400):
+            stack.enter_context(dial(server))
+            if number % 40 == 0:
+                assert client.get(name(0)) is not None
+        assert client.connection_pool._created_connections == 1
+
+
+def test_a_flood_of_commands_keeps_nobody_waiting() -> None:
+    chunks = HeldChunks(range(2))
+    flood = b"*1\r\n$4\r\nPING\r\n" * 20_000
+    with serving(chunks) as server, ExitStack() as stack:
+        floods = [stack.enter_context(dial(server)) for _ in range(8)]
+        threads = [threading.Thread(target=sock.sendall, args=(flood,)) for sock in floods]
+        for thread in threads:
+            thread.start()
+        asker = stack.enter_context(dial(server))
+        asker.sendall(get(1))
+        assert read_value(asker, GEOMETRY.shard_bytes)
+        for sock, thread in zip(floods, threads, strict=True):
+            assert read_value(sock, 20_000 * len("+PONG\r\n"))
+            thread.join(20.0)
+
+
+def test_a_server_that_stops_leaves_no_reader_waiting() -> None:
+    chunks = big_chunks(2)
+    with serving(chunks, ranks=[BIG_PARTS]) as server:
+        slow = dial(server, 4096)
+        slow.sendall(get(0) * 2)
+        assert chunks.await_leased(lambda count: count > 0)
+    assert is_closed(slow)
+    slow.close()
+
+
+# -- the reader ----------------------------------------------------------------------------------
+
+
+class EvictedChunks(HeldChunks):
+    """Some are evicted between the question and the read."""
+
+    evicted: frozenset[bytes] = frozenset()
+
+    def lease(self, key: bytes) -> CountedLease | None:
+        return None if key in self.evicted else super().lease(key)
+
+
+def test_what_is_evicted_after_it_was_found_is_a_miss() -> None:
+    held = EvictedChunks(range(4)), HeldChunks([])
+    held[0].evicted = frozenset([chunk_key(2)])
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(each)) for each in held]
+        tier = stack.enter_context(reading(at(*servers)))
+        read_once_connected(tier, range(2))
+        result, found = read(tier, range(4))
+        assert result.hits[:3] == [True, True, False]
+        assert found[:2] == [chunk_data(0), chunk_data(1)]
+        assert not result.cut_off
+        assert read_once_connected(tier, range(2)).hits == [True] * 2
+
+
+def test_half_a_value_and_then_nothing() -> None:
+    """What came whole counts, nothing behind it does, and the next connection is as good as new."""
+    with serving(HeldChunks(range(4))) as server, reading(at(server)) as tier:
+        assert read_once_connected(tier, range(4)).hits == [True] * 4
+        cuts = cut_once(server, int(2.5 * GEOMETRY.shard_bytes))
+        result, found = read(tier, range(4))
+        assert cuts == ["cut"]
+        assert not all(result.hits)
+        for i, is_hit in enumerate(result.hits):
+            assert not is_hit or found[i] == chunk_data(i)
+        assert read_once_connected(tier, range(4)).hits == [True] * 4
+
+
+def test_a_peer_that_sends_other_bytes_than_it_says_is_left_alone() -> None:
+    """A seal that does not fit: nobody reads from it for a while, and another one's count."""
+    with ExitStack() as stack:
+        liar = stack.enter_context(lying(range(4)))
+        good = stack.enter_context(serving(HeldChunks(range(3))))
+        tier = stack.enter_context(reading(at(liar, good)))
+        once_dialled(lambda: read(tier, range(4), 1.0)[0].hits[:3] == [True] * 3)
+        lied = tier.counts().misses["bad_checksum"]
+        assert lied > 0
+        for _ in range(5):
+            assert read(tier, range(4), 1.0)[0].hits[:3] == [True] * 3
+        assert tier.counts().misses["bad_checksum"] == lied
+
+
+def test_another_instance_at_the_same_port() -> None:
+    """Of other weights, so without what was there; then of another number of ranks."""
+    with ExitStack() as stack:
+        first = stack.enter_context(ExitStack())
+        server = first.enter_context(serving(HeldChunks(range(4))))
+        port = server.port
+        tier = stack.enter_context(reading(at(port), read_timeout_seconds=0.3))
+        assert read_once_connected(tier, range(4)).hits == [True] * 4
+        first.close()
+        with serving(HeldChunks(range(10, 14)), port=port):
+            assert read_once_connected(tier, range(10, 14)).hits == [True] * 4
+            assert read(tier, range(4))[0].hits == [False] * 4
+        with serving(HeldChunks(range(4)), port=port, ranks=[PARTS, PARTS]):
+            assert read(tier, range(4), 0.5)[0].hits == [False] * 4
