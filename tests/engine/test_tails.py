@@ -101,7 +101,7 @@ def test_what_follows_a_tail_is_stored(engine: VllmInstance, length: int) -> Non
 
 
 def test_by_redis(start: StartInstance, valkey: Server) -> None:
-    redis = kv_transfer(redis_url=valkey.url, lookup_deadline_seconds=10.0)
+    redis = kv_transfer(redis_url=valkey.url)
     with start(redis) as engine:
         for seed, length in enumerate((2, 300, 1000)):
             prompt = random_prompt(80 + seed, length)

@@ -306,7 +306,8 @@ def test_it_counts_for_models_nobody_has_read(model: Path, monkeypatch: pytest.M
     ours = dataclasses.replace(ModelRegistry.models["LlamaForCausalLM"], module_name="a_plugin")
     monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", ours)
     one = identity.configuration_digests(config, kv_cache(), [None])
-    assert {name for name in one if one[name] != plain[name]} == {"model_class", "model_config"}
+    changed = {name for name in one if one[name] != plain.get(name)}
+    assert changed == {"model_class", "model_code", "model_config"}
     config.model_config.max_model_len //= 2
     two = identity.configuration_digests(config, kv_cache(), [None])
     assert {name for name in two if two[name] != one[name]} == {"model_config"}
