@@ -17,14 +17,16 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PrefetchJob, StoreJob
+from lmcache_connector.worker.step_gate import StepGate
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
+    from lmcache_connector.worker.paged_part import PagedPart
 
 Job = LoadJob | StoreJob | PrefetchJob
 
@@ -37,6 +39,26 @@ _MAX_FENCE_SECONDS = 60.0
 """No forward pass takes longer."""
 _SLACK = 64
 """Entries of a heap that may be of jobs that have ended, beside as many as wait."""
+
+
+_OPEN_GATE = StepGate()  # which nobody closes
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """What a job is run with beside its plan.
+
+    ``gate``: what passes it of the copies out of the paged cache may be kept. ``parts``: the caches
+    of this job, where these are not the engine's own. ``may_begin``: asked on the lane; a job that
+    may not begin ends cancelled.
+    """
+
+    gate: StepGate = _OPEN_GATE
+    parts: Sequence[PagedPart] = ()
+    may_begin: Callable[[], bool] = lambda: True
+
+
+NO_CONTEXT = JobContext()
 
 
 @dataclass(slots=True)
@@ -53,6 +75,7 @@ class QueuedJob:
     submitted_at: float
     not_before: float
     fenced_at: float | None = None
+    context: JobContext = NO_CONTEXT
     cancelled: threading.Event = field(default_factory=threading.Event)
     reads_blocks: bool = True
     result: JobResult | None = None

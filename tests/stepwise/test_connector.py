@@ -15,7 +15,7 @@ from lmcache_connector.config import limits
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
-from lmcache_connector.stepwise.settings import read_settings
+from lmcache_connector.stepwise.tiers import read_settings
 from tests.support.engines.stepped_model import (
     BLOCK,
     VOCABULARY,

@@ -32,7 +32,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.worker import adapter
+from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.redis.servers import Server, running_valkey
@@ -229,7 +229,7 @@ def copier() -> Copier:
 
 @pytest.fixture(autouse=True)
 def _(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
-    monkeypatch.setattr(adapter, "make_copier", lambda device: copier)
+    monkeypatch.setattr(rank_tiers, "make_copier", lambda device: copier)
 
 
 @pytest.fixture(scope="module")
