@@ -211,7 +211,7 @@ def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(
 def written(engine: SteppedEngine, client: redis.Redis, namespace: str) -> set[bytes]:
     """Names of values, once nothing waits to be written."""
     assert engine.connector._paged is not None
-    tier = engine.connector._paged.tiers._tier
+    tier = engine.connector._paged.tiers._rank.redis
     assert tier is not None
     assert tier.flush(60.0)
     return set(client.keys(f"lmc:{{{namespace}:*-*"))
