@@ -24,8 +24,8 @@ import torch
 from blake3 import blake3
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lmcache_connector.config.strict import read_weights_label
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys

@@ -38,8 +38,7 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
 from lmcache_connector.worker.reconciler import Pace
-from lmcache_connector.worker.step_gate import StepGate
-from lmcache_connector.worker.waiting_jobs import JobContext, QueuedJob
+from lmcache_connector.worker.waiting_jobs import JobContext, QueuedJob, StepGate
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import torch
 
 from lmcache_connector.config import limits
 from lmcache_connector.copy_kv_blocks.copier import Fence
-from lmcache_connector.kv_layout.part_layout import PartLayout
+from lmcache_connector.kv_layout.topology import PartLayout
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.plans import (
@@ -43,8 +43,7 @@ from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
-from lmcache_connector.worker.step_gate import StepGate
-from lmcache_connector.worker.waiting_jobs import Job, JobContext, QueuedJob
+from lmcache_connector.worker.waiting_jobs import Job, JobContext, QueuedJob, StepGate
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.commands import Chunks

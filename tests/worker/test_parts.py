@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
-from lmcache_connector.kv_layout.part_layout import GroupLayers, PartLayout
-from lmcache_connector.kv_layout.topology import all_ranks
+from lmcache_connector.kv_layout.topology import GroupLayers, PartLayout, all_ranks
 from lmcache_connector.kv_parts.part import Part, Rule, part_key
 from lmcache_connector.plans import (
     AuditJob,

@@ -20,7 +20,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.worker import adapter, rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from lmcache_connector.worker.step_gate import StepGate
+from lmcache_connector.worker.waiting_jobs import StepGate
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 
