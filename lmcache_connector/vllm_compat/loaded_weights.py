@@ -184,13 +184,12 @@ class LoadedWeights:
     def _around_wake_up(
         self, call: Callable[[], Any], tags: list[str] | None = None, **__: Any
     ) -> Any:
-        wakes = tags is None or "weights" in tags
-        try:
-            return self._around(call)
-        finally:
-            if wakes and self._is_asleep:
-                self._is_asleep = False
-                self._read()
+        """If it raises, the memory may still be away."""
+        found = self._around(call)
+        if self._is_asleep and (tags is None or "weights" in tags):
+            self._is_asleep = False
+            self._read()
+        return found
 
     def _read(self, *, is_asked: bool = False) -> None:
         """Begin to read the weights as they are now, if they are there and nobody is changing them.

@@ -205,7 +205,10 @@ class JobQueue:
     def _work(self, waiting: _Waiting) -> None:
         while (queued := self._next(waiting)) is not None:
             result = self._execute(queued)
-            self._on_executed(queued.job)
+            try:
+                self._on_executed(queued.job)
+            except Exception:  # the lane lives on, and the job is reported
+                logger.exception("The end of a job of request %s", queued.job.request_id)
             with self._lock:
                 if self._brings(waiting):
                     self._brought.difference_update(queued.job.keys)

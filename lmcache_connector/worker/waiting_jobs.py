@@ -15,6 +15,7 @@ wants the chunk too, the others would only wait for that one.
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,6 +27,8 @@ from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PrefetchJob, S
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
     from lmcache_connector.worker.paged_part import PagedPart
+
+logger = logging.getLogger(__name__)
 
 Job = LoadJob | StoreJob | PrefetchJob
 
@@ -127,9 +130,15 @@ class QueuedJob:
         return self.fenced_at + seconds
 
     def look_at_fence(self, now: float) -> bool:
-        """Whether the load may begin, as far as forward passes go."""
-        if self.fenced_at is None and (self.fence is None or self.fence.query()):
+        """Whether the load may begin, as far as forward passes go. After one that has failed it
+        ends, cancelled."""
+        try:
+            if self.fenced_at is None and (self.fence is None or self.fence.query()):
+                self.fenced_at = now
+        except Exception:
+            logger.exception("A forward pass that a load waits for")
             self.fenced_at = now
+            self.cancelled.set()
         return self.fenced_at is not None
 
     @property
