@@ -104,7 +104,7 @@ def _parse(body: str) -> Iterator[Sample]:
         for family in text_string_to_metric_families(body):
             yield from family.samples
     except (ValueError, LookupError):
-        raise CliError("what this address answers are no metrics", "is it an engine?") from None
+        raise CliError("this address answers with no metrics", "is it an engine?") from None
 
 
 def summarize(snapshot: Snapshot) -> dict[str, Any]:

@@ -6,6 +6,7 @@ every problem and, for an unknown key, the nearest valid one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -43,6 +44,12 @@ def _is_address(text: str) -> str:
 
 def _is_host(text: str) -> str:
     Address(text, 1).check()
+    return text
+
+
+def _is_proxy(text: str) -> str:
+    if not re.fullmatch(r"http://[A-Za-z0-9.\-\[\]:]{1,260}", text):
+        raise ValueError("must be http://HOST:PORT, without a path")
     return text
 
 
@@ -132,7 +139,7 @@ class ConnectorConfig(StrictSettings):
     """Longest time a request waits until the instance it names has its KV."""
     lease_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """How long KV that another instance is to load is kept while nobody asks for it."""
-    router: Annotated[str, Field(pattern=r"^http://[A-Za-z0-9.\-\[\]:]{1,260}$")] | None = None
+    router: Annotated[str, AfterValidator(_is_proxy)] | None = None
     """Proxy to register with, ``http://HOST:PORT``, as long as this instance's ``/health`` answers
     (``LMCacheP2PConnector``)."""
     router_secret: Secret | None = None
