@@ -33,9 +33,9 @@ from lmcache_connector.plans import (
     StepPlan,
     StoreJob,
 )
-from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.requests.loaded_adapters import came_to_stay
 from lmcache_connector.storage.redis.counters import TierCounts
+from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import FixedWeights, LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
@@ -369,7 +369,7 @@ def _results(ended: Sequence[QueuedJob]) -> tuple[JobResult, ...]:
     return tuple(queued.result for queued in ended if queued.result is not None)
 
 
-def _was_computed_with(digest: str, names: Sequence[Reading[str]]) -> bool:
+def _was_computed_with(digest: str, names: Sequence[Task[str]]) -> bool:
     """vLLM may have read other files of an adapter than the scheduler side saw, or read them again
     since."""
     return all(name.wait(_ADAPTER_SECONDS) for name in names) and came_to_stay(
