@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from lmcache_connector.config.folders import user_cache_folder
+from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.connector_base import NO_PLAN, ConnectorBase, PlanMetadata
-from lmcache_connector.failures import FailureLog
+from lmcache_connector.errors import FailureLog
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.metrics.prometheus import ConnectorStats, TieredStats
 from lmcache_connector.metrics.table import METRICS
@@ -17,8 +17,12 @@ from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.scheduler.build import build_scheduler
 from lmcache_connector.scheduler.guard import SchedulerGuard, costs_hits
 from lmcache_connector.tracing.spans import make_spans
-from lmcache_connector.vllm_compat.api.hit_sources import hit_sources
-from lmcache_connector.vllm_compat.api.names import STANDING, KVConnectorRole, RequestStatus
+from lmcache_connector.vllm_compat.api.names import (
+    STANDING,
+    KVConnectorRole,
+    RequestStatus,
+    hit_sources,
+)
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
 from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import describe_model

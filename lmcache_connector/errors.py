@@ -1,6 +1,11 @@
-"""What a user can get wrong: each is one clear sentence, shown without a stack trace of ours."""
+"""What a user can get wrong, each one clear sentence without a stack trace of ours; and failures of
+our own code, which vLLM never sees."""
 
 from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
 
 
 class ConfigError(Exception):
@@ -12,3 +17,27 @@ class ConfigError(Exception):
 
 class UnsupportedError(ValueError):
     """This set-up of vLLM, its version or its model is not supported. Says what, and what to do."""
+
+
+logger = logging.getLogger(__name__)
+
+_EPISODE_SECONDS = 60.0
+"""Failures that follow each other sooner are one episode, and logged once."""
+
+
+class FailureLog:
+    """One line per episode, with the stack trace of its first failure."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failed_at = float("-inf")
+
+    def note(self, call: str, error: Exception) -> None:
+        """A call has raised."""
+        now = self._clock()
+        if now - self._failed_at > _EPISODE_SECONDS:
+            logger.error(
+                "LMCacheTieredConnector: %s failed. Requests in flight go on without the KV cache "
+                "tiers; please report this.", call, exc_info=error,
+            )  # fmt: skip
+        self._failed_at = now

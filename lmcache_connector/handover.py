@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lmcache_connector.config.p2p import parse_p2p_config
-from lmcache_connector.config.tiered import ConnectorConfig
+from lmcache_connector.config.tiered import ConnectorConfig, parse_p2p_config
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.peers.heartbeat import Heartbeat, Registration
 from lmcache_connector.vllm_compat.machines import engine_header, engine_index

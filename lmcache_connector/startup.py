@@ -47,7 +47,8 @@ def banner(
         f"compute_or_load {config.compute_or_load}",
     ]
     if self_test is not None:
-        store = self_test.num_bytes / self_test.store_seconds / 1e9
-        load = self_test.num_bytes / self_test.load_seconds / 1e9
+        gigabytes = self_test.num_bytes / 1e9
+        store = gigabytes / max(1e-9, self_test.store_seconds)  # the clock may be a coarse one
+        load = gigabytes / max(1e-9, self_test.load_seconds)
         parts.append(f"self-test passed (store {store:.1f} GB/s, load {load:.1f} GB/s)")
     return "LMCacheTieredConnector: " + ", ".join(parts)

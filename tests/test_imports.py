@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("audit", "cost_model", "kv_events", "storage/redis", "requests", "retention", "tracing"),
     ("storage", "storage/redis/client"),
     ("kv_parts", "weight_names"),
-    ("failures", "keys", "plans", "metrics", "net", "threads"),
+    ("keys", "plans", "metrics", "net", "threads"),
     ("vllm_compat/api",),
     ("errors",),
 )

@@ -18,9 +18,8 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import TypeAdapter, ValidationError
 
 from lmcache_connector.cli.report import UNREACHABLE, CliError
-from lmcache_connector.config.p2p import parse_p2p_config
 from lmcache_connector.config.strict import resolve_secret
-from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.config.tiered import ConnectorConfig, parse_config, parse_p2p_config
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.redis.admin import RedisAdmin, RedisAdminError
 from lmcache_connector.storage.redis.config import RedisTierConfig

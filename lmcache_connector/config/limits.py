@@ -1,10 +1,14 @@
-"""Limits that the system sets itself: no user can tune them from outside.
+"""Limits that the system sets itself, settings that are gone, and the folder for caches.
 
 They are read where they are used, not imported by name, so that a test can be more patient on a
 slow machine than the product is.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
 
 LOOKUP_WAIT_SECONDS = 0.001
 """One scheduling step waits for look-ups, of all requests together; 5 ms while no request runs."""
@@ -33,3 +37,10 @@ GONE = {
     "self_test": "no setting any more: every start tests itself, so leave it out",
 }
 """Settings that are refused, by what replaces them: see docs/upgrading.md."""
+
+
+def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """``$XDG_CACHE_HOME/lmcache-connector``, or the same below ``~/.cache``. It may not exist."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/")) / ".cache"
+    return root / "lmcache-connector"

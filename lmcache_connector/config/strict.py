@@ -1,4 +1,4 @@
-"""Strict settings, for every connector: nothing unknown, nothing converted, every problem at once.
+"""Strict settings, for every connector: nothing unknown, nothing converted, all problems at once.
 
 A model derives from :class:`StrictSettings`; :func:`parse` makes one of what a user wrote. Nothing
 here repeats a value: it may be a secret.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from lmcache_connector.errors import ConfigError
 
@@ -123,3 +124,49 @@ def _resolved(value: object) -> object:
 
 Secret = Annotated[SecretStr, BeforeValidator(_resolved)]
 """A setting that may be given as ``env:NAME`` or ``file:PATH``, and is never shown."""
+
+
+ModelDigest = Annotated[
+    str,
+    Field(min_length=1, max_length=256),
+    gone_value(
+        "sampled",
+        "leave model_digest out, which reads every byte once and remembers the digest",
+    ),
+]
+"""``full``, or a name of the user's for the weights."""
+
+
+_MAX_BYTES = 4096
+
+
+def read_weights_label(setting: str | None) -> str:
+    """The label now: ``setting`` itself, or what the file of ``file:PATH`` holds; "" without one.
+
+    White space around it does not count. Raises :class:`ConfigError` for what is no regular file,
+    cannot be read, is empty or holds more than 4,096 bytes.
+    """
+    kind, separator, name = (setting or "").partition(":")
+    if kind != "file" or not separator:
+        return (setting or "").strip()
+    try:
+        content = _read(name)
+        text = content.decode().strip()
+    except (OSError, ValueError) as error:  # ValueError: no text, or a path that no file can have
+        raise ConfigError(
+            f"the label of the weights cannot be read from {name!r}: {error}"
+        ) from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{name} holds more than {_MAX_BYTES} bytes, too many for a label")
+    if not text:
+        raise ConfigError(f"{name} holds no label")
+    return text
+
+
+def _read(name: str) -> bytes:
+    """Without waiting: this runs in the engine's step, and a FIFO has no content until somebody
+    writes to it."""
+    with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        return file.read(_MAX_BYTES + 1)

@@ -23,9 +23,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lmcache_connector.copy_kv_blocks.cuda_driver import CudaDriver
 from lmcache_connector.copy_kv_blocks.cuda_gather import RowCopyKernel
 from lmcache_connector.copy_kv_blocks.cuda_staging import (
+    CudaDriver,
     StagedCopy,
     Tile,
     covers_chunks,

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lmcache_connector.config.model_digest import ModelDigest
-from lmcache_connector.config.strict import StrictSettings
+from lmcache_connector.config.strict import ModelDigest, StrictSettings
 from lmcache_connector.config.tiered import HashKey, LoadDeadline, Namespace, RedisUrl, Timeout
 from lmcache_connector.storage.redis.config import RedisTierConfig
 

@@ -38,7 +38,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_connector.config import limits
-from lmcache_connector.config.folders import user_cache_folder
+from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.strict import parse
 from lmcache_connector.integrations.redis_blocks import RedisBlocks
 from lmcache_connector.integrations.settings import TierSettings

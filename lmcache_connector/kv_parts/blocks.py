@@ -1,14 +1,16 @@
-"""Which of a request's blocks hold which chunks of a part of the model.
+"""Which of a request's blocks hold which chunks of a part of the model, and which are in use.
 
 Blocks that a window has left behind are gone: in their place vLLM lists the null block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from lmcache_connector.kv_parts.part import Part
-from lmcache_connector.plans import BlockIds
+from lmcache_connector.plans import BlockIds, PartRun
 
 NULL_BLOCK = 0
 
@@ -41,3 +43,82 @@ def blocks_of(
 def are_there(blocks: BlockIds, num_blocks: int) -> bool:
     """Whether there are so many blocks in each group, and none of them is gone."""
     return all(len(ids) == num_blocks and NULL_BLOCK not in ids for ids in blocks)
+
+
+class BlocksInUse:
+    """Blocks that vLLM may hand out although a forward pass under way still uses them: what was
+    freed since the last few steps were planned. No later pass uses those.
+
+    With several batches under way vLLM frees the blocks of a request whose last passes have been
+    queued and have not ended. Its own passes come after those on the device. A load does not,
+    unless it waits.
+
+    ``num_batches`` steps are under way at once. Windows and states free blocks without a word: for
+    them, without ``is_told``, every block counts as in use.
+    """
+
+    def __init__(self, num_batches: int, *, is_told: bool) -> None:
+        self._is_told = is_told
+        # A pass planned before the last ``num_batches - 1`` plans has ended.
+        self._freed: deque[set[int]] = deque(maxlen=num_batches - 1)
+        self._freed.extend(set() for _ in range(num_batches - 1))
+        self._num_unknown = 0
+        self.changes = False
+        """Whether :meth:`next_step` makes a difference."""
+
+    def next_step(self) -> None:
+        """A step has been planned."""
+        self._freed.append(set())
+        self._num_unknown -= self._num_unknown > 0
+        self.changes = self._num_unknown > 0 or any(self._freed)
+
+    def freed(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """A request has ended; its blocks per KV cache group."""
+        if self._freed:
+            self._freed[-1].update(*block_ids)
+            self.changes = True
+
+    def freed_some(self) -> None:
+        """Requests were preempted, and it is not known which blocks they had."""
+        self._num_unknown = len(self._freed)
+        self.changes = self._num_unknown > 0
+
+    def includes_any(self, block_ids: Collection[int]) -> bool:
+        """Whether a pass under way may use one of these."""
+        if not self._freed:
+            return False
+        if not self._is_told or self._num_unknown:
+            return True
+        return not all(freed.isdisjoint(block_ids) for freed in self._freed)
+
+
+def only(run: PartRun, numbers: Sequence[int]) -> PartRun:
+    """The chunks with these numbers of a run that skips no blocks."""
+    return replace(
+        run,
+        keys=tuple(run.keys[i] for i in numbers),
+        chunks=tuple(run.chunks[i] for i in numbers),
+        block_ids=tuple(
+            _of_chunks(ids, len(ids) // len(run.keys), numbers) for ids in run.block_ids
+        ),
+        parents=(),
+    )
+
+
+def in_pieces(run: PartRun, size: int, blocks_per_chunk: int) -> Iterator[PartRun]:
+    """All of a run, ``size`` chunks at a time."""
+    for start in range(0, len(run.keys), size):
+        end = min(start + size, len(run.keys))
+        first, last = (max(0, i * blocks_per_chunk - run.skip_blocks) for i in (start, end))
+        yield replace(
+            run,
+            keys=run.keys[start:end],
+            chunks=run.chunks[start:end],
+            block_ids=tuple(ids[first:last] for ids in run.block_ids),
+            skip_blocks=run.skip_blocks if start == 0 else 0,
+            parents=(),
+        )
+
+
+def _of_chunks(ids: Sequence[int], per_chunk: int, numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(block for i in numbers for block in ids[i * per_chunk : (i + 1) * per_chunk])

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from lmcache_connector.net.keepalive import keep_alive
+from lmcache_connector.net.deadline import keep_alive
 from lmcache_connector.peers.commands import (
     MAX_COMMAND_BYTES,
     OK,

@@ -15,9 +15,9 @@ from lmcache_connector.audit.limits import NoiseGauge
 from lmcache_connector.audit.root_epochs import RootEpochs
 from lmcache_connector.audit.sampler import AuditSampler
 from lmcache_connector.config import limits
-from lmcache_connector.config.folders import user_cache_folder
+from lmcache_connector.config.limits import user_cache_folder
+from lmcache_connector.config.strict import read_weights_label
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
 from lmcache_connector.keys.kept_digests import KeptDigests

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.kv_events.log import BlockRun, KvEventSink
 from lmcache_connector.kv_events.vllm_events import describe_chunk
-from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
+from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import HitFinder

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_connector.failures import FailureLog
+from lmcache_connector.errors import FailureLog
 from lmcache_connector.plans import LoadJob, StepPlan
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from lmcache_connector.vllm_compat.short_loads import ShortLoad, compute_the_rest

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from lmcache_connector.cost_model.load_policy import LoadPolicy
-from lmcache_connector.kv_parts.blocks import blocks_between
-from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
+from lmcache_connector.kv_parts.blocks import BlocksInUse, blocks_between
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_load
 from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex

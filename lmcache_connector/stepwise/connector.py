@@ -26,8 +26,7 @@ from typing import Any
 
 from lmcache_connector.stepwise.model_input import ModelInput
 from lmcache_connector.stepwise.paged import KVCaches, PagedSequences
-from lmcache_connector.stepwise.settings import read_settings
-from lmcache_connector.stepwise.tiers import Counts
+from lmcache_connector.stepwise.tiers import Counts, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +41,26 @@ class LMCacheConnector:
     ``rank`` and ``local_rank``: of this process in its group, and on this host. ``config``: the
     keys of ``kv_connector_extra_config``, see the README. ``agree``: for ranks that hold parts of
     one model, and must restore alike: the element-wise least of what all ranks pass to it (an
-    ``all_reduce``). Without it, ranks are replicas and share what they store.
+    ``all_reduce``). Without it, ranks are replicas and share what they store. ``label``: your name
+    for the code of the model; change it with the code, which nothing else tells apart.
 
     Raises ``ConfigError`` with all that is wrong with it, or ``UnsupportedError`` for an LMCache
     that cannot be used. Memory is taken with the first ``recv``.
     """
 
     def __init__(
-        self, rank: int, local_rank: int, config: Mapping[str, Any], agree: Agree | None = None
+        self,
+        rank: int,
+        local_rank: int,
+        config: Mapping[str, Any],
+        agree: Agree | None = None,
+        label: str = "",
     ) -> None:
         self._rank = rank
         self._local_rank = local_rank
         self._config = read_settings(config)
         self._agree = agree
+        self._label = label
         self._model: Any = None
         self._paged: PagedSequences | None = None
         self._process = os.getpid()
@@ -140,7 +146,9 @@ class LMCacheConnector:
             raise ValueError("this connector is another process's: make one after the fork")
         if self._paged is None:
             place = self._rank if self._agree is not None else None
-            self._paged = PagedSequences(self._config, _ENGINE, place, model, kv_caches)
+            self._paged = PagedSequences(
+                self._config, _ENGINE, place, model, kv_caches, self._label
+            )
             self._model = model
             if self._local_rank == 0:
                 logger.info("LMCacheConnector: %s", self._paged.tiers)

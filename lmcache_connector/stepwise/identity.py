@@ -1,46 +1,54 @@
-"""What makes the KV of a module in memory its own, by subtraction.
+"""What makes the KV of a module in memory its own: the state of the model, not its code.
 
-The identity of a model is everything that is known of it: the classes it is made of and their code,
-its whole configuration, every byte of its weights as they are in memory, and the form of its KV.
-Files are not asked: a model in memory may be loaded in another dtype, merged with an adapter or
-trained further. The names of engines stand in the identity too, so what they store never mixes.
+The identity of a model is the classes that its modules are of, by name, and their plain attributes;
+its whole configuration; every byte of its weights as they are in memory; the form of its KV; and
+the name of the engine, so what engines store never mixes. Files are not asked: a model in memory
+may be loaded in another dtype, merged with an adapter or trained further. A model whose code is not
+its release's own is told apart by the ``label`` that its caller gives it.
+
+The state is read before every prompt, so it has to be quick. Neither the place of a tensor nor its
+version shows every write: fused optimizers, merges of adapters by ``.data`` and weights made in
+inference mode leave no trace in them. So some elements of each tensor are read as well.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from blake3 import blake3
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lmcache_connector.config.strict import read_weights_label
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.stepwise.module_code import code_of_class, code_of_functions, is_known
-from lmcache_connector.stepwise.module_state import (
-    ModuleShape,
-    TensorState,
-    all_tensors,
-    is_readable,
-)
 from lmcache_connector.vllm_compat.canonical import canonical
 from lmcache_connector.vllm_compat.excused import NOT_PART_OF_IDENTITY
 
 _ADAPTERS = "peft"
+_RELEASED = ("torch", "transformers", "builtins")
+_NUM_SAMPLES = 32
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
+# Training mode is asked for before every pass; the others change no KV.
+_NO_ATTRIBUTES = frozenset({"training", "name_or_path", "gradient_checkpointing"})
 
 
 class ModelIdentity:
-    """Names the KV of ``model``, and notices when it changes: its weights, its settings, its code.
+    """Names the KV of ``model``, and notices when its weights or settings change.
 
-    ``engine`` is the program that steps it, with its release; ``functions`` are those that it
-    chooses by a name in its configuration. Raises :class:`UnsupportedError` for a model that cannot
-    be told apart from others.
+    ``engine`` is the program that steps the model, with its release; ``label`` the caller's name
+    for the model's code; ``place`` tells ranks apart that hold parts of one model. Raises
+    :class:`UnsupportedError` for a model that cannot be told apart from others.
     """
 
     def __init__(
@@ -50,75 +58,62 @@ class ModelIdentity:
         form: KVForm,
         config: ConnectorConfig,
         place: object = None,
-        functions: Callable[[], Iterable[object]] = tuple,
+        label: str = "",
     ) -> None:
         self._model = model
         self._config = config
-        self._functions = functions
         self._module = model if isinstance(model, torch.nn.Module) else None
         self.root: dict[str, object] = {
             "namespace": config.namespace,
             "engine": engine,
             "form": asdict(form),
             "place": place,
+            "label": label,
         }
-        self._is_named = config.model_digest != "full"
-        self._named: object = None
+        self._tensors: TensorState | None = None
         self._weights = ""
-        self._seen: object = None
+        self._settings: object = None
         self._hasher: PrefixHasher | None = None
         self.version = 0
-        """Counts how often the model was another one."""
+        """How often the model has become another one, the first time included."""
 
     def refresh(self) -> bool:
-        """Look whether the model has changed since the last call; if its weights have, and at the
-        first call, read them all. Whether it has changed."""
-        is_first = self._hasher is None
-        state = TensorState.of(self._module) if self._module is not None else None
-        shape = ModuleShape.of(self._module) if self._module is not None else None
-        form = _configuration(getattr(self._model, "config", None))
-        functions = (*self._functions(), *(shape.functions() if shape else ()))
-        seen = (shape, form, functions, _float32_arithmetic())
-        # A name stands for the code as well, which is not read then.
-        named: object = (
-            (state, shape.members if shape else (), functions) if self._is_named else state
-        )
-        is_changed = named != self._named or seen != self._seen
-        if not (is_first or is_changed):
+        """Whether the model has changed since the last call. If its weights have, and at the first
+        call, all of them are read."""
+        is_first, module = self._hasher is None, self._module
+        tensors = TensorState.of(module) if module is not None else None
+        modules = _modules(module) if module is not None else {}
+        settings = (modules, _configuration(self._model), _float32_arithmetic())
+        if not is_first and tensors == self._tensors and settings == self._settings:
             return False
         weights = self._weights
-        if is_first or named != self._named:
+        if is_first or tensors != self._tensors:
             weights = self._name_of_weights(is_first)
-        self._hasher = self._make_hasher(weights, shape, form, functions)
-        self._weights, self._named, self._seen = weights, named, seen
+        root = self.root | {
+            "config": settings[1],
+            "classes": _class_names({kind for kind, _ in modules.values()}),
+            "values": {
+                name: {key: _text(value) for key, value in attributes.items()}
+                for name, (_, attributes) in modules.items()
+                if attributes
+            },
+            "arithmetic": settings[2],
+            "weights": weights,
+        }
+        config = self._config
+        self._hasher = PrefixHasher(root, config.chunk_size, config.hash_key_bytes)
+        self._weights, self._tensors, self._settings = weights, tensors, settings
         self.version += 1
         return not is_first
 
     def keys(self, cache_salt: str | None = None) -> RequestKeys:
-        """Chunk keys of a sequence, of the weights as they were at the last :meth:`refresh`."""
+        """Chunk keys of a sequence, of the model as it was at the last :meth:`refresh`."""
         assert self._hasher is not None
         label = read_weights_label(self._config.weights_label)
         return RequestKeys(self._hasher, RequestIdentity(cache_salt, weights=label))
 
-    def _make_hasher(
-        self,
-        weights: str,
-        shape: ModuleShape | None,
-        form: object,
-        functions: Iterable[object],
-    ) -> PrefixHasher:
-        root = self.root | {
-            "config": form,
-            "classes": _classes(set(shape.kinds.values()) if shape else set(), self._is_named),
-            "values": shape.values() if shape else {},
-            "code": [] if self._is_named else code_of_functions(functions),
-            "arithmetic": _float32_arithmetic(),
-            "weights": weights,
-        }
-        return PrefixHasher(root, self._config.chunk_size, self._config.hash_key_bytes)
-
     def _name_of_weights(self, is_first: bool) -> str:
-        if self._is_named:  # a name is about the weights at the start
+        if self._config.model_digest != "full":  # a name is about the weights at the start
             name = f"named:{self._config.model_digest}"
             return name if is_first else f"changed:{uuid.uuid4().hex}"
         if self._module is None:
@@ -129,33 +124,48 @@ class ModelIdentity:
         return f"memory:{weights_in_memory(self._module)}"
 
 
+@dataclass(frozen=True, slots=True)
+class TensorState:
+    """Of all parameters and buffers: name, place, version, dtype and shape, and a sample of their
+    bytes."""
+
+    places: tuple[tuple[object, ...], ...]
+    samples: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> TensorState:
+        places: list[tuple[object, ...]] = []
+        chosen: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for name, each in _leaves(_all_tensors(module)):
+            place = each.data_ptr() if _is_readable(each) else id(each)
+            version = 0 if each.is_inference() else each._version
+            places.append((name, place, version, each.dtype, each.shape))
+            if (sample := _sample(each)) is not None:
+                chosen.setdefault((each.device, sample.dtype), []).append(sample)
+        found = (torch.cat(each).cpu().numpy().tobytes() for each in chosen.values())
+        return cls(tuple(places), tuple(found))
+
+
 def weights_in_memory(module: torch.nn.Module) -> str:
     """Hexadecimal digest of all parameters and buffers by their names, types and bytes. Raises
     :class:`UnsupportedError` for those whose bytes are not here."""
     seen: dict[tuple[object, ...], str] = {}
     found = []
-    beside = {k: v for k, v in module.state_dict(keep_vars=True).items() if not _is_tensor(v)}
-    for name, tensor in (*all_tensors(module), *beside.items()):
-        if not _is_tensor(tensor) or not is_readable(tensor):
+    state = module.state_dict(keep_vars=True)
+    others = {name: each for name, each in state.items() if not isinstance(each, torch.Tensor)}
+    for name, tensor in (*_all_tensors(module), *others.items()):
+        if not isinstance(tensor, torch.Tensor) or not _is_readable(tensor):
             raise _unreadable(name)
         shape = list(tensor.shape)
         place = (tensor.data_ptr(), str(tensor.dtype), *shape, *tensor.stride())
         if place not in seen:
-            seen[place] = _digest(name, tensor)
+            try:
+                raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            except (RuntimeError, TypeError, NotImplementedError) as error:
+                raise _unreadable(name) from error
+            seen[place] = str(blake3(raw, max_threads=blake3.AUTO).hexdigest())
         found.append([name, str(tensor.dtype), shape, seen[place]])
     return str(blake3(canonical_bytes(sorted(found))).hexdigest())
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _digest(name: str, tensor: torch.Tensor) -> str:
-    try:
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise _unreadable(name) from error
-    return str(blake3(raw, max_threads=blake3.AUTO).hexdigest())
 
 
 def _unreadable(name: str) -> UnsupportedError:
@@ -164,32 +174,95 @@ def _unreadable(name: str) -> UnsupportedError:
     )
 
 
-def _configuration(config: object) -> Any:
-    excused = NOT_PART_OF_IDENTITY["PreTrainedConfig"]
+def _modules(module: torch.nn.Module) -> dict[str, tuple[type, Mapping[str, object]]]:
+    """Class of every module by the module's name, and those of its attributes that are plain values
+    or functions, as a ``forward`` that was set in the place of the class's own."""
+    return {
+        name: (
+            type(each),
+            {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in vars(each).items()
+                if key[0] != "_" and key not in _NO_ATTRIBUTES and _is_setting(value)
+            },
+        )
+        for name, each in module.named_modules()
+    }
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(each, _PLAIN) for each in value)
+    return isinstance(value, (*_PLAIN, *_FUNCTIONS))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, _FUNCTIONS):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value)
+
+
+def _class_names(kinds: Iterable[type]) -> list[str]:
+    """Sorted. Raises :class:`UnsupportedError` for adapters that are not merged."""
+    packages = {kind: kind.__module__.partition(".")[0] for kind in kinds}
+    if _ADAPTERS in packages.values():
+        raise UnsupportedError(
+            "Adapters of peft can be switched without a trace: merge them (merge_and_unload)."
+        )
+    # The module of a model's own code is named after the place where it lies.
+    return sorted(
+        f"{kind.__module__}.{kind.__qualname__}" if package in _RELEASED else kind.__qualname__
+        for kind, package in packages.items()
+    )
+
+
+def _configuration(model: object) -> Any:
+    ignored = NOT_PART_OF_IDENTITY["PreTrainedConfig"]
+    config = getattr(model, "config", None)
     try:
-        return canonical(config, "config", lambda owner, field: field in excused)
+        return canonical(config, "config", lambda owner, field: field in ignored)
     except UnsupportedError as error:
         raise UnsupportedError(f"The model's configuration is not plain data: {error}") from error
 
 
-def _classes(kinds: Iterable[type], is_named: bool) -> list[list[object]]:
-    """The classes that the model is made of, and digests of the code of those that run other than
-    torch's and transformers'."""
-    found: list[list[object]] = []
-    for kind in kinds:
-        if kind.__module__.partition(".")[0] == _ADAPTERS:
-            raise UnsupportedError(
-                "Adapters of peft can be switched without a trace: merge them (merge_and_unload)."
-            )
-        code = [] if is_named else code_of_class(kind)
-        # The module of a model's own code is named after the place where it lies.
-        name = f"{kind.__module__}.{kind.__qualname__}" if is_known(kind) else kind.__qualname__
-        found.append([name, code])
-    return sorted(found, key=canonical_bytes)
-
-
 def _float32_arithmetic() -> list[str]:
-    """Torch may round the factors of products to fewer bits than they have."""
+    """To how many bits torch rounds the factors of products."""
     matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     found = [each.fp32_precision for each in matmul]
     return ["ieee" if each == "none" else each for each in found]
+
+
+def _all_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name, those included that no file holds."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is bytes at a place of its own, and no wrapper of others."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta
+    return is_plain and not is_traceable_wrapper_subclass(tensor)
+
+
+def _leaves(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """With the parts of those that are made of others, as some quantized weights are."""
+    for name, each in tensors:
+        if is_traceable_wrapper_subclass(each):
+            parts = each.__tensor_flatten__()[0]
+            yield from _leaves((f"{name}.{part}", getattr(each, part)) for part in parts)
+        else:
+            yield name, each
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Up to :data:`_NUM_SAMPLES` elements of the tensor's memory, as integers."""
+    as_integer = _INTEGERS.get(tensor.element_size())
+    if as_integer is None or tensor.numel() == 0 or not _is_readable(tensor):
+        return None
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in sizes)
+    number = min(_NUM_SAMPLES, span)
+    step = span // number
+    step -= step > 1 and step % 2 == 0  # an odd step meets every column of a matrix
+    some = tensor.detach().as_strided((number,), (step,), tensor.storage_offset())
+    return some.view(as_integer)

@@ -1,8 +1,13 @@
-"""Sequences in a paged cache: what of them is restored, and what is stored."""
+"""Sequences in a paged cache: what of them is restored, and what is stored.
+
+That the first tokens of a sequence are in its blocks is what the caller says: it may have reused a
+block, or computed on top of what is not there. So a chunk is stored only if all of it, and all
+before it, was restored by ``recv`` or went through ``send`` with these blocks since.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +15,6 @@ import torch
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.keys.request_keys import RequestKeys
-from lmcache_connector.stepwise.block_witness import BlockWitness
 from lmcache_connector.stepwise.form import KVForm
 from lmcache_connector.stepwise.identity import ModelIdentity
 from lmcache_connector.stepwise.model_input import Row
@@ -31,8 +35,7 @@ class _Known:
 class PagedSequences:
     """The sequences in ``kv_caches``, as the connector's module describes them.
 
-    ``place`` tells ranks apart that hold parts of one model; ``functions`` are as
-    :class:`ModelIdentity` takes them. Raises ``UnsupportedError``,
+    ``place`` and ``label``: see :class:`ModelIdentity`. Raises ``UnsupportedError``,
     ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for what cannot be served.
     """
 
@@ -43,7 +46,7 @@ class PagedSequences:
         place: int | None,
         model: object,
         kv_caches: KVCaches,
-        functions: Callable[[], Iterable[object]] = tuple,
+        label: str = "",
     ) -> None:
         blocks = as_layers(kv_caches)
         form = KVForm.of(blocks)
@@ -51,7 +54,7 @@ class PagedSequences:
         self._config = config = config.fitted(_chunk_size(config, self._block_size), 1)
         self._part = form.part(blocks, config.chunk_size)
         self._per_chunk = config.chunk_size // self._block_size
-        self._identity = ModelIdentity(model, engine, form, config, place, functions)
+        self._identity = ModelIdentity(model, engine, form, config, place, label)
         self._witness = BlockWitness(self._block_size, config.chunk_size)
         self._sequences: dict[int, _Known] = {}
         self._identity.refresh()
@@ -220,3 +223,67 @@ def _chunk_size(config: ConnectorConfig, block_size: int) -> int:
             "out, or name a multiple"
         )
     return wanted
+
+
+Lineage = tuple[bytes, tuple[int, ...]]
+"""The key that the block's chunk is chained to, and the chunk's tokens up to the block's last one
+that is there."""
+
+
+class BlockWitness:
+    """``block_size`` divides ``chunk_size``, both in tokens. O(1) per block and step."""
+
+    def __init__(self, block_size: int, chunk_size: int) -> None:
+        self._block_size = block_size
+        self._chunk_size = chunk_size
+        self._lineages: dict[int, Lineage] = {}
+
+    def __len__(self) -> int:
+        """Blocks that something is known of."""
+        return len(self._lineages)
+
+    def begin(self, parents: Sequence[bytes], tokens: Sequence[int], blocks: Sequence[int]) -> bool:
+        """A step writes after ``tokens`` into ``blocks``: whether these begin with the KV of
+        exactly these tokens. What came after is forgotten. ``parents[c]``: what the key of chunk c
+        is chained to."""
+        wanted = list(self._of(parents, tokens, 0))
+        is_known = all(self._holds(blocks[index], lineage) for index, lineage in wanted)
+        first_written = len(tokens) // self._block_size
+        for block in blocks[first_written:]:
+            self._lineages.pop(block, None)
+        if is_known and len(tokens) % self._block_size:
+            index, lineage = wanted[-1]
+            self._lineages[blocks[index]] = lineage
+        return is_known
+
+    def learn(
+        self, parents: Sequence[bytes], tokens: Sequence[int], blocks: Sequence[int], start: int
+    ) -> None:
+        """The KV of ``tokens`` from number ``start`` on has come into ``blocks``, on top of what
+        :meth:`begin` has found there."""
+        for index, lineage in self._of(parents, tokens, start):
+            self._lineages[blocks[index]] = lineage
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Somebody else has written to these."""
+        for block in blocks:
+            self._lineages.pop(block, None)
+
+    def forget_all(self) -> None:
+        """Nothing that was computed until now counts any more."""
+        self._lineages.clear()
+
+    def _holds(self, block: int, lineage: Lineage) -> bool:
+        """Whether the block holds those tokens, and maybe more after them."""
+        parent, tokens = self._lineages.get(block, (b"", ()))
+        return parent == lineage[0] and tokens[: len(lineage[1])] == lineage[1]
+
+    def _of(
+        self, parents: Sequence[bytes], tokens: Sequence[int], start: int
+    ) -> Iterator[tuple[int, Lineage]]:
+        """Index and lineage of the blocks with tokens from ``start`` on."""
+        size = self._block_size
+        for index in range(start // size, -(-len(tokens) // size)):
+            chunk = index * size // self._chunk_size
+            inside = tuple(tokens[chunk * self._chunk_size : (index + 1) * size])
+            yield index, (parents[chunk], inside)

@@ -1,61 +1,69 @@
 """The tiers, for an engine that waits for its loads.
 
 The engine's thread looks chunks up, decides, and waits for a load, within its deadline. Stores run
-behind it. All of it is what vLLM's workers and scheduler use, but for the two sides and the plans
+behind it. All of it is what vLLM's workers and scheduler use, without the two sides and the plans
 between them: here both are one thread.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from lmcache_connector.config import limits
-from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.copy_kv_blocks.copier import make_copier
+from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.lookup.background_lookup import BackgroundLookup, Pending
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.plans import (
-    Calibration,
     JobResult,
     LoadJob,
-    Outcome,
     PartRun,
     PrefillWork,
     RankReport,
     StoreJob,
-    TransferTime,
 )
-from lmcache_connector.stepwise.unwritten_gate import UnwrittenGate
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.worker.forward_timer import ForwardTimer
-from lmcache_connector.worker.job_queue import JobQueue
-from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
+from lmcache_connector.vllm_compat.api.versions import check_lmcache
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
+from lmcache_connector.worker.rank_tiers import RankTiers
 from lmcache_connector.worker.reconciler import Pace
-from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
-from lmcache_connector.worker.self_test import SelfTestError, run_self_test
-from lmcache_connector.worker.waiting_jobs import QueuedJob
-
-if TYPE_CHECKING:
-    from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.worker.waiting_jobs import JobContext, QueuedJob, StepGate
 
 logger = logging.getLogger(__name__)
 
 _NUM_PROBE_CHUNKS = 8
-_FIRST_PROBE_SECONDS = 2.0
-# As long as vLLM's workers leave the cores to what follows a forward pass.
-_STORE_DELAY_SECONDS = 0.03
 _MIN_TIMED_TOKENS = 32
 _MAX_HOLD_SECONDS = 10.0
 """Nobody says that a forward pass has failed."""
+
+
+def read_settings(config: Mapping[str, Any]) -> ConnectorConfig:
+    """Of an engine without vLLM: the same keys, ``kv_connector_extra_config``. With an LMCache that
+    nobody has tested, nothing is shared with tested ones. Raises ``ConfigError`` with all that is
+    wrong, or ``UnsupportedError``."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"settings are a dict of kv_connector_extra_config, not {config!r:.60}")
+    settings, standing = parse_config(config), check_lmcache()
+    if settings.peer_listen is not None or settings.peers:
+        raise ConfigError("'peer_listen' and 'peers' are vLLM's connector's: share through Redis")
+    if not standing.unverified:
+        return settings
+    logger.warning(
+        "%s was not tested with this release: nothing is shared with instances of tested versions",
+        ", ".join(standing.unverified),
+    )
+    return settings.model_copy(update={"namespace": standing.namespace(settings.namespace)})
 
 
 class StuckCopyError(RuntimeError):
@@ -113,13 +121,19 @@ class Tiers:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._part = part
-        self._device = part.groups[0].device
         self.chunk_bytes = part.geometry.chunk_bytes
         self.counts = Counts(chunk_size=config.chunk_size)
-        self._copier = make_copier(self._device)
-        self._timer = ForwardTimer(self._copier.fence, clock)
-        self._tier = _redis_tier(config, part)
+        redis_config, geometries = config.redis_tier_config(), PartGeometries((part.geometry,))
+        redis, probe_keys = None, list[bytes]()
+        if redis_config is not None:
+            # Imported here: without a Redis tier its modules are not needed.
+            from lmcache_connector.storage.redis.lookup import RedisLookup
+            from lmcache_connector.storage.redis.tier import RedisTier
+
+            redis = RedisTier(redis_config, geometries)
+            if config.compute_or_load != "always":
+                hasher = PrefixHasher(probe_root, config.chunk_size, config.hash_key_bytes)
+                probe_keys = [hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS)]
         settings = EngineSettings(
             rank=0,
             world_size=1,
@@ -127,30 +141,21 @@ class Tiers:
             overrides=config.lmcache,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
         )
-        self._engine = LMCacheEngineAdapter(settings, [part], self._copier, self._tier)
+        self._rank = RankTiers(settings, [part], redis, probe_keys=probe_keys, clock=clock)
+        self._lookup: BackgroundLookup | None = None
+        if redis_config is not None:
+            lookup = RedisLookup(redis_config, [geometries])
+            self._lookup = BackgroundLookup(lookup, limits.LOOKUP_DEADLINE_SECONDS, clock)
         self._index = ChunkIndex(1)
-        self._lookup = _background_lookup(config, part, clock)
         self._policy = LoadPolicy(
             CostModel(clock, config.load_deadline_seconds, config.compute_or_load),
             config.chunk_size,
             [self.chunk_bytes],
             clock,
         )
-        self._probe = self._make_probe(probe_root)
-        try:
-            self._calibrate()
-        except SelfTestError:
-            self._engine.close(0.0)
-            raise
-        on_cpu = self._device.type == "cpu"
-        self._jobs = JobQueue(
-            self._run,
-            1 if self._tier is not None else 0,
-            clock,
-            _STORE_DELAY_SECONDS if on_cpu else 0.0,
-        )
-        self._parts_of_jobs: dict[int, PagedPart] = {}
-        self._gates: dict[int, UnwrittenGate] = {}
+        while self._rank.is_calibrating:
+            time.sleep(0.01)
+        self._policy.calibrate([self._rank.calibration()])
         self._last_job = 0
 
     def __str__(self) -> str:
@@ -178,7 +183,7 @@ class Tiers:
         end = held.index(False) if False in held else len(held)
         if end == 0:
             return None
-        self._engine.want([k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a])
+        self._rank.engine.want([k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a])
         decision = self._policy.decide(
             context_tokens, max(num_tokens, context_tokens + 1), wanted[:end], are_in_cpu[:end]
         )
@@ -206,7 +211,8 @@ class Tiers:
             after_job=max(stores),
         )
         self._policy.load_planned(job, plan.redis_keys)
-        self._submit(job, part)
+        rank = self._rank
+        rank.jobs.submit(job, rank.copier.fence(), JobContext(parts=(part,)))
         result = self._wait_for(job)
         self._policy.load_ended(job.job_id, [result])
         self._count(
@@ -219,15 +225,15 @@ class Tiers:
     def forward_begins(self, num_tokens: int, context_tokens: int) -> None:
         """Right before the forward pass, which computes so many tokens after so many."""
         is_worth_it = num_tokens >= _MIN_TIMED_TOKENS
-        self._hold_writes(self._clock() + _MAX_HOLD_SECONDS)
-        self._timer.start(PrefillWork(num_tokens, context_tokens, 0) if is_worth_it else None)
+        self._rank.hold_writes(self._clock() + _MAX_HOLD_SECONDS)
+        self._rank.timer.start(PrefillWork(num_tokens, context_tokens, 0) if is_worth_it else None)
 
     # -- after it ------------------------------------------------------------------------------
 
     def forward_ended(self) -> None:
         """Right after the forward pass was run or, on CUDA, queued."""
-        self._timer.stop()
-        self._hold_writes(self._clock())
+        self._rank.timer.stop()
+        self._rank.hold_writes(self._clock())
 
     def store(
         self, keys: Sequence[bytes], first: int, part: PagedPart, blocks: Sequence[int]
@@ -245,54 +251,25 @@ class Tiers:
             redis_keys=None if self._config.redis_admission == "all" else frozenset(),
         )
         self._index.plan(keys, job.job_id)
-        self._gates[job.job_id] = UnwrittenGate(part.groups[0].owners)
-        self._submit(job, part)
+        context = JobContext(UnwrittenGate(part.groups[0].owners), (part,))
+        self._rank.jobs.submit(job, self._rank.copier.fence(), context)
 
     def finish_stores(self) -> None:
         """Wait until all that is to be stored has been copied; what takes too long is dropped."""
-        self._jobs.finish_stores(self._config.load_deadline_seconds)
+        self._rank.jobs.finish_stores(self._config.load_deadline_seconds)
         self._learn()
 
     def close(self) -> None:
         """Bounded: queued writes to Redis get 5 s, and what is stored as much."""
         seconds = limits.SHUTDOWN_SECONDS
-        self._jobs.finish_stores(seconds)
+        self._rank.jobs.finish_stores(seconds)
         self._learn()
-        self._probe.close(seconds)
-        if not self._jobs.close(seconds):
-            logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
+        self._rank.stop(seconds)
         if self._lookup is not None:
             self._lookup.close()
-        self._engine.close(seconds)
-        self._copier.close()
+        self._rank.close(seconds)
 
     # -- jobs ----------------------------------------------------------------------------------
-
-    def _submit(self, job: LoadJob | StoreJob, part: PagedPart) -> None:
-        self._parts_of_jobs[job.job_id] = part
-        self._jobs.submit(job, self._copier.fence())
-
-    def _run(self, queued: QueuedJob) -> JobResult:
-        """On a lane's thread."""
-        started, job = self._clock(), queued.job
-        parts = [self._parts_of_jobs[job.job_id]]
-        if isinstance(job, StoreJob):
-            gate = self._gates[job.job_id]
-            moved = self._engine.store(job, queued.fence, queued.cancelled, gate, parts)
-        else:
-            assert isinstance(job, LoadJob)  # no request waits in a queue here
-            moved = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline, parts)
-        is_whole = moved.num_chunks == moved.num_keys
-        return JobResult(
-            job_id=job.job_id,
-            outcome=Outcome.DONE if is_whole else Outcome.MISSING,
-            num_chunks=moved.num_chunks,
-            num_bytes=moved.num_bytes,
-            redis_bytes=moved.redis_bytes,
-            seconds=self._clock() - started,
-            redis_seconds=moved.redis_seconds,
-            redis_failed=moved.redis_failed,
-        )
 
     def _wait_for(self, job: LoadJob) -> JobResult:
         until = self._clock() + job.deadline_seconds + limits.SHUTDOWN_SECONDS
@@ -302,17 +279,15 @@ class Tiers:
                     return ended.result
             left = until - self._clock()
             if left <= 0:
-                self._jobs.cancel([job.job_id])
+                self._rank.jobs.cancel([job.job_id])
                 raise StuckCopyError("a load of KV does not end; its memory must not be used")
-            self._jobs.wait_for_result(left)
+            self._rank.jobs.wait_for_result(left)
 
     def _settle(self) -> list[QueuedJob]:
         """Jobs that have ended since the last call."""
-        ended = self._jobs.take_ended()
-        self._index.apply(0, self._engine.take_events())
+        ended = self._rank.jobs.take_ended()
+        self._index.apply(0, self._rank.engine.take_events())
         for each in ended:
-            self._parts_of_jobs.pop(each.job.job_id, None)
-            self._gates.pop(each.job.job_id, None)
             if isinstance(each.job, StoreJob):
                 self._index.settle(each.job.keys, each.job.job_id)
                 self._count(stored_chunks=each.result.num_chunks if each.result else 0)
@@ -323,10 +298,11 @@ class Tiers:
     def _learn(self) -> None:
         """What jobs, forward passes and probes have told since the last call."""
         self._settle()
-        report = RankReport(0, (), (), forwards=self._timer.take(), redis=self._probe.take())
+        probe, timer = self._rank.probe, self._rank.timer
+        report = RankReport(0, (), (), forwards=timer.take(), redis=probe.take())
         self._policy.observe_reports([report])
         if self._policy.take_probe():
-            self._probe.request()
+            probe.request()
 
     def _ask_redis(
         self, keys: tuple[bytes, ...], are_in_cpu: list[bool], context_tokens: int, num_tokens: int
@@ -346,27 +322,6 @@ class Tiers:
             return frozenset()
         return answer.keys
 
-    def _make_probe(self, root: Mapping[str, object]) -> RedisProbe | NoProbe:
-        if self._tier is None or self._config.compute_or_load == "always":
-            return NoProbe()
-        size = self._config.chunk_size
-        hasher = PrefixHasher(root, size, self._config.hash_key_bytes)
-        keys = [hasher.root_key({"probe": i}) for i in range(_NUM_PROBE_CHUNKS)]
-        return RedisProbe(self._tier, keys, self._clock)
-
-    def _calibrate(self) -> None:
-        found = run_self_test(self._engine, [self._part], self._clock)
-        local = TransferTime(found.num_bytes, found.load_seconds) if found else None
-        until = self._clock() + _FIRST_PROBE_SECONDS
-        while self._probe.is_busy and self._clock() < until:
-            time.sleep(0.01)
-        self._policy.calibrate([Calibration(local, self._probe.first(_FIRST_PROBE_SECONDS))])
-
-    def _hold_writes(self, until: float) -> None:
-        """On CPU, the cores that write compute the model."""
-        if self._tier is not None and self._device.type == "cpu":
-            self._tier.hold_writes(until)
-
     def _count(self, **more: int) -> None:
         counts = self.counts
         self.counts = replace(
@@ -379,23 +334,19 @@ def _run_of(keys: Sequence[bytes], first: int, blocks: Sequence[int], skipped: i
     return PartRun(0, tuple(keys), chunks, (tuple(blocks),), skipped)
 
 
-def _redis_tier(config: ConnectorConfig, part: PagedPart) -> RedisTier | None:
-    tier_config = config.redis_tier_config()
-    if tier_config is None:
-        return None
-    # Imported here: without a Redis tier its modules are not needed.
-    from lmcache_connector.storage.redis.tier import RedisTier
+class UnwrittenGate(StepGate):
+    """What is copied of ``tensors`` passes if nobody has written to them since this was made, as
+    torch counts writes."""
 
-    return RedisTier(tier_config, PartGeometries((part.geometry,)))
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tuple(tensors)
+        self._writes = writes_of(tensors)
+
+    def passes(self, cancelled: threading.Event) -> bool:
+        return super().passes(cancelled) and self._writes == writes_of(self._tensors)
 
 
-def _background_lookup(
-    config: ConnectorConfig, part: PagedPart, clock: Callable[[], float]
-) -> BackgroundLookup | None:
-    tier_config = config.redis_tier_config()
-    if tier_config is None:
-        return None
-    from lmcache_connector.storage.redis.lookup import RedisLookup
-
-    redis = RedisLookup(tier_config, [PartGeometries((part.geometry,))])
-    return BackgroundLookup(redis, limits.LOOKUP_DEADLINE_SECONDS, clock)
+def writes_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """How often each was written to; those made in inference mode do not say."""
+    return [0 if each is None or each.is_inference() else each._version for each in tensors]

@@ -1,20 +1,33 @@
-"""The cache object of one sequence, and what is known of the tokens in it."""
+"""The cache object of one sequence, the tokens in it, and the forward passes that continue it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.request_keys import RequestKeys
-from lmcache_connector.stepwise.unwritten_gate import writes_of
+from lmcache_connector.stepwise.tiers import writes_of
 
-if TYPE_CHECKING:
-    from lmcache_connector.transformers.forward_call import ForwardCall
+# These say nothing of what KV is, or are checked below. Whatever else is asked for, as images,
+# embeddings or the attention of all tokens, has nothing to do with the tiers.
+_UNDERSTOOD = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "cache_position",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "return_dict",
+    }
+)
 
 
 class TieredCache(DynamicCache):
@@ -34,40 +47,24 @@ class TieredCache(DynamicCache):
         self.cache_salt = cache_salt
         self.running: ForwardCall | None = None
         """The forward pass that is under way with it."""
-        self.version = 0
-        """Of the model that its keys name."""
         self.keys: RequestKeys | None = None
-        """From its first pass on; see :meth:`begin`."""
-        self._passes_by = False
-        self._token_ids: list[int] = []
-        self._num_prompt_tokens = 0
-        self._num_kept = 0
+        """Of the sequence, from its first pass on."""
+        self.version = 0
+        """Of the model that the keys name."""
+        self.bypasses = False
+        """Whether it has nothing to do with the tiers any more."""
+        self.token_ids: list[int] = []
+        """Of the tokens whose KV is known to be here."""
+        self.num_prompt_tokens = 0
+        """Where tokens that came one by one begin: those are taken for generated."""
+        self.num_kept = 0
+        """Leading chunks that came from the tiers, or were given to them."""
         self._left: list[torch.Tensor] = []
         self._writes: list[int] = []
         self._leave()
 
     @property
-    def passes_by(self) -> bool:
-        """Whether it has nothing to do with the tiers any more."""
-        return self._passes_by
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Of the tokens whose KV is known to be here."""
-        return self._token_ids
-
-    @property
-    def num_kept(self) -> int:
-        """Leading chunks that came from the tiers, or were given to them."""
-        return self._num_kept
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Where tokens that came one by one begin: those are taken for generated."""
-        return self._num_prompt_tokens
-
-    @property
-    def is_as_left(self) -> bool:
+    def is_unmodified(self) -> bool:
         """Whether nobody else has written to the KV, or exchanged it."""
         now = self.tensors()
         return (
@@ -80,14 +77,6 @@ class TieredCache(DynamicCache):
         """K and V of each layer in turn, ``[1, heads, tokens, content]``."""
         return [half for layer in self.layers for half in (layer.keys, layer.values)]
 
-    def pass_by(self) -> None:
-        """What is computed from here on has nothing to do with the tiers."""
-        self._passes_by = True
-
-    def begin(self, keys: RequestKeys, version: int) -> None:
-        """``keys``: of the sequence, empty still. ``version``: of the model that they name."""
-        self.keys, self.version = keys, version
-
     def put(self, tensors: Sequence[torch.Tensor], token_ids: Sequence[int]) -> None:
         """``tensors``, as :meth:`tensors` gives them, take the place of what is here: the KV of the
         tokens known so far, and of ``token_ids`` after them."""
@@ -95,50 +84,46 @@ class TieredCache(DynamicCache):
             if not layer.is_initialized:
                 layer.update(keys[..., :0, :], values[..., :0, :])
             layer.keys, layer.values = keys, values
-        self._token_ids += token_ids
-        self._num_prompt_tokens = len(self._token_ids)
+        self.token_ids += token_ids
+        self.num_prompt_tokens = len(self.token_ids)
         self._leave()
 
     def computed(self, token_ids: Sequence[int]) -> None:
         """A forward pass has computed the KV of these, after what was there."""
-        self._token_ids += token_ids
+        self.token_ids += token_ids
         if len(token_ids) > 1:
-            self._num_prompt_tokens = len(self._token_ids)
+            self.num_prompt_tokens = len(self.token_ids)
         self._leave()
-
-    def kept(self, num_chunks: int) -> None:
-        """So many leading chunks need not be stored again."""
-        self._num_kept = num_chunks
 
     # -- what generate does to caches ----------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
         """As assisted decoding does with tokens that were not accepted."""
-        if not self.is_as_left:
-            self.pass_by()
+        if not self.is_unmodified:
+            self.bypasses = True
         super().crop(tokens_to_remove)
         left = self.get_seq_length()
-        del self._token_ids[left:]
-        self._num_prompt_tokens = min(self._num_prompt_tokens, left)
+        del self.token_ids[left:]
+        self.num_prompt_tokens = min(self.num_prompt_tokens, left)
         if self.keys is not None:
             self.keys.shorten(left)
-            self._num_kept = min(self._num_kept, len(self.keys.keys))
+            self.num_kept = min(self.num_kept, len(self.keys.keys))
         self._leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         """For another continuation, of the same tiers."""
-        is_as_left = self.is_as_left
+        is_unmodified = self.is_unmodified
         new = memo[id(self)] = copy.copy(self)
         for name, value in vars(self).items():
             setattr(new, name, value if name == "owner" else copy.deepcopy(value, memo))
         new._leave()
-        if not is_as_left:
-            new.pass_by()
+        if not is_unmodified:
+            new.bypasses = True
         return new
 
     def reset(self) -> None:
         super().reset()
-        self.pass_by()
+        self.bypasses = True
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise several_sequences()
@@ -161,3 +146,71 @@ def several_sequences() -> UnsupportedError:
         "A TieredCache holds one sequence: batches, beams and several returned sequences are not "
         "supported, so generate them one by one, each with a cache of its own."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """``token_ids`` are to be computed after those that the cache holds. ``num_read``: of how many
+    of the last ones the caller reads logits. ``is_checked``: whether the model was looked at right
+    before the pass."""
+
+    token_ids: tuple[int, ...]
+    num_read: int
+    is_checked: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], num_cached: int) -> ForwardCall | None:
+        """``None``: it asks for what the tiers know nothing of. ``arguments``: of ``forward``, by
+        name. Raises :class:`UnsupportedError` for batches, padding and positions of one's own."""
+        asked = {
+            name for name, value in arguments.items() if value is not None and value is not False
+        }
+        input_ids = arguments.get("input_ids")
+        if not isinstance(input_ids, torch.Tensor) or not asked <= _UNDERSTOOD:
+            return None
+        if arguments.get("use_cache") is False:
+            return None
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+            raise several_sequences()
+        number = input_ids.shape[1]
+        _check_mask(arguments.get("attention_mask"), num_cached + number)
+        places = torch.arange(num_cached, num_cached + number, device=input_ids.device)
+        for name in ("position_ids", "cache_position"):
+            given = arguments.get(name)
+            if given is not None and not torch.equal(given.reshape(-1).to(places), places):
+                raise UnsupportedError(
+                    f"This TieredCache holds {num_cached} tokens, and the pass does not continue "
+                    "there: take a new cache (new_cache()) for another prompt. Positions of your "
+                    f"own ({name}) are not supported."
+                )
+        kept = arguments.get("logits_to_keep")
+        num_read = kept if isinstance(kept, int) and 0 < kept <= number else number
+        return cls(tuple(input_ids[0].tolist()), num_read)
+
+
+def without_first(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The arguments of a pass that need not compute its first ``number`` tokens: masks are as long
+    as all tokens, those in the cache included."""
+    shorter = dict(arguments)
+    for name in ("input_ids", "position_ids", "cache_position"):
+        if shorter.get(name) is not None:
+            shorter[name] = shorter[name][..., number:]
+    return shorter
+
+
+def _check_mask(mask: Any, num_tokens: int) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (1, num_tokens):
+        raise UnsupportedError(
+            "A TieredCache needs a plain attention_mask, of one sequence and all its tokens."
+        )
+    if not bool(mask.all()):
+        raise UnsupportedError(
+            "A TieredCache holds no padding: pass every sequence by itself, without any."
+        )
+
+
+def by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name. ``names``: of the function's parameters, in order."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}

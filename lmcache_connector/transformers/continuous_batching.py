@@ -32,11 +32,9 @@ from lmcache_connector.config import limits
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.paged import PagedSequences
-from lmcache_connector.stepwise.settings import read_settings
-from lmcache_connector.stepwise.tiers import Counts
+from lmcache_connector.stepwise.tiers import Counts, read_settings
 from lmcache_connector.threads import computing_alone
-from lmcache_connector.transformers.alterations import Alterations
-from lmcache_connector.transformers.support import attention_functions, check_configuration
+from lmcache_connector.transformers.support import Alterations, check_configuration
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +55,15 @@ class _Place:
 class TieredBatching:
     """The tiers of one manager, which has not started yet, until :meth:`close`.
 
-    ``config``: the keys of ``kv_connector_extra_config``, see the README. Raises
-    ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or ``SelfTestError`` for what cannot be
-    served.
+    ``config``: the keys of ``kv_connector_extra_config``, see the README. ``label``: as
+    ``KVTiers`` takes it. Raises ``UnsupportedError``, ``ConfigError``, ``LayoutError`` or
+    ``SelfTestError`` for what cannot be served.
     """
 
     @computing_alone()  # another thread may generate, with all cores
-    def __init__(self, manager: ContinuousBatchingManager, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, manager: ContinuousBatchingManager, config: Mapping[str, Any], label: str = ""
+    ) -> None:
         model = manager.model
         check_configuration(model)
         if manager.is_running():
@@ -93,7 +93,7 @@ class TieredBatching:
             None,
             model,
             _layers(self._allocator),
-            lambda: attention_functions(model),
+            label,
         )
         self._alterations = Alterations(model)
         self._whole: dict[str, int] = {}

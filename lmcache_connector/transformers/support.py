@@ -1,19 +1,14 @@
-"""Which models of transformers can be served, and the form of their KV, found by a forward pass."""
+"""Which models of transformers can be served, the form of their KV, and what alters a pass."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from torch.nn.modules import module as torch_module
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from lmcache_connector.errors import UnsupportedError
@@ -21,6 +16,8 @@ from lmcache_connector.stepwise.form import KVForm
 from lmcache_connector.vllm_compat.excused import INDEPENDENT_ROPE_TYPES
 
 _NUM_EARLY = 8
+# Whose forward hooks change nothing: they look at outputs, or belong to tiers.
+_HARMLESS = ("transformers.", "lmcache_connector.")
 
 
 def check_configuration(model: PreTrainedModel) -> None:
@@ -53,12 +50,6 @@ def find_form(model: PreTrainedModel) -> KVForm:
     if any(map(_differ, _early(one), _early(other))):
         raise _unsupported(f"{type(model).__name__}, where KV follows from later tokens as well")
     return KVForm.of([half for layer in one.layers for half in (layer.keys, layer.values)])
-
-
-def attention_functions(model: PreTrainedModel) -> list[object]:
-    """What transformers finds by the name of the attention in the configuration."""
-    name = model.config._attn_implementation
-    return [each[name] for each in (AttentionInterface(), AttentionMaskInterface()) if name in each]
 
 
 def _compute(model: PreTrainedModel, last: int) -> DynamicCache:
@@ -110,3 +101,39 @@ def _unsupported(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"lmcache-connector does not support {what}: generate with transformers' own cache."
     )
+
+
+class Alterations:
+    """What makes ``model`` compute other KV than its configuration and weights say. Asked before
+    every forward pass, so it has to be quick."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._modules: list[torch.nn.Module] = []
+
+    def find(self, device: torch.device, *, looks_anew: bool) -> str:
+        """Why a pass on ``device`` computes other KV, or is read for more than its logits; empty
+        where it does not. ``looks_anew``: for modules that were exchanged as well."""
+        if looks_anew or not self._modules:
+            self._modules = list(self._model.modules())
+        config = self._model.config
+        if torch.is_autocast_enabled(device.type):
+            return "the model runs under autocast"
+        if config.output_hidden_states or config.output_attentions:
+            return "the configuration asks for hidden states or attentions"
+        if any(each.training for each in self._modules):
+            return "the model, or a part of it, is in training mode (model.eval() ends that)"
+        everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+        if any(_are_foreign(hooks.values()) for hooks in everywhere) or _are_foreign(self._hooks()):
+            return "the model has forward hooks of other code"
+        return ""
+
+    def _hooks(self) -> Iterator[Callable[..., object]]:
+        for each in self._modules:
+            if each._forward_hooks or each._forward_pre_hooks:
+                yield from each._forward_hooks.values()
+                yield from each._forward_pre_hooks.values()
+
+
+def _are_foreign(hooks: Iterable[Callable[..., object]]) -> bool:
+    return any(not str(getattr(hook, "__module__", "")).startswith(_HARMLESS) for hook in hooks)

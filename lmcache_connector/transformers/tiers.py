@@ -28,13 +28,21 @@ from transformers import PreTrainedModel
 
 from lmcache_connector.stepwise.form import as_blocks
 from lmcache_connector.stepwise.identity import ModelIdentity
-from lmcache_connector.stepwise.settings import read_settings
-from lmcache_connector.stepwise.tiers import Counts, LoadPlan, StuckCopyError, Tiers
+from lmcache_connector.stepwise.tiers import (
+    Counts,
+    LoadPlan,
+    StuckCopyError,
+    Tiers,
+    read_settings,
+)
 from lmcache_connector.threads import computing_alone
-from lmcache_connector.transformers.alterations import Alterations
-from lmcache_connector.transformers.cache import TieredCache
-from lmcache_connector.transformers.forward_call import ForwardCall, by_name, without_first
-from lmcache_connector.transformers.support import attention_functions, find_form
+from lmcache_connector.transformers.cache import (
+    ForwardCall,
+    TieredCache,
+    by_name,
+    without_first,
+)
+from lmcache_connector.transformers.support import Alterations, find_form
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +55,21 @@ class KVTiers:
     """The tiers of one model, until :meth:`close`.
 
     ``config`` and ``settings``, which override it: the keys of ``kv_connector_extra_config``, see
-    docs/settings.md. Reads all weights, and computes a few tokens. Several threads may generate at
-    once; in a process that was forked off, sequences pass the tiers by. Raises
-    ``UnsupportedError``, ``ConfigError`` or ``SelfTestError`` for what cannot be served.
+    docs/settings.md. ``label``: your name for the code of a model that is not transformers' own;
+    change it with the code, which nothing else tells apart. Reads all weights, and computes a few
+    tokens. Several threads may generate at once; in a process that was forked off, sequences bypass
+    the tiers. Raises ``UnsupportedError``, ``ConfigError`` or ``SelfTestError`` for what cannot be
+    served.
     """
 
     @computing_alone()  # another thread may generate, with all cores
     def __init__(
-        self, model: PreTrainedModel, config: Mapping[str, Any] | None = None, **settings: Any
+        self,
+        model: PreTrainedModel,
+        config: Mapping[str, Any] | None = None,
+        *,
+        label: str = "",
+        **settings: Any,
     ) -> None:
         if settings or config is None:
             config = {**(config or {}), **settings}
@@ -65,9 +80,7 @@ class KVTiers:
         self._process = os.getpid()
         self._lock = threading.RLock()
         engine = f"{_ENGINE} {version(_ENGINE)}"
-        self._identity = ModelIdentity(
-            model, engine, self._form, self._config, functions=lambda: attention_functions(model)
-        )
+        self._identity = ModelIdentity(model, engine, self._form, self._config, label=label)
         self._identity.refresh()
         self._alterations = Alterations(model)
         chunk = self._form.empty(self._config.chunk_size, self._device)
@@ -112,7 +125,7 @@ class KVTiers:
             raise ValueError("these KVTiers are closed: make others")
         cache = TieredCache(self._model.config, self, cache_salt)
         if self._config.require_cache_salt and not cache_salt:
-            cache.pass_by()
+            cache.bypasses = True
         return cache
 
     def finish_stores(self) -> None:
@@ -146,15 +159,15 @@ class KVTiers:
         if not isinstance(cache, TieredCache) or cache.owner is not self:
             return None
         cache.running = None  # a pass that failed has left it
-        if cache.passes_by:
+        if cache.bypasses:
             return None
         if not self._is_alive:
-            self._pass_by(cache, "it runs in a forked process, or KVTiers are closed")
+            self._bypass(cache, "it runs in a forked process, or KVTiers are closed")
             return None
         with self._lock:
             call = self._understood(cache, arguments)
             if isinstance(call, str):
-                self._pass_by(cache, call)
+                self._bypass(cache, call)
                 return None
             num_restored = self._restore(cache, call)
             cache.running = replace(call, token_ids=call.token_ids[num_restored:])
@@ -176,13 +189,13 @@ class KVTiers:
             if cache.get_seq_length() == len(cache.token_ids):
                 self._keep(cache, is_checked=call.is_checked)
             else:
-                self._pass_by(cache, _WRITTEN)
+                self._bypass(cache, _WRITTEN)
 
     def _understood(self, cache: TieredCache, arguments: Mapping[str, Any]) -> ForwardCall | str:
         """The tokens that the pass is to compute, or why its KV, or that in the cache, may be other
         than keys say."""
         num_cached = len(cache.token_ids)
-        if not cache.is_as_left or cache.get_seq_length() != num_cached:
+        if not cache.is_unmodified or cache.get_seq_length() != num_cached:
             return _WRITTEN
         call = ForwardCall.of(arguments, num_cached)
         if call is None:
@@ -206,11 +219,12 @@ class KVTiers:
         something is restored or stored."""
         self._identity.refresh()
         if not cache.token_ids:
-            cache.begin(self._identity.keys(cache.cache_salt), self._identity.version)
+            cache.keys = self._identity.keys(cache.cache_salt)
+            cache.version = self._identity.version
         return cache.version == self._identity.version and self._model.device == self._device
 
-    def _pass_by(self, cache: TieredCache, reason: str) -> None:
-        cache.pass_by()
+    def _bypass(self, cache: TieredCache, reason: str) -> None:
+        cache.bypasses = True
         if reason not in self._told:
             self._told.add(reason)
             logger.warning("A sequence is neither loaded nor stored from here on: %s", reason)
@@ -240,7 +254,7 @@ class KVTiers:
         number = end - num_cached
         cache.put([each[:, :, :end] for each in restored], call.token_ids[:number])
         if cache.num_kept >= plan.first:
-            cache.kept(end // size)
+            cache.num_kept = end // size
         return number
 
     def _load(self, plan: LoadPlan, restored: list[torch.Tensor]) -> int:
@@ -263,10 +277,10 @@ class KVTiers:
             return
         is_of_form = self._form.is_of(cache.tensors(), known, self._device)
         if not is_of_form or not (is_checked or self._is_same_model(cache)):
-            self._pass_by(cache, _CHANGED if is_of_form else _WRITTEN)
+            self._bypass(cache, _CHANGED if is_of_form else _WRITTEN)
             return
         cache.keys.extend(cache.token_ids)
         blocks = [as_blocks(each.detach(), size) for each in cache.tensors()]
         part = self._form.part(blocks, size)
         self._tiers.store(cache.keys.keys[first:end], first, part, range(first, end))
-        cache.kept(end)
+        cache.num_kept = end

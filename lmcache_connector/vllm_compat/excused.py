@@ -1,4 +1,4 @@
-"""Fields of vLLM's configuration that are no part of a model's identity, each with its reason.
+"""What of vLLM's configuration and environment is no part of a model's identity, with reasons.
 
 Everything else in vLLM's configuration is in every chunk key, so that a field nobody has thought of
 keeps instances apart rather than mixes their KV. To leave a field out, show that two engines which
@@ -9,7 +9,12 @@ say why here. By class, reason and fields. :data:`CONDITIONALLY_IGNORED` are lef
 
 from __future__ import annotations
 
-from lmcache_connector.requests.excuses import by_class, words
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+
+from lmcache_connector.requests.excuses import by_class, by_field, words
 
 _SUMS = "chooses a kernel: the same arithmetic, its sums in another order"
 _PLACE = "says where, or how fast, not what"
@@ -233,3 +238,109 @@ IN_TOKEN_ORDER = words(
     """
 )
 """Classes of vLLM's attention backends. The CPU's own order is found by trying it."""
+
+
+# Some of the other variables quantize weights, activations or what ranks send each other, or route
+# experts another way, and nothing in vLLM's configuration tells. So every variable that vLLM reads
+# and that is set is in every chunk key, unless it is listed here.
+# VLLM_DISABLE_SHARED_EXPERTS_STREAM: vLLM sets it on CPU.
+EXCUSED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
+    by_field(
+        {
+            "says where, or how fast, not what": (
+                "CMAKE_BUILD_TYPE CUDA_HOME CUDA_VISIBLE_DEVICES LD_LIBRARY_PATH LOCAL_RANK "
+                "MAX_JOBS MOONCAKE_ NVCC_THREADS VLLM_ASSETS_CACHE VLLM_BUILD_ VLLM_CACHE_ROOT "
+                "VLLM_CONFIG_ROOT VLLM_CPU_KVCACHE_SPACE VLLM_CPU_NUM_OF_RESERVED_CPU "
+                "VLLM_CPU_OMP_THREADS_BIND VLLM_CUDA VLLM_DEEPEP_ VLLM_DOCKER_BUILD_CONTEXT "
+                "VLLM_DP_ VLLM_EC_ VLLM_ELASTIC_EP_ VLLM_ENABLE_V1_MULTIPROCESSING "
+                "VLLM_ENGINE_READY_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS "
+                "VLLM_GPU_NIC_PCIE_MAPPING VLLM_HOST_IP VLLM_IMAGE_TAG "
+                "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_KV_ VLLM_LOOPBACK_IP VLLM_MOONCAKE_ "
+                "VLLM_MQ_ VLLM_MSGPACK_ VLLM_NCCL_ VLLM_NIC_SELECTION_VARS VLLM_NIXL_ "
+                "VLLM_OBJECT_STORAGE_ VLLM_P2P_ VLLM_PORT VLLM_PP_LAYER_PARTITION "
+                "VLLM_PROCESS_NAME_PREFIX VLLM_RAY_ VLLM_RINGBUFFER_ VLLM_RPC_ VLLM_RUST_ "
+                "VLLM_SERVER_DEV_MODE VLLM_SKIP_ VLLM_USE_MODELSCOPE VLLM_USE_PRECOMPILED "
+                "VLLM_USE_RAY_ VLLM_USE_RUST_ VLLM_USE_SPINLOOP_EXT VLLM_WEIGHT_OFFLOADING_ "
+                "VLLM_WORKER_ VLLM_WSL2_"
+            ),
+            "observes": (
+                "FORCE_COLOR NO_COLOR VERBOSE VLLM_CONFIGURE_LOGGING VLLM_CUSTOM_SCOPES_ "
+                "VLLM_DEBUG_ VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GC_DEBUG VLLM_LOG "
+                "VLLM_NO_USAGE_STATS VLLM_NVTX_ VLLM_TRACE_FUNCTION VLLM_USAGE_"
+            ),
+            "says who may ask for what, or with which credentials": (
+                "S3_ VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_RUNTIME_ VLLM_API_KEY"
+            ),
+            "inputs are named by what they hold": (
+                "VLLM_AUDIO_FETCH_TIMEOUT VLLM_HTTP_ VLLM_IMAGE_FETCH_TIMEOUT VLLM_MAX_ "
+                "VLLM_MEDIA_ VLLM_VIDEO_"
+            ),
+            "chooses a kernel: the same arithmetic, its sums in another order": (
+                "VLLM_COMPILE_ VLLM_DISABLE_COMPILE_CACHE VLLM_DISABLE_SHARED_EXPERTS_STREAM "
+                "VLLM_ENABLE_INDUCTOR_ VLLM_FORCE_AOT_LOAD VLLM_MULTI_STREAM_ "
+                "VLLM_SHARED_EXPERTS_STREAM_ VLLM_USE_AOT_COMPILE VLLM_USE_BREAKABLE_CUDAGRAPH "
+                "VLLM_USE_BYTECODE_HOOK VLLM_USE_FLASHINFER_SAMPLER VLLM_USE_MEGA_AOT_ARTIFACT "
+                "VLLM_USE_STANDALONE_COMPILE VLLM_USE_V2_MODEL_RUNNER"
+            ),
+        }
+    )
+)
+"""Beginning of the name -> reason."""
+
+
+# -- one form for all versions of vLLM: that of 0.32 -----------------------------------------------
+#
+# A field that a version adds, and that changes nothing at the value it has, would keep its
+# instances apart from those of other versions. The tables say which fields those are. A field in
+# neither table keeps versions apart until somebody has looked at it.
+
+
+ANY = object()
+"""Whatever the value: it has no part in what is computed."""
+
+# By class, or all that fit: fields that 0.32 does not have, and the values with which a version
+# that has them computes what one without them computes.
+OTHERS_HAVE: Mapping[str, Mapping[str, object]] = {
+    "AttentionConfig": {
+        "indexer_tp_shard_min_rows": 65536,
+        "minimax_m3_indexer_cp": False,
+        "trtllm_ragged_backend": "trtllm-gen",
+    },
+    "CacheConfig": {
+        "simple_cpu_offload_num_blocks": ANY,  # of another connector
+        "user_specified_mamba_block_size": False,
+    },
+    "KernelConfig": {"monokernel": False},
+    "MLAAttentionSpec": {"storage_block_size": None, "topk_buffer_width": None},
+    "VllmConfig": {"watchdog_config": ANY},  # when to dump stacks
+    "_ModelInfo": {"supports_kv_cache_grouping": False, "supports_lora": ANY},
+    "*Spec": {"is_draft": False},
+}
+# Fields of 0.32 that another version lacks, and what it computes as.
+OTHERS_LACK: Mapping[str, Mapping[str, object]] = {
+    "_ModelInfo": {"supports_hc_sp": False, "supports_mamba_prefix_caching": False},
+}
+
+
+def same_form(form: Any) -> Any:
+    """A canonical form as 0.32 would have it. Returns a new one."""
+    if isinstance(form, list):
+        return [same_form(each) for each in form]
+    if not isinstance(form, dict):
+        return form
+    inner = {name: same_form(each) for name, each in form.items()}
+    kind = form.get("is")
+    if not isinstance(kind, str) or not kind.startswith("vllm."):
+        return inner
+    name = kind.rpartition(".")[2]
+    kept = {field: each for field, each in inner.items() if not is_new(name, field, each)}
+    return {**OTHERS_LACK.get(name, {}), **kept}
+
+
+def is_new(class_name: str, field: str, value: object) -> bool:
+    """Whether 0.32 does not have the field, and at that value does the same without it."""
+    for pattern, fields in OTHERS_HAVE.items():
+        if field in fields and fnmatchcase(class_name, pattern):
+            neutral = fields[field]
+            return neutral is ANY or (type(neutral) is type(value) and neutral == value)
+    return False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.kv_layout.part_layout import PartLayout
+from lmcache_connector.kv_layout.topology import PartLayout
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.parts import block_size_of, find_parts

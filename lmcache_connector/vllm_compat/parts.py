@@ -14,8 +14,13 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from lmcache_connector.audit.compare import DECODERS, OPAQUE
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.kv_layout.part_layout import GroupLayers, PartLayout
-from lmcache_connector.kv_layout.topology import RankTopology, TopologyError, all_ranks
+from lmcache_connector.kv_layout.topology import (
+    GroupLayers,
+    PartLayout,
+    RankTopology,
+    TopologyError,
+    all_ranks,
+)
 from lmcache_connector.kv_parts.part import MAX_PARTS, Part, Rule
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing

@@ -19,41 +19,31 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_connector.config import limits
-from lmcache_connector.copy_kv_blocks.copier import Copier, Fence, make_copier
-from lmcache_connector.kv_layout.part_layout import PartLayout
+from lmcache_connector.copy_kv_blocks.copier import Fence
+from lmcache_connector.kv_layout.topology import PartLayout
 from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.plans import (
-    AuditJob,
     CacheEvent,
-    Calibration,
     JobResult,
     LoadJob,
-    Outcome,
-    PrefetchJob,
     RankReport,
     RankStart,
     StepOutput,
     StepPlan,
     StoreJob,
-    TransferTime,
 )
-from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.requests.loaded_adapters import came_to_stay
 from lmcache_connector.storage.redis.counters import TierCounts
+from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
 from lmcache_connector.vllm_compat.loaded_weights import FixedWeights, LoadedWeights
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads, NoLoraLoads
-from lmcache_connector.worker.forward_timer import ForwardTimer
-from lmcache_connector.worker.job_queue import JobQueue
-from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.metrics import RankSnapshot, WorkerMetrics
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.redis_probe import NoProbe, RedisProbe
-from lmcache_connector.worker.self_test import run_self_test
-from lmcache_connector.worker.step_gate import StepGate
-from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
+from lmcache_connector.worker.rank_tiers import RankTiers
+from lmcache_connector.worker.waiting_jobs import Job, JobContext, QueuedJob, StepGate
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.commands import Chunks
@@ -65,16 +55,11 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS = 0.005
 _ADAPTER_SECONDS = 2.0
-_FIRST_PROBE_SECONDS = 2.0
 _LET_GO_SECONDS = 5.0
-# After a forward pass on CPU, stores leave the cores to the sampling of its tokens for that long.
-# New prompts of 3,000 tokens were answered 2 to 3 % sooner.
-_STORE_DELAY_SECONDS = 0.03
 # Of the CPU tier, what KV transfers to other instances keep until it is read.
 _TRANSFER_SHARE = 1 / 4
 # After a forward pass on CPU, writes to Redis wait that long for the next one.
 _HOLD_SECONDS = 0.01
-_NUM_REDIS_LANES = 2
 _NO_NEWS: StepOutput[RankReport] = StepOutput()
 
 
@@ -121,38 +106,32 @@ class WorkerAdapter:
         self._weights = weights or FixedWeights()
         rank = settings.engine.rank
         parts = [PagedPart.from_kv_caches(part, rank, kv_caches) for part in settings.parts]
-        device = next(iter(kv_caches.values())).device
-        self._copier: Copier = make_copier(device)
-        on_cpu = self._copier.shares_cores
-        if on_cpu:
+        self._tiers = tiers = RankTiers(
+            settings.engine,
+            parts,
+            make_redis_tier() if make_redis_tier else None,
+            make_peers() if make_peers else None,
+            settings.probe_keys,
+            clock,
+            on_executed=self._executed,
+        )
+        if tiers.copier.shares_cores:
             ask_for_amx()  # the first forward pass may follow a hit of the whole prompt
-        self._timer = ForwardTimer(self._copier.fence, clock)
-        tier = self._tier = make_redis_tier() if make_redis_tier else None
-        # On CPU, the cores that write compute the model.
-        self._hold_writes = tier.hold_writes if tier is not None and on_cpu else _hold_nothing
-        self._peers = make_peers() if make_peers else None
-        self._engine = LMCacheEngineAdapter(settings.engine, parts, self._copier, tier, self._peers)
-        self._probe = _make_probe(tier, settings.probe_keys, clock)
-        self.self_test = run_self_test(self._engine, parts, clock)
+        self._copier, self._timer, self._probe = tiers.copier, tiers.timer, tiers.probe
+        self._tier, self._peers = tiers.redis, tiers.peers
+        self._engine, self._jobs = tiers.engine, tiers.jobs
+        self._hold_writes = tiers.hold_writes
+        self.self_test = tiers.self_test
         max_bytes = int(settings.engine.rank_gib * 2**30 * _TRANSFER_SHARE)
         chunks = self._engine.chunks
         self._transfers = Transfers(chunks, max_bytes, settings.lease_seconds, clock)
-        self._jobs = JobQueue(
-            self._run,
-            _NUM_REDIS_LANES if tier is not None or self._peers is not None else 0,
-            clock,
-            _STORE_DELAY_SECONDS if on_cpu else 0.0,
-            self._executed,
-        )
         self._metrics = WorkerMetrics(settings.engine.rank, self._snapshot, clock)
         self._gate = StepGate()
         self._before: Fence | None = None  # the end of all passes before the step's own
         self._ended: list[QueuedJob] = []  # and not reported
         self._is_outdated = False  # the plan: it names other weights than those in memory
-        self._adapter_names: dict[int, tuple[Reading[str], ...]] = {}  # of open stores
         self._idle = False
         self._is_start_told = False
-        self._probe_until = clock() + _FIRST_PROBE_SECONDS
         self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
 
     @property
@@ -287,84 +266,13 @@ class WorkerAdapter:
         """Bounded by 5 s (for the lanes, and again for writes to Redis)."""
         seconds = limits.SHUTDOWN_SECONDS
         self._gate.shut()
-        self._probe.close(seconds)
-        if not self._jobs.close(seconds):
-            logger.warning("A KV transfer did not stop within %.1f s; leaving it behind", seconds)
-        if self._peers is not None and not self._peers.close(seconds):
-            logger.warning("A read from a peer did not stop within %.1f s", seconds)
+        self._tiers.stop(seconds)
         if self._server is not None and not self._server.close(seconds):
             logger.warning("The peer server did not stop within %.1f s", seconds)
         self._transfers.close()
-        self._engine.close(seconds)
+        self._tiers.close(seconds)
         self._lora_loads.close()
         self._weights.close()
-        self._copier.close()
-
-    # -- jobs, on the lanes' threads -----------------------------------------------------------
-
-    def _run(self, queued: QueuedJob) -> JobResult:
-        started = self._clock()
-        job = queued.job
-        if isinstance(job, StoreJob) and not self._was_computed_with_its_adapter(job):
-            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
-        if isinstance(job, AuditJob):
-            return self._audit(queued, job)
-        if isinstance(job, PrefetchJob):
-            # What it has waited behind loads says nothing of Redis, which would look stalled.
-            transfer = self._engine.fetch(job, queued.cancelled, started + job.deadline_seconds)
-        elif isinstance(job, StoreJob):
-            transfer = self._engine.store(job, queued.fence, queued.cancelled, self._gate)
-        else:
-            transfer = self._engine.load(job, queued.fence, queued.cancelled, queued.deadline)
-        seconds = self._clock() - started
-        return JobResult(
-            job_id=job.job_id,
-            outcome=self._outcome(queued, transfer.num_chunks == transfer.num_keys),
-            num_chunks=transfer.num_chunks,
-            num_bytes=transfer.num_bytes,
-            redis_bytes=transfer.redis_bytes,
-            seconds=seconds,
-            redis_seconds=transfer.redis_seconds,
-            redis_failed=transfer.redis_failed,
-        )
-
-    def _was_computed_with_its_adapter(self, job: StoreJob) -> bool:
-        """vLLM may have read other files than the scheduler side saw, or read them again since."""
-        if job.adapter is None:
-            return True
-        names = self._adapter_names[job.job_id]
-        return all(name.wait(_ADAPTER_SECONDS) for name in names) and came_to_stay(
-            job.adapter.digest, [name.value for name in names]
-        )
-
-    def _audit(self, queued: QueuedJob, job: AuditJob) -> JobResult:
-        started = self._clock()
-        found = self._engine.compare(
-            job,
-            queued.fence,
-            queued.cancelled,
-            queued.deadline,
-            self._gate,
-            partial(self._jobs.has_read, queued),
-        )
-        return JobResult(
-            job_id=job.job_id,
-            outcome=self._outcome(queued, found.num_chunks == 1),
-            num_chunks=found.num_chunks,
-            num_bytes=0,
-            redis_bytes=found.redis_bytes,
-            seconds=self._clock() - started,
-            redis_seconds=found.redis_seconds,
-            redis_failed=found.redis_failed,
-            differences=found.differences,
-        )
-
-    def _outcome(self, queued: QueuedJob, is_whole: bool) -> Outcome:
-        if is_whole:
-            return Outcome.DONE
-        if queued.cancelled.is_set():
-            return Outcome.CANCELLED
-        return Outcome.DEADLINE if self._clock() >= queued.deadline else Outcome.MISSING
 
     # -- details -------------------------------------------------------------------------------
 
@@ -372,15 +280,17 @@ class WorkerAdapter:
         if self._is_outdated:
             self._jobs.refuse((job,))
             return
-        if isinstance(job, StoreJob) and job.adapter is not None:
-            names = self._lora_loads.names_of(job.adapter.number)
-            if not names:
-                self._jobs.refuse((job,))
-                return
-            self._adapter_names[job.job_id] = names
+        context = JobContext(self._gate)
         if isinstance(job, StoreJob):
+            if (adapter := job.adapter) is not None:
+                names = self._lora_loads.names_of(adapter.number)
+                if not names:
+                    self._jobs.refuse((job,))
+                    return
+                was_right = partial(_was_computed_with, adapter.digest, names)
+                context = JobContext(self._gate, may_begin=was_right)
             self._transfers.store_begins(job.job_id)
-        self._jobs.submit(job, fence)
+        self._jobs.submit(job, fence, context)
 
     def _executed(self, job: Job) -> None:
         """On a lane's thread."""
@@ -412,8 +322,6 @@ class WorkerAdapter:
         start = self._start()
         forwards, redis = self._timer.take(), self._probe.take()
         self._count(ended, events)
-        for queued in ended:
-            self._adapter_names.pop(queued.job.job_id, None)
         weights, adapters = self._weights.take(), self._lora_loads.take()
         if not (ended or events or forwards or redis or written or adapters or weights or start):
             return None
@@ -431,17 +339,13 @@ class WorkerAdapter:
 
     def _start(self) -> RankStart | None:
         """What was found out at start: once, when Redis has been measured or was too slow."""
-        if self._is_start_told or (self._probe.is_busy and self._clock() < self._probe_until):
+        if self._is_start_told or self._tiers.is_calibrating:
             return None
         self._is_start_told = True
-        local = None
-        if self.self_test is not None:
-            local = TransferTime(self.self_test.num_bytes, self.self_test.load_seconds)
-        calibration = Calibration(local, self._probe.first(_FIRST_PROBE_SECONDS))
         rank, parts = self._settings.engine.rank, self._settings.parts
         return RankStart(
             self._settings.configuration,
-            calibration,
+            self._tiers.calibration(),
             layer_widths=tuple(part.geometries[rank].layer_widths for part in parts),
             formats=parts[0].formats,
         )
@@ -471,11 +375,9 @@ def _results(ended: Sequence[QueuedJob]) -> tuple[JobResult, ...]:
     return tuple(queued.result for queued in ended if queued.result is not None)
 
 
-def _hold_nothing(until: float) -> None:
-    """No writes to Redis compete with the forward pass."""
-
-
-def _make_probe(
-    tier: RedisTier | None, keys: tuple[bytes, ...], clock: Callable[[], float]
-) -> RedisProbe | NoProbe:
-    return RedisProbe(tier, keys, clock) if tier is not None and keys else NoProbe()
+def _was_computed_with(digest: str, names: Sequence[Task[str]]) -> bool:
+    """vLLM may have read other files of an adapter than the scheduler side saw, or read them again
+    since."""
+    return all(name.wait(_ADAPTER_SECONDS) for name in names) and came_to_stay(
+        digest, [name.value for name in names]
+    )

@@ -28,7 +28,7 @@ from lmcache_connector.startup import banner
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Sealer
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.vllm_compat.api.sleep_mode import may_sleep_unseen
+from lmcache_connector.vllm_compat.api.names import may_sleep_unseen
 from lmcache_connector.vllm_compat.identity import fingerprint
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, worker_on_stack
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads

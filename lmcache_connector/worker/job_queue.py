@@ -34,7 +34,14 @@ from typing import TYPE_CHECKING
 
 from lmcache_connector.plans import AuditJob, JobResult, LoadJob, Outcome, PrefetchJob, StoreJob
 from lmcache_connector.threads import start_thread
-from lmcache_connector.worker.waiting_jobs import Job, QueuedJob, WaitingLoads, WaitingStores
+from lmcache_connector.worker.waiting_jobs import (
+    NO_CONTEXT,
+    Job,
+    JobContext,
+    QueuedJob,
+    WaitingLoads,
+    WaitingStores,
+)
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
@@ -90,11 +97,11 @@ class JobQueue:
 
     # -- the engine's step thread --------------------------------------------------------------
 
-    def submit(self, job: Job, fence: Fence | None) -> None:
+    def submit(self, job: Job, fence: Fence | None, context: JobContext = NO_CONTEXT) -> None:
         """``fence`` orders the copy after the compute submitted so far."""
         now = self._clock()
         waits = fence is not None and isinstance(job, LoadJob)
-        queued = QueuedJob(job, fence, now, now, None if waits else now)
+        queued = QueuedJob(job, fence, now, now, None if waits else now, context)
         with self._lock:
             if isinstance(job, StoreJob):
                 queued.not_before += 0.0 if job.is_awaited else self._store_delay
@@ -198,7 +205,10 @@ class JobQueue:
     def _work(self, waiting: _Waiting) -> None:
         while (queued := self._next(waiting)) is not None:
             result = self._execute(queued)
-            self._on_executed(queued.job)
+            try:
+                self._on_executed(queued.job)
+            except Exception:  # the lane lives on, and the job is reported
+                logger.exception("The end of a job of request %s", queued.job.request_id)
             with self._lock:
                 if self._brings(waiting):
                     self._brought.difference_update(queued.job.keys)

@@ -28,7 +28,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.kv_parts.run_cuts import in_pieces, only
+from lmcache_connector.kv_parts.blocks import in_pieces, only
 from lmcache_connector.plans import (
     AuditJob,
     CacheEvent,
@@ -67,7 +67,7 @@ from lmcache_connector.worker.paged_part import PagedPart
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
     from lmcache_connector.storage.redis.tier import RedisTier
-    from lmcache_connector.worker.step_gate import StepGate
+    from lmcache_connector.worker.waiting_jobs import StepGate
 
 _JOBS_BETWEEN_DRAINS = 256
 # Of the CPU tier, what a load takes at once: loads run on three lanes, and what waits to be written

@@ -29,7 +29,7 @@ from lmcache_connector.plans import BlockIds, LayerDifference
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.step_gate import StepGate
+from lmcache_connector.worker.waiting_jobs import StepGate
 
 UNIT_BYTES = 4096
 """LMCache's memory comes in pages of that size."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyError
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
-from lmcache_connector.kv_layout.part_layout import PartLayout
+from lmcache_connector.kv_layout.topology import PartLayout
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import BlockIds
 from lmcache_connector.storage.geometry import ChunkGeometry

@@ -18,7 +18,7 @@ from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.plans import LoadJob, PartRun, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.step_gate import StepGate
+from lmcache_connector.worker.waiting_jobs import StepGate
 
 _KEY = b"\0" * 31 + b"\1"  # no BLAKE3 output anyone will meet
 _DEADLINE_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""Jobs that no lane has begun yet, and which of them is next (pure).
+"""Jobs that no lane has begun yet, which of them is next, and what they are run with.
 
 ::
 
@@ -15,9 +15,10 @@ wants the chunk too, the others would only wait for that one.
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ from lmcache_connector.plans import AuditJob, JobResult, LoadJob, PrefetchJob, S
 
 if TYPE_CHECKING:
     from lmcache_connector.copy_kv_blocks.copier import Fence
+    from lmcache_connector.worker.paged_part import PagedPart
+
+logger = logging.getLogger(__name__)
 
 Job = LoadJob | StoreJob | PrefetchJob
 
@@ -37,6 +41,62 @@ _MAX_FENCE_SECONDS = 60.0
 """No forward pass takes longer."""
 _SLACK = 64
 """Entries of a heap that may be of jobs that have ended, beside as many as wait."""
+
+
+class StepGate:
+    """Open while a step is under way, from when its plan has said which blocks it overwrites.
+
+    Blocks change only in a step whose plan names them. A copy that ends while the gate is open has
+    read nothing of the kind. One that ends between two steps may have: where reused blocks are
+    zeroed, vLLM's model runner V2 does that before it hands over the plan. So it waits for the
+    plan, which cancels it if it names its blocks.
+    """
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self._is_shut = False
+
+    def open(self) -> None:
+        """The plan's cancellations are made."""
+        if not self._open.is_set():
+            self._open.set()
+
+    def close(self) -> None:
+        """The step has ended."""
+        if not self._is_shut:
+            self._open.clear()
+
+    def shut(self) -> None:
+        """There will be no further plan: what has not passed is lost."""
+        self._is_shut = True
+        self._open.set()
+
+    def passes(self, cancelled: threading.Event) -> bool:
+        """Whether what was copied until now may be kept. Waits for the next step at most."""
+        was_open = self._open.is_set()
+        self._open.wait()
+        return not cancelled.is_set() and (was_open or not self._is_shut)
+
+
+_OPEN_GATE = StepGate()  # which nobody closes
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """What a job is run with beside its plan.
+
+    ``gate``: what passes it of the copies out of the paged cache may be kept. ``parts``: the caches
+    of this job, where these are not the engine's own. ``may_begin``: asked on the lane; a job that
+    may not begin ends cancelled.
+    """
+
+    gate: StepGate = _OPEN_GATE
+    parts: Sequence[PagedPart] = ()
+    may_begin: Callable[[], bool] = lambda: True
+
+
+NO_CONTEXT = JobContext()
 
 
 @dataclass(slots=True)
@@ -53,6 +113,7 @@ class QueuedJob:
     submitted_at: float
     not_before: float
     fenced_at: float | None = None
+    context: JobContext = NO_CONTEXT
     cancelled: threading.Event = field(default_factory=threading.Event)
     reads_blocks: bool = True
     result: JobResult | None = None
@@ -69,9 +130,15 @@ class QueuedJob:
         return self.fenced_at + seconds
 
     def look_at_fence(self, now: float) -> bool:
-        """Whether the load may begin, as far as forward passes go."""
-        if self.fenced_at is None and (self.fence is None or self.fence.query()):
+        """Whether the load may begin, as far as forward passes go. After one that has failed it
+        ends, cancelled."""
+        try:
+            if self.fenced_at is None and (self.fence is None or self.fence.query()):
+                self.fenced_at = now
+        except Exception:
+            logger.exception("A forward pass that a load waits for")
             self.fenced_at = now
+            self.cancelled.set()
         return self.fenced_at is not None
 
     @property

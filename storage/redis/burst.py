@@ -29,7 +29,7 @@ from lmcache_connector.storage.redis.client.resp import (
 )
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.counters import Counters, WriteEnd
-from lmcache_connector.storage.redis.recent_keys import RecentKeys
+from lmcache_connector.storage.redis.healer import RecentKeys
 from lmcache_connector.storage.redis.value_names import chunk_tag, claim_suffix, stripe_suffix
 from lmcache_connector.storage.redis.write_queue import PendingWrite
 

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from lmcache_connector.storage.chunk_codec import (
     HEADER_BYTES,
@@ -33,7 +34,6 @@ from lmcache_connector.storage.redis.client.dial import (
     is_wrong_type,
 )
 from lmcache_connector.storage.redis.connections import Servers
-from lmcache_connector.storage.redis.recent_keys import RecentKeys
 from lmcache_connector.storage.redis.topology import Node
 
 logger = logging.getLogger(__name__)
@@ -144,3 +144,31 @@ def _remove(suspect: Suspect, client: Client) -> bool:
         with contextlib.suppress(WatchError):
             return bool(pipe.execute() == [1])
     return False
+
+
+_T = TypeVar("_T")
+
+
+class RecentKeys(Generic[_T]):
+    """A bounded map of chunk keys that forgets the oldest. Thread-safe."""
+
+    def __init__(self, max_size: int) -> None:
+        self._values: dict[bytes, _T] = {}
+        self._max_size = max_size
+        self._lock = threading.Lock()
+
+    def add(self, key: bytes, value: _T) -> _T:
+        """Keep ``value``, unless there is one for ``key`` already. The one that is kept."""
+        with self._lock:
+            kept = self._values.setdefault(key, value)
+            if len(self._values) > self._max_size:
+                del self._values[next(iter(self._values))]
+            return kept
+
+    def pop(self, key: bytes) -> _T | None:
+        with self._lock:
+            return self._values.pop(key, None)
+
+    def pop_oldest(self) -> _T | None:
+        with self._lock:
+            return self._values.pop(next(iter(self._values))) if self._values else None

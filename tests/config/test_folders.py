@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.config.folders import user_cache_folder
+from lmcache_connector.config.limits import user_cache_folder
 
 
 @pytest.mark.parametrize(

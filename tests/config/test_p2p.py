@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.config.p2p import _GONE, parse_p2p_config
+from lmcache_connector.config.tiered import _GONE, parse_p2p_config
 from lmcache_connector.errors import ConfigError
 
 KEY = "a key of enough bytes"

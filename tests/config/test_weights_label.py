@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_connector.config.strict import read_weights_label
 from lmcache_connector.config.tiered import parse_config
-from lmcache_connector.config.weights_label import read_weights_label
 from lmcache_connector.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmcache_connector.copy_kv_blocks.cuda_driver import CudaDriver, CudaError
+from lmcache_connector.copy_kv_blocks.cuda_staging import CudaDriver, CudaError
 
 STREAM = 0x7FFF_1234_5678_9ABC
 LIBRARY = """

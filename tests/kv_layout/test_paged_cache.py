@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from lmcache_connector.copy_kv_blocks.plan import Move, plan_copy
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
-from lmcache_connector.kv_layout.overlap import Box, find_overlap, spans
-from lmcache_connector.kv_layout.paged_cache import LayerSpec, LayoutError, PagedLayout
+from lmcache_connector.kv_layout.paged_cache import (
+    Box,
+    LayerSpec,
+    LayoutError,
+    PagedLayout,
+    find_overlap,
+    spans,
+)
 from lmcache_connector.storage.geometry import ChunkGeometry
 from tests.support.doubles.copy_reference import LAYOUTS, paged
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_connector.kv_parts.blocks_in_use import BlocksInUse
+from lmcache_connector.kv_parts.blocks import BlocksInUse
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3])

@@ -15,7 +15,7 @@ from lmcache_connector.config import limits
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.stepwise.connector import LMCacheConnector
 from lmcache_connector.stepwise.model_input import ModelInput
-from lmcache_connector.stepwise.settings import read_settings
+from lmcache_connector.stepwise.tiers import read_settings
 from tests.support.engines.stepped_model import (
     BLOCK,
     VOCABULARY,
@@ -211,7 +211,7 @@ def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(
 def written(engine: SteppedEngine, client: redis.Redis, namespace: str) -> set[bytes]:
     """Names of values, once nothing waits to be written."""
     assert engine.connector._paged is not None
-    tier = engine.connector._paged.tiers._tier
+    tier = engine.connector._paged.tiers._rank.redis
     assert tier is not None
     assert tier.flush(60.0)
     return set(client.keys(f"lmc:{{{namespace}:*-*"))

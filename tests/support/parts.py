@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmcache_connector.kv_layout.part_layout import GroupLayers, PartLayout
-from lmcache_connector.kv_layout.topology import all_ranks
+from lmcache_connector.kv_layout.topology import GroupLayers, PartLayout, all_ranks
 from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.storage.geometry import ChunkGeometry
 

@@ -213,9 +213,8 @@ def test_writes_go_on_after_a_pass_that_failed(
     llama: Any, valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are held while a pass computes, and this one never says that it has ended."""
-    settings = "lmcache_connector.stepwise.tiers"
-    monkeypatch.setattr(f"{settings}._MAX_HOLD_SECONDS", 0.1, raising=False)
-    monkeypatch.setattr(f"{settings}._STORE_DELAY_SECONDS", 60.0)
+    monkeypatch.setattr("lmcache_connector.stepwise.tiers._MAX_HOLD_SECONDS", 0.1)
+    monkeypatch.setattr("lmcache_connector.worker.rank_tiers._STORE_DELAY_SECONDS", 60.0)
     wrong, client = prompt(19, 100), valkey.client()
     wrong[0, 50] = 10**6  # no such token
     with KVTiers(llama, SMALL | {"redis_url": valkey.url, "namespace": "failed"}) as tiers:

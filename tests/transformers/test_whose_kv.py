@@ -131,19 +131,6 @@ def test_weights_made_in_inference_mode_are_read_too() -> None:
         assert generate_right(model, tiers, PROMPT) == 0
 
 
-def test_a_class_whose_code_is_exchanged_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stored() as (model, tiers):
-        own = LlamaAttention.forward
-
-        def doubled(self: Any, hidden_states: Any, *args: Any, **more: Any) -> Any:
-            return own(self, hidden_states * 2, *args, **more)
-
-        monkeypatch.setattr(LlamaAttention, "forward", doubled)
-        assert generate_right(model, tiers, PROMPT) == 0
-        monkeypatch.undo()
-        assert generate_right(model, tiers, PROMPT) == CHUNKS
-
-
 def test_a_cache_that_was_begun_with_other_weights_passes_by() -> None:
     model = tiny_model()
     with KVTiers(model, SMALL) as tiers:
@@ -268,7 +255,7 @@ def test_kv_that_its_user_edits_is_not_built_upon(in_place: bool) -> None:
 def test_kv_that_is_edited_while_it_is_stored_is_not_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lmcache_connector.stepwise.tiers._STORE_DELAY_SECONDS", 60.0)
+    monkeypatch.setattr("lmcache_connector.worker.rank_tiers._STORE_DELAY_SECONDS", 60.0)
     model = tiny_model()
     with KVTiers(model, SMALL) as tiers, torch.no_grad():
         cache = tiers.new_cache()

@@ -298,3 +298,25 @@ def test_sleep_takes_memory_away_once_nobody_reads_it(monkeypatch: pytest.Monkey
     told = told_of(weights)
     weights.close()
     assert (told.question, told.digest) == (1, told_of_other(model))
+
+
+def test_weights_are_not_read_while_waking_up_has_failed() -> None:
+    """On a GPU nothing may be mapped where they were: to read there would end the engine."""
+    model, has_room = torch.nn.Linear(4, 6), [False]
+
+    def wake_up(tags: list[str] | None = None) -> None:
+        if not has_room[0]:
+            raise RuntimeError("out of memory")
+
+    worker = rank_of(model, sleep=lambda level: None, wake_up=wake_up)
+    weights = LoadedWeights(worker)
+    first = told_of(weights)
+    worker.sleep(1)
+    with pytest.raises(RuntimeError):
+        worker.wake_up()
+    weights.ask(1)
+    assert told_of_now(weights).digest is None
+    has_room[0] = True
+    worker.wake_up()
+    assert told_of(weights).digest == first.digest
+    weights.close()

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from vllm.model_executor.models import ModelRegistry
 
-from lmcache_connector.vllm_compat import identity, model_code
+from lmcache_connector.vllm_compat import identity
 from tests.support.vllm_configs import kv_cache, vllm_config
 
 
@@ -58,23 +58,23 @@ def test_vllms_own_models_have_no_code_beside_it(model: Path) -> None:
 
 def test_models_of_a_library_go_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     registered = ModelRegistry.models["TransformersForCausalLM"]
-    here = model_code.model_code(registered)
+    here = identity.model_code(registered)
     assert here is not None
     assert here[0].startswith("transformers ")
-    monkeypatch.setattr(model_code, "version", lambda name: "another")
-    assert model_code.model_code(registered) == ["transformers another"]
+    monkeypatch.setattr(identity, "version", lambda name: "another")
+    assert identity.model_code(registered) == ["transformers another"]
 
 
 def test_a_library_between_two_releases_goes_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every commit of it has the same number."""
     registered = ModelRegistry.models["TransformersForCausalLM"]
-    monkeypatch.setattr(model_code, "version", lambda name: "5.9.0.dev0")
-    found = model_code.model_code(registered)
+    monkeypatch.setattr(identity, "version", lambda name: "5.9.0.dev0")
+    found = identity.model_code(registered)
     assert found is not None
     assert found[0] == "transformers 5.9.0.dev0"
     assert len(found) == 2
-    monkeypatch.setattr(model_code, "code_files", lambda folder: {})
-    assert model_code.model_code(registered) != found
+    monkeypatch.setattr(identity, "code_files", lambda folder: {})
+    assert identity.model_code(registered) != found
 
 
 def test_a_class_of_the_users_script_goes_by_that_file(
@@ -88,6 +88,6 @@ def test_a_class_of_the_users_script_goes_by_that_file(
         Path(script.__file__).write_text(text)
         monkeypatch.setitem(sys.modules, "__main__", script)
         own = type("OwnModel", (), {"__module__": "__main__"})
-        found.append(model_code.model_code(SimpleNamespace(model_cls=own)))
+        found.append(identity.model_code(SimpleNamespace(model_cls=own)))
     assert found[0] != found[1]
     assert found[0] == found[2]

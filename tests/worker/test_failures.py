@@ -17,7 +17,7 @@ import torch
 
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata
-from lmcache_connector.failures import FailureLog
+from lmcache_connector.errors import FailureLog
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, PrefetchJob, StepPlan, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from tests.support.jobs import load_job, store_job

@@ -18,7 +18,7 @@ from lmcache_connector.plans import (
     StoreJob,
 )
 from lmcache_connector.worker.job_queue import JobQueue
-from lmcache_connector.worker.waiting_jobs import QueuedJob
+from lmcache_connector.worker.waiting_jobs import Job, QueuedJob
 from tests.support.jobs import load_job, store_job
 
 LONG = 30.0  # seconds nothing here ever takes
@@ -304,6 +304,28 @@ def test_a_job_that_raises_fails_alone(
     assert "boom" in caplog.text
 
 
+def test_a_lane_outlives_whoever_is_told_of_ended_jobs(runner: Runner) -> None:
+    """It is LMCache's memory that is looked at then, for KV transfers."""
+
+    def told(job: Job) -> None:
+        if job.job_id == 1:
+            raise RuntimeError("boom")
+
+    jobs = JobQueue(runner, num_redis_lanes=0, on_executed=told)
+    jobs.submit(store(1), None)
+    jobs.submit(store(2), None)
+    assert {result.outcome for result in wait_all(jobs).values()} == {Outcome.DONE}
+    assert jobs.close(LONG)
+
+
+def test_a_forward_pass_that_failed_ends_the_loads_behind_it(jobs: JobQueue) -> None:
+    fences = [HeldFence(fails=True), HeldFence(is_reached=True)]
+    for job_id, fence in enumerate(fences, 1):
+        jobs.submit(load(job_id), fence)
+    results = wait_all(jobs)
+    assert [results[i].outcome for i in (1, 2)] == [Outcome.CANCELLED, Outcome.DONE]
+
+
 def test_with_nothing_open_there_is_nothing_to_wait_for(jobs: JobQueue) -> None:
     jobs.wait_for_result(LONG)
     assert jobs.take_ended() == []
@@ -400,9 +422,12 @@ class HeldFence:
 
     is_reached: bool = False
     num_looks: int = 0
+    fails: bool = False
 
     def query(self) -> bool:
         self.num_looks += 1
+        if self.fails:
+            raise RuntimeError("an illegal memory access was encountered")
         return self.is_reached
 
     def elapsed_time(self, end: object, /) -> float:

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
-from lmcache_connector.kv_layout.part_layout import GroupLayers, PartLayout
-from lmcache_connector.kv_layout.topology import all_ranks
+from lmcache_connector.kv_layout.topology import GroupLayers, PartLayout, all_ranks
 from lmcache_connector.kv_parts.part import Part, Rule, part_key
 from lmcache_connector.plans import (
     AuditJob,
@@ -32,7 +31,7 @@ from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
-from lmcache_connector.worker import adapter
+from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from tests.support.redis.servers import Server, running_valkey
@@ -229,7 +228,7 @@ def copier() -> Copier:
 
 @pytest.fixture(autouse=True)
 def _(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
-    monkeypatch.setattr(adapter, "make_copier", lambda device: copier)
+    monkeypatch.setattr(rank_tiers, "make_copier", lambda device: copier)
 
 
 @pytest.fixture(scope="module")

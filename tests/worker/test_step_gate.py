@@ -17,10 +17,10 @@ import torch
 from lmcache_connector.copy_kv_blocks.copier import Copier, make_copier
 from lmcache_connector.plans import JobResult, Outcome, StepPlan
 from lmcache_connector.storage.geometry import ChunkGeometry
-from lmcache_connector.worker import adapter
+from lmcache_connector.worker import adapter, rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from lmcache_connector.worker.step_gate import StepGate
+from lmcache_connector.worker.waiting_jobs import StepGate
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 
@@ -86,8 +86,8 @@ class Instance:
 @pytest.fixture
 def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
     copier = HeldCopier(make_copier(torch.device("cpu")))
-    monkeypatch.setattr(adapter, "make_copier", lambda device: copier)
-    monkeypatch.setattr(adapter, "run_self_test", lambda *_: None)
+    monkeypatch.setattr(rank_tiers, "make_copier", lambda device: copier)
+    monkeypatch.setattr(rank_tiers, "run_self_test", lambda *_: None)
     cache = torch.randn(NUM_BLOCKS, 1, BLOCK_SIZE, WIDTH // 2).bfloat16()
     settings = WorkerSettings(
         engine=EngineSettings(rank=0, world_size=1, rank_gib=0.05),

@@ -20,7 +20,7 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter
 from lmcache_connector.worker.lmcache_start import EngineSettings
 from lmcache_connector.worker.paged_part import PagedPart
-from lmcache_connector.worker.step_gate import StepGate
+from lmcache_connector.worker.waiting_jobs import StepGate
 from tests.support.parts import one_part
 from tests.support.redis.servers import Server
 

@@ -1,4 +1,4 @@
-"""Every name of vLLM that the connector's other rooms use: the one door to it.
+"""Every name of vLLM that the connector's other packages use.
 
 The versions are looked at before the first import, so that a vLLM that is too old, or lacks one of
 these names, is refused with one sentence.
@@ -6,7 +6,7 @@ these names, is refused with one sentence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.vllm_compat.api.versions import check_versions
 
@@ -14,6 +14,7 @@ STANDING = check_versions()
 """Of the versions that are installed."""
 
 with STANDING.blamed():
+    from vllm import envs
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -66,4 +67,30 @@ __all__ = [
     "VllmConfig",
     "get_kv_transfer_group",
     "has_kv_transfer_group",
+    "hit_sources",
+    "may_sleep_unseen",
 ]
+
+
+def may_sleep_unseen(vllm_config: VllmConfig) -> bool:
+    """Whether that may happen between two steps, and without a word to the ranks' connectors.
+
+    Since 0.33 every rank is told. Before that, an engine in a process of its own first makes steps
+    until no copy runs. One that its user steps does not; there the scheduler side stops the copies
+    of ranks in its own process, but cannot reach others.
+    """
+    if hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        return False
+    sleeps = bool(vllm_config.model_config.enable_sleep_mode)
+    parallel = vllm_config.parallel_config
+    has_workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
+    return sleeps and has_workers and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+
+
+def hit_sources(from_memory: int, from_redis: int) -> dict[Any, int]:
+    """Tokens by vLLM's ``CacheHitSource``: ``HOST`` for the CPU tier; it has no word for a store
+    that instances share."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since 0.32, which alone asks
+
+    sources = {CacheHitSource.HOST: from_memory, CacheHitSource.EXTERNAL_UNSPECIFIED: from_redis}
+    return {source: count for source, count in sources.items() if count}

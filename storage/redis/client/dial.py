@@ -26,7 +26,7 @@ from redis.exceptions import ResponseError as ResponseError
 from redis.exceptions import WatchError as WatchError
 from redis.retry import Retry
 
-from lmcache_connector.net.keepalive import KEEPALIVE
+from lmcache_connector.net.deadline import KEEPALIVE
 from lmcache_connector.storage.redis.client.url import RedisAddress
 
 Client: TypeAlias = redis.Redis

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.vllm_compat.api.names import KVConnectorBase_V1
-from lmcache_connector.vllm_compat.api.sleep_mode import may_sleep_unseen
+from lmcache_connector.vllm_compat.api.names import KVConnectorBase_V1, may_sleep_unseen
 from tests.support.vllm_configs import vllm_config
 
 
