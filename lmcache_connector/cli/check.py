@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.text import Text
 
-from lmcache_connector.cli.metrics import fetch, summarize
 from lmcache_connector.cli.report import (
     BAD_INPUT,
     FOUND_WRONG,
@@ -20,6 +19,7 @@ from lmcache_connector.cli.report import (
     harmless,
     size,
 )
+from lmcache_connector.cli.stats import fetch, summarize
 from lmcache_connector.cli.target import (
     connector_config,
     engine_url,

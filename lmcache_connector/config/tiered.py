@@ -7,10 +7,10 @@ every problem and, for an unknown key, the nearest valid one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from lmcache_connector.config import limits
 from lmcache_connector.config.strict import (
@@ -33,30 +33,19 @@ _FOUND_AGAIN_SECONDS = 2.0
 """A peer is back, or new, for so long at most before it is asked."""
 
 
-def _long_enough(key: SecretStr) -> SecretStr:
-    RedisTierConfig(url="redis://localhost", hash_key=key.get_secret_value().encode())
-    return key
+def _checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Refuses what ``check`` raises ``ValueError`` for."""
+
+    def checked(value: Any) -> Any:
+        check(value)
+        return value
+
+    return AfterValidator(checked)
 
 
-def _is_url(url: SecretStr) -> SecretStr:
-    RedisTierConfig(url=url.get_secret_value())
-    return url
-
-
-def _is_address(text: str) -> str:
-    Address.parse(text)
-    return text
-
-
-def _is_host(text: str) -> str:
-    Address(text, 1).check()
-    return text
-
-
-def _is_proxy(text: str) -> str:
+def _check_proxy(text: str) -> None:
     if not re.fullmatch(r"http://[A-Za-z0-9.\-\[\]:]{1,260}", text):
         raise ValueError("must be http://HOST:PORT, without a path")
-    return text
 
 
 def _tuple(value: object) -> object:
@@ -73,9 +62,14 @@ def _are_addresses(texts: object) -> object:
     return texts
 
 
-HashKey = Annotated[Secret, AfterValidator(_long_enough)]
+HashKey = Annotated[
+    Secret,
+    _checked(
+        lambda key: RedisTierConfig("redis://localhost", hash_key=key.get_secret_value().encode())
+    ),
+]
 """Keys names and values, in Redis and without it."""
-RedisUrl = Annotated[Secret, AfterValidator(_is_url)]
+RedisUrl = Annotated[Secret, _checked(lambda url: RedisTierConfig(url.get_secret_value()))]
 """Of one server, Sentinels or a cluster."""
 Namespace = Annotated[str, Field(pattern=NAME_PATTERN)]
 Timeout = Annotated[float, Field(gt=0, le=600)]
@@ -125,7 +119,7 @@ class ConnectorConfig(StrictSettings):
     prefetch: bool = True
     """Fetch ahead from Redis for requests waiting in vLLM's queue: 512 MiB per rank, at most a
     quarter of the CPU tier and half of ``tenant_share``."""
-    peer_listen: Annotated[str, AfterValidator(_is_address)] | None = None
+    peer_listen: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""
     peer_secret: Secret | None = None
@@ -135,7 +129,7 @@ class ConnectorConfig(StrictSettings):
     peers: Annotated[tuple[str, ...], BeforeValidator(_are_addresses), Field(max_length=256)] = ()
     """Instances to load from: ``HOST:PORT`` of each, or ``dns:NAME:PORT`` for all addresses of a
     name."""
-    peer_host: Annotated[str, AfterValidator(_is_host)] | None = None
+    peer_host: Annotated[str, _checked(lambda host: Address(host, 1).check())] | None = None
     """Where others reach this instance, if that is not the host of ``peer_listen``. Routers are
     told it."""
     peer_hosts: Annotated[tuple[str, ...], BeforeValidator(_tuple), Field(max_length=256)] = ()
@@ -145,7 +139,7 @@ class ConnectorConfig(StrictSettings):
     """Longest time a request waits until the instance it names has its KV."""
     lease_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """How long KV that another instance is to load is kept while nobody asks for it."""
-    router: Annotated[str, AfterValidator(_is_proxy)] | None = None
+    router: Annotated[str, _checked(_check_proxy)] | None = None
     """Proxy to register with, ``http://HOST:PORT``, as long as this instance's ``/health`` answers
     (``LMCacheP2PConnector``)."""
     router_secret: Secret | None = None

@@ -54,7 +54,8 @@ _Waiting = WaitingStores | WaitingLoads
 
 class JobQueue:
     """``run(queued)`` executes one job on a lane and returns its result. ``is_busy``, for the step
-    thread: whether a job is open, or its result not taken; a look that costs no call.
+    thread: whether a job is open, or its result not taken. A plain attribute: cheap to poll every
+    step.
 
     Stores begin ``store_delay_seconds`` late. Where copies need the cores that compute, the rest of
     the step goes first that way: its tokens are sampled and on their way out. But for those that
