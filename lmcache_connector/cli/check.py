@@ -155,8 +155,8 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
     if config.lmcache:
         yield _overrides(config.lmcache)
     if config.chunk_size % _USUAL_BLOCK:
-        text = f"chunk_size {config.chunk_size} is no multiple of {_USUAL_BLOCK} tokens"
-        hint = "an engine refuses a chunk_size that is no multiple of its --block-size"
+        text = f"chunk_size {config.chunk_size} is not a multiple of {_USUAL_BLOCK} tokens"
+        hint = "an engine refuses a chunk_size that is not a multiple of its --block-size"
         yield Finding("settings", "warning", text, hint)
     for warning in settings_warnings(config, kv_role):
         yield Finding("settings", "warning", warning.problem, warning.remedy)

@@ -113,7 +113,7 @@ def _parse(body: str) -> Iterator[Sample]:
         for family in text_string_to_metric_families(body):
             yield from family.samples
     except (ValueError, LookupError):
-        raise CliError("what this address answers are no metrics", "is it an engine?") from None
+        raise CliError("this address answers with no metrics", "is it an engine?") from None
 
 
 def summarize(snapshot: Snapshot) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _speed_text(transfers: Mapping[str, float | None]) -> str:
 # -- --watch ---------------------------------------------------------------------------------------
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_HISTORY = 24
+_HISTORY = 12
 _COLUMNS = (
     *("engine", "hit rate", "", "saved", "CPU load", "Redis load", "", "Redis store"),
     *("CPU tier", "queue", "running", "Redis"),

@@ -6,6 +6,7 @@ every problem and, for an unknown key, the nearest valid one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -40,6 +41,11 @@ def _checked(check: Callable[[Any], object]) -> AfterValidator:
         return value
 
     return AfterValidator(checked)
+
+
+def _check_proxy(text: str) -> None:
+    if not re.fullmatch(r"http://[A-Za-z0-9.\-\[\]:]{1,260}", text):
+        raise ValueError("must be http://HOST:PORT, without a path")
 
 
 def _tuple(value: object) -> object:
@@ -133,7 +139,7 @@ class ConnectorConfig(StrictSettings):
     """Longest time a request waits until the instance it names has its KV."""
     lease_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """How long KV that another instance is to load is kept while nobody asks for it."""
-    router: Annotated[str, Field(pattern=r"^http://[A-Za-z0-9.\-\[\]:]{1,260}$")] | None = None
+    router: Annotated[str, _checked(_check_proxy)] | None = None
     """Proxy to register with, ``http://HOST:PORT``, as long as this instance's ``/health`` answers
     (``LMCacheP2PConnector``)."""
     router_secret: Secret | None = None

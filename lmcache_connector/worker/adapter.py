@@ -138,6 +138,12 @@ class WorkerAdapter:
     def rank(self) -> int:
         return self._settings.engine.rank
 
+    @property
+    def redis_is_away(self) -> bool:
+        """Whether a server of the Redis tier has failed to answer and has not answered since."""
+        servers = self._tier.stats().servers if self._tier is not None else ()
+        return any(state.value for _, state in servers)
+
     # -- the engine's step ---------------------------------------------------------------------
 
     def handle_preemptions(self, plan: StepPlan) -> None:

@@ -98,6 +98,7 @@ def build_worker(
                 model.chunk_size,
                 _geometries(model),
                 worker.self_test,
+                worker.redis_is_away,
             )
         )
     return worker
