@@ -289,6 +289,10 @@ class LMCacheEngineAdapter:
         if self._writes is not None:
             self._writes.want(keys)
 
+    def offer_due(self) -> float:
+        """Write again what Redis may lack. After how many seconds to call again."""
+        return self._writes.offer_due() if self._writes is not None else threading.TIMEOUT_MAX
+
     def forget(self, key: bytes) -> None:
         """Drop a chunk from the CPU tier."""
         self._cpu.remove(self._database.engine_key(key))

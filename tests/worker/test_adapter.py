@@ -36,7 +36,7 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.vllm_compat.loaded_weights import FixedWeights
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from lmcache_connector.worker.reconciler import Pace
+from lmcache_connector.worker.offers import Pace
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 from tests.support.redis.server_groups import wait_until
