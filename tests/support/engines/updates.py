@@ -145,11 +145,11 @@ def accept_updates() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
     from vllm.model_executor.model_loader import reload
 
-    nothing = {
+    nothing: dict[str, Any] = {
         name: lambda self, *_: None
         for name in (*WeightTransferEngine.__abstractmethods__, "update_weights")
     }
-    in_layers = {
+    in_layers: dict[str, Any] = {
         "start_weight_update": lambda self: reload.initialize_layerwise_reload(self.model),
         "update_weights": lambda self, info: self.model.load_weights(
             load_file(info["file"]).items()
