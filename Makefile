@@ -128,7 +128,7 @@ $(NEWER): $(STAMP)
 newer: $(NEWER) ## Test with the scheduler of a vLLM that has no build for CPUs yet
 	@PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest \
 		-m "not soak and not newest and not engine" tests/test_connector_base.py tests/scheduler \
-		tests/lookup tests/kv_events tests/metrics tests/vllm_compat/test_same_form.py
+		tests/lookup tests/kv_events tests/metrics tests/vllm_compat/test_identity_tables.py
 
 matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS="--no-engines" is short
 	@PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m pytest -m "not soak and not newest" \
@@ -143,8 +143,8 @@ contract: $(STAMP) ## Check the API of a version by its wheel: VLLM=0.34.0 or LM
 docs: $(STAMP) ## Build the documentation into build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-pictures: $(STAMP) $(TRAINED) ## Draw the documentation's pictures of the demo and of stats anew
-	@$(BIN)/python -m examples.pictures
+pictures: $(STAMP) $(TRAINED) ## Draw the documentation's pictures anew; ARGS=demo or ARGS=servers draws some
+	@$(BIN)/python -m examples.pictures $(ARGS)
 
 clean: ## Remove the environment and everything that was built
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,17 +1,22 @@
-"""How every thread of the product is started, and how long a step waits for them."""
+"""How every thread of the product is started, work in the background, and how long a step waits."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, TypeVarTuple
+from typing import Generic, TypeVar, TypeVarTuple
+
+logger = logging.getLogger(__name__)
 
 Arguments = TypeVarTuple("Arguments")
 AnswerT = TypeVar("AnswerT")
+ValueT = TypeVar("ValueT")
 
 _IDLE_WAIT_SECONDS = 0.005
 """While nothing runs an idle step would take no less."""
@@ -54,6 +59,79 @@ def computing_alone() -> Iterator[None]:
         yield
     finally:
         openmp.omp_set_num_threads(before)
+
+
+class Task(Generic[ValueT]):
+    """What becomes of work in the background. ``value`` is ``None`` until it is done, and if it
+    failed: then ``error`` says why."""
+
+    def __init__(self) -> None:
+        self.value: ValueT | None = None
+        self.error: Exception | None = None
+        self.is_cancelled = False
+        self._done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it was done within so many seconds."""
+        return self._done.wait(seconds)
+
+    def cancel(self) -> None:
+        """It need not be begun any more. Work under way goes on."""
+        self.is_cancelled = True
+
+    def settle(self, value: ValueT | None) -> None:
+        self.value = value
+        self._done.set()
+
+
+class Background:
+    """Does what takes too long for the thread that needs it, in the order it was asked for, on
+    ``num_threads`` threads of that name. They start with the first task."""
+
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._name = name
+        self._num_threads = num_threads
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(
+        self, work: Callable[[], ValueT | None], then: Callable[[], None] = lambda: None
+    ) -> Task[ValueT]:
+        """``work()`` may raise anything: it is logged, and the value is ``None``. ``then()`` is
+        called on the thread once the task is done. One thread calls this."""
+        while len(self._threads) < self._num_threads:
+            self._threads.append(start_thread(self._name, self._run))
+        task: Task[ValueT] = Task()
+
+        def run() -> None:
+            value: ValueT | None = None
+            try:
+                if not task.is_cancelled:
+                    value = work()
+            except Exception as error:  # whoever asked goes without, and the next may fare better
+                task.error = error
+                logger.exception("Work in the background failed")
+            task.settle(value)
+            then()
+
+        self._tasks.put(run)
+        return task
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Bounded: a thread that hangs, in a file system for one, is left behind, a daemon."""
+        until = time.monotonic() + seconds
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _run(self) -> None:
+        while (run := self._tasks.get()) is not None:
+            run()
 
 
 class StepWait:

@@ -14,7 +14,7 @@ from lmcache_connector.cli.report import UNREACHABLE
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.peers.address import Address
 from lmcache_connector.peers.heartbeat import Registration, tell
-from lmcache_connector.threads import start_thread
+from lmcache_connector.threads import Background
 
 _ANSWER_SECONDS = 5.0
 _MAX_ANSWER_BYTES = 1024
@@ -120,17 +120,8 @@ def _words(error: urllib.error.HTTPError) -> str:
 
 def _within(seconds: float, call: Callable[[], object]) -> None:
     """Raises what ``call`` does, or ``TimeoutError``: a resolver may wait for long."""
-    failed: list[OSError | ValueError] = []
-
-    def run() -> None:
-        try:
-            call()
-        except (OSError, ValueError) as error:
-            failed.append(error)
-
-    thread = start_thread("lmc-check", run)
-    thread.join(seconds)
-    if thread.is_alive():
+    task = Background("lmc-check").submit(call)
+    if not task.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
-    if failed:
-        raise failed[0]
+    if task.error is not None:
+        raise task.error

@@ -8,11 +8,9 @@ its ``on_done``, from any thread.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from blake3 import blake3
@@ -24,7 +22,7 @@ from lmcache_connector.lookup.background_lookup import BackgroundLookup, Found
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier, RedisTierStats
-from lmcache_connector.threads import start_thread
+from lmcache_connector.threads import Background
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +33,6 @@ _SECRET_CONTEXT = "lmcache-connector 2026-11 neighbour block secret v1"
 # A block is cut into pieces of this size, which are packed into values.
 _PIECE_BYTES = 128 << 10
 _NUM_LOADERS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """``deadline``: a reading of the monotonic clock, in seconds."""
-
-    keys: list[bytes]
-    buffers: Sequence[memoryview]
-    deadline: float
-    on_done: OnDone
 
 
 class RedisBlocks:
@@ -70,10 +58,7 @@ class RedisBlocks:
         self._tier = RedisTier(config, geometries)
         self._open = 0
         self._changed = threading.Condition()
-        self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
-        self._loaders = [
-            start_thread(f"lmc-block-load-{i}", self._run_loads) for i in range(_NUM_LOADERS)
-        ]
+        self._loads = Background("lmc-block-load", _NUM_LOADERS)
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
         """Whether each block is known to be in Redis. Blocks for 0.1 s at most."""
@@ -87,7 +72,16 @@ class RedisBlocks:
         ``load_deadline_seconds``; then nothing touches the buffers any more. The buffer of what is
         no hit holds rubbish."""
         deadline = time.monotonic() + self._settings.load_deadline_seconds
-        self._loads.put(_Load(self._keys(names), buffers, deadline, self._opened(on_done)))
+        keys, on_done = self._keys(names), self._opened(on_done)
+
+        def load() -> None:
+            hits = [False] * len(keys)
+            try:
+                hits = self._tier.read(keys, buffers, deadline).hits
+            finally:
+                on_done(hits)
+
+        self._loads.submit(load)
 
     def store(
         self,
@@ -120,10 +114,7 @@ class RedisBlocks:
     def close(self) -> None:
         """Write what can be written within 5 s, end the rest. Idempotent."""
         self._tier.close(limits.SHUTDOWN_SECONDS)
-        for _ in self._loaders:
-            self._loads.put(None)
-        for loader in self._loaders:
-            loader.join(limits.SHUTDOWN_SECONDS)
+        self._loads.close(limits.SHUTDOWN_SECONDS)
         self._lookup.close()
 
     def stats(self) -> RedisTierStats:
@@ -151,15 +142,6 @@ class RedisBlocks:
     def _wait_idle(self, seconds: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, seconds)
-
-    def _run_loads(self) -> None:
-        while (load := self._loads.get()) is not None:
-            try:
-                hits = self._tier.read(load.keys, load.buffers, load.deadline).hits
-            except Exception:
-                logger.exception("A load of %d blocks failed", len(load.keys))
-                hits = [False] * len(load.keys)
-            load.on_done(hits)
 
 
 class _Ends:

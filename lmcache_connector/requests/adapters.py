@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.plans import AdapterRef
 from lmcache_connector.requests.adapter_files import AdapterDigests, adapter_name
-from lmcache_connector.requests.background_read import BackgroundReads, Reading
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
+from lmcache_connector.threads import Background, Task
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request
@@ -31,7 +31,7 @@ class _Look:
     """The last look at an adapter that ``num_queued`` requests in vLLM's queue have."""
 
     adapter: Any
-    reading: Reading[str]
+    reading: Task[str]
     since: float
     num_queued: int = 0
 
@@ -55,10 +55,10 @@ class AdapterReader:
         self.looks: dict[tuple[str, bool], _Look] = {}
         self.loaded = loaded
         self._digests = AdapterDigests()
-        self._reads = BackgroundReads("lmc-adapters")
+        self._reads = Background("lmc-adapters")
         self._warned: set[str] = set()
 
-    def enter(self, adapter: Any) -> Reading[str]:
+    def enter(self, adapter: Any) -> Task[str]:
         """A request with the adapter has joined vLLM's queue. Returns the name of what its files
         hold now, to be. They are looked at again with every step until it has left, so that an ask
         need not wait for that, however long the step before it took."""
@@ -82,7 +82,7 @@ class AdapterReader:
             if look.reading.is_done and self._clock() - look.since >= _LOOK_SECONDS:
                 self._look(look)
 
-    def last_look(self, adapter: Any) -> Reading[str]:
+    def last_look(self, adapter: Any) -> Task[str]:
         """The name of what the files held by the last step. The request is in vLLM's queue."""
         look = self.looks[_files_of(adapter)]
         if look.reading.is_done and self._clock() - look.since >= _STALE_SECONDS:
@@ -142,7 +142,7 @@ class AdapterReader:
     def _look(self, look: _Look) -> None:
         look.reading, look.since = self._submit(look.adapter), self._clock()
 
-    def _submit(self, adapter: Any) -> Reading[str]:
+    def _submit(self, adapter: Any) -> Task[str]:
         return self._reads.submit(lambda: self._read(adapter))
 
     def _read(self, adapter: Any) -> str | None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_connector.keys.request_keys import MultimodalSpan, RequestIdentity
 from lmcache_connector.requests.adapters import AdapterReader
-from lmcache_connector.requests.background_read import BackgroundReads, Reading
 from lmcache_connector.requests.content_digest import (
     EmbedsDigest,
     ItemDigests,
@@ -23,7 +22,7 @@ from lmcache_connector.requests.content_digest import (
     mask_digest,
 )
 from lmcache_connector.requests.unknown_fields import UnknownFields
-from lmcache_connector.threads import StepWait
+from lmcache_connector.threads import Background, StepWait, Task
 
 if TYPE_CHECKING:
     from lmcache_connector.vllm_compat.api.names import Request
@@ -70,8 +69,8 @@ class _Open:
     """A request that is not plain, until it ends."""
 
     request: Request
-    inputs: Reading[_Inputs] | None = None
-    adapter: Reading[str] | None = None
+    inputs: Task[_Inputs] | None = None
+    adapter: Task[str] | None = None
     question: int = 0
     is_queued: bool = False  # for its adapter
     give_up_at: float = 0.0
@@ -100,7 +99,7 @@ class RequestIdentifier:
         self._clock = clock
         self._unknown = UnknownFields()
         self._items = ItemDigests()
-        self._reads = BackgroundReads("lmc-inputs")
+        self._reads = Background("lmc-inputs")
         self._open: dict[str, _Open] = {}
 
     def identify(self, request: Request, wait: StepWait | None = None) -> Identified | NotYet:
@@ -199,7 +198,7 @@ class RequestIdentifier:
             opened.question = self.adapters.ask(request.lora_request)
         return opened
 
-    def _join_queue(self, opened: _Open) -> Reading[str]:
+    def _join_queue(self, opened: _Open) -> Task[str]:
         opened.is_queued = True
         return self.adapters.enter(opened.request.lora_request)
 
@@ -289,7 +288,7 @@ class RequestIdentifier:
 _NOTHING = _Inputs((), None)
 
 
-def _is_read(reading: Reading[Any], wait: StepWait | None) -> bool:
+def _is_read(reading: Task[Any], wait: StepWait | None) -> bool:
     return reading.is_done or (wait is not None and wait.on(reading.wait))
 
 

@@ -25,7 +25,7 @@ import torch
 
 from lmcache_connector.config.tiered import check_settings
 from lmcache_connector.plans import WeightsInMemory
-from lmcache_connector.requests.background_read import BackgroundReads, Reading
+from lmcache_connector.threads import Background, Task
 from lmcache_connector.vllm_compat.api.versions import (
     VLLM_PACKAGE,
     installed_version,
@@ -86,8 +86,8 @@ class LoadedWeights:
             _hidden.is_watched or not has_hidden_weights(self._models)
         )
         self._form = f"{_device(self._models)} {model_form(self._models)}"
-        self._reads = BackgroundReads("lmc-weights")
-        self._reading: Reading[str] = Reading()
+        self._reads = Background("lmc-weights")
+        self._reading: Task[str] = Task()
         self._num_reads = 0
         self._superseded = threading.Event()  # the last read
         self._first_digest: str | None = None
@@ -197,7 +197,7 @@ class LoadedWeights:
         if not (is_asked and self._num_reads == 1):  # the files' own goes on, whatever is asked
             self._superseded.set()
         self._num_reads += 1
-        self._reading = Reading()
+        self._reading = Task()
         self.has_news = True
         # Some backends of weight updates write on threads of their own until the update's end.
         is_updating = getattr(self._worker, "_weight_update_active", False)

@@ -23,7 +23,7 @@ from lmcache_connector.requests.adapter_files import (
     adapter_name,
     adapter_stamp,
 )
-from lmcache_connector.requests.background_read import BackgroundReads, Reading
+from lmcache_connector.threads import Background, Task
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig
@@ -54,7 +54,7 @@ class _Loaded:
     """``stamp``: of the files before vLLM read them, if they were there."""
 
     stamp: AdapterStamp | None
-    name: Reading[str]
+    name: Task[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Replaced:
     """``list_number``: of the list that tells."""
 
     number: int
-    name: Reading[str]
+    name: Task[str]
     list_number: int
 
 
@@ -77,7 +77,7 @@ class LoraLoads:
     def __init__(self, lora_config: LoRAConfig) -> None:
         self._lora_config = lora_config
         self._digests = AdapterDigests()
-        self._reads = BackgroundReads("lmc-loaded-adapters")
+        self._reads = Background("lmc-loaded-adapters")
         self._loaded: dict[int, _Loaded] = {}
         self._replaced: list[_Replaced] = []  # and the scheduler side may not know
         self._num_lists = 0
@@ -121,7 +121,7 @@ class LoraLoads:
         """What the scheduler side plans from now on, it plans knowing that list."""
         self._replaced = [each for each in self._replaced if each.list_number > list_number]
 
-    def names_of(self, number: int) -> tuple[Reading[str], ...]:
+    def names_of(self, number: int) -> tuple[Task[str], ...]:
         """The names, to be, of the adapters that were in memory under that number since what the
         scheduler side knows of, one after the other; the last one is. Without one in memory, none.
         """
@@ -208,7 +208,7 @@ class NoLoraLoads:
     def heard(self, list_number: int) -> None:
         """Nothing was told."""
 
-    def names_of(self, number: int) -> tuple[Reading[str], ...]:
+    def names_of(self, number: int) -> tuple[Task[str], ...]:
         """Nothing is loaded."""
         return ()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_connector.plans import TransferTime
-from lmcache_connector.threads import start_thread
+from lmcache_connector.threads import Background
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
@@ -38,7 +38,7 @@ class RedisProbe:
 
     ``keys`` name the chunks to read, of one part and the same in every instance of the model; as
     many are used as 16 MiB hold. ``clock`` is monotonic, in seconds. ``has_news``: whether
-    :meth:`take` would return something; a look that costs no call.
+    :meth:`take` would return something; a plain attribute, cheap to poll every step.
     """
 
     def __init__(
@@ -53,29 +53,27 @@ class RedisProbe:
         self._keys = list(keys[: max(1, _MAX_BYTES // chunk_bytes)])
         self._chunk_bytes = chunk_bytes
         self._clock = clock
-        self._changed = threading.Condition()
-        self._wanted = True  # the first one is for the start
-        self._result: TransferTime | None = None
         self.has_news = False
         self._closed = threading.Event()
-        self._thread = start_thread("lmc-probe", self._work)
+        self._background = Background("lmc-probe")
+        self._task = self._background.submit(self._measure, self._tell)  # for the start
 
     def request(self) -> None:
         """Measure soon, unless that is under way."""
-        with self._changed:
-            self._wanted = True
-            self._changed.notify_all()
+        if not self.is_busy:
+            self._task = self._background.submit(self._measure, self._tell)
 
     @property
     def is_busy(self) -> bool:
-        with self._changed:
-            return self._wanted
+        return not self._task.is_done
 
     def take(self) -> TransferTime | None:
         """What was measured since the last call; ``None`` if nothing was."""
-        with self._changed:
-            result, self._result, self.has_news = self._result, None, False
-            return result
+        if not self._task.is_done:
+            return None
+        self.has_news = False
+        result, self._task.value = self._task.value, None
+        return result
 
     def first(self, seconds: float) -> TransferTime | None:
         """The first measurement; if it is under way still, that nothing came in ``seconds``."""
@@ -84,20 +82,10 @@ class RedisProbe:
     def close(self, seconds: float) -> None:
         """Bounded: a read ends at its deadline, or when this cancels it."""
         self._closed.set()
-        with self._changed:
-            self._changed.notify_all()
-        self._thread.join(seconds)
+        self._background.close(seconds)
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted or self._closed.is_set())
-            if self._closed.is_set():
-                return
-            result = self._measure()
-            with self._changed:
-                self._wanted, self._result, self.has_news = False, result, True
-                self._changed.notify_all()
+    def _tell(self) -> None:
+        self.has_news = True
 
     def _measure(self) -> TransferTime:
         started = self._clock()

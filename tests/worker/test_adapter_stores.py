@@ -14,8 +14,8 @@ from lmcache_connector.plans import (
     RankReport,
     StepPlan,
 )
-from lmcache_connector.requests.background_read import Reading
 from lmcache_connector.storage.geometry import ChunkGeometry
+from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.lora_loads import NoLoraLoads
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
@@ -30,7 +30,7 @@ class Loads(NoLoraLoads):
     """What has been loaded is said by the test. ``has_news``: it was asked for."""
 
     def __init__(self) -> None:
-        self.names: dict[int, tuple[Reading[str], ...]] = {}
+        self.names: dict[int, tuple[Task[str], ...]] = {}
         self.heard_list = 0
         self.question = 0
 
@@ -48,11 +48,11 @@ class Loads(NoLoraLoads):
     def heard(self, list_number: int) -> None:
         self.heard_list = list_number
 
-    def names_of(self, number: int) -> tuple[Reading[str], ...]:
+    def names_of(self, number: int) -> tuple[Task[str], ...]:
         return self.names.get(number, ())
 
-    def load(self, number: int) -> Reading[str]:
-        name: Reading[str] = Reading()
+    def load(self, number: int) -> Task[str]:
+        name: Task[str] = Task()
         self.names[number] = (name,)
         return name
 
