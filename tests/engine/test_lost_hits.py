@@ -11,7 +11,7 @@ import pytest
 from tests.support.command_line import call_cli
 from tests.support.engines.api_server import running_api
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.engines.tiny_model import TINY
+from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
@@ -32,7 +32,7 @@ def test_a_hit_that_was_lost_is_no_hit(valkey: Server, tiny_model: Path, tmp_pat
     transfer = kv_transfer(redis_url=valkey.url)
     with running_api(tiny_model, transfer, tmp_path / "writer") as writer:
         cold = json.loads(writer.complete(PROMPT))["choices"][0]["text"]
-        writer.settle(lambda: len(values(valkey)) >= FULL_CHUNKS * TINY.num_kv_heads)
+        writer.settle(lambda: len(values(valkey)) >= FULL_CHUNKS * ModelShape().num_kv_heads)
     names = values(valkey)
     with valkey.client() as client:
         for name in names:

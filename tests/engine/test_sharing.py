@@ -137,7 +137,7 @@ def test_two_ranks_read_their_own_cpu_tiers(
     assert_same_bytes(two.serve(prompt), cold)
 
 
-@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize("block_size", [32, pytest.param(64, marks=pytest.mark.soak)])
 def test_other_block_sizes_read_and_write_the_same_chunks(
     start: StartInstance, transfer: dict[str, Any], valkey: Server, one: VllmInstance,
     two: VllmInstance, block_size: int,
@@ -177,6 +177,7 @@ def empty_cpu_tiers(probe: EngineProbe, prompt: list[int]) -> None:
         probe.on_ranks(forget_on_rank, rank, chunk_keys(probe, prompt), False)
 
 
+@pytest.mark.soak  # two more ranks; tests/worker and tests/kv_layout have the layers
 def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
     start: StartInstance,
     transfer: dict[str, Any],

@@ -19,6 +19,7 @@ from tests.support.engines.transfers import CONSUMED, PRODUCED, transfer
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
+OTHER_WINDOWS = ("gemma4", "gpt-oss", "llama4")
 LENGTHS = (2, 127, 128, 129, 300, CHUNK_SIZE, CHUNK_SIZE + 1, 3001)
 
 
@@ -114,6 +115,7 @@ def test_by_redis(start: StartInstance, valkey: Server) -> None:
         engine.call(check_integrity)
 
 
+@pytest.mark.soak  # two ranks; test_sharing.py loads on two, the tests above have tails
 def test_on_two_ranks(start: StartInstance) -> None:
     with start(kv_transfer(), tensor_parallel_size=2) as engine:
         for length in (2, 129, 300):
@@ -121,13 +123,17 @@ def test_on_two_ranks(start: StartInstance) -> None:
         engine.call(check_integrity)
 
 
-@pytest.mark.parametrize("name", ["gemma3 5:1", "gemma4", "gpt-oss", "llama4"])
+@pytest.mark.parametrize(
+    "name",
+    # An engine each; how a window ends with a tail is tests/scheduler/test_tails.py's as well.
+    ["gemma3 5:1", *(pytest.param(name, marks=pytest.mark.soak) for name in OTHER_WINDOWS)],
+)
 def test_windows(start: StartInstance, name: str, tmp_path: Path) -> None:
     folder = build_family(name, tmp_path)
     assert_family(start, folder, {"max_num_batched_tokens": 512} | FAMILIES[name].engine_args)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "draft_model"])
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("draft_model", marks=pytest.mark.soak)])
 def test_with_a_drafter(start: StartInstance, kind: str, tmp_path: Path) -> None:
     folder, args = build_drafted(kind, tmp_path)
     assert_family(start, folder, {"max_num_batched_tokens": 512} | args)

@@ -274,7 +274,7 @@ def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None
     assert "Traceback" not in engine.log
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=pytest.mark.soak)])
 def test_a_reload_from_disk_changes_what_only_onednn_has(
     start: StartInstance, tiny_model: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -299,6 +299,7 @@ def test_a_reload_from_disk_changes_what_only_onednn_has(
         assert engine.call(weights_name) == name
 
 
+@pytest.mark.soak  # three engines; tests/test_weight_names.py has the rule
 def test_dummy_weights_are_shared_by_engines_that_have_the_same(
     start: StartInstance, valkey: Server
 ) -> None:
@@ -353,6 +354,7 @@ def _replacing(prepare: partial[None]) -> None:
     replace_files_after_loading()
 
 
+@pytest.mark.soak  # three engines; tests/test_weight_names.py has the rule
 def test_memory_that_is_not_what_its_files_gave_before_has_a_name_of_its_own(
     start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
