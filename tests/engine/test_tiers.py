@@ -59,6 +59,39 @@ def test_a_prompt_comes_back_from_the_cpu_tier(writer: VllmInstance, num_tokens:
     writer.call(check_integrity)
 
 
+def last_step_then_reset(probe: EngineProbe, prompt: list[int]) -> tuple[Served, Served]:
+    """As ``LLM.generate`` and ``LLM.reset_prefix_cache`` do it: no step between the two, while the
+    pause before stores is long enough to be met."""
+    request_id = probe.add(prompt, max_tokens=1)
+    (cold,) = probe.finish({request_id: len(prompt)}, 0.0, drain=False)
+    assert probe.engine.reset_prefix_cache()
+    return cold.served, probe.serve(prompt)
+
+
+def test_what_the_last_step_computed_is_stored_before_a_reset(writer: VllmInstance) -> None:
+    cold, hit = writer.call(last_step_then_reset, random_prompt(4, 1100))
+    assert_loaded(hit, cold, 1024)
+    writer.call(check_integrity)
+
+
+def end_after_the_last_step(probe: EngineProbe, prompt: list[int]) -> None:
+    request_id = probe.add(prompt, max_tokens=1)
+    probe.finish({request_id: len(prompt)}, 0.0, drain=False)
+    probe.shutdown()
+
+
+def test_what_the_last_step_computed_is_in_redis_when_the_engine_has_ended(
+    writer: VllmInstance, start: StartInstance, valkey: Server
+) -> None:
+    prompt = random_prompt(5, 1100)
+    with start(kv_transfer(redis_url=valkey.url)) as instance:
+        instance.serve(random_prompt(6, 300))  # Redis is measured, and the weights have a name
+        instance.call(end_after_the_last_step, prompt)
+    hit = writer.serve(prompt)
+    writer.reset_prefix_cache()
+    assert_loaded(hit, writer.serve(prompt), 1024)
+
+
 def test_a_hit_that_begins_inside_a_chunk(writer: VllmInstance) -> None:
     prompt = random_prompt(3, 1500)
     cold = writer.serve(prompt)
