@@ -128,7 +128,7 @@ $(NEWER): $(STAMP)
 newer: $(NEWER) ## Test with the scheduler of a vLLM that has no build for CPUs yet
 	@PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest \
 		-m "not soak and not newest and not engine" tests/test_connector_base.py tests/scheduler \
-		tests/lookup tests/kv_events tests/metrics tests/vllm_compat/test_same_form.py
+		tests/lookup tests/kv_events tests/metrics tests/vllm_compat/test_identity_tables.py
 
 matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS="--no-engines" is short
 	@PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m pytest -m "not soak and not newest" \

@@ -31,14 +31,16 @@ def banner(
     chunk_size: int,
     geometries: PartGeometries,
     self_test: SelfTestResult | None,
+    redis_is_away: bool = False,
 ) -> str:
     """One line with the effective tiers, sizes, identity and the self-test's speeds; no secrets."""
     redis = config.redis_tier_config()
+    away = " (not reachable yet)" if redis_is_away else ""
     sizes = " + ".join(f"{part.chunk_bytes / MIB:.2f}" for part in geometries.parts)
     share = f" ({config.rank_gib:g} per rank)" if config.rank_gib < config.cpu_gib else ""
     parts = [
         f"CPU tier {config.cpu_gib:g} GiB{share}",
-        f"Redis {redis.address}" if redis else "no Redis (redis_url is not set)",
+        f"Redis {redis.address}{away}" if redis else "no Redis (redis_url is not set)",
         f"namespace {config.namespace}",
         f"model {fingerprint[:12]}",
         f"chunks of {chunk_size} tokens, {sizes} MiB per rank",

@@ -229,22 +229,6 @@ def test_the_dtype_codes_are_those_of_the_codec() -> None:
     assert codes == chunk_codec.DTYPE_CODES
 
 
-def test_each_promise_about_redis_names_its_test() -> None:
-    page = (DOCS / "security.md").read_text()
-    for *_, named in table_after(page, "## What a Redis server can do to an engine"):
-        assert re.search(r"`tests/[a-z_/]+\.py`", named)
-
-
-def test_each_test_that_the_security_page_names_is_there() -> None:
-    page = (DOCS / "security.md").read_text()
-    files = re.findall(r"`(tests/[\w/]+\.py)`", page)
-    assert [path for path in files if not (ROOT / path).exists()] == []
-    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
-    names = set(re.findall(r"`(test_\w+|Test\w+)`", page))
-    assert len(names) > 20
-    assert [n for n in names if not re.search(rf"^ *(def|class) {n}\b", tests, re.MULTILINE)] == []
-
-
 # -- the tree --------------------------------------------------------------------------------------
 
 

@@ -42,9 +42,10 @@ class Stage:
                     self.model, self.transfer, log, max_model_len=self.max_model_len
                 )
                 stack.enter_context(instance)
-                for _ in range(2):
-                    instance.serve(random_prompt(_WARM_UP_SEED, _WARM_UP_TOKENS))
-                    instance.reset_prefix_cache()
+                warm_up = random_prompt(_WARM_UP_SEED, _WARM_UP_TOKENS)
+                instance.serve(warm_up)
+                instance.reset_prefix_cache()
+                instance.serve(warm_up)
             yield instance
             stack.enter_context(
                 self.console.status(f"Stopping instance {name}; its last writes go to Valkey")

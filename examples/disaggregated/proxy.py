@@ -38,7 +38,7 @@ _ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 
 
 class Proxy:
-    """``by_id``: address hand-overs by request id rather than by ``kv_transfer_params``."""
+    """``by_id``: name the instances in the request id rather than in ``kv_transfer_params``."""
 
     def __init__(self, registry: Registry, *, by_id: bool = False) -> None:
         self._registry = registry
@@ -95,7 +95,7 @@ class Proxy:
             return web.json_response(
                 {"error": {"message": "the body is no JSON object"}}, status=400
             )
-        # Who is handed over to whom is the proxy's business, in every mode.
+        # Only the proxy chooses which instances transfer KV, in every mode.
         body.pop("kv_transfer_params", None)
         if isinstance(body.get("vllm_xargs"), dict):
             body["vllm_xargs"].pop("kv_transfer_params", None)
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--heartbeat-seconds", type=float, default=2.0, help="of instances (2)")
     parser.add_argument("--missed", type=int, default=3, help="heartbeats before one is gone (3)")
     parser.add_argument("--secret", default="", help="shared; a value, env:NAME or file:PATH")
-    parser.add_argument("--by-id", action="store_true", help="hand over by request id")
+    parser.add_argument("--by-id", action="store_true", help="name the instances in the request id")
     parser.add_argument("--insecure", action="store_true", help="let anybody register")
     args = parser.parse_args(arguments)
     secret = resolve_secret(args.secret, os.environ).encode()

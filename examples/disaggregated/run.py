@@ -54,9 +54,9 @@ def main() -> None:
         seconds = time.perf_counter() - started
         handed_over = hit_tokens(f"http://127.0.0.1:{decode}") - before
         console.print(f"Answer after {seconds:.2f} s: {answer[:200]!r}")
-        console.print(f"The prefill instance handed over {handed_over} tokens of KV")
+        console.print(f"The prefill instance served {handed_over} tokens of KV")
         if not handed_over:
-            raise SystemExit("nothing was handed over")
+            raise SystemExit("no KV was transferred")
         if args.keep:
             console.print("Serving on; stop with Ctrl-C")
             time.sleep(float("inf"))

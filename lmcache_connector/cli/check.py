@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.text import Text
 
-from lmcache_connector.cli.metrics import fetch, summarize
 from lmcache_connector.cli.report import (
     BAD_INPUT,
     FOUND_WRONG,
@@ -20,6 +19,7 @@ from lmcache_connector.cli.report import (
     harmless,
     size,
 )
+from lmcache_connector.cli.stats import fetch, summarize
 from lmcache_connector.cli.target import (
     connector_config,
     engine_url,
@@ -155,8 +155,8 @@ def _settings(config: ConnectorConfig, kv_role: str | None) -> Iterator[Finding]
     if config.lmcache:
         yield _overrides(config.lmcache)
     if config.chunk_size % _USUAL_BLOCK:
-        text = f"chunk_size {config.chunk_size} is no multiple of {_USUAL_BLOCK} tokens"
-        hint = "an engine refuses a chunk_size that is no multiple of its --block-size"
+        text = f"chunk_size {config.chunk_size} is not a multiple of {_USUAL_BLOCK} tokens"
+        hint = "an engine refuses a chunk_size that is not a multiple of its --block-size"
         yield Finding("settings", "warning", text, hint)
     for warning in settings_warnings(config, kv_role):
         yield Finding("settings", "warning", warning.problem, warning.remedy)

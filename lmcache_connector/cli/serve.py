@@ -147,7 +147,7 @@ def _check_options(options: Options) -> None:
             raise CliError(f"{name} is a setting of the connector", hint)
         # No option of vLLM's is as near to one of ours.
         for near in difflib.get_close_matches(name, _OWN, 1, _NEAR) if name != "--config" else ():
-            raise CliError(f"{option.partition('=')[0]} is no option", f"did you mean {near}?")
+            raise CliError(f"{option.partition('=')[0]} is not an option", f"did you mean {near}?")
     for option, value in pairwise(options.vllm_options):
         if option == "--config" and value.lstrip().startswith("{"):
             raise CliError("--config is vLLM's own option, for a YAML file", "use --kv-config")

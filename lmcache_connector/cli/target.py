@@ -47,7 +47,7 @@ def engine_url(text: str) -> SplitResult:
     if parts.username or parts.password:
         raise CliError("leave user and password out of an engine's address")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise CliError(f"{text!r} is no address of an engine", "for example localhost:8000")
+        raise CliError(f"{text!r} is not the address of an engine", "for example localhost:8000")
     return parts
 
 
@@ -76,7 +76,7 @@ def read_transfer_config(text_or_path: str) -> dict[str, Any]:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         raise CliError(
-            f"this is no JSON: {error.msg} at line {error.lineno}, column {error.colno}",
+            f"this is not JSON: {error.msg} at line {error.lineno}, column {error.colno}",
             f"quote the whole of it for the shell: '{_EXAMPLE}'",
         ) from None
     except RecursionError:
@@ -104,7 +104,7 @@ def connector_config(document: Mapping[str, Any]) -> ConnectorConfig:
 
 
 def kv_port(document: Mapping[str, Any]) -> int | None:
-    """As vLLM understands it; ``None`` if it is no port."""
+    """As vLLM understands it; ``None`` if it is not a port."""
     try:
         port = TypeAdapter(int).validate_python(document.get("kv_port", DEFAULT_KV_PORT))
     except ValidationError:

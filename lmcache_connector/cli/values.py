@@ -213,6 +213,9 @@ def verify(report: Report, tier: RedisTierConfig, namespace: str | None, limit: 
     lines: list[Any] = [
         f"{counts['sound']} of {sum(counts.values())} values sound, {size(num_bytes)} read."
     ]
+    if not counts:
+        where = f"namespace {namespace}" if namespace else "this server"
+        lines.append(f"There are no values in {where}; `lmcache-connector ls` lists namespaces.")
     if unread := counts["needs_hash_key"]:
         lines.append(
             f"{unread} carry a keyed tag: give --kv-config with the hash_key to check them."
@@ -295,7 +298,7 @@ def purge(report: Report, tier: RedisTierConfig, options: PurgeOptions) -> None:
 
 def _ask(report: Report, namespace: str | None, matching: str) -> None:
     if report.as_json:
-        raise CliError("nobody to ask", "give --yes")
+        raise CliError("--json asks no questions", "give --yes")
     where = f"namespace {namespace}" if namespace else "all namespaces"
     if not typer.confirm(f"Remove {matching}, from {where}?", err=True):
         raise CliError("nothing was removed", code=1)
@@ -306,5 +309,5 @@ def _seconds(text: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
-        raise CliError(f"--idle {text!r} is no duration", "for example 90s, 15m, 12h or 7d")
+        raise CliError(f"--idle {text!r} is not a duration", "for example 90s, 15m, 12h or 7d")
     return float(match[1]) * _UNITS[match[2]]

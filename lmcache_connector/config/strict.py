@@ -89,6 +89,7 @@ def _explain(detail: Any) -> str:
     message = str(detail["msg"]).removeprefix("Value error, ")
     if detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
         message = "must be 1 to 64 letters, digits, dots, hyphens or underscores"
+    message = message.removeprefix(f"{name}: ").removeprefix(f"{name} ")  # it is named already
     return f"{name!r}: {message[0].lower()}{message[1:]}"
 
 

@@ -6,10 +6,11 @@ every problem and, for an unknown key, the nearest valid one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from lmcache_connector.config import limits
 from lmcache_connector.config.strict import (
@@ -32,24 +33,19 @@ _FOUND_AGAIN_SECONDS = 2.0
 """A peer is back, or new, for so long at most before it is asked."""
 
 
-def _long_enough(key: SecretStr) -> SecretStr:
-    RedisTierConfig(url="redis://localhost", hash_key=key.get_secret_value().encode())
-    return key
+def _checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Refuses what ``check`` raises ``ValueError`` for."""
+
+    def checked(value: Any) -> Any:
+        check(value)
+        return value
+
+    return AfterValidator(checked)
 
 
-def _is_url(url: SecretStr) -> SecretStr:
-    RedisTierConfig(url=url.get_secret_value())
-    return url
-
-
-def _is_address(text: str) -> str:
-    Address.parse(text)
-    return text
-
-
-def _is_host(text: str) -> str:
-    Address(text, 1).check()
-    return text
+def _check_proxy(text: str) -> None:
+    if not re.fullmatch(r"http://[A-Za-z0-9.\-\[\]:]{1,260}", text):
+        raise ValueError("must be http://HOST:PORT, without a path")
 
 
 def _tuple(value: object) -> object:
@@ -66,9 +62,14 @@ def _are_addresses(texts: object) -> object:
     return texts
 
 
-HashKey = Annotated[Secret, AfterValidator(_long_enough)]
+HashKey = Annotated[
+    Secret,
+    _checked(
+        lambda key: RedisTierConfig("redis://localhost", hash_key=key.get_secret_value().encode())
+    ),
+]
 """Keys names and values, in Redis and without it."""
-RedisUrl = Annotated[Secret, AfterValidator(_is_url)]
+RedisUrl = Annotated[Secret, _checked(lambda url: RedisTierConfig(url.get_secret_value()))]
 """Of one server, Sentinels or a cluster."""
 Namespace = Annotated[str, Field(pattern=NAME_PATTERN)]
 Timeout = Annotated[float, Field(gt=0, le=600)]
@@ -80,8 +81,8 @@ class ConnectorConfig(StrictSettings):
     ``python -m tests.support.settings_page`` writes."""
 
     chunk_size: Annotated[int, Field(gt=0, le=65536)] = 128
-    """The unit of lookup, storage and eviction. A multiple of vLLM's block sizes; if it is not set
-    and 128 is none, the next one is taken. Instances that share must agree on it."""
+    """The unit of lookup, storage and eviction. A multiple of vLLM's block sizes; by default
+    128, or the next multiple. Instances that share need the same."""
     cpu_gib: Annotated[float, Field(gt=0, le=65536)] = 8.0
     """Size of the CPU tier of one engine on one host; its worker ranks share it equally.
     Data-parallel engines have one each."""
@@ -95,8 +96,8 @@ class ConnectorConfig(StrictSettings):
     namespace: Namespace = "default"
     """Instances share only inside one namespace. Letters, digits, ``_``, ``.`` and ``-``."""
     hash_key: HashKey | None = None
-    """Shared secret, at least 16 bytes. If it is set, nobody who lacks it can compute the name of a
-    chunk or forge its content."""
+    """Shared secret, at least 16 bytes. Without it, names of chunks cannot be computed nor values
+    forged."""
     store_generated: bool = True
     """Store generated tokens too: the next turn of a conversation hits them."""
     window_interval: Annotated[int, Field(gt=0)] | None = None
@@ -118,28 +119,28 @@ class ConnectorConfig(StrictSettings):
     prefetch: bool = True
     """Fetch ahead from Redis for requests waiting in vLLM's queue: 512 MiB per rank, at most a
     quarter of the CPU tier and half of ``tenant_share``."""
-    peer_listen: Annotated[str, AfterValidator(_is_address)] | None = None
+    peer_listen: Annotated[str, _checked(Address.parse)] | None = None
     """``HOST:PORT`` where rank 0 serves the chunks of its CPU tier; rank r listens r ports higher.
     Beyond loopback it needs a ``hash_key`` or ``peer_insecure``."""
     peer_secret: Secret | None = None
     """Password for listing what a peer server serves; on loopback only."""
     peer_insecure: bool = False
-    """Serve beyond loopback without a ``hash_key``: whoever can name a chunk may read it."""
+    """Serve beyond loopback without a ``hash_key``: anyone who can name a chunk may read it."""
     peers: Annotated[tuple[str, ...], BeforeValidator(_are_addresses), Field(max_length=256)] = ()
     """Instances to load from: ``HOST:PORT`` of each, or ``dns:NAME:PORT`` for all addresses of a
     name."""
-    peer_host: Annotated[str, AfterValidator(_is_host)] | None = None
-    """Where others reach this instance, if that is not the host of ``peer_listen``. Routers are
-    told it."""
+    peer_host: Annotated[str, _checked(lambda host: Address(host, 1).check())] | None = None
+    """Host at which others reach this instance, if it is not that of ``peer_listen``. Routers
+    receive it."""
     peer_hosts: Annotated[tuple[str, ...], BeforeValidator(_tuple), Field(max_length=256)] = ()
     """Hosts that requests may name to load from: names, addresses, ``*.SUFFIX``, or networks such
     as ``10.0.0.0/16``. None: no request names any."""
     transfer_deadline_seconds: LoadDeadline = 30.0
-    """Longest time a request waits until the instance it names has its KV."""
+    """Longest time a request waits for the instance it names to compute its KV."""
     lease_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0
-    """How long KV that another instance is to load is kept while nobody asks for it."""
-    router: Annotated[str, Field(pattern=r"^http://[A-Za-z0-9.\-\[\]:]{1,260}$")] | None = None
-    """Proxy to register with, ``http://HOST:PORT``, as long as this instance's ``/health`` answers
+    """How long KV of a KV transfer stays without a question from its reader."""
+    router: Annotated[str, _checked(_check_proxy)] | None = None
+    """Proxy to register with, ``http://HOST:PORT``, while this instance's ``/health`` answers
     (``LMCacheP2PConnector``)."""
     router_secret: Secret | None = None
     """Signs registrations at the proxy."""
@@ -148,7 +149,7 @@ class ConnectorConfig(StrictSettings):
     heartbeat_seconds: Timeout = 2.0
     """Time between two registrations."""
     load_deadline_seconds: LoadDeadline = 10.0
-    """Deadline of a load. The rest is recomputed."""
+    """Deadline of a load; chunks that are late are recomputed."""
     compute_or_load: Literal["auto", "always"] = "auto"
     """``auto`` loads only hits that are quicker to load than to recompute; ``always`` loads every
     hit."""
@@ -158,11 +159,11 @@ class ConnectorConfig(StrictSettings):
     """Fraction of hits that are audited: one chunk is recomputed and compared. The first hit of
     each kind always is. 0 turns audits off."""
     weights_label: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """``file:PATH``: names updated weights, so that engines of other parallel sizes share them too;
-    read at resets of the external cache. Engines of the same size need none."""
+    """``file:PATH``: a name for updated weights, with which engines of other parallel sizes share
+    them too; read at resets of the external cache. Engines of one size need none."""
     model_digest: ModelDigest = "full"
     """How weights are recognised: ``full`` is a digest of every byte, read once; any other value is
-    taken as their name."""
+    their name."""
 
     lmcache: dict[str, Any] = Field(default_factory=dict)
     """``lmcache.NAME`` is passed to LMCache's own configuration as ``NAME``."""

@@ -78,7 +78,7 @@ class BlocksInUse:
             self._freed[-1].update(*block_ids)
             self.changes = True
 
-    def freed_some(self) -> None:
+    def mark_all_in_use(self) -> None:
         """Requests were preempted, and it is not known which blocks they had."""
         self._num_unknown = len(self._freed)
         self.changes = self._num_unknown > 0

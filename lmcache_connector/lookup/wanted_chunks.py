@@ -1,7 +1,7 @@
 """Chunks that requests want and memory holds: Redis should hold them too.
 
 A chunk found in memory is not asked for in Redis, so nobody would notice that it is missing there.
-The workers are told of it now and then, and see to it; see `worker.reconciler`.
+The workers are told of it now and then, and see to it; see `worker.offers`.
 """
 
 from __future__ import annotations

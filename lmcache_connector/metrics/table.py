@@ -120,7 +120,9 @@ METRICS = table(
         ),
         counter("queried_tokens", (), "Prompt tokens looked up that vLLM's own cache lacked."),
         counter("hit_tokens", ("tier",), "Tokens planned to be loaded from a tier."),
-        counter("declined_tokens", (), "Hit tokens recomputed because that is quicker."),
+        counter(
+            "declined_tokens", (), "Hit tokens computed because loading them would take longer."
+        ),
         counter(
             "decisions", ("reason",), "Compute-or-load decisions on hits, by reason.", _DECISIONS
         ),
@@ -141,7 +143,7 @@ METRICS = table(
         counter(
             "prefill_saved_seconds",
             (),
-            "Estimated compute time of those tokens; load time is not subtracted.",
+            "Estimated compute time of the saved tokens; load time is not subtracted.",
         ),
         counter("loaded_bytes", ("tier",), "Bytes copied to KV caches (cpu) or fetched (redis)."),
         counter("stored_bytes", ("tier",), "Bytes copied from KV caches (cpu) or written (redis)."),
@@ -183,7 +185,7 @@ METRICS = table(
         counter(
             "peer_chunks",
             ("result",),
-            "Chunks asked of peers by loads: hit, or why not. In `tier` labels peers are `redis`.",
+            "Chunks that loads read from peers: hit, or why not. In `tier` labels they are redis.",
         ),
         counter(
             "audits",
@@ -232,7 +234,7 @@ METRICS = table(
         gauge(
             "circuit_state",
             ("rank", "node"),
-            "Circuit breaker of a server: 0 closed (in use), 1 on trial, 2 open (left alone).",
+            "Circuit breaker of a server: 0 closed (in use), 1 on trial, 2 open (not used).",
         ),
         gauge("writes_paused", ("rank",), "1 while Redis refuses writes."),
         counter("p2p_handovers", (), "Prompts computed here for another instance to load."),
@@ -240,12 +242,12 @@ METRICS = table(
         counter(
             "p2p_failed_loads",
             ("reason",),
-            "Loads from the instance a request names that came to nothing: unreachable, lost, "
-            "unknown, deadline, busy; or ended early (missing).",
+            "Failed loads from the instance a request names: unreachable, lost, unknown, "
+            "deadline, busy; or missing, if they ended early.",
             _TRANSFER_FAILURES,
         ),
         counter("p2p_received_bytes", (), "Bytes loaded from instances that requests name."),
-        counter("p2p_receive_seconds", (), "Time that took, on the slowest rank of each load."),
+        counter("p2p_receive_seconds", (), "Seconds of these loads, on the slowest rank of each."),
         counter(
             "p2p_malformed_requests",
             (),

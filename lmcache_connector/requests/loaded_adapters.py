@@ -70,7 +70,9 @@ class LoadedAdapters:
             expected = self._expected.get(number)
             names = {*in_memory, expected.digest if expected is not None else None}
             mistaken = {
-                AdapterRef(number, d) for d in names if d and not came_to_stay(d, in_memory)
+                AdapterRef(number, d)
+                for d in names
+                if d and not is_current_and_unreplaced(d, in_memory)
             }
             if expected in mistaken:
                 del self._expected[number]
@@ -103,7 +105,7 @@ class LoadedAdapters:
         )
 
 
-def came_to_stay(digest: str, in_memory: Sequence[str | None]) -> bool:
+def is_current_and_unreplaced(digest: str, in_memory: Sequence[str | None]) -> bool:
     """Whether it is what is in memory now, and nothing else was after it had come.
 
     ``in_memory``: names of what was, one after the other. If so, what was computed under its name

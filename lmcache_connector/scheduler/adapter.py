@@ -144,7 +144,7 @@ class SchedulerAdapter:
         waiting = self._to_compute.items()
         self._to_compute = {name: one for name, one in waiting if not one.is_finished()}
         self._begin(PlannedJobs(self._settings.world_size, self._jobs.last_id))
-        self._dispatcher.in_use.freed_some()
+        self._dispatcher.in_use.mark_all_in_use()
 
     # -- hits ----------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class SchedulerAdapter:
         ``None``: neither. What could be asked here is looked at first: a call takes longer.
         """
         if scheduler_output.preempted_req_ids:
-            self._dispatcher.in_use.freed_some()
+            self._dispatcher.in_use.mark_all_in_use()
         if self._dispatcher.in_use.changes:
             self._dispatcher.in_use.next_step()
         for request_id in scheduler_output.preempted_req_ids or ():
@@ -347,7 +347,7 @@ class SchedulerAdapter:
         """vLLM is about to reset its prefix cache. Trainers have it do so when they have changed
         the weights: until all ranks have read theirs, nothing is stored or loaded. O(requests in
         flight)."""
-        self._dispatcher.in_use.freed_some()
+        self._dispatcher.in_use.mark_all_in_use()
         self.book.weights.reset(is_external=False)
         self._doubt_weights()
 

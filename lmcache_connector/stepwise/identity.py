@@ -31,7 +31,7 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher, canonical_bytes
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.stepwise.form import KVForm
 from lmcache_connector.vllm_compat.canonical import canonical
-from lmcache_connector.vllm_compat.excused import NOT_PART_OF_IDENTITY
+from lmcache_connector.vllm_compat.identity_tables import NOT_PART_OF_IDENTITY
 
 _ADAPTERS = "peft"
 _RELEASED = ("torch", "transformers", "builtins")

@@ -35,9 +35,9 @@ from lmcache_connector.plans import (
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
 from lmcache_connector.worker.lmcache_start import EngineSettings
+from lmcache_connector.worker.offers import Pace
 from lmcache_connector.worker.paged_part import PagedPart
 from lmcache_connector.worker.rank_tiers import RankTiers
-from lmcache_connector.worker.reconciler import Pace
 from lmcache_connector.worker.waiting_jobs import JobContext, QueuedJob, StepGate
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.stepwise.form import KVForm
-from lmcache_connector.vllm_compat.excused import INDEPENDENT_ROPE_TYPES
+from lmcache_connector.vllm_compat.identity_tables import INDEPENDENT_ROPE_TYPES
 
 _NUM_EARLY = 8
 # Whose forward hooks change nothing: they look at outputs, or belong to tiers.

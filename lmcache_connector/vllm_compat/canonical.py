@@ -28,21 +28,21 @@ _MAX_DEPTH = 32
 _HIDDEN_STATE = (torch.Tensor, torch.nn.Module, io.IOBase, ModuleType, MethodType)
 _NO_FIELDS = ("__dict__", "__weakref__", "__pydantic_fields_set__")
 
-IsExcused = Callable[[object, str], bool]
+IsIgnored = Callable[[object, str], bool]
 """Whether a field of an object is no part of its form, by the field's name."""
 
 
-def canonical(value: object, path: str, is_excused: IsExcused) -> Any:
-    """``value`` as JSON values without what is excused. ``path`` names it in messages.
+def canonical(value: object, path: str, is_ignored: IsIgnored) -> Any:
+    """``value`` as JSON values without what is ignored. ``path`` names it in messages.
 
     Raises :class:`UnsupportedError` for what has no canonical form.
     """
-    return _Walk(is_excused).form(value, path, ())
+    return _Walk(is_ignored).form(value, path, ())
 
 
 class _Walk:
-    def __init__(self, is_excused: IsExcused) -> None:
-        self._is_excused = is_excused
+    def __init__(self, is_ignored: IsIgnored) -> None:
+        self._is_ignored = is_ignored
 
     def form(self, value: object, path: str, outer: tuple[int, ...]) -> Any:
         """``outer``: ids of the objects around this one. One of them inside itself goes by how far
@@ -84,7 +84,7 @@ class _Walk:
             **{
                 name: self.form(each, f"{path}.{name}", outer)
                 for name, each in fields.items()
-                if not self._is_excused(value, name)
+                if not self._is_ignored(value, name)
             },
         }
 

@@ -1,7 +1,7 @@
 """What makes a model's KV its own, by subtraction.
 
 The identity of a model is everything vLLM has resolved about it, minus the fields that
-:mod:`~lmcache_connector.vllm_compat.excused` lists with a reason. It has two halves. The
+:mod:`~lmcache_connector.vllm_compat.identity_tables` lists with a reason. It has two halves. The
 configuration (:func:`configuration_digests`) is read by every worker once the model is built: a
 model may change its configuration when it is built, and with tensor parallelism that happens in
 the workers alone. The weights (:mod:`~lmcache_connector.vllm_compat.weights`) are read by one
@@ -28,11 +28,11 @@ from lmcache_connector.keys.prefix_hash import canonical_bytes
 from lmcache_connector.keys.weights_digest import code_files, files_digest
 from lmcache_connector.vllm_compat.api.names import STANDING
 from lmcache_connector.vllm_compat.api.versions import TOKEN_FORM
-from lmcache_connector.vllm_compat.canonical import IsExcused, canonical
+from lmcache_connector.vllm_compat.canonical import IsIgnored, canonical
 from lmcache_connector.vllm_compat.drafter import find_drafter
-from lmcache_connector.vllm_compat.excused import (
+from lmcache_connector.vllm_compat.identity_tables import (
     CONDITIONALLY_IGNORED,
-    EXCUSED_ENVIRONMENT,
+    IGNORED_ENVIRONMENT,
     INDEPENDENT_OF_LENGTH,
     INDEPENDENT_ROPE_TYPES,
     NOT_PART_OF_IDENTITY,
@@ -64,11 +64,11 @@ def configuration_digests(
     the same digests for the same model. Raises :class:`UnsupportedError` for a part without a
     canonical form.
     """
-    is_excused = _excuses(vllm_config)
+    is_ignored = _ignored_fields(vllm_config)
     parts: dict[str, object] = {
         name: value
         for name, value in vars(vllm_config).items()
-        if not is_excused(vllm_config, name) and not is_new("VllmConfig", name, value)
+        if not is_ignored(vllm_config, name) and not is_new("VllmConfig", name, value)
     }
     parts["lora_config"] = _lora_config(vllm_config)
     # A plugin may register a class of its own under a known name.
@@ -91,9 +91,9 @@ def configuration_digests(
         parts["state_pieces"] = vllm_config.parallel_config.tensor_parallel_size
     if STANDING.token_form != TOKEN_FORM:
         parts["token_form"] = STANDING.token_form
-    found = {name: _digest(canonical(value, name, is_excused)) for name, value in parts.items()}
+    found = {name: _digest(canonical(value, name, is_ignored)) for name, value in parts.items()}
     for spec in specs:
-        digest = _digest(canonical(spec, "kv_cache_spec", is_excused))
+        digest = _digest(canonical(spec, "kv_cache_spec", is_ignored))
         found[f"kv_cache_spec {digest[:16]}"] = digest
     return found
 
@@ -104,15 +104,15 @@ def _digest(form: object) -> str:
 
 def _environment() -> dict[str, str]:
     """vLLM's own variables that are set: some quantize, or route experts another way."""
-    excused = tuple(EXCUSED_ENVIRONMENT)
+    ignored = tuple(IGNORED_ENVIRONMENT)
     return {
         name: os.environ[name]
         for name in envs.environment_variables
-        if name in os.environ and not name.startswith(excused)
+        if name in os.environ and not name.startswith(ignored)
     }
 
 
-def _excuses(vllm_config: VllmConfig) -> IsExcused:
+def _ignored_fields(vllm_config: VllmConfig) -> IsIgnored:
     """Which fields are no part of the identity under this configuration."""
     drafter = find_drafter(vllm_config)
     models = [vllm_config.model_config, *([drafter.model] if drafter is not None else [])]
@@ -123,7 +123,7 @@ def _excuses(vllm_config: VllmConfig) -> IsExcused:
         "load_format": str(vllm_config.load_config.load_format) in PLAIN_LOAD_FORMATS,
     }
 
-    def is_excused(owner: object, field: str) -> bool:
+    def is_ignored(owner: object, field: str) -> bool:
         for kind in type(owner).__mro__:
             if kind.__module__.startswith(_OWNERS):
                 if field in NOT_PART_OF_IDENTITY.get(kind.__name__, {}):
@@ -132,7 +132,7 @@ def _excuses(vllm_config: VllmConfig) -> IsExcused:
                     return conditions[field]
         return False
 
-    return is_excused
+    return is_ignored
 
 
 def _is_independent_of_length(model: ModelConfig) -> bool:

@@ -6,23 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
-from vllm.utils.network_utils import get_ip
 
 from lmcache_connector.vllm_compat.api.cpu_cores import RESERVED_CORES, cores_are_chosen
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
-
-
-def machine_host(parallel: ParallelConfig, engine_id: str) -> str:
-    """This machine's address, as vLLM's own processes know it (``VLLM_HOST_IP``), if the ranks of
-    all data-parallel engines may be on several machines; else empty."""
-    is_spread = (
-        parallel.nnodes > 1
-        or parallel.distributed_executor_backend == "ray"
-        or _is_one_of_many(parallel, engine_id)
-    )
-    return str(get_ip()) if is_spread else ""
 
 
 def engine_index(parallel: ParallelConfig) -> int:

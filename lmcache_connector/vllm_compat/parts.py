@@ -25,7 +25,7 @@ from lmcache_connector.kv_parts.part import MAX_PARTS, Part, Rule
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
 from lmcache_connector.vllm_compat.drafter import find_drafter
-from lmcache_connector.vllm_compat.excused import IN_TOKEN_ORDER
+from lmcache_connector.vllm_compat.identity_tables import IN_TOKEN_ORDER
 from lmcache_connector.vllm_compat.support import first_spec, layer_specs, rule_of, unsupported
 
 if TYPE_CHECKING:

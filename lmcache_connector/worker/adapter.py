@@ -33,7 +33,7 @@ from lmcache_connector.plans import (
     StepPlan,
     StoreJob,
 )
-from lmcache_connector.requests.loaded_adapters import came_to_stay
+from lmcache_connector.requests.loaded_adapters import is_current_and_unreplaced
 from lmcache_connector.storage.redis.counters import TierCounts
 from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
@@ -138,6 +138,12 @@ class WorkerAdapter:
     def rank(self) -> int:
         return self._settings.engine.rank
 
+    @property
+    def redis_is_away(self) -> bool:
+        """Whether a server of the Redis tier has failed to answer and has not answered since."""
+        servers = self._tier.stats().servers if self._tier is not None else ()
+        return any(state.value for _, state in servers)
+
     # -- the engine's step ---------------------------------------------------------------------
 
     def handle_preemptions(self, plan: StepPlan) -> None:
@@ -192,7 +198,7 @@ class WorkerAdapter:
         if plan.cancelled_loads:
             self._jobs.cancel(plan.cancelled_loads)
         if plan.unwanted:
-            self._engine.let_go_first(plan.unwanted)
+            self._engine.evict_unused_first(plan.unwanted)
         for prefetch in plan.prefetches:
             self._jobs.submit(prefetch, None)
 
@@ -378,6 +384,6 @@ def _results(ended: Sequence[QueuedJob]) -> tuple[JobResult, ...]:
 def _was_computed_with(digest: str, names: Sequence[Task[str]]) -> bool:
     """vLLM may have read other files of an adapter than the scheduler side saw, or read them again
     since."""
-    return all(name.wait(_ADAPTER_SECONDS) for name in names) and came_to_stay(
+    return all(name.wait(_ADAPTER_SECONDS) for name in names) and is_current_and_unreplaced(
         digest, [name.value for name in names]
     )

@@ -36,7 +36,7 @@ from lmcache_connector.vllm_compat.machines import engine_index
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings, cuda_code_warning
-from lmcache_connector.worker.reconciler import Pace
+from lmcache_connector.worker.offers import Pace
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +98,7 @@ def build_worker(
                 model.chunk_size,
                 _geometries(model),
                 worker.self_test,
+                worker.redis_is_away,
             )
         )
     return worker

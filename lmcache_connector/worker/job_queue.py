@@ -50,15 +50,19 @@ logger = logging.getLogger(__name__)
 
 
 _Waiting = WaitingStores | WaitingLoads
+_IDLE_SECONDS = 0.5
 
 
 class JobQueue:
     """``run(queued)`` executes one job on a lane and returns its result. ``is_busy``, for the step
-    thread: whether a job is open, or its result not taken; a look that costs no call.
+    thread: whether a job is open, or its result not taken. A plain attribute: cheap to poll every
+    step.
 
     Stores begin ``store_delay_seconds`` late. Where copies need the cores that compute, the rest of
     the step goes first that way: its tokens are sampled and on their way out. But for those that
     another instance waits for. ``on_executed`` is called on the lane when a job has ended there.
+    ``between_stores`` is called on the store lane when no store is ready, and again after as many
+    seconds as it returns.
     """
 
     def __init__(
@@ -68,8 +72,11 @@ class JobQueue:
         clock: Callable[[], float] = time.monotonic,
         store_delay_seconds: float = 0.0,
         on_executed: Callable[[Job], None] = lambda job: None,
+        between_stores: Callable[[], float] = lambda: threading.TIMEOUT_MAX,
     ) -> None:
         self._run = run
+        self._between_stores = between_stores
+        self._between_at = float("-inf")
         self._on_executed = on_executed
         self._store_delay = store_delay_seconds
         self._clock = clock
@@ -231,7 +238,24 @@ class JobQueue:
                 if self._stopping and not waiting:
                     return None
                 look = max(0.0, waiting.seconds_to_look(self._clock()))
+                if waiting is self._stores:
+                    look = min(look, self._do_between_stores())
                 wake.wait(min(look, self._seconds_to_a_deadline()))
+
+    def _do_between_stores(self) -> float:
+        """If it is time, without the lock, which the caller holds. Seconds until the next time."""
+        if (left := self._between_at - self._clock()) > 0.0:
+            return left
+        pause = _IDLE_SECONDS
+        self._lock.release()
+        try:
+            pause = self._between_stores()
+        except Exception:  # the next time may go better
+            logger.exception("offering chunks to redis again failed")
+        finally:
+            self._lock.acquire()
+        self._between_at = self._clock() + pause
+        return 0.0  # a job may have come meanwhile
 
     def _open_stores(self) -> list[QueuedJob]:
         return [q for q in self._open.values() if isinstance(q.job, StoreJob) and q.reads_blocks]

@@ -270,7 +270,7 @@ class LMCacheEngineAdapter:
                 for run in job.runs:
                     self._ledger.fetched(run.keys, job.tenant, run.parents)
         if cancelled.is_set():  # the request may have gone before they came
-            self.let_go_first(missing)
+            self.evict_unused_first(missing)
         return JobTransfer(
             num_keys=len(missing),
             num_chunks=found,
@@ -280,7 +280,7 @@ class LMCacheEngineAdapter:
             redis_failed=took.cut_off and not cancelled.is_set(),
         )
 
-    def let_go_first(self, keys: Sequence[bytes]) -> None:
+    def evict_unused_first(self, keys: Sequence[bytes]) -> None:
         """Nobody waits any more for what was fetched of these. What a job has used stays."""
         self._ledger.notes.give_up(keys)
 
@@ -288,6 +288,10 @@ class LMCacheEngineAdapter:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
         if self._writes is not None:
             self._writes.want(keys)
+
+    def offer_due(self) -> float:
+        """Write again what Redis may lack. After how many seconds to call again."""
+        return self._writes.offer_due() if self._writes is not None else threading.TIMEOUT_MAX
 
     def forget(self, key: bytes) -> None:
         """Drop a chunk from the CPU tier."""

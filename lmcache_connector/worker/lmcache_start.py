@@ -23,7 +23,7 @@ from lmcache_connector.errors import ConfigError
 from lmcache_connector.threads import start_thread
 from lmcache_connector.vllm_compat.api.versions import BUILT_FOR_TORCH
 from lmcache_connector.worker.lmcache_plugs import ValueSizes
-from lmcache_connector.worker.reconciler import Pace
+from lmcache_connector.worker.offers import Pace
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier

@@ -12,7 +12,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_connector.plans import PartRun, StoreJob
 from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase
-from lmcache_connector.worker.reconciler import Pace, Reconciler
+from lmcache_connector.worker.offers import Pace, RedisOffers
 
 if TYPE_CHECKING:
     from lmcache_connector.storage.redis.tier import RedisTier
@@ -49,7 +49,7 @@ class RedisWrites:
         self._database = database
         self._report = report
         self.written: deque[bytes] = deque()
-        self._reconciler = Reconciler(self._offer, self._may_offer, pace, clock)
+        self._offers = RedisOffers(self._offer, self._may_offer, pace, clock)
 
     def context(self, job: StoreJob, chunk: int) -> AbstractContextManager[None]:
         """What LMCache stores inside the ``with`` is written, if the job says so. ``chunk``: where
@@ -70,15 +70,18 @@ class RedisWrites:
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Requests want these chunks, and the CPU tier holds them: Redis should have them too."""
-        self._reconciler.want(keys)
+        self._offers.want(keys)
+
+    def offer_due(self) -> float:
+        """Write again what Redis may lack. After how many seconds to call again."""
+        return self._offers.offer_due()
 
     def take_written(self) -> tuple[bytes, ...]:
         """Chunks that have come to Redis since the last call."""
         return tuple(self.written.popleft() for _ in range(len(self.written)))
 
     def close(self, seconds: float) -> None:
-        """Offer nothing more, and close the tier: what is queued gets ``seconds``."""
-        self._reconciler.close(seconds)
+        """Close the tier: what is queued gets ``seconds``."""
         self._tier.close(seconds)
 
     def _offer(self, key: bytes) -> bool:
@@ -101,6 +104,6 @@ class RedisWrites:
         return True
 
     def _ended(self, key: bytes, stored: bool) -> None:
-        self._reconciler.ended(key, stored)
+        self._offers.ended(key, stored)
         if stored and self._report:
             self.written.append(key)

@@ -93,6 +93,7 @@ class RankTiers:
             clock,
             _STORE_DELAY_SECONDS if self.copier.shares_cores else 0.0,
             on_executed,
+            self.engine.offer_due,
         )
 
     @property

@@ -48,7 +48,7 @@ _MAX_BYTES = _PIECE_BYTES + (1 << 20)
 
 
 # By what an error says, in lower case; the first that fits.
-_UNKNOWN_HOST = "the host name is not known here"
+_UNKNOWN_HOST = "this machine cannot resolve the host name: correct it"
 _HINTS = (
     ("certificate", "use rediss:// and name the authority: ?ssl_ca_certs=/path/to/ca.pem"),
     ("handshake", "this port speaks no TLS: use redis://, or the port of the server that does"),
@@ -283,7 +283,10 @@ def _hint(error: Exception) -> str:
             "+dbsize +info +ping"
         )
     if isinstance(error, AuthenticationError):
-        return "set user and password in the URL: redis://USER:PASSWORD@HOST (best as env:NAME)"
+        return (
+            "set the password in the URL: redis://:PASSWORD@HOST, or redis://USER:PASSWORD@HOST "
+            "(best as env:NAME)"
+        )
     for words, hint in _HINTS:
         if words in text:
             return hint

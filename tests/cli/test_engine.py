@@ -13,8 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from lmcache_connector import __version__
-from lmcache_connector.cli.metrics import interpolate
-from lmcache_connector.cli.stats import sparkline
+from lmcache_connector.cli.stats import interpolate, sparkline
 from lmcache_connector.metrics.samples import Samples
 from tests.support.command_line import Cli
 from tests.support.prometheus import prom_metrics

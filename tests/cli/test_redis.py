@@ -113,6 +113,8 @@ def damage(server: Server, index: int, change: Callable[[bytes], bytes]) -> str:
 
 def test_verify_finds_exactly_what_is_damaged(cli: Cli, valkey: Server) -> None:
     fill(valkey, 4)
+    none = cli("verify", "--redis-url", valkey.url, "-n", "other")
+    assert "no values in namespace other" in none.out
     good = cli("verify", "--redis-url", valkey.url, "--json")
     assert good.code == 0
     assert good.document["values"] == {"sound": 4 * VALUES_PER_CHUNK}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_connector.config import limits
+from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
 from lmcache_connector.errors import ConfigError
 from tests.support import ROOT
@@ -40,3 +42,20 @@ def test_so_is_a_value_that_is_gone(setting: dict[str, Any], instead: str) -> No
     assert line.startswith(f"  - {name!r}: {value!r} is gone")
     assert instead in line
     assert f"| `{name}: {value}` |" in UPGRADING
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/fast", "HOME": "/home/me"}, "/fast/lmcache-connector"),
+        ({"XDG_CACHE_HOME": "fast", "HOME": "/home/me"}, "/home/me/.cache/lmcache-connector"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/lmcache-connector"),
+        ({}, "/.cache/lmcache-connector"),
+    ],
+)
+def test_it_lies_where_the_user_keeps_caches(environ: dict[str, str], folder: str) -> None:
+    assert user_cache_folder(environ) == Path(folder)
+
+
+def test_tests_leave_the_users_own_alone() -> None:
+    assert not user_cache_folder().is_relative_to(Path.home() / ".cache")

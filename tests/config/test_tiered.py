@@ -71,6 +71,15 @@ def test_a_wrong_value_is_one_problem(settings: dict[str, Any]) -> None:
     assert len(problems(**settings)) == 1
 
 
+def test_a_problem_names_its_setting_once_and_no_pattern() -> None:
+    assert problems(router="http://h:1/path", redis_url="localhost:6379", hash_key="short") == [
+        "  - 'redis_url': unknown scheme; use one of redis, rediss, unix, redis+sentinel, "
+        "rediss+sentinel, redis+cluster, rediss+cluster",
+        "  - 'hash_key': needs at least 16 bytes",
+        "  - 'router': must be http://HOST:PORT, without a path",
+    ]
+
+
 def test_whole_numbers_may_stand_for_seconds_and_gib() -> None:
     assert parse_config({"cpu_gib": 2, "load_deadline_seconds": 3}).cpu_gib == 2.0
 

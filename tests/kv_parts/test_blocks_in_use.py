@@ -23,7 +23,7 @@ def test_a_finished_request_was_part_of_the_steps_under_way(num_batches: int) ->
 
 def test_after_a_reset_any_block_may_be_in_use() -> None:
     blocks = BlocksInUse(2, is_told=True)
-    blocks.freed_some()
+    blocks.mark_all_in_use()
     assert blocks.includes_any({5})
     blocks.next_step()
     assert not blocks.includes_any({5})

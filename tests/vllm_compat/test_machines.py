@@ -5,15 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from lmcache_connector.vllm_compat.machines import engine_header, engine_index, machine_host
+from lmcache_connector.vllm_compat.machines import engine_header, engine_index
 
 
 def parallel(**changes: Any) -> Any:
     alone: dict[str, Any] = {
-        "nnodes": 1,
-        "distributed_executor_backend": "mp",
         "data_parallel_size": 1,
         "data_parallel_index": 0,
         "local_engines_only": False,
@@ -23,7 +19,6 @@ def parallel(**changes: Any) -> Any:
 
 def test_an_engine_alone_has_no_place_among_others() -> None:
     assert (engine_index(parallel()), engine_header(parallel(), "e")) == (0, -1)
-    assert machine_host(parallel(), "e") == ""
 
 
 def test_engines_behind_one_api_are_told_apart() -> None:
@@ -36,20 +31,9 @@ def test_engines_behind_one_api_are_told_apart() -> None:
     assert engine_header(behind_its_own, "e_dp1") == -1
 
 
-@pytest.mark.parametrize(
-    "spread",
-    [{"nnodes": 2}, {"distributed_executor_backend": "ray"}, {"data_parallel_size": 2}],
-)
-def test_on_several_machines_each_has_its_own_address(
-    spread: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.2")
-    assert machine_host(parallel(**spread), "e") == "10.0.0.2"
-
-
 def test_vllm_has_these_fields() -> None:
     from vllm.config import ParallelConfig
 
     real = ParallelConfig()
     assert all(hasattr(real, name) for name in vars(parallel()))
-    assert (engine_index(real), engine_header(real, "e"), machine_host(real, "e")) == (0, -1, "")
+    assert (engine_index(real), engine_header(real, "e")) == (0, -1)

@@ -11,8 +11,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.vllm_compat import identity
 from lmcache_connector.vllm_compat.api.versions import Standing
-from lmcache_connector.vllm_compat.excused import OTHERS_HAVE, OTHERS_LACK, same_form
 from lmcache_connector.vllm_compat.identity import configuration_digests, fingerprint
+from lmcache_connector.vllm_compat.identity_tables import OTHERS_HAVE, OTHERS_LACK, same_form
 from tests.support.vllm_configs import kv_cache, vllm_config
 
 # Of the tiny model, in every version of vLLM that this release names. A change of these bytes is a

@@ -14,7 +14,8 @@ from tests.support import ROOT
 
 REHEARSAL = """
 import torch
-from lmcache_connector.vllm_compat.tensor_sums import reference_sums, sums_digest
+from lmcache_connector.vllm_compat.tensor_sums import sums_digest
+from tests.support.doubles.reference_sums import reference_sums
 draw = torch.Generator().manual_seed(1)
 count = 0
 for size in (1, 3, 4, 5, 127, 8191 * 4, 8192 * 4, 8192 * 4 + 1, 3 * 8192 * 4 + 7):
@@ -70,7 +71,7 @@ def test_the_kernel_compiles_for_gpus(capability: str, tmp_path: object) -> None
 
 def test_the_sums_know_every_word_and_its_place() -> None:
     pytest.importorskip("triton", reason="runs where Triton is installed")
-    from lmcache_connector.vllm_compat.tensor_sums import reference_sums
+    from tests.support.doubles.reference_sums import reference_sums
 
     words = np.arange(1000, dtype="<u4")
     found = {reference_sums(words.tobytes()), reference_sums(words[:-1].tobytes())}
@@ -89,7 +90,7 @@ def test_the_sums_know_every_word_and_its_place() -> None:
 @pytest.mark.parametrize("size", [1, 4, 5, 8192 * 4 + 3, (1 << 28) + 2])
 def test_a_device_sums_as_numpy_does(size: int) -> None:
     from lmcache_connector.vllm_compat.tensor_digest import tensor_digest
-    from lmcache_connector.vllm_compat.tensor_sums import reference_sums
+    from tests.support.doubles.reference_sums import reference_sums
 
     draw = torch.Generator(device="cuda").manual_seed(size)
     data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda", generator=draw)

@@ -36,11 +36,11 @@ from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.vllm_compat.loaded_weights import FixedWeights
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings
-from lmcache_connector.worker.reconciler import Pace
+from lmcache_connector.worker.offers import Pace
 from tests.support.jobs import load_job, store_job
 from tests.support.parts import one_part
 from tests.support.redis.server_groups import wait_until
-from tests.support.redis.servers import Server, running_valkey
+from tests.support.redis.servers import Server, free_port, running_valkey
 from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
 LAYERS, HEADS, BLOCK_SIZE, WIDTH = 4, 2, 16, 64  # WIDTH: elements of K and V, one token and head
@@ -358,6 +358,15 @@ def test_the_probe_measures_and_notices_silence(
         assert probed(instance).num_bytes > 0
     finally:
         instance.worker.shutdown()
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_server_that_is_away_is_known_to_be(valkey: Server, is_away: bool) -> None:
+    worker = make_instance(free_port() if is_away else valkey.port).worker
+    try:
+        wait_until(lambda: worker.redis_is_away == is_away, "state of the server")
+    finally:
+        worker.shutdown()
 
 
 def test_the_probe_writes_again_what_redis_has_lost(valkey: Server) -> None:

@@ -244,7 +244,7 @@ IN_TOKEN_ORDER = words(
 # experts another way, and nothing in vLLM's configuration tells. So every variable that vLLM reads
 # and that is set is in every chunk key, unless it is listed here.
 # VLLM_DISABLE_SHARED_EXPERTS_STREAM: vLLM sets it on CPU.
-EXCUSED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
+IGNORED_ENVIRONMENT: MappingProxyType[str, str] = MappingProxyType(
     by_field(
         {
             "says where, or how fast, not what": (

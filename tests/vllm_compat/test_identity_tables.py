@@ -25,12 +25,12 @@ from vllm.config.multimodal import MultiModalConfig
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
-from lmcache_connector.vllm_compat.excused import (
+from lmcache_connector.vllm_compat.identity import configuration_digests
+from lmcache_connector.vllm_compat.identity_tables import (
     CONDITIONALLY_IGNORED,
     INDEPENDENT_OF_LENGTH,
     NOT_PART_OF_IDENTITY,
 )
-from lmcache_connector.vllm_compat.identity import configuration_digests
 from tests.support.engines.tiny_model import TINY, build_tiny_model
 from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
 
@@ -115,10 +115,10 @@ def unchanged() -> dict[str, str]:
 @pytest.mark.parametrize("path", fields(), ids=".".join)
 def test_a_field_is_excused_with_a_reason_or_part_of_the_key(path: tuple[str, ...]) -> None:
     owner = type(functools.reduce(getattr, path[:-1], config())).__name__
-    is_excused = any(
+    is_ignored = any(
         path[-1] in table.get(owner, {}) for table in (NOT_PART_OF_IDENTITY, CONDITIONALLY_IGNORED)
     )
-    assert (digests(changed(path, config())) == unchanged()) == is_excused, path
+    assert (digests(changed(path, config())) == unchanged()) == is_ignored, path
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(FullAttentionSpec), ids=lambda f: f.name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_connector.plans import StepPlan
-from lmcache_connector.worker.reconciler import Offers, Pace, Reconciler
+from lmcache_connector.worker.offers import Offers, Pace, RedisOffers
 from tests.support.jobs import store_job
 from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, running_valkey
@@ -108,8 +108,7 @@ class Offering:
         self.now = 0.0
         self.offered: list[bytes] = []
         self.room = {ord("s"): 0, ord("q"): 1 << 20}
-        self.reconciler = Reconciler(self.offer, self.has_room, PACE, lambda: self.now)
-        self.reconciler.close(5.0)  # `tick` is called here
+        self.offers = RedisOffers(self.offer, self.has_room, PACE, lambda: self.now)
 
     def has_room(self, key: bytes) -> bool:
         return self.room[key[0]] > 0
@@ -121,14 +120,14 @@ class Offering:
 
     def ticks(self, count: int) -> None:
         for _ in range(count):
-            self.reconciler.tick()
+            self.offers.offer_due()
             self.now += 0.1
 
 
 def test_offers_leave_room_for_fresh_writes() -> None:
     offering = Offering()
     offering.room[ord("q")] = 3
-    offering.reconciler.want(keys(b"q", 50))
+    offering.offers.want(keys(b"q", 50))
     offering.ticks(5)
     assert len(offering.offered) == 3
     offering.room[ord("q")] = 3
@@ -139,9 +138,9 @@ def test_offers_leave_room_for_fresh_writes() -> None:
 def test_while_a_node_is_slow_its_own_chunks_wait() -> None:
     offering = Offering()
     slow, quick = keys(b"s", 1500), keys(b"q", 30)
-    offering.reconciler.want(slow)
+    offering.offers.want(slow)
     offering.now += 0.1
-    offering.reconciler.want(quick)
+    offering.offers.want(quick)
     offering.ticks(8)
     assert sorted(offering.offered) == quick
     offering.room[ord("s")] = 1 << 20

@@ -8,22 +8,17 @@ write like any other: where the value exists, it costs a question, and renews it
 is configured. A chunk that cannot be written several times in a row is forgotten until a request
 wants it again.
 
-The rate is bounded, fresh writes go first, and one thread does it, off the engine's steps.
+The rate is bounded, fresh writes go first, and the store lane does it, between its jobs.
 """
 
 from __future__ import annotations
 
 import heapq
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from lmcache_connector.threads import start_thread
-
-logger = logging.getLogger(__name__)
 
 _MAX_TRACKED = 1 << 16
 _TICK_SECONDS = 0.1
@@ -130,7 +125,7 @@ class Offers:
         return state is not None and state.is_due and state.at == at
 
 
-class Reconciler:
+class RedisOffers:
     """``offer(key)`` begins to write a chunk from memory; False if memory does not hold it. Its end
     is told to `ended`. ``may_offer(key)``: whether there is room for it beside fresh writes."""
 
@@ -146,8 +141,6 @@ class Reconciler:
         self._clock = clock
         self._lock = threading.Lock()
         self._offers = Offers(pace)
-        self._closed = threading.Event()
-        self._thread = start_thread("lmc-reconcile", self._run)
 
     def want(self, keys: Iterable[bytes]) -> None:
         """Requests want these chunks, and memory holds them."""
@@ -161,8 +154,8 @@ class Reconciler:
         with self._lock:
             self._offers.ended(key, stored, self._clock())
 
-    def tick(self) -> int:
-        """Offer what is due, as much as may be at once. How many chunks that were."""
+    def offer_due(self) -> float:
+        """Offer what is due, as much as may be at once. After how many seconds to call again."""
         num_offered, without_room = 0, list[bytes]()
         for _ in range(_LOOKS_PER_TICK):
             if num_offered == _OFFERS_PER_TICK:
@@ -181,16 +174,4 @@ class Reconciler:
         with self._lock:
             for key in without_room:
                 self._offers.put_off(key, self._clock())
-        return num_offered
-
-    def close(self, seconds: float) -> None:
-        self._closed.set()
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        pause = _TICK_SECONDS
-        while not self._closed.wait(pause):
-            try:
-                pause = _TICK_SECONDS if self.tick() else _IDLE_TICK_SECONDS
-            except Exception:  # the next tick may fare better
-                logger.exception("offering chunks to redis again failed")
+        return _TICK_SECONDS if num_offered else _IDLE_TICK_SECONDS
