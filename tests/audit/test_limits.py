@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_connector.audit.compare import DECODERS, OPAQUE
-from lmcache_connector.audit.limits import (
+from lmcache_connector.audit.verdicts import (
     KEPT_SAMPLES,
     ChunkError,
     NoiseGauge,

@@ -7,7 +7,7 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.audit.root_epochs import MAX_ROOTS, RootEpochs
+from lmcache_connector.audit.verdicts import MAX_ROOTS, RootEpochs
 
 ROOT, OTHER = b"plain", b"adapter"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import repeat
 
-from lmcache_connector.audit.sampler import MAX_FIRST_TRIES, MAX_SUBJECTS, AuditSampler
+from lmcache_connector.audit.verdicts import MAX_FIRST_TRIES, MAX_SUBJECTS, AuditSampler
 
 
 def sampler(share: float, numbers: Iterator[float] = repeat(0.99)) -> AuditSampler:  # noqa: B008

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from lmcache_connector.cost_model.crowd import crowd_waits
+from lmcache_connector.cost_model.steps import crowd_waits
 
 STEP_TOKENS = 1000
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.cost_model.step_time import StepTime
+from lmcache_connector.cost_model.steps import StepTime
 
 
 def begins_after(num_batches: int, step: int, load: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_connector.cost_model.store_backlog import StoreBacklog
+from lmcache_connector.cost_model.steps import StoreBacklog
 
 
 def test_a_store_under_way_takes_what_the_last_ones_took() -> None:

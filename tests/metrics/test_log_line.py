@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_connector.metrics.log_line import log_fields
-from lmcache_connector.metrics.prometheus import TieredStats
+from lmcache_connector.metrics.prometheus import TieredStats, log_fields
 from lmcache_connector.metrics.samples import Samples
 
 

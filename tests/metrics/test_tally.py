@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Samples, Tally
 
 counts = st.tuples(st.sampled_from(["cpu", "redis"]), st.integers(0, 1 << 20))
 
