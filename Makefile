@@ -143,8 +143,8 @@ contract: $(STAMP) ## Check the API of a version by its wheel: VLLM=0.34.0 or LM
 docs: $(STAMP) ## Build the documentation into build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-pictures: $(STAMP) $(TRAINED) ## Draw the documentation's pictures of the demo and of stats anew
-	@$(BIN)/python -m examples.pictures
+pictures: $(STAMP) $(TRAINED) ## Draw the documentation's pictures anew; ARGS=demo or ARGS=servers draws some
+	@$(BIN)/python -m examples.pictures $(ARGS)
 
 clean: ## Remove the environment and everything that was built
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

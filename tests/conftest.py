@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,30 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="lmcache-connector-tests-")
 os.environ["XDG_CACHE_HOME"] = _FOLDER.name
 
 VllmInstance.context = forks_from("tests.support.engines.vllm_imports")
+
+_ENGINES = ("tests/engine/", "tests/transfers/")
+_USE_ENGINES = (*_ENGINES, "tests/examples/test_demo.py", "tests/vllm_compat/api/test_versions.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(_ENGINES):
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.timeout(420))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which machines with GPUs lack
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """File by file, but all that start engines go to one worker: two engines on two cores take more
+    than twice as long. xdist has marks for that, which do nothing with pytest 9.2."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneEngineAtATime(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "engines" if file.startswith(_USE_ENGINES) else file
+
+    return OneEngineAtATime(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ BENCHMARKS = {
     "field": "third-party tools: vLLM alone, this connector, LMCacheMPConnector",
     "policies": "what the CPU tier saves on block traces, against other policies and the optimum",
     "overhead": "misses, stores, decode steps and look-ups, against vLLM without a connector",
-    "p2p": "KV transfer from prefill to decode by NIXL and TCP, against vLLM's NixlConnector",
+    "p2p": "KV transfer from prefill to decode, against vLLM's NixlConnector",
     "simulated-gpu": "hits on a simulated GPU, against recompute and an oracle; virtual time",
     "slowlink": "time to first token over slow and silent links, against recompute",
     "trace": "realistic load on a served API, with the connector, without, and with LMCache's own",

@@ -1,15 +1,20 @@
-"""Draws the pictures of the documentation anew: ``make pictures``.
+"""Draws the pictures of the documentation anew: ``make pictures``, one kind with ``ARGS=demo`` or
+``ARGS=servers``.
 
-Two servers share a Valkey and answer random prompts with common beginnings; ``stats`` looks at
-them, with ``--watch`` and without. The demo runs by itself. Takes about four minutes on two cores.
+The demo runs by itself. Two servers share a Valkey and answer random prompts with common
+beginnings; ``stats`` looks at them, with ``--watch`` and without, and a Prometheus, if one is
+installed, for the dashboard. Takes about eight minutes on two cores.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +22,7 @@ from pathlib import Path
 from examples.pictures.terminal import record
 from tests.support import ROOT
 from tests.support.engines.api_server import ApiServer, running_api
+from tests.support.engines.ports import free_ports
 from tests.support.engines.settings import tiered_transfer
 from tests.support.engines.tiny_model import build_tiny_model
 from tests.support.prompts import random_prompt
@@ -25,19 +31,33 @@ from tests.support.redis.servers import running_valkey
 IMAGES = ROOT / "docs/images"
 _CLI = (str(Path(sys.executable).with_name("lmcache-connector")),)
 _LOOKS = 20
+_MINUTES = 4
+"""What the dashboard shows."""
 _DOCUMENTS, _DOCUMENT_TOKENS, _QUESTION_TOKENS = 40, 2048, 300  # more than vLLM keeps
 
 
 def main() -> None:
-    demo = (sys.executable, "-m", "examples.demo")
-    _save("demo.svg", record("make demo", demo, columns=80))
+    wanted = sys.argv[1:] or ["demo", "servers"]
+    if "demo" in wanted:
+        demo = (sys.executable, "-m", "examples.demo")
+        _save("demo.svg", record("make demo", demo, columns=80))
+    if "servers" in wanted:
+        _draw_servers()
+
+
+def _draw_servers() -> None:
     with tempfile.TemporaryDirectory() as folder, _two_servers(Path(folder)) as servers:
         addresses = [server.address for server in servers]
-        with _clients(servers):
+        with _prometheus(Path(folder), addresses) as prometheus, _clients(servers):
+            if prometheus is not None:
+                time.sleep(60 * _MINUTES)
+                render = (sys.executable, str(ROOT / "examples/observability/render.py"))
+                image = (str(IMAGES / "dashboard.png"), "--minutes", str(_MINUTES))
+                subprocess.run((*render, prometheus, *image, "--rate-seconds", "30"), check=True)
             watch = (*_CLI, "stats", "--watch", *addresses, "--count", str(_LOOKS))
             shown = "lmcache-connector stats --watch A:8000 B:8000"
             # A pipe gets each look; a terminal shows the last.
-            _save("watch.svg", record(shown, watch, columns=180, last_lines=1 + len(addresses)))
+            _save("watch.svg", record(shown, watch, columns=150, last_lines=1 + len(addresses)))
         stats = (*_CLI, "stats", addresses[1])
         _save("stats.svg", record("lmcache-connector stats B:8000", stats, columns=90))
 
@@ -52,6 +72,33 @@ def _two_servers(folder: Path) -> Iterator[Sequence[ApiServer]]:
             running_api(model, transfer, folder / "b.log") as second,
         ):
             yield first, second
+
+
+@contextmanager
+def _prometheus(folder: Path, addresses: Sequence[str]) -> Iterator[str | None]:
+    """Its URL; ``None`` where none is installed, and the dashboard's picture stays as it is."""
+    binary = shutil.which("prometheus")
+    if binary is None:
+        print("There is no prometheus here: dashboard.png stays as it is")
+        yield None
+        return
+    config = folder / "prometheus.yml"
+    config.write_text(
+        f"scrape_configs: [{{job_name: vllm, scrape_interval: 5s, "
+        f"static_configs: [{{targets: {list(addresses)}}}]}}]"
+    )
+    address = f"127.0.0.1:{free_ports(1)}"
+    command = (binary, f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}")
+    with (
+        (folder / "prometheus.log").open("w") as log,
+        subprocess.Popen(
+            (*command, f"--web.listen-address={address}"), stdout=log, stderr=log
+        ) as process,
+    ):
+        try:
+            yield f"http://{address}"
+        finally:
+            process.terminate()
 
 
 @contextmanager

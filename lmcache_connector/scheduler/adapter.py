@@ -19,16 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEvent, KvEventSink
 from lmcache_connector.kv_parts.part import keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
-from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses, WantedChunks
 from lmcache_connector.lookup.hit_finder import HitFinder
-from lmcache_connector.lookup.prefix_uses import PrefixUses
-from lmcache_connector.lookup.wanted_chunks import WantedChunks
-from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import LoadedAdapterList, RankReport, StepPlan
 from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
@@ -96,6 +93,7 @@ class SchedulerAdapter:
         self._loaded_adapters = loaded_adapters
         self._clock = clock
         self._to_compute: dict[str, Request] = {}
+        self._refused = ("", 0)  # the request whose load vLLM did not take, and how often
         self._begin(PlannedJobs(settings.world_size))
 
     def _begin(self, jobs: PlannedJobs) -> None:
@@ -174,6 +172,8 @@ class SchedulerAdapter:
                 self._prefetcher.is_next(request.request_id)
                 return None, False
             num_tokens = 0
+        if num_tokens and self._will_never_be_taken(request.request_id):
+            num_tokens = 0
         self.spans.end(request, "lookup", {"hit_tokens": num_tokens})
         return num_tokens, bool(num_tokens)
 
@@ -183,6 +183,7 @@ class SchedulerAdapter:
         """Plan the load of ``num_external_tokens`` into the request's blocks, listed per KV cache
         group. ``False``: it was not offered."""
         self._ask_until.pop(request.request_id, None)
+        self._refused = ("", 0)
         state = self.book.get(request.request_id)
         if state is None or state.load.end is None or state.load.job is not None:
             return False
@@ -421,6 +422,15 @@ class SchedulerAdapter:
         if not state.transfer.loads:  # it is loaded to the end, or to no purpose
             hit = self._auditor.cut(state, num_computed_tokens, hit)
         return self._loads.offer(state, num_computed_tokens, hit)
+
+    def _will_never_be_taken(self, request_id: str) -> bool:
+        """Whether vLLM has refused to load for the request while nothing ran that frees blocks. It
+        keeps blocks free for whoever had a load that came to nothing, and those may wait behind
+        this one. To compute, it needs no more than there is."""
+        name, times = self._refused
+        waits = name == request_id and self.is_idle and not len(self._jobs)
+        self._refused = request_id, times + 1 if waits else 0
+        return waits and times >= self._settings.num_batches
 
     def _doubt_weights(self) -> None:
         """What is computed from now on may be of other weights."""

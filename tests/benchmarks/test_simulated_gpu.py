@@ -53,6 +53,7 @@ def test_decisions_on_a_gpu_are_those_of_an_oracle() -> None:
     assert found["ttft_vs_oracle_p50"] <= 1.1
 
 
+@pytest.mark.soak  # half a minute of Triton's interpreter; `make gpu` runs the storms
 @pytest.mark.timeout(300)
 def test_the_storms_on_a_gpu_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In real time, with the copies of a GPU and LMCache's engine. Each pass compares the KV before

@@ -12,13 +12,6 @@ from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.settings import kv_transfer
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "tests/engine" in str(item.path):
-            item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(420))
-
-
 @pytest.fixture(scope="module")
 def start(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory

@@ -78,11 +78,8 @@ def test_retrained_rows_of_an_embedding_are_another_model(
     assert other.block_digests[0] != cold.block_digests[0]
 
 
-@pytest.mark.parametrize(
-    "tp_size",
-    # With several ranks, a model changes its configuration in processes of their own.
-    [1, pytest.param(2, marks=pytest.mark.soak)],
-)
+@pytest.mark.soak  # two engines; tests/vllm_compat/test_excused.py has the limit
+@pytest.mark.parametrize("tp_size", [1, 2])  # two ranks change it in processes of their own
 def test_a_limit_of_length_that_the_model_computes_with_keeps_instances_apart(
     start: StartInstance, transfer: dict[str, Any], valkey: Server, tmp_path: Path, tp_size: int
 ) -> None:

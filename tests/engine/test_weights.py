@@ -19,6 +19,7 @@ from tests.support.engines.audits import (
 )
 from tests.support.engines.calls import check_integrity, forget_unseen, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
+from tests.support.engines.probe import Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_seeing_model
 from tests.support.engines.updates import (
@@ -35,6 +36,7 @@ from tests.support.engines.updates import (
     serve_within_an_update,
     sleep_and_wake,
     update_during_a_load,
+    update_from,
     update_under_load,
     weights_name,
 )
@@ -189,6 +191,42 @@ def test_what_is_computed_within_an_update_is_kept_under_no_name(start: StartIns
         engine.reset_prefix_cache()
         assert engine.serve(other).external_hit_tokens == HIT
         assert engine.serve(prompt).external_hit_tokens == 0
+
+
+def test_engines_that_a_trainer_has_updated_alike_share(
+    start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path
+) -> None:
+    """By vLLM's own calls. Back at the weights of the files all that was stored is a hit again."""
+    other = build_other_layers(tmp_path / "other", tiny_model)
+    prompt, transfer = random_prompt(14, NUM_TOKENS), sharing(valkey, namespace="updated")
+    arguments: dict[str, Any] = {
+        "weight_transfer_config": {"backend": "folder"},
+        "prepare": accept_updates,
+    }
+
+    def serve(engine: VllmInstance, folder: Path | None = None) -> Served:
+        if folder is not None:
+            engine.call(update_from, folder)
+        engine.reset_prefix_cache()
+        served = engine.serve(prompt)
+        engine.call(wait_for_writes)
+        return served
+
+    with start(transfer, **arguments) as one:
+        old, name = serve(one), one.call(weights_name)
+        new, updated_name = serve(one, other), one.call(weights_name)
+        assert new.external_hit_tokens == 0
+        assert new.block_digests[:4] != old.block_digests[:4]
+        back = serve(one, tiny_model)
+        assert back.external_hit_tokens == HIT
+        assert back.block_digests[:4] == old.block_digests[:4]
+        assert one.call(weights_name) == name
+    with start(transfer, **arguments) as two:
+        assert serve(two).external_hit_tokens == HIT
+        shared = serve(two, other)
+        assert shared.external_hit_tokens == HIT
+        assert shared.block_digests[:4] == new.block_digests[:4]
+        assert two.call(weights_name) == updated_name
 
 
 def test_who_looks_at_the_weights_in_every_step_costs_hits_until_he_stops(

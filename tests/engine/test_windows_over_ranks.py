@@ -42,6 +42,7 @@ def engines(
         yield {1: one, 2: two}
 
 
+@pytest.mark.soak  # two engines; tests/worker/test_parts.py shares windows between ranks
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
 def test_windows_are_shared(engines: dict[int, VllmInstance], writers: int, readers: int) -> None:
     prompt = random_prompt(writers, END + 20)

@@ -34,6 +34,7 @@ def tokens(output: str, name: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@pytest.mark.soak  # two processes of half a minute; test_demo and test_serve run the paths
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_a_server_loads_what_an_offline_run_stored(valkey: Server, tiny_model: Path) -> None:
@@ -58,6 +59,7 @@ def test_help_says_what_an_example_does(name: str) -> None:
     assert "the connector" in output
 
 
+@pytest.mark.soak  # three processes, as tests/transformers/test_generate.py has them
 @pytest.mark.timeout(600)
 def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_model: Path) -> None:
     """Another process finds in Redis what the first one computed."""

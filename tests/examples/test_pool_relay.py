@@ -7,8 +7,6 @@ llm-d/llm-d-router).
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from array import array
@@ -25,7 +23,6 @@ from examples.routers.pool_relay import Pool, relay
 from lmcache_connector.kv_events.log import BlockRun, BlocksRemoved, BlocksStored
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.plans import Tier
-from tests.support import ROOT
 from tests.support.redis.servers import free_port
 
 MODEL = "some/model"
@@ -71,39 +68,6 @@ def test_redis_is_told_of_under_the_pools_topic_and_the_rest_under_the_pods() ->
     ]
 
 
-def test_what_lies_in_redis_for_one_instance_alone_stays_its_own() -> None:
-    """Of one that was reset, no other can load it: a pool's credit would send requests astray."""
-    names, run = (block(1),), array("I", range(16))
-    own = to_vllm(BlocksStored(Tier.REDIS, BlockRun(names, None, run, 16, shared=False)))
-    gone = to_vllm(BlocksRemoved(Tier.REDIS, names, shared=False))
-    assert (own.medium, own.locality) == (gone.medium, gone.locality) == ("STORAGE", "LOCAL")
-    assert told(Pool("redis"), own, gone) == [(f"kv@pod-a@{MODEL}", [own, gone])]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [(["--pool", "a@b"], "without @"), (["--to", "nowhere"], "Invalid argument")],
-)
-def test_a_slip_on_its_line_is_one_sentence(arguments: list[str], complaint: str) -> None:
-    line = [sys.executable, "-m", "examples.routers.pool_relay", "--to", "tcp://127.0.0.1:1"]
-    done = subprocess.run(
-        [*line, *arguments, f"tcp://*:{free_port()}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert complaint in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_what_has_nothing_of_redis_passes_as_it_is() -> None:
-    message = frames(stored(Tier.CPU, 1))
-    assert list(Pool("redis").split(message)) == [message]
-
-
 def test_a_block_is_told_of_once() -> None:
     """Else a router that counts who has it would never believe that it is gone."""
     pool = Pool("redis")
@@ -111,37 +75,6 @@ def test_a_block_is_told_of_once() -> None:
     assert told(pool, stored(Tier.REDIS, 1))[1:] == []
     assert told(pool, removed(Tier.REDIS, 1))[1:] == [(POOL, [removed(Tier.REDIS, 1)])]
     assert told(pool, stored(Tier.REDIS, 1))[1:] == [(POOL, [stored(Tier.REDIS, 1)])]
-
-
-def test_it_remembers_a_bounded_number_of_blocks() -> None:
-    pool = Pool("redis", max_blocks=2)
-    for index in range(3):
-        told(pool, stored(Tier.REDIS, index))
-    assert told(pool, stored(Tier.REDIS, 2))[1:] == []
-    assert told(pool, stored(Tier.REDIS, 0))[1:] != []
-
-
-def test_it_tells_of_a_bounded_number_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("examples.routers.pool_relay.MAX_TOPICS", 2)
-    pool = Pool("redis")
-    messages = [frames(stored(Tier.REDIS, 1), topic=f"kv@pod-a@model-{i}") for i in range(3)]
-    for message in messages[:2]:
-        assert len(list(pool.split(message))) == 2
-    with pytest.raises(ValueError, match="too many models"):
-        list(pool.split(messages[2]))
-    assert list(pool.split(messages[0])), "those that it knows go on"
-
-
-def test_sequence_numbers_have_no_gaps() -> None:
-    pool = Pool("redis")
-    messages = [
-        message
-        for number in range(3)
-        for message in pool.split(frames(stored(Tier.REDIS, number), number=number))
-    ]
-    for topic in (f"kv@pod-a@{MODEL}", POOL):
-        numbers = [int.from_bytes(m[1], "big") for m in messages if m[0] == topic.encode()]
-        assert numbers == [0, 1, 2]
 
 
 def test_an_event_has_what_routers_read() -> None:

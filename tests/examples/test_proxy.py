@@ -54,52 +54,6 @@ class TestRegistry:
         clock.now = 11.5
         assert registry.alive() == []
 
-    def test_who_says_good_bye_is_gone_at_once(self) -> None:
-        registry = Registry(2.0)
-        registry.register(registration())
-        registry.register(registration(leaves=True))
-        assert registry.pick(Role.PREFILL) is None
-
-    def test_the_least_busy_is_picked_and_a_failed_one_last(self) -> None:
-        registry = Registry(2.0, clock=Clock())
-        for port in (1, 2, 3):
-            registry.register(registration(http=f"h:{port}", role="kv_both"))
-        first, second, third = registry.alive()
-        first.running, second.running, third.running = 2, 1, 3
-        assert registry.pick(Role.DECODE) is second
-        registry.shun(second)
-        assert registry.pick(Role.DECODE) is first
-        assert registry.pick(Role.PREFILL, frozenset({first.http})) is third
-        assert registry.pick(Role.DECODE, frozenset({"h:1", "h:2", "h:3"})) is None
-
-    def test_engines_behind_one_address_are_told_apart(self) -> None:
-        registry = Registry(2.0)
-        for rank in (0, 1, 0):
-            registry.register(registration(data_parallel_rank=rank, kv=f"127.0.0.1:{rank + 1}"))
-        assert [i.kv for i in registry.alive()] == ["127.0.0.1:1", "127.0.0.1:2"]
-        registry.register(registration(data_parallel_rank=0, leaves=True))
-        assert [i.data_parallel_rank for i in registry.alive()] == [1]
-
-    @pytest.mark.parametrize(
-        "body",
-        [
-            b"",
-            b"\xff",
-            b"[]",
-            b"{}",
-            registration(role="kv_everything"),
-            registration(http="http://x"),
-            registration(kv="x:1/../"),
-            registration(leaves=1),
-            registration(more=1),
-        ],
-    )
-    def test_nonsense_is_refused(self, body: bytes) -> None:
-        registry = Registry(2.0)
-        with pytest.raises(RegistrationError):
-            registry.register(body)
-        assert registry.alive() == []
-
     def test_only_who_knows_the_secret_registers(self) -> None:
         registry = Registry(2.0, secret=SECRET, wall_clock=lambda: 1010.0)
         body = registration()
@@ -110,25 +64,6 @@ class TestRegistry:
         old = registration(time=900.0)
         with pytest.raises(RegistrationError, match="old"):
             registry.register(old, sign(old, SECRET))
-
-    def test_nobody_sends_a_registration_or_a_good_bye_once_more(self) -> None:
-        registry = Registry(2.0, secret=SECRET, wall_clock=lambda: 1010.0)
-        said = [registration(time=1000.0), registration(time=1001.0, leaves=True)]
-        for body in said:
-            registry.register(body, sign(body, SECRET))
-        again = registration(time=1002.0)
-        registry.register(again, sign(again, SECRET))
-        for body in [*said, again]:
-            with pytest.raises(RegistrationError, match="old"):
-                registry.register(body, sign(body, SECRET))
-        assert len(registry.alive()) == 1
-
-    @pytest.mark.parametrize("time", [float("nan"), float("inf"), 1050.0])
-    def test_a_time_that_cannot_be_is_refused(self, time: float) -> None:
-        registry = Registry(2.0, secret=SECRET, wall_clock=lambda: 1010.0)
-        body = registration(time=time)
-        with pytest.raises(RegistrationError, match="old"):
-            registry.register(body, sign(body, SECRET))
 
 
 class FakeApi:
@@ -225,28 +160,6 @@ class TestProxy:
             assert short["kv_transfer_params"]["do_remote_decode"] is True
             assert full["kv_transfer_params"] == {"remote_host": "h"}
 
-    @pytest.mark.parametrize("by_id", [False, True])
-    @pytest.mark.parametrize(
-        ("prompt", "is_one"),
-        [(["a", "b"], False), ([[1], [2]], False), (["a"], True), ([1, 2], True)],
-    )
-    def test_no_kv_is_left_behind_by_several_prompts(
-        self, by_id: bool, prompt: list[Any], is_one: bool
-    ) -> None:
-        prefill, decode = FakeApi(), FakeApi()
-
-        async def test(
-            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
-        ) -> None:
-            for role, api in (("kv_producer", prefill), ("kv_consumer", decode)):
-                registry.register(registration(role=role, http=await serve_api(stack, api)))
-            async with session.post("/v1/completions", json=BODY | {"prompt": prompt}) as answer:
-                assert b"[DONE]" in await answer.read()
-
-        with_proxy(test, by_id=by_id)
-        assert len(prefill.asked) == (by_id or is_one)
-        assert len(decode.asked) == 1
-
     def test_a_failed_instance_is_not_the_clients_problem(self) -> None:
         good, bad = FakeApi(), FakeApi(status=500)
 
@@ -293,20 +206,6 @@ class TestProxy:
         ((name, body),) = decode.asked
         assert "kv_transfer_params" not in body
         assert "evil" not in name
-
-    def test_without_a_decode_instance_there_is_no_service(self) -> None:
-        async def test(
-            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
-        ) -> None:
-            registry.register(registration())
-            async with session.get("/health") as answer:
-                assert answer.status == 503
-            async with session.post("/v1/completions", json=BODY) as answer:
-                assert answer.status == 503
-            async with session.post("/v1/completions", data=b"nonsense") as answer:
-                assert answer.status == 400
-
-        with_proxy(test)
 
     def test_heartbeats_register_and_leave(self) -> None:
         async def test(

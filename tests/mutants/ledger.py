@@ -80,7 +80,7 @@ class Ledger:
         table = self._page.read_text().partition(_TABLE)[2] if self._page.exists() else ""
         rows = [line.strip("|").split(" | ") for line in table.splitlines()]
         cells = [[cell.strip(" `") for cell in row] for row in rows]
-        return {row[0]: row[-1] for row in cells if row[-1].startswith("tests/")}
+        return {r[0]: r[-1] for r in cells if r[-1].startswith(("tests/", "the simulation"))}
 
 
 def _hash(root: Path) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.plans import LoadedAdapterList, RankReport
@@ -108,3 +109,44 @@ def test_whatever_never_comes_a_request_is_computed(
     engine.check_answer(name)
     assert clock.now > asked_at + 9.0, "it was waited for"
     engine.check_whole()
+
+
+def loads_that_come_to_nothing(model: Path, policy: SchedulingPolicy) -> ShadowEngine:
+    """The loads of four requests were under way when vLLM was told to forget its KV, and fail. vLLM
+    goes on keeping blocks free for these requests: nearly all there are."""
+    faults = Faults(slow=0.0)
+    engine = ShadowEngine(model, Shape(num_blocks=30, tier_chunks=100), 0, faults)
+    scheduler = engine.scheduler
+    scheduler.policy = policy
+    scheduler.waiting, scheduler.skipped_waiting = map(create_request_queue, [policy] * 2)
+    for number in range(5):
+        engine.add([number, *prompt(100)], 1)
+        engine.run_until_idle()
+    engine.forget_prefixes()
+    faults.stuck = True
+    for number in range(4):
+        engine.add([number, *prompt(100)], 1, priority=1)
+    engine.step()
+    assert len(engine.adapter._jobs) == 4
+    assert not scheduler.reset_prefix_cache()
+    faults.stuck, faults.failed_load = False, 1.0
+    while len(engine.adapter._jobs):
+        engine.step()
+    faults.failed_load = 0.0
+    return engine
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_loads_that_come_to_nothing_stop_nobody(model: Path, policy: SchedulingPolicy) -> None:
+    engine = loads_that_come_to_nothing(model, policy)
+    engine.run_until_idle()
+    engine.check_whole()
+
+
+def test_nor_who_comes_before_them(model: Path) -> None:
+    """It has a hit, for which vLLM never sees room while it waits for nothing else."""
+    engine = loads_that_come_to_nothing(model, SchedulingPolicy.PRIORITY)
+    urgent = engine.add([4, *prompt(100)], 1, priority=0)
+    engine.run_until_idle()
+    engine.check_whole()
+    engine.check_answer(urgent)

@@ -1,4 +1,4 @@
-"""The promises, in simulated worlds: half a minute in `make test`, an hour in `make soak`.
+"""The promises, in simulated worlds: twenty of them in `make test`, an hour in `make soak`.
 
 The seeds are others in each run; a failure prints its own. Set ``SIMULATION_SECONDS`` for another
 time than an hour. A simulation needs a process of its own.
@@ -18,6 +18,7 @@ import pytest
 from tests.simulation.kernel import Kernel
 from tests.support import ROOT
 
+_SEEDS = 20  # so many, however busy the machine is: half a minute of a core
 _START_SECONDS = 180  # vLLM and torch take their time on a busy machine
 
 
@@ -37,20 +38,21 @@ def _simulate(*arguments: str, seconds: float, module: str = "tests.simulation")
     return done.stdout
 
 
-def _run(seconds: float, jobs: int, folder: Path) -> None:
-    """Worlds that no run has seen."""
+_COMMON = ("requests", "hits from redis", "hits from memory", "values checked")
+_RARE = ("fetched ahead", "pinned", "resets", "healed")  # not in any twenty worlds
+
+
+def _run(
+    *how_long: str, folder: Path, seconds: float, jobs: int = 1, seen: tuple[str, ...] = _COMMON
+) -> None:
+    """Worlds that no run has seen, in which all of ``seen`` happened: else they prove little."""
     file = folder / "numbers.json"
-    first = random.SystemRandom().randrange(10**9)
-    _simulate(
-        *("--seconds", str(seconds), "--first", str(first), "--jobs", str(jobs)),
-        *("--json", str(file)),
-        seconds=seconds,
-    )
+    first = str(random.SystemRandom().randrange(10**9))
+    arguments = ("--first", first, "--jobs", str(jobs), "--json", str(file))
+    _simulate(*how_long, *arguments, seconds=seconds)
     numbers: dict[str, int] = json.loads(file.read_text())
-    # Else they were not worth much.
-    assert numbers["seeds"] > 20
-    used = ("hits from redis", "hits from memory", "fetched ahead", "pinned", "resets")
-    for name in ("requests", *used, "values checked", "healed"):
+    assert numbers["seeds"] >= _SEEDS
+    for name in seen:
         assert numbers.get(name), numbers
 
 
@@ -67,13 +69,13 @@ def test_a_world_may_end_before_a_thread_of_it_has_begun() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_all_promises_hold_for_half_a_minute(tmp_path: Path) -> None:
-    _run(30.0, 1, tmp_path)
+def test_all_promises_hold_in_twenty_worlds(tmp_path: Path) -> None:
+    _run("--seeds", str(_SEEDS), folder=tmp_path, seconds=600)
 
 
 @pytest.mark.timeout(900)
 def test_a_seed_repeats_itself() -> None:
-    _simulate("--seeds", "4", "--replay", "--keep-going", seconds=60)
+    _simulate("--seeds", "2", "--replay", "--keep-going", seconds=60)
 
 
 @pytest.mark.soak
@@ -86,4 +88,6 @@ def test_seeded_bugs_are_found() -> None:
 @pytest.mark.timeout(7200)
 def test_all_promises_hold_for_an_hour(tmp_path: Path) -> None:
     seconds = float(os.environ.get("SIMULATION_SECONDS", "3600"))
-    _run(seconds, os.cpu_count() or 1, tmp_path)
+    jobs = os.cpu_count() or 1
+    how_long = ("--seconds", str(seconds))
+    _run(*how_long, folder=tmp_path, seconds=seconds, jobs=jobs, seen=_COMMON + _RARE)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.instance import VllmInstance
 from tests.support.engines.p2p_engines import Engines, kv_transfer, running
 from tests.support.engines.ports import free_ports
 
@@ -29,13 +28,6 @@ def by_peers(role: str, port: int, **settings: Any) -> dict[str, Any]:
 WAYS: dict[str, Way] = {"peers": by_peers}
 LACKS: dict[str, frozenset[str]] = {"peers": frozenset()}
 """What a way cannot do, by the word that a case is marked ``needs`` with."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "tests/transfers" in str(item.path):
-            item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(420))
 
 
 @pytest.fixture(scope="session", params=WAYS)
@@ -67,13 +59,3 @@ def engines(
     with running(tiny_model, folder, transfers, max_num_batched_tokens=[512, None, None]) as found:
         pairs = list(zip(found, ports, strict=True))
         yield Engines(pairs[:1], pairs[1:], count())
-
-
-@pytest.fixture
-def prefill_engine(engines: Engines) -> VllmInstance:
-    return engines.prefill[0][0]
-
-
-@pytest.fixture
-def decode_engine(engines: Engines) -> VllmInstance:
-    return engines.decode[0][0]

@@ -44,7 +44,7 @@ def look_at_team(make: Callable[[Any], AbstractContextManager[Any]], folder: str
         assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize("make", [tiers_of, batching_of])
+@pytest.mark.parametrize("make", [tiers_of, pytest.param(batching_of, marks=pytest.mark.soak)])
 def test_who_makes_the_tiers_has_no_threads_of_openmp(
     make: Callable[[Any], AbstractContextManager[Any]], tiny_model: Path
 ) -> None:

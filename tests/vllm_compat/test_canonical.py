@@ -140,16 +140,13 @@ def test_a_form_is_the_same_in_every_process() -> None:
         "from tests.vllm_compat.test_canonical import DIFFERENT, form; import sys;"
         "sys.stdout.buffer.write(b'\\n'.join(map(form, DIFFERENT)))"
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout.split(b"\n", 1)[-1][-4000:]
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        check=True,
+    )
+    assert elsewhere.stdout.endswith(b"\n".join(map(form, DIFFERENT)))
 
 
 QUANTIZED: dict[str, dict[str, Any]] = {

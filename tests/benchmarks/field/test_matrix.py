@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.field.matrix import Bounds, Cell, Matrix, Model, Run
-from benchmarks.field.table import MP, NONE, OURS, comparison, headline, run_rows
+from benchmarks.field.table import MP, NONE, OURS, comparison, run_rows
 from benchmarks.field.tool import Load, Target
 from benchmarks.harness import report, results
 from tests.support.engines.api_server import ApiServer
@@ -74,14 +74,6 @@ def run(one: Matrix, rounds: int = 1) -> list[Run]:
     return one.run(rounds, Progress(console=Console(quiet=True)))
 
 
-def test_another_connector_goes_first_each_time(tmp_path: Path) -> None:
-    cells = [(cell.round, cell.model.name, cell.connector) for cell in matrix(tmp_path).cells(2)]
-    assert cells[:3] == [(0, "trained", NONE), (0, "trained", OURS), (0, "trained", MP)]
-    assert cells[3:6] == [(0, "tiny", OURS), (0, "tiny", MP), (0, "tiny", NONE)]
-    assert [connector for _, _, connector in cells[6:9]] == [OURS, MP, NONE]
-    assert len(set(cells)) == len(cells) == 12
-
-
 def test_a_run_is_the_tools_figures_and_what_the_server_found_cached(tmp_path: Path) -> None:
     (one, *others) = run(matrix(tmp_path, Script()))
     assert one.figures == {"ttft_p50_ms": 10.0}
@@ -117,28 +109,6 @@ def compared(**medians: tuple[float, ...]) -> list[Run]:
         for name, values in medians.items()
         if place < len(values)
     ]
-
-
-def row(**medians: tuple[float, ...]) -> dict[str, object]:
-    (found,) = comparison(compared(**medians))
-    return found
-
-
-def test_ratios_below_one_are_better_for_every_measure() -> None:
-    times = row(ttft_p50_ms=(100.0, 20.0, 50.0))
-    assert (times["ours_vs_vllm"], times["lmcache_mp_vs_vllm"]) == (0.2, 0.5)
-    assert times["ours_vs_lmcache_mp"] == 0.4
-    assert row(requests_per_s=(2.0, 8.0, 4.0))["ours_vs_vllm"] == 0.25
-    assert row(retained=(6.0, 12.0, 3.0))["ours_vs_lmcache_mp"] == 0.25
-
-
-def test_losses_are_named() -> None:
-    rows = comparison(compared(ttft_p50_ms=(100.0, 130.0, 260.0), retained=(6.0, 12.0, 12.0)))
-    found = headline(rows)
-    assert found["ours_vs_vllm_worst"] == 1.3
-    assert found["ours_vs_vllm_best"] == 0.5
-    assert found["not_won_vs_vllm"] == ["tool, tiny: ttft_p50_ms 1.30"]
-    assert found["not_won_vs_lmcache_mp"] == []
 
 
 def test_failures_are_published(tmp_path: Path) -> None:

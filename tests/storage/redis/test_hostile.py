@@ -181,7 +181,7 @@ def _converse(
 def test_a_hostile_server_costs_misses_only(
     valkey: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _converse(valkey, caplog, seed=1, num_conversations=5000)
+    _converse(valkey, caplog, seed=1, num_conversations=1200)
 
 
 @pytest.mark.soak

@@ -139,15 +139,36 @@ def sleep_and_wake(probe: EngineProbe, level: int) -> None:
 
 
 def accept_updates() -> None:
-    """For ``prepare``: a backend of weight updates that leaves the writing to the test."""
+    """For ``prepare``: two backends of weight updates. "test" leaves the writing to the test,
+    "folder" has vLLM load a checkpoint layer by layer, as its own backends do."""
+    from safetensors.torch import load_file
     from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+    from vllm.model_executor.model_loader import reload
 
-    nothing = {
+    nothing: dict[str, Any] = {
         name: lambda self, *_: None
         for name in (*WeightTransferEngine.__abstractmethods__, "update_weights")
     }
-    backend = type("Backend", (WeightTransferEngine,), nothing)
-    WeightTransferEngineFactory.register_engine("test", backend)
+    in_layers: dict[str, Any] = {
+        "start_weight_update": lambda self: reload.initialize_layerwise_reload(self.model),
+        "update_weights": lambda self, info: self.model.load_weights(
+            load_file(info["file"]).items()
+        ),
+        "finish_weight_update": lambda self: reload.finalize_layerwise_reload(
+            self.model, self.model_config
+        ),
+    }
+    for name, calls in {"test": nothing, "folder": nothing | in_layers}.items():
+        backend = type("Backend", (WeightTransferEngine,), calls)
+        WeightTransferEngineFactory.register_engine(name, backend)
+
+
+def update_from(probe: EngineProbe, folder: Path) -> None:
+    """vLLM's calls of a trainer, with the backend "folder"."""
+    probe.core.collective_rpc("start_weight_update")
+    file = str(folder / "model.safetensors")
+    probe.core.collective_rpc("update_weights", kwargs={"update_info": {"file": file}})
+    probe.core.collective_rpc("finish_weight_update")
 
 
 def serve_within_an_update(probe: EngineProbe, prompt: list[int]) -> None:

@@ -22,6 +22,8 @@ from lmcache_connector.vllm_compat.api.versions import (
     release_of,
     warnings,
 )
+from tests.support.engines.instance import VllmInstance
+from tests.support.newer_vllm import make_connector
 
 
 @pytest.fixture
@@ -160,29 +162,6 @@ def test_what_is_installed_here_is_called_tested(package: versions.Package) -> N
     assert package.releases[release] == TESTED
 
 
-def in_a_process(program: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    return run.stdout
-
-
-NEWER = """
-import importlib.metadata as m
-real = m.version
-m.version = lambda name: "0.34.0" if name.startswith("vllm") else real(name)
-"""
-MADE = """
-try:
-    from lmcache_connector.connector import LMCacheTieredConnector
-    from lmcache_connector.vllm_compat.api import names, versions
-    versions.check_overrides(LMCacheTieredConnector, names.KVConnectorBase_V1)
-    print("is made")
-except ValueError as error:
-    print(error)
-"""
-
-
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -211,13 +190,15 @@ except ValueError as error:
     ],
 )
 def test_a_newer_vllm_that_differs_is_refused_with_a_sentence(other: str, said: str) -> None:
-    base = (
-        "from abc import abstractmethod\n"
-        "from vllm.distributed.kv_transfer.kv_connector.v1 import base, multi_connector\n"
-    )
-    printed = in_a_process(f"{NEWER}\n{base}\n{other}\n{MADE}")
-    assert said in printed
-    assert ("install vLLM 0.31 to 0.33" in printed) is bool(other)
+    here, there = VllmInstance.context.Pipe()
+    process = VllmInstance.context.Process(target=make_connector, args=(other, there))
+    process.start()
+    there.close()
+    assert here.poll(240)
+    sentence = here.recv()
+    process.join()
+    assert said in sentence
+    assert ("install vLLM 0.31 to 0.33" in sentence) is bool(other)
 
 
 def test_the_engine_is_refused_with_a_sentence_where_an_untested_version_fails() -> None:
