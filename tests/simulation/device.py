@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmcache_connector.worker import adapter as worker_adapter
+from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.self_test import SelfTestResult
 from tests.simulation import lmcache_model, stdlib
 from tests.simulation.kernel import Kernel, SimulationFailure
@@ -111,7 +111,7 @@ def install(device: Device, shape: GpuShape) -> None:
     """Of what runs in `setup`: memory has no bytes here, and copies take the bus' time."""
     device.kv_caches = _address_space(shape)
     vars(lmcache_model)["Pool"] = AddressPool
-    worker, speed = vars(worker_adapter), device.speed
+    worker, speed = vars(rank_tiers), device.speed
     copier = DeviceCopier(device)
     worker["make_copier"] = lambda _: copier
 

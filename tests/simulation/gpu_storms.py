@@ -141,10 +141,10 @@ class RealWorlds:
 
 
 def _rehearse_copies() -> None:
-    from lmcache_connector.worker import adapter
+    from lmcache_connector.worker import rank_tiers
     from tests.support.doubles.rehearsed_cuda import rehearsed_copier
 
-    vars(adapter)["make_copier"] = lambda device: rehearsed_copier()
+    vars(rank_tiers)["make_copier"] = lambda device: rehearsed_copier()
 
 
 def _end_at_once(died: threading.ExceptHookArgs) -> None:

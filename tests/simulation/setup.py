@@ -35,16 +35,13 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
 
     torch.set_num_threads(1)
     copier = _SlowCopier(CpuCopier())
-    _module("connector").check_lmcache = lambda: None  # a model stands for it
-    _module("worker.adapter").make_copier = lambda device: copier
-    _module("worker.adapter").ask_for_amx = lambda: None
-    _module("worker.adapter").run_self_test = lambda *_: None
-    _module("worker.lmcache_engine").start_engine = lmcache_model.start_engine
+    _replace("worker.rank_tiers", make_copier=lambda device: copier, run_self_test=lambda *_: None)
+    _replace("worker.adapter", ask_for_amx=lambda: None)
+    _replace("worker.lmcache_engine", start_engine=lmcache_model.start_engine)
     model = _module("vllm_compat.model")
-    model.configuration_digests = _remembered(model.configuration_digests)
-    compat = _module("vllm_compat.parts")
-    plain = compat.Packing("simulated", ())
-    compat.find_packing = lambda *_: plain
+    _replace("vllm_compat.model", configuration_digests=_remembered(model.configuration_digests))
+    plain = _module("vllm_compat.parts").Packing("simulated", ())
+    _replace("vllm_compat.parts", find_packing=lambda *_: plain)
     _watch_reads(RedisTier)
     return build_tiny_model(folder, shape or TINY)
 
@@ -105,6 +102,14 @@ def _half(copy: Any, first: bool) -> Any:
 
 def _module(name: str) -> Any:
     return importlib.import_module(f"lmcache_connector.{name}")
+
+
+def _replace(name: str, **doubles: Any) -> None:
+    """A name that has moved to another module must not go on being used unreplaced."""
+    module = _module(name)
+    for attribute, double in doubles.items():
+        getattr(module, attribute)
+        setattr(module, attribute, double)
 
 
 def _watch_reads(tier: Any) -> None:
