@@ -11,14 +11,21 @@ import pytest
 
 from tests.support.engines.calls import check_integrity, forget_unseen, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.layer_digests import Digests, differences
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, tiered_transfer
+from tests.support.engines.layer_digests import differences
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, tiered_transfer
 from tests.support.engines.tiny_drafters import build_drafted
 from tests.support.engines.tiny_families import FAMILIES, build_family
-from tests.support.engines.transfers import CONSUMED, PRODUCED, transfer
+from tests.support.engines.transfers import (
+    CONSUMED,
+    PRODUCED,
+    assert_handed_over,
+    produced,
+    transfer,
+)
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
+OTHER_WINDOWS = ("gemma4", "gpt-oss", "llama4")
 LENGTHS = (2, 127, 128, 129, 300, CHUNK_SIZE, CHUNK_SIZE + 1, 3001)
 
 
@@ -27,24 +34,6 @@ def engine(start: StartInstance) -> Iterator[VllmInstance]:
     with start(kv_transfer(), max_num_batched_tokens=512) as instance:
         yield instance
         instance.call(check_integrity)
-
-
-def produced(engine: VllmInstance, prompt: list[int], max_tokens: int = 2) -> Digests:
-    """Computed and stored for another, and forgotten by vLLM."""
-    loaded, digests = engine.call(transfer, prompt, PRODUCED, max_tokens)
-    assert loaded == 0
-    engine.reset_prefix_cache()
-    return dict(digests)
-
-
-def assert_handed_over(engine: VllmInstance, seed: int, length: int) -> None:
-    prompt = random_prompt(seed, length)
-    cold = produced(engine, prompt)
-    loaded, digests = engine.call(transfer, prompt, CONSUMED)
-    assert loaded == length - 1
-    assert {p.layer for p in digests} == {p.layer for p in cold} != set()
-    assert {p for p in digests if p.first_token + BLOCK_SIZE >= length} <= cold.keys()
-    assert differences(digests, cold) == []
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -114,20 +103,17 @@ def test_by_redis(start: StartInstance, valkey: Server) -> None:
         engine.call(check_integrity)
 
 
-def test_on_two_ranks(start: StartInstance) -> None:
-    with start(kv_transfer(), tensor_parallel_size=2) as engine:
-        for length in (2, 129, 300):
-            assert_handed_over(engine, length, length)
-        engine.call(check_integrity)
-
-
-@pytest.mark.parametrize("name", ["gemma3 5:1", "gemma4", "gpt-oss", "llama4"])
+@pytest.mark.parametrize(
+    "name",
+    # An engine each; how a window ends with a tail is tests/scheduler/test_tails.py's as well.
+    ["gemma3 5:1", *(pytest.param(name, marks=pytest.mark.soak) for name in OTHER_WINDOWS)],
+)
 def test_windows(start: StartInstance, name: str, tmp_path: Path) -> None:
     folder = build_family(name, tmp_path)
     assert_family(start, folder, {"max_num_batched_tokens": 512} | FAMILIES[name].engine_args)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "draft_model"])
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("draft_model", marks=pytest.mark.soak)])
 def test_with_a_drafter(start: StartInstance, kind: str, tmp_path: Path) -> None:
     folder, args = build_drafted(kind, tmp_path)
     assert_family(start, folder, {"max_num_batched_tokens": 512} | args)

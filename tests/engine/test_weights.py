@@ -241,28 +241,6 @@ def test_who_looks_at_the_weights_in_every_step_costs_hits_until_he_stops(
     assert engine.serve(prompt).external_hit_tokens == HIT
 
 
-def test_one_rank_with_other_weights_is_another_engine(start: StartInstance) -> None:
-    prompt = random_prompt(42, NUM_TOKENS)
-    with start(kv_transfer(), tensor_parallel_size=2) as engine:
-        old, name = engine.serve(prompt), engine.call(weights_name)
-        engine.reset_prefix_cache()
-        assert engine.serve(prompt).external_hit_tokens == HIT
-        for rank in (1, 0):
-            assert engine.call(move_weights, 0.02, "", rank) > 0
-            engine.reset_prefix_cache()
-            new = engine.serve(prompt)
-            assert new.external_hit_tokens == 0
-            assert new.block_digests[:4] != old.block_digests[:4]
-            engine.reset_prefix_cache()
-            again = engine.serve(prompt)
-            assert again.external_hit_tokens == HIT
-            assert again.block_digests[:4] == new.block_digests[:4]
-            before, name = name, engine.call(weights_name)
-            assert name != before
-            old = new
-        engine.call(check_integrity)
-
-
 def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None:
     with start(kv_transfer(), prepare=read_slowly) as engine:
         prompt = random_prompt(43, NUM_TOKENS)
@@ -274,7 +252,7 @@ def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None
     assert "Traceback" not in engine.log
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=pytest.mark.soak)])
 def test_a_reload_from_disk_changes_what_only_onednn_has(
     start: StartInstance, tiny_model: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -299,6 +277,7 @@ def test_a_reload_from_disk_changes_what_only_onednn_has(
         assert engine.call(weights_name) == name
 
 
+@pytest.mark.soak  # three engines; tests/test_weight_names.py has the rule
 def test_dummy_weights_are_shared_by_engines_that_have_the_same(
     start: StartInstance, valkey: Server
 ) -> None:
@@ -353,6 +332,7 @@ def _replacing(prepare: partial[None]) -> None:
     replace_files_after_loading()
 
 
+@pytest.mark.soak  # three engines; tests/test_weight_names.py has the rule
 def test_memory_that_is_not_what_its_files_gave_before_has_a_name_of_its_own(
     start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,10 @@ from tests.support.engines.ports import free_ports
 from tests.support.nixl import needs_nixl
 from tests.support.prompts import random_prompt
 
-pytestmark = needs_nixl
+pytestmark = [
+    needs_nixl,
+    pytest.mark.soak,
+]  # two servers; what a router passes on: test_transfers.py
 NUM_TOKENS = 1500
 _ARGUMENTS = ("--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
 
