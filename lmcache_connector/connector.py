@@ -176,6 +176,10 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
 
     @costs_hits()
     def _before_reset(self) -> None:
+        """A user who steps the engine may have made its last step, and starts no other before the
+        reset hands out the blocks that its stores read."""
+        for worker in self._workers_here():
+            worker.finish_stores()
         self._scheduler_side.before_reset()
 
     @costs_hits(answer=False)

@@ -2,7 +2,7 @@
 
 The choice. Loads are asynchronous and a request waits for its own, so loading the first ``k`` hit
 chunks costs ``wait(load(k)) + compute(the rest)`` against ``compute(everything)``. ``wait`` counts
-in steps: see :mod:`lmcache_connector.cost_model.step_time`. ``load`` is a latency per tier and a
+in steps: see :mod:`lmcache_connector.cost_model.steps`. ``load`` is a latency per tier and a
 line in bytes, after what is queued and the stores it relies on; ``compute`` of the rest is concave
 in ``k``, because the last tokens attend to the most. Their sum is about concave wherever the tier
 does not change, so its minimum lies where a run of chunks from one tier ends: only those prefixes
@@ -13,7 +13,7 @@ wait must be 5 % shorter than the compute it saves. Compute is taken from all wh
 first token, so the more others do, the less the steps count which a load costs, and the loads ahead
 of it, down to the load alone: where a load beats compute, a crowd that loads beats one that
 computes. A crowd whose prompts fill several steps is spared those too: see
-:mod:`lmcache_connector.cost_model.crowd`.
+:mod:`lmcache_connector.cost_model.steps`.
 
 The deadline, counted from the decision. Let ``C`` be recompute alone, ``R`` the compute left after
 the load, ``p`` the predicted load, and ``S = 5 % of C``. A load that brings nothing until a
@@ -49,12 +49,16 @@ from functools import partial
 from math import ceil, inf
 from typing import Literal
 
-from lmcache_connector.cost_model.crowd import crowd_waits
-from lmcache_connector.cost_model.decision import LoadDecision, LoadOffer, Reason
-from lmcache_connector.cost_model.load_prefixes import LoadPrefixes, Prefix
-from lmcache_connector.cost_model.prefill_speed import PrefillSpeed
-from lmcache_connector.cost_model.step_time import StepTime
-from lmcache_connector.cost_model.tier_speed import TierSpeed
+from lmcache_connector.cost_model.decision import (
+    LoadDecision,
+    LoadOffer,
+    LoadPrefixes,
+    Prefix,
+    Reason,
+)
+from lmcache_connector.cost_model.prefill import PrefillSpeed
+from lmcache_connector.cost_model.steps import StepTime, crowd_waits
+from lmcache_connector.cost_model.tiers import TierSpeed
 from lmcache_connector.plans import Tier
 
 STALL_SHARE = 0.05

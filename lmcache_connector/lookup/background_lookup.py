@@ -1,4 +1,4 @@
-"""Asks Redis which chunks it holds, off the scheduler's thread.
+"""Asks Redis which chunks it holds, off the scheduler's thread, and keeps each request's answers.
 
 ``get_num_new_matched_tokens`` must not wait for a network. It submits a lookup, gives it about a
 millisecond, and otherwise asks again in the next step; past its deadline a lookup counts as a miss.
@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import compress
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -157,3 +158,47 @@ class BackgroundLookup:
     def _learn(self, num_found: int, num_asked: int) -> None:
         if num_asked:
             self.found_share += _FOUND_WEIGHT * (num_found / num_asked - self.found_share)
+
+
+@dataclass(slots=True)
+class RequestLookup:
+    """A vLLM request under the ``keys`` it is looked up by, and the answers. Written by its
+    :class:`HitFinder`. ``offered_keys``: what the instance that the request names has of it.
+
+    Times are readings of the hit finder's clock.
+    """
+
+    request: Any
+    keys: RequestKeys
+    pending: PendingLookup | None = None
+    asked_at: float = 0.0
+    wait_until: float | None = None  # set when the request begins to wait for an answer
+    wait_seconds: float | None = None  # left after the last one, for all further ones
+    asked_keys: tuple[bytes, ...] = ()
+    redis_keys: frozenset[bytes] = frozenset()
+    offered_keys: frozenset[bytes] = frozenset()
+    is_counted: bool = False
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self.pending is not None:
+            self.pending.cancel()
+            self.pending = None
+
+    def lose(self, key: bytes) -> None:
+        """It turned out not to be there."""
+        self.redis_keys -= {key}
+        self.offered_keys -= {key}
+
+    def end_wait(self, now: float) -> None:
+        """It has waited for the answer long enough, or has it."""
+        if self.wait_until is not None:
+            self.wait_seconds = max(0.0, self.wait_until - now)
+        self.pending = self.wait_until = None
+
+    def reset(self, keys: RequestKeys) -> None:
+        """Answers about the keys from before are worth nothing."""
+        self.cancel()
+        self.keys, self.asked_keys = keys, ()
+        self.redis_keys = self.offered_keys = frozenset()
+        self.wait_until = None

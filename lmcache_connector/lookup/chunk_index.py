@@ -1,15 +1,23 @@
-"""Which chunks the CPU tiers of all ranks hold, as far as the scheduler knows.
+"""Which chunks the CPU tiers of all ranks hold, as far as the scheduler knows, and which of them
+requests want.
 
 A chunk is *there* when every rank has it, and *planned* while store jobs for it run. Both count as
-hits: workers run jobs in order, so a load planned after a store finds what it stored. What the
-index says may be late; a load that finds a chunk gone fails and is recomputed.
+hits: workers run jobs in order, so a load planned after a store finds what it stored. The index may
+be late: a load that finds a chunk gone fails and is recomputed.
+
+The workers are told of two things that they do not see. A request that vLLM's own prefix cache
+serves loads nothing and stores nothing new, but its prompt is in use, and its hints hold for chunks
+stored before it (:class:`PrefixUses`). And a chunk found in memory is not asked for in Redis, so
+nobody would notice that Redis lacks it (:class:`WantedChunks`; see `worker.offers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
-from lmcache_connector.plans import CacheEvent
+from lmcache_connector.kv_parts.part import Part, Rule, keys_of_part
+from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
 
 
 class ChunkIndex:
@@ -73,3 +81,77 @@ class ChunkIndex:
     @property
     def num_planned(self) -> int:
         return len(self._planned)
+
+
+class PrefixUses:
+    """Collects uses for the next plan. ``parts``: the model's. ``new``: since the last one."""
+
+    def __init__(self, parts: Sequence[Part], index: ChunkIndex) -> None:
+        self._parts = parts
+        self._index = index
+        self.new: list[PrefixUse] = []
+
+    def add(self, chunk_keys: Sequence[bytes], claim: Claim) -> None:
+        """A new request has this prompt. O(its chunks)."""
+        keys: list[bytes] = []
+        for number, part in enumerate(self._parts):
+            own = keys_of_part(chunk_keys, number, len(self._parts))
+            are_held = self._index.has_each(own)
+            if part.rule is not Rule.PREFIX:
+                keys += [key for key, is_held in zip(own, are_held, strict=True) if is_held]
+                continue
+            num_held = are_held.index(False) if False in are_held else len(own)
+            keys += own[max(0, num_held - 1) : num_held]  # the last: it builds on all the others
+        if keys:
+            self.new.append(PrefixUse(claim, tuple(keys)))
+
+    def take(self) -> tuple[PrefixUse, ...]:
+        """Since the last call."""
+        new, self.new = tuple(self.new), []
+        return new
+
+
+INTERVAL_SECONDS = 15.0
+"""A chunk is told of once in that time, however many requests want it."""
+_MAX_PER_STEP = 256
+_MAX_TRACKED = 1 << 16
+
+
+class WantedChunks:
+    """Remembers the chunks told of last. O(1) per chunk. ``clock`` returns seconds. ``has_news``:
+    whether there is something to take.
+
+    Chunks that live in Redis for ``ttl_seconds`` are told of several times in their lives.
+    """
+
+    def __init__(
+        self, index: ChunkIndex, clock: Callable[[], float], ttl_seconds: float | None = None
+    ) -> None:
+        self._index = index
+        self._clock = clock
+        self._interval_seconds = INTERVAL_SECONDS
+        if ttl_seconds is not None:
+            self._interval_seconds = min(INTERVAL_SECONDS, ttl_seconds / 3)
+        self._told_at: OrderedDict[bytes, float] = OrderedDict()
+        self._news: list[bytes] = []
+        self.has_news = False
+
+    def sight(self, keys: Sequence[bytes]) -> None:
+        """A request has this prompt."""
+        now = self._clock()
+        for key, is_held in zip(keys, self._index.has_each(keys), strict=True):
+            if len(self._news) >= _MAX_PER_STEP:
+                return
+            if is_held and now - self._told_at.get(key, float("-inf")) >= self._interval_seconds:
+                self._told_at[key] = now
+                self._told_at.move_to_end(key)
+                self._news.append(key)
+                self.has_news = True
+        while len(self._told_at) > _MAX_TRACKED:
+            self._told_at.popitem(last=False)
+
+    def take(self) -> tuple[bytes, ...]:
+        """What there is to tell the workers, at most 256 chunks."""
+        news, self._news = tuple(self._news), []
+        self.has_news = False
+        return news

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEventSink
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, find_hit, is_prefix_only
 from lmcache_connector.kv_parts.part import Part, keys_of_part
@@ -20,10 +20,10 @@ from lmcache_connector.lookup.background_lookup import (
     BackgroundLookup,
     Found,
     Pending,
+    RequestLookup,
 )
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.lookup.request_lookup import RequestLookup
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Tier
 from lmcache_connector.threads import StepWait
 

@@ -1,8 +1,9 @@
-"""Samples on their way from workers and scheduler to ``/metrics``: plain data that adds up.
+"""Counts on their way from workers and scheduler to ``/metrics``: plain data that adds up.
 
-Both sides collect into :class:`Samples` and hand over what is new since they last did. vLLM adds up
-those of all ranks and of the scheduler, ships the sum to the front end with each step's output, and
-there it goes to Prometheus and into the log.
+Workers, the scheduler side and KV transfers each own a :class:`Tally`. Its owner counts where
+things happen, under the names of the metrics, and whoever reports to vLLM takes the new part as
+:class:`Samples`. vLLM adds up those of all ranks and of the scheduler, ships the sum to the front
+end with each step's output, and there it goes to Prometheus and into the log.
 
 Counters are increments, gauges the latest value, observations single values of histograms. A key is
 the metric's name and its label values, joined by newlines; so a ``Samples`` is three flat
@@ -114,3 +115,39 @@ def _select(
 
 def _fits(labels: tuple[str, ...], wanted: str | None) -> bool:
     return wanted is None or labels[:1] == (wanted,)
+
+
+class Tally:
+    """Not thread-safe: one thread counts and takes.
+
+    ``totals`` holds the counters since the start; gauges and observations are kept only until they
+    are taken.
+    """
+
+    def __init__(self) -> None:
+        self.totals = Samples()
+        self._new = Samples()
+
+    def count(self, name: str, *labels: str, amount: float = 1) -> None:
+        """Add to a counter. Raises ``ValueError`` for a negative amount; 0 records nothing."""
+        self.totals.count(name, *labels, amount=amount)
+        self._new.count(name, *labels, amount=amount)
+
+    def set(self, name: str, *labels: str, value: float) -> None:
+        """Set a gauge."""
+        self._new.set(name, *labels, value=value)
+
+    def observe(self, name: str, *labels: str, value: float) -> None:
+        """Add one value to a histogram."""
+        self._new.observe(name, *labels, value=value)
+
+    def total(self, name: str, label: str | None = None) -> float:
+        """A counter since the start: over all label values, or where the first is ``label``."""
+        return self.totals.total(name, label)
+
+    def take(self) -> Samples | None:
+        """What is new since the last call; ``None`` if nothing is."""
+        if self._new.is_empty:
+            return None
+        taken, self._new = self._new, Samples()
+        return taken

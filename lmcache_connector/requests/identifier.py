@@ -21,7 +21,7 @@ from lmcache_connector.requests.content_digest import (
     NoContentError,
     mask_digest,
 )
-from lmcache_connector.requests.unknown_fields import UnknownFields
+from lmcache_connector.requests.excuses import UnknownFields
 from lmcache_connector.threads import Background, StepWait, Task
 
 if TYPE_CHECKING:

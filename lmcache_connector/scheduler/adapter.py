@@ -19,16 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_events.log import KvEvent, KvEventSink
 from lmcache_connector.kv_parts.part import keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
-from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses, WantedChunks
 from lmcache_connector.lookup.hit_finder import HitFinder
-from lmcache_connector.lookup.prefix_uses import PrefixUses
-from lmcache_connector.lookup.wanted_chunks import WantedChunks
-from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import LoadedAdapterList, RankReport, StepPlan
 from lmcache_connector.requests.identifier import UNREAD, NotYet
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters

@@ -18,14 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from lmcache_connector.audit.limits import ChunkError, NoiseGauge, Verdict, combine
-from lmcache_connector.audit.sampler import AuditSampler
+from lmcache_connector.audit.verdicts import AuditSampler, ChunkError, NoiseGauge, Verdict, combine
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import (
     AuditJob,
     JobResult,

@@ -11,24 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmcache_connector.audit.limits import NoiseGauge
-from lmcache_connector.audit.root_epochs import RootEpochs
-from lmcache_connector.audit.sampler import AuditSampler
+from lmcache_connector.audit.verdicts import AuditSampler, NoiseGauge, RootEpochs
 from lmcache_connector.config import limits
 from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.strict import read_weights_label
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.cost_model.cost_model import CostModel
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.keys.kept_digests import KeptDigests
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_events.log import KvEventLog, KvEventSink
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
-from lmcache_connector.lookup.chunk_index import ChunkIndex
+from lmcache_connector.lookup.chunk_index import ChunkIndex, WantedChunks
 from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
-from lmcache_connector.lookup.wanted_chunks import WantedChunks
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.peers.routing import Router
 from lmcache_connector.plans import RankStart
 from lmcache_connector.requests.adapters import AdapterReader

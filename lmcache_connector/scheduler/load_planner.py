@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_parts.blocks import BlocksInUse, blocks_between
 from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_load
 from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, StoreJob, Tier
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.vllm_compat.short_loads import ShortLoad

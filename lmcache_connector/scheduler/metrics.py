@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import Tier
 
 if TYPE_CHECKING:

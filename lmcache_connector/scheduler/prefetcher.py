@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_parts.part import Rule, parents_of_part
 from lmcache_connector.lookup.background_lookup import PENDING
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import JobResult, PartRun, PrefetchJob
 from lmcache_connector.scheduler.request_state import AheadState, RequestState, SchedulerSettings
 

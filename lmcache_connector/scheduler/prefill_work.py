@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmcache_connector.cost_model.prefill_speed import MIN_PREFILL_TOKENS
+from lmcache_connector.cost_model.prefill import MIN_PREFILL_TOKENS
 from lmcache_connector.plans import PrefillWork
 from lmcache_connector.scheduler.request_book import RequestBook
 

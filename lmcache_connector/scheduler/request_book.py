@@ -13,10 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector import __version__
-from lmcache_connector.audit.limits import Verdict
-from lmcache_connector.audit.root_epochs import RootEpochs
+from lmcache_connector.audit.verdicts import RootEpochs, Verdict
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import AdapterRef
 from lmcache_connector.requests.encoder_witness import EncoderWitness
 from lmcache_connector.requests.identifier import UNREAD, NotYet, RequestIdentifier

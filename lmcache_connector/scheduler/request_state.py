@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.hit import is_prefix_only
 from lmcache_connector.kv_parts.part import Part, Rule
-from lmcache_connector.lookup.request_lookup import RequestLookup
+from lmcache_connector.lookup.background_lookup import RequestLookup
 from lmcache_connector.plans import Claim, LoadJob, PeerSource, PrefetchJob
 
 RedisAdmission = Literal["all", "reused"]

@@ -253,6 +253,11 @@ class WorkerAdapter:
         """What is new since the last call; ``None`` if nothing is."""
         return self._metrics.take()
 
+    def finish_stores(self) -> None:
+        """Between two steps: copy what the last one computed. What takes seconds is cancelled."""
+        self._gate.open()  # no step has begun since
+        self._jobs.finish_stores(_LET_GO_SECONDS)
+
     def let_go(self) -> bool:
         """Between two steps: stop every copy from or into the paged cache. False if one still
         runs after some seconds."""
@@ -263,8 +268,9 @@ class WorkerAdapter:
         return False
 
     def shutdown(self) -> None:
-        """Bounded by 5 s (for the lanes, and again for writes to Redis)."""
+        """Bounded by 5 s (for the last stores, the lanes, and again for writes to Redis)."""
         seconds = limits.SHUTDOWN_SECONDS
+        self.finish_stores()
         self._gate.shut()
         self._tiers.stop(seconds)
         if self._server is not None and not self._server.close(seconds):

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import (
     AuditJob,
     CacheEvent,

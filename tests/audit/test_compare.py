@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.audit.compare import DECODERS, OPAQUE, compare_chunks
-from lmcache_connector.audit.limits import combine
+from lmcache_connector.audit.verdicts import combine
 from lmcache_connector.plans import LayerDifference
 from lmcache_connector.storage.geometry import ChunkGeometry
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lmcache_connector.cost_model.cost_model import MIN_DEADLINE_SECONDS, STALL_SHARE, CostModel
 from lmcache_connector.cost_model.decision import LoadOffer, Reason
-from lmcache_connector.cost_model.tier_speed import QUIET_SECONDS
+from lmcache_connector.cost_model.tiers import QUIET_SECONDS
 from lmcache_connector.plans import Tier
 from tests.support.doubles.simulated_instance import (
     CHUNK_BYTES,

@@ -23,14 +23,11 @@ from tests.support import ROOT
 from tests.support.dashboard import used_metrics
 from tests.support.engines.api_server import ApiServer, running_api
 from tests.support.engines.audits import build_retrained_model
-from tests.support.engines.calls import chunk_keys
-from tests.support.engines.instance import StartInstance
 from tests.support.engines.pauses import check_pauses
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
-from tests.support.redis.values import values_of, wait_for_chunks
 
 # Room for about 50 chunks: the others push a prompt out of memory, and it comes from Redis.
 CPU_GIB = 0.05
@@ -207,45 +204,6 @@ def test_the_log_line_is_one_line_for_people(api: ApiServer) -> None:
         for line in lines
     )
     assert any("loaded from CPU=" in line and "CPU tier=" in line for line in lines)
-
-
-def damage(valkey: Server, names: list[bytes]) -> None:
-    """One bit at the end of each value."""
-    with valkey.client() as client:
-        for name in names:
-            last = client.strlen(name) - 1
-            client.setrange(name, last, bytes([client.getrange(name, last, last)[0] ^ 1]))
-
-
-def test_a_hit_that_was_lost_is_no_hit(
-    api: ApiServer, start: StartInstance, valkey: Server
-) -> None:
-    """Hits are what was loaded, not what was planned: here every value is damaged."""
-    prompt = random_prompt(800, PROMPT_TOKENS)
-    with start(kv_transfer(redis_url=valkey.url)) as writer:
-        writer.serve(prompt)
-        keys = writer.call(chunk_keys, prompt)
-        wait_for_chunks(valkey, keys, ModelShape().num_kv_heads)
-    names = [name for key in keys for name in values_of(valkey, f"*{key.hex()}".encode())]
-    damage(valkey, names)
-
-    before, begun = stats(api), len(api.log)
-    api.complete_afresh(prompt)
-    api.settle(
-        lambda: (
-            stats(api)["recomputed_tokens"] == HIT_TOKENS
-            and re.search(r"removed \d+ values", api.log[begun:]) is not None
-        )
-    )
-    after, people = stats(api), CliRunner().invoke(app, ["stats", api.address]).output
-    assert after["hit_tokens"]["redis"] - before["hit_tokens"]["redis"] == HIT_TOKENS
-    loaded = sum(after["hit_tokens"].values()) - HIT_TOKENS
-    assert after["hit_rate"] == pytest.approx(loaded / after["queried_tokens"])
-    assert f"; {HIT_TOKENS:,} more were to be loaded, lost and recomputed" in people
-    # vLLM leaves lines of seconds out in which no token was computed.
-    assert set(re.findall(r"KV Transfer metrics: hit tokens=(\d+) of", api.log[begun:])) <= {"0"}
-    (removed,) = re.findall(r"WARNING.*removed (\d+) values", api.log[begun:])
-    assert 1 < int(removed) <= len(names)
 
 
 def test_weights_that_are_reloaded_over_http_have_hits_of_their_own(

@@ -14,9 +14,10 @@ from tests.support.engines.calls import abort_after, check_integrity, reset_ever
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
+from tests.support.engines.tiny_model import TINY
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
-from tests.support.redis.values import wait_for_values
+from tests.support.redis.values import value_names, wait_for_values
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,38 @@ def test_a_prompt_comes_back_from_the_cpu_tier(writer: VllmInstance, num_tokens:
     blocks = min(loaded, num_tokens - 1) // BLOCK_SIZE
     assert hit.block_digests[:blocks] == cold.block_digests[:blocks]
     writer.call(check_integrity)
+
+
+def last_step_then_reset(probe: EngineProbe, prompt: list[int]) -> Served:
+    """As ``LLM.generate`` and ``LLM.reset_prefix_cache`` do it: no step between the two, while the
+    pause before stores is long enough to be met."""
+    request_id = probe.add(prompt, max_tokens=1)
+    probe.finish({request_id: len(prompt)}, 0.0, drain=False)
+    assert probe.engine.reset_prefix_cache()
+    return probe.serve(prompt)
+
+
+def test_what_the_last_step_computed_is_stored_before_a_reset(writer: VllmInstance) -> None:
+    prompt = random_prompt(4, 1100)
+    hit = writer.call(last_step_then_reset, prompt)
+    assert_loaded(hit, writer.serve(prompt, skip_reading_prefix_cache=True), 1024)
+    writer.call(check_integrity)
+
+
+def end_after_the_last_step(probe: EngineProbe, prompt: list[int]) -> None:
+    request_id = probe.add(prompt, max_tokens=1)
+    probe.finish({request_id: len(prompt)}, 0.0, drain=False)
+    probe.shutdown()
+
+
+def test_what_the_last_step_computed_is_in_redis_when_the_engine_has_ended(
+    start: StartInstance, valkey: Server
+) -> None:
+    with start(kv_transfer(redis_url=valkey.url)) as instance:
+        instance.serve(random_prompt(6, 100))  # Redis is measured, and the weights have a name
+        before = len(value_names(valkey))
+        instance.call(end_after_the_last_step, random_prompt(5, 1100))
+        assert len(value_names(valkey)) - before >= 1024 // CHUNK_SIZE * TINY.num_kv_heads
 
 
 def test_a_hit_that_begins_inside_a_chunk(writer: VllmInstance) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.audit.limits import Verdict
+from lmcache_connector.audit.verdicts import Verdict
 from lmcache_connector.kv_events.log import BlocksRemoved, BlocksStored, KvEvent
 from lmcache_connector.plans import Tier
 from tests.scheduler.test_adapter import prompt

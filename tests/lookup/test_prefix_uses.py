@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lmcache_connector.kv_parts.part import Part, Rule, part_key
-from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.lookup.prefix_uses import PrefixUses
+from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses
 from lmcache_connector.plans import CacheEvent, Claim, PrefixUse
 
 KEYS = [bytes([i]) * 32 for i in range(1, 7)]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.lookup.wanted_chunks import INTERVAL_SECONDS, WantedChunks
+from lmcache_connector.lookup.chunk_index import INTERVAL_SECONDS, ChunkIndex, WantedChunks
 from lmcache_connector.plans import CacheEvent
 
 KEYS = [i.to_bytes(32, "big") for i in range(600)]

@@ -14,8 +14,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from lmcache_connector.requests.excuses import KEYED, NOT_PART_OF_IDENTITY, known_fields
-from lmcache_connector.requests.unknown_fields import UnknownFields, fixed_fields
+from lmcache_connector.requests.excuses import (
+    KEYED,
+    NOT_PART_OF_IDENTITY,
+    UnknownFields,
+    fixed_fields,
+    known_fields,
+)
 
 FIXED = [
     LoRARequest,

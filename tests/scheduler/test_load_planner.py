@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache_connector.cost_model.cost_model import CostModel
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_parts.blocks import BlocksInUse
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import (
     CacheEvent,
     Calibration,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 

@@ -11,15 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache_connector.cost_model.cost_model import CostModel
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_parts.part import Part, Rule
-from lmcache_connector.lookup.background_lookup import PENDING, Pending
+from lmcache_connector.lookup.background_lookup import PENDING, Pending, RequestLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
-from lmcache_connector.lookup.request_lookup import RequestLookup
-from lmcache_connector.metrics.tally import Tally
+from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import JobResult, Outcome, PrefetchJob, Tier
 from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings

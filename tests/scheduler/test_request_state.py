@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-from lmcache_connector.lookup.background_lookup import PendingLookup
-from lmcache_connector.lookup.request_lookup import RequestLookup
+from lmcache_connector.lookup.background_lookup import PendingLookup, RequestLookup
 from lmcache_connector.scheduler.request_state import RequestState, WitnessState
 
 

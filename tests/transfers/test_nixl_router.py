@@ -19,6 +19,7 @@ from tests.support.engines.ports import free_ports
 from tests.support.nixl import needs_nixl
 from tests.support.prompts import random_prompt
 
+# Two servers: test_transfers.py shows with engines what a router has to pass on.
 pytestmark = [
     needs_nixl,
     pytest.mark.soak,

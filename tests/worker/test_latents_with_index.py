@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_connector.audit.limits import NoiseGauge
+from lmcache_connector.audit.verdicts import NoiseGauge
 from lmcache_connector.cost_model.cost_model import CostModel
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.plans import (
     JobResult,
     LoadJob,

@@ -31,7 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 from lmcache_connector.connector import LMCacheTieredConnector
 from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
 from lmcache_connector.kv_parts.part import Part, Rule
-from lmcache_connector.lookup.wanted_chunks import WantedChunks
+from lmcache_connector.lookup.chunk_index import WantedChunks
 from lmcache_connector.plans import (
     AuditJob,
     BlockIds,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision
-from lmcache_connector.cost_model.load_policy import LoadPolicy
+from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.plans import (
     Calibration,
     ForwardTime,

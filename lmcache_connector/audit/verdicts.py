@@ -1,4 +1,4 @@
-"""What a difference between computed and stored KV means: noise of arithmetic, or something wrong.
+"""Which hits are audited, what a difference between computed and stored KV means, and what follows.
 
 Two measures are taken of a chunk's layers: the *median* and the *largest* relative error. Wrong
 settings, weights or inputs change most layers by about their own size. Arithmetic in another order
@@ -10,13 +10,18 @@ The limit comes from *noise*, which this instance measures as it runs: chunks th
 itself, and computes again. A few times the largest noise is the limit. It has a floor, since what
 was computed in another batch, with other ranks or on other hardware may differ by more. Until
 anything is measured, a prior holds that wrong settings exceed many times.
+
+A mismatch separates its *root*: what KV depends on before the first token, the model and a
+request's adapter. Salts are no part of a root, they separate tenants whose KV is the same. A
+separated root has a *nonce* in place of the weights' name, which nobody else will ever have, until
+the weights are replaced.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import median
@@ -155,3 +160,87 @@ class NoiseGauge:
         """The largest median and the largest error measured; zeros without any."""
         medians = max((sample.median for sample in self._samples), default=0.0)
         return medians, max((sample.largest for sample in self._samples), default=0.0)
+
+
+MAX_SUBJECTS = 4096
+"""Answered or tried, the latest ones. One that is forgotten counts as never audited."""
+MAX_FIRST_TRIES = 4
+"""A first audit that ends without an answer is tried again so often."""
+
+
+class AuditSampler:
+    """Audits one hit per *subject* until that has an answer, then ``share`` of all hits.
+
+    A share of 0 switches all of it off. ``random()`` returns a number in ``[0, 1)``.
+    """
+
+    def __init__(self, share: float, random: Callable[[], float]) -> None:
+        self.share = share
+        self._random = random
+        # Tries left, oldest first; 0: answered, or given up.
+        self._first: OrderedDict[Hashable, int] = OrderedDict()
+        self._open: set[Hashable] = set()
+
+    def wants(self, subject: Hashable) -> bool:
+        """Whether to audit this hit. While one of the subject is under way, only by chance."""
+        if self.share <= 0:
+            return False
+        if subject not in self._open and self._first.get(subject, MAX_FIRST_TRIES) > 0:
+            return True
+        return self._random() < self.share
+
+    def begin(self, subject: Hashable) -> None:
+        self._open.add(subject)
+
+    def end(self, subject: Hashable, *, is_answered: bool) -> None:
+        self._open.discard(subject)
+        tries = self._first.pop(subject, MAX_FIRST_TRIES)
+        self._first[subject] = 0 if is_answered else max(0, tries - 1)
+        if len(self._first) > MAX_SUBJECTS:
+            self._first.popitem(last=False)
+
+    def abandon(self) -> None:
+        """What is under way will have no answer."""
+        self._open.clear()
+
+    def forget(self) -> None:
+        """All subjects count as never audited."""
+        self._first.clear()
+        self._open.clear()
+
+
+MAX_ROOTS = 4096
+"""Remembered one by one. An engine may meet any number of adapters."""
+
+
+class RootEpochs:
+    """``name``: of the weights. ``new_nonce()`` returns a string that nobody else will ever get.
+
+    Remembers one entry per root that is apart, ``MAX_ROOTS`` at most: with more, all are.
+    """
+
+    def __init__(self, new_nonce: Callable[[], str]) -> None:
+        self.name = ""
+        self._new_nonce = new_nonce
+        self._nonces: dict[bytes, str] = {}
+        self._nonce_of_all = ""
+
+    def epoch(self, root: bytes) -> str:
+        return self._nonces.get(root) or self._nonce_of_all or self.name
+
+    def separate(self, root: bytes) -> None:
+        """What was loaded under the root may be wrong: it gets new keys."""
+        self._nonces[root] = self._new_nonce()
+        if len(self._nonces) > MAX_ROOTS:
+            self._nonces.clear()
+            self._nonce_of_all = self._new_nonce()
+
+    def rename(self, name: str) -> None:
+        """The weights are others: nothing is known of any root."""
+        self.name = name
+        self._nonces.clear()
+        self._nonce_of_all = ""
+
+    def num_apart(self) -> int:
+        """Roots that are not shared, at least 1 if new ones would not be."""
+        return len(self._nonces) or int(bool(self._nonce_of_all))

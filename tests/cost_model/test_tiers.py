@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.cost_model.tier_speed import TierSpeed
+from lmcache_connector.cost_model.tiers import TierSpeed
 
 MIB = 1 << 20
 

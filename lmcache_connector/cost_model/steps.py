@@ -10,16 +10,29 @@ A load runs beside the steps, but vLLM looks at it only between them. With ``n``
 
 So a request that loads begins ``n + j`` steps later than one that computes. ``j`` is at least 1,
 and 1 more for each step the load outlasts. While nothing else runs, steps are empty and last a
-millisecond or so: then the load is what counts, and what its ways take, which is measured.
+millisecond or so: then the load decides, and the idle engine's way back to it, which is measured.
 
-Steps that compute prompts last as long as what they compute of them; all steps last as long as a
-decode step, which is measured. Times come in as arguments, in seconds. The scheduler side owns it.
+A step that computes prompts lasts as long as their compute; every step lasts as long as a decode
+step, which is measured. Prompts are computed in the order they came, ``max_step_tokens`` in a step,
+and each has its first token when the step ends that completes its prompt. So a crowd that fills
+several steps waits for each step's own length as well, however little a prompt adds to it::
+
+    tokens    |.a.|.b.|.c.|.d.|.e.|
+    steps     |----1----|----2----|-3-|      a and b wait for 1 step, c and d for 2, e for 3
+
+Stores run one after the other, each once the forward pass that fills its blocks has ended. So the
+last few tell how long the next one takes, and while one takes longer, the others do.
+
+All times are in seconds. The scheduler side owns these objects.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
+from collections.abc import Callable, Sequence
 from math import ceil
+from statistics import fmean
 
 _KEEP = 0.8
 """Of what was measured, with each step: a decode step's length follows how many requests decode."""
@@ -79,3 +92,50 @@ class StepTime:
     def lost_seconds(self, step_seconds: float | None) -> float:
         """Of such a wait, what no load avoids, however quick it is."""
         return self._num_batches * step_seconds if step_seconds else self.idle_seconds
+
+
+_MAX_LOOKED_AT = 16
+"""Of a crowd's requests, spread over it: it bounds the time."""
+
+
+def crowd_waits(num_requests: int, num_steps: float) -> tuple[float, float]:
+    """What the requests wait for, on average, whose tokens fill so many steps: steps, and the share
+    of all their tokens that those compute. ``num_steps`` counts a part of a step as a part."""
+    if num_steps <= 1:
+        return 1.0, 1.0
+    looked_at = min(num_requests, _MAX_LOOKED_AT)
+    ends = [ceil(num_steps * (i + 1) / looked_at) for i in range(looked_at)]
+    return fmean(ends), fmean(min(end, num_steps) for end in ends) / num_steps
+
+
+_NUM_LAST = 5
+"""Of these the middle one counts: a pass in which something was compiled says nothing of others."""
+
+
+class StoreBacklog:
+    """The stores under way, and how long one takes from when it may begin."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._planned_at: dict[int, float] = {}  # in the order of planning
+        self._last: deque[float] = deque(maxlen=_NUM_LAST)
+        self._seconds = 0.0
+
+    def planned(self, job_id: int) -> None:
+        self._planned_at[job_id] = self._clock()
+
+    def ended(self, job_id: int, seconds: Sequence[float]) -> None:
+        """``seconds``: of each rank; none if no rank has run it."""
+        del self._planned_at[job_id]
+        if seconds:
+            self._last.append(max(seconds))
+            self._seconds = statistics.median_low(self._last)
+
+    def wait_seconds(self, job_id: int) -> float:
+        """Predicted for a load that relies on this job; 0 if it has ended."""
+        planned_at = self._planned_at.get(job_id)
+        if planned_at is None:
+            return 0.0
+        now = self._clock()
+        oldest = now - next(iter(self._planned_at.values()))
+        return max(0.0, max(self._seconds, oldest) - (now - planned_at))

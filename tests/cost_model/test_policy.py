@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.decision import LoadDecision, Reason
-from lmcache_connector.cost_model.load_policy import LOOKUP_SHARE, LoadPolicy
+from lmcache_connector.cost_model.policy import LOOKUP_SHARE, LoadPolicy
 from lmcache_connector.plans import (
     Calibration,
     ForwardTime,
