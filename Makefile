@@ -134,7 +134,7 @@ matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS=
 	@PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m pytest -m "not soak and not newest" \
 		$(MATRIX) $(if $(filter --no-engines,$(ARGS)),,tests/engine/test_tiers.py \
 		tests/engine/test_sharing.py tests/engine/test_failures.py tests/engine/test_versions.py \
-		tests/engine/p2p tests/transfers)
+		tests/transfers)
 	@$(if $(filter --no-engines,$(ARGS)),:,PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m examples.demo)
 
 contract: $(STAMP) ## Check the API of a version by its wheel: VLLM=0.34.0 or LMCACHE=0.5.7; all without

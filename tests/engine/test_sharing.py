@@ -19,6 +19,8 @@ from tests.support.engines.calls import abort_after, check_integrity, chunk_keys
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
+from tests.support.engines.transfers import assert_handed_over
+from tests.support.engines.updates import move_weights, weights_name
 from tests.support.limits import PATIENT
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
@@ -177,7 +179,7 @@ def empty_cpu_tiers(probe: EngineProbe, prompt: list[int]) -> None:
         probe.on_ranks(forget_on_rank, rank, chunk_keys(probe, prompt), False)
 
 
-@pytest.mark.soak  # two more ranks; tests/worker and tests/kv_layout have the layers
+@pytest.mark.soak  # two ranks of their own; tests/worker and tests/kv_layout have the layers
 def test_pipeline_ranks_share_with_their_like_and_are_missed_by_others(
     start: StartInstance,
     transfer: dict[str, Any],
@@ -378,3 +380,25 @@ def test_a_weight_update_concerns_one_instance_and_mixes_nothing(
     for instance, own in ((one, cold), (two, new)):
         instance.reset_prefix_cache()
         assert_same_bytes(instance.serve(prompt), own)
+
+
+def test_a_tail_comes_back_on_two_ranks(two: VllmInstance) -> None:
+    for length in (2, 129, 300):
+        assert_handed_over(two, length, length)
+
+
+def test_one_rank_with_other_weights_is_another_engine(
+    two: VllmInstance, prompt: list[int]
+) -> None:
+    old, name = two.serve(prompt), two.call(weights_name)
+    for rank in (1, 0):
+        assert two.call(move_weights, 0.02, "", rank) > 0
+        two.reset_prefix_cache()
+        new = two.serve(prompt)
+        assert new.external_hit_tokens == 0
+        assert new.block_digests[:4] != old.block_digests[:4]
+        two.reset_prefix_cache()
+        assert_same_bytes(two.serve(prompt), new)
+        before, name = name, two.call(weights_name)
+        assert name != before
+        old = new

@@ -11,11 +11,17 @@ import pytest
 
 from tests.support.engines.calls import check_integrity, forget_unseen, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.layer_digests import Digests, differences
-from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, tiered_transfer
+from tests.support.engines.layer_digests import differences
+from tests.support.engines.settings import CHUNK_SIZE, kv_transfer, tiered_transfer
 from tests.support.engines.tiny_drafters import build_drafted
 from tests.support.engines.tiny_families import FAMILIES, build_family
-from tests.support.engines.transfers import CONSUMED, PRODUCED, transfer
+from tests.support.engines.transfers import (
+    CONSUMED,
+    PRODUCED,
+    assert_handed_over,
+    produced,
+    transfer,
+)
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
@@ -28,24 +34,6 @@ def engine(start: StartInstance) -> Iterator[VllmInstance]:
     with start(kv_transfer(), max_num_batched_tokens=512) as instance:
         yield instance
         instance.call(check_integrity)
-
-
-def produced(engine: VllmInstance, prompt: list[int], max_tokens: int = 2) -> Digests:
-    """Computed and stored for another, and forgotten by vLLM."""
-    loaded, digests = engine.call(transfer, prompt, PRODUCED, max_tokens)
-    assert loaded == 0
-    engine.reset_prefix_cache()
-    return dict(digests)
-
-
-def assert_handed_over(engine: VllmInstance, seed: int, length: int) -> None:
-    prompt = random_prompt(seed, length)
-    cold = produced(engine, prompt)
-    loaded, digests = engine.call(transfer, prompt, CONSUMED)
-    assert loaded == length - 1
-    assert {p.layer for p in digests} == {p.layer for p in cold} != set()
-    assert {p for p in digests if p.first_token + BLOCK_SIZE >= length} <= cold.keys()
-    assert differences(digests, cold) == []
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -112,14 +100,6 @@ def test_by_redis(start: StartInstance, valkey: Server) -> None:
             engine.serve([3, 4, 5])  # tells the scheduler's side
             loaded, digests = engine.call(transfer, prompt, CONSUMED)
             assert (loaded, differences(digests, cold)) == (length - 1, [])
-        engine.call(check_integrity)
-
-
-@pytest.mark.soak  # two ranks; test_sharing.py loads on two, the tests above have tails
-def test_on_two_ranks(start: StartInstance) -> None:
-    with start(kv_transfer(), tensor_parallel_size=2) as engine:
-        for length in (2, 129, 300):
-            assert_handed_over(engine, length, length)
         engine.call(check_integrity)
 
 

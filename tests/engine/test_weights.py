@@ -241,28 +241,6 @@ def test_who_looks_at_the_weights_in_every_step_costs_hits_until_he_stops(
     assert engine.serve(prompt).external_hit_tokens == HIT
 
 
-def test_one_rank_with_other_weights_is_another_engine(start: StartInstance) -> None:
-    prompt = random_prompt(42, NUM_TOKENS)
-    with start(kv_transfer(), tensor_parallel_size=2) as engine:
-        old, name = engine.serve(prompt), engine.call(weights_name)
-        engine.reset_prefix_cache()
-        assert engine.serve(prompt).external_hit_tokens == HIT
-        for rank in (1, 0):
-            assert engine.call(move_weights, 0.02, "", rank) > 0
-            engine.reset_prefix_cache()
-            new = engine.serve(prompt)
-            assert new.external_hit_tokens == 0
-            assert new.block_digests[:4] != old.block_digests[:4]
-            engine.reset_prefix_cache()
-            again = engine.serve(prompt)
-            assert again.external_hit_tokens == HIT
-            assert again.block_digests[:4] == new.block_digests[:4]
-            before, name = name, engine.call(weights_name)
-            assert name != before
-            old = new
-        engine.call(check_integrity)
-
-
 def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None:
     with start(kv_transfer(), prepare=read_slowly) as engine:
         prompt = random_prompt(43, NUM_TOKENS)

@@ -6,9 +6,12 @@ from typing import Any
 
 from blake3 import blake3
 
+from tests.support.engines.instance import VllmInstance
 from tests.support.engines.kv_digests import logical
-from tests.support.engines.layer_digests import NULL_BLOCK, Digests, Place, merged
+from tests.support.engines.layer_digests import NULL_BLOCK, Digests, Place, differences, merged
 from tests.support.engines.probe import EngineProbe
+from tests.support.engines.settings import BLOCK_SIZE
+from tests.support.prompts import random_prompt
 
 PRODUCED = {"do_remote_decode": True}
 CONSUMED = {"do_remote_prefill": True}
@@ -51,3 +54,22 @@ def digest_tokens_on_rank(
                     place = Place(name, index * size, shift + head)
                     found[place] = blake3(tokens.tobytes()).hexdigest()
     return found
+
+
+def produced(engine: VllmInstance, prompt: list[int], max_tokens: int = 2) -> Digests:
+    """Computed and stored for another, and forgotten by vLLM."""
+    loaded, digests = engine.call(transfer, prompt, PRODUCED, max_tokens)
+    assert loaded == 0
+    engine.reset_prefix_cache()
+    return dict(digests)
+
+
+def assert_handed_over(engine: VllmInstance, seed: int, length: int) -> None:
+    """All of a prompt but its last token is loaded, as it was computed."""
+    prompt = random_prompt(seed, length)
+    cold = produced(engine, prompt)
+    loaded, digests = engine.call(transfer, prompt, CONSUMED)
+    assert loaded == length - 1
+    assert {p.layer for p in digests} == {p.layer for p in cold} != set()
+    assert {p for p in digests if p.first_token + BLOCK_SIZE >= length} <= cold.keys()
+    assert differences(digests, cold) == []

@@ -1,4 +1,4 @@
-"""What real engines that hand over tell Prometheus. The rest of it is in tests/transfers."""
+"""What real engines that hand over tell Prometheus."""
 
 from __future__ import annotations
 

@@ -19,8 +19,11 @@ from tests.support.engines.ports import free_ports
 from tests.support.nixl import needs_nixl
 from tests.support.prompts import random_prompt
 
-# Two servers: tests/transfers shows with engines what a router has to pass on.
-pytestmark = [needs_nixl, pytest.mark.soak]
+# Two servers: test_transfers.py shows with engines what a router has to pass on.
+pytestmark = [
+    needs_nixl,
+    pytest.mark.soak,
+]  # two servers; what a router passes on: test_transfers.py
 NUM_TOKENS = 1500
 _ARGUMENTS = ("--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
 
