@@ -127,7 +127,7 @@ def test_a_stalled_server_is_left_alone_after_one_time_out(
     with open_tier(proxy.url, num_connections=1, backoff_min_seconds=30.0,
                    backoff_max_seconds=30.0, read_timeout_seconds=0.3) as tier:  # fmt: skip
         wait_until(lambda: all(checked_get(tier, range(2))), "not readable at first")
-        proxy.arm(Fault(Kind.STALL))
+        proxy.arm(Fault(Kind.STALL, sticky=True))
         assert checked_get(tier, range(2)) == [False, False]
         wait_until(
             lambda: tier.stats().servers[0][1] is CircuitState.OPEN, "the circuit did not open"
@@ -142,7 +142,7 @@ def test_a_load_can_be_cancelled_while_the_server_is_silent(proxy: FaultProxy) -
     with open_tier(proxy.url, num_connections=1, read_timeout_seconds=3600.0) as tier:
         wait_until(lambda: all(put_all(tier, range(1))), "not writable at first")
         wait_until(lambda: all(checked_get(tier, range(1))), "not readable at first")
-        proxy.arm(Fault(Kind.STALL))
+        proxy.arm(Fault(Kind.STALL, sticky=True))
         cancelled = threading.Event()
         buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
         threading.Timer(0.1, cancelled.set).start()
