@@ -270,7 +270,8 @@ class WorkerAdapter:
     def shutdown(self) -> None:
         """Bounded by 5 s (for the last stores, the lanes, and again for writes to Redis)."""
         seconds = limits.SHUTDOWN_SECONDS
-        self.finish_stores()
+        if not self._settings.blocks_are_zeroed:  # a step that failed may have zeroed some
+            self.finish_stores()
         self._gate.shut()
         self._tiers.stop(seconds)
         if self._server is not None and not self._server.close(seconds):
