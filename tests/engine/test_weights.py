@@ -18,7 +18,7 @@ from tests.support.engines.audits import (
     build_retrained_model,
 )
 from tests.support.engines.calls import check_integrity, forget_unseen, wait_for_writes
-from tests.support.engines.instance import StartInstance, VllmInstance, set_environment
+from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import Served
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_seeing_model
@@ -316,8 +316,8 @@ def test_a_checkpoint_that_arrives_during_the_start_gives_no_name(
     other = tmp_path / "other"
     build_retrained_model(other, tiny_model, 1.0)
     prompt, transfer = random_prompt(9, NUM_TOKENS), sharing(valkey, namespace="arrives")
-    prepare = partial(set_environment, {"FOLDER": str(latest), "OTHER": str(other)})
-    with start(transfer, latest, prepare=partial(_replacing, prepare)) as one:
+    prepare = partial(replace_files_after_loading, latest, other)
+    with start(transfer, latest, prepare=prepare) as one:
         one.serve(prompt)
         one.call(wait_for_writes)
         assert one.call(weights_name).startswith("memory:")
@@ -325,11 +325,6 @@ def test_a_checkpoint_that_arrives_during_the_start_gives_no_name(
     with start(transfer, latest) as two:
         assert two.serve(prompt).external_hit_tokens == 0
         assert two.call(weights_name).startswith("sha256:")
-
-
-def _replacing(prepare: partial[None]) -> None:
-    prepare()
-    replace_files_after_loading()
 
 
 @pytest.mark.soak  # three engines; tests/test_weight_names.py has the rule

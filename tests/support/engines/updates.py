@@ -222,17 +222,16 @@ def live_on_another_host() -> None:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="another-host-")
 
 
-def replace_files_after_loading() -> None:
-    """For ``prepare``: another checkpoint comes to FOLDER, from OTHER, when this one is loaded."""
+def replace_files_after_loading(checkpoint: Path, other: Path) -> None:
+    """For ``prepare``: the other weights come to a checkpoint's folder when it has been loaded."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     load = CPUWorker.load_model
 
     def load_and_replace(worker: Any, *args: Any, **kwargs: Any) -> None:
         load(worker, *args, **kwargs)
-        folder, other = Path(os.environ["FOLDER"]), Path(os.environ["OTHER"])
-        shutil.copy(other / "model.safetensors", folder / "arriving")
-        (folder / "arriving").replace(folder / "model.safetensors")
+        shutil.copy(other / "model.safetensors", checkpoint / "arriving")
+        (checkpoint / "arriving").replace(checkpoint / "model.safetensors")
 
     CPUWorker.load_model = load_and_replace
 
