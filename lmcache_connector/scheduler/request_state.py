@@ -74,8 +74,8 @@ class LoadState:
 
     ``end``: the chunk where the load ends, once that is decided, with ``decided_from`` tokens
     computed. ``offered_from``: computed tokens
-    when it was offered to vLLM. ``redis_tokens``: of the load planned last. ``is_second``: one has
-    failed before.
+    when it was offered to vLLM. ``fetched_tokens``: of the load planned last, those that memory
+    lacked. ``is_second``: one has failed before.
     """
 
     is_allowed: bool = True
@@ -84,7 +84,7 @@ class LoadState:
     deadline_seconds: float = 0.0
     offered_from: int = 0
     job: LoadJob | None = None
-    redis_tokens: int = 0
+    fetched_tokens: int = 0
     is_second: bool = False
 
     def restart(self) -> None:

@@ -56,7 +56,7 @@ def test_a_hit_that_was_lost_is_no_hit(valkey: Server, tiny_model: Path, tmp_pat
         people = call_cli("stats", reader.address).out
         hits = "vllm:external_prefix_cache_hits_total"
         assert reader.metric(hits) == PLANNED, "vLLM counts plans: say so in docs/metrics.md"
-    assert found["hit_tokens"] == {"cpu": 0, "redis": PLANNED}
+    assert found["hit_tokens"] == {"cpu": 0, "peer": 0, "redis": PLANNED}
     assert found["hit_rate"] == 0
     assert "hit rate 0.0% of " in people
     assert f"; {PLANNED:,} more were to be loaded, lost and recomputed" in people

@@ -91,7 +91,7 @@ class Instance:
         output = self.worker.finish_step()
         for result in output.report.results if output.report else ():
             self.results[result.job_id] = result
-            self.redis_bytes += result.redis_bytes
+            self.redis_bytes += result.fetched_bytes
 
     def wait_for(self, job_id: int) -> JobResult:
         for _ in range(20_000):
@@ -287,7 +287,7 @@ def test_late_bytes_never_land_in_a_block_that_was_given_back(
     reader.run(StepPlan(loads=(load(1, range(39), 0, deadline=0.1),)))
     result = reader.wait_for(1)
     assert (result.outcome, result.num_chunks) == (Outcome.DEADLINE, 0)
-    assert result.redis_failed
+    assert result.has_fetch_failed
     assert same(reader.blocks(range(80)), before)
     link.set()  # now the bytes come, and find the blocks somebody else's
     reader.run(StepPlan(loads=(load(2, range(20, 39), 80),)))
@@ -306,7 +306,7 @@ def test_what_arrived_by_the_deadline_is_used(
     result = reader.wait_for(1)
     assert result.outcome is Outcome.DEADLINE
     assert 0 < result.num_chunks < 39
-    assert result.redis_bytes >= result.num_chunks * GEOMETRY.chunk_bytes
+    assert result.fetched_bytes >= result.num_chunks * GEOMETRY.chunk_bytes
     end = 2 * result.num_chunks
     assert same(reader.blocks(range(end)), stored(written, range(result.num_chunks)))
     assert same(reader.blocks(range(end, 80)), [layer[end:80] for layer in before])
@@ -320,7 +320,7 @@ def test_a_load_is_cancelled_while_redis_is_silent(reader: Instance, link: SlowL
     reader.run(StepPlan(cancelled_loads=(1,), idle=True))
     result = reader.wait_for(1)  # long before its deadline, or the test runs out of steps
     assert result.outcome is Outcome.CANCELLED
-    assert not result.redis_failed
+    assert not result.has_fetch_failed
     link.set()
     reader.run(StepPlan(loads=(load(2, range(39), 80 - 2),)))
     reader.wait_for(2)

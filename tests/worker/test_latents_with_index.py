@@ -17,6 +17,7 @@ import torch
 from lmcache_connector.audit.verdicts import NoiseGauge
 from lmcache_connector.cost_model.cost_model import CostModel
 from lmcache_connector.cost_model.policy import LoadPolicy
+from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.plans import (
     JobResult,
     LoadJob,
@@ -25,6 +26,7 @@ from lmcache_connector.plans import (
     RankStart,
     StepPlan,
     StoreJob,
+    Tier,
 )
 from lmcache_connector.scheduler.build import _learn_layers
 from lmcache_connector.storage.geometry import PartGeometries
@@ -126,7 +128,8 @@ def check_what_the_scheduler_learns(model: Path, valkey: Server, starts: list[Ra
     seen = described(model, "scheduler")
     assert start.layer_widths == (described(model).parts[0].geometries[0].layer_widths,)
     assert start.layer_widths != (seen.parts[0].geometries[0].layer_widths,)
-    lookup = RedisLookup(config_of(valkey), [PartGeometries(seen.parts[0].geometries)])
+    redis = RedisLookup(config_of(valkey), [PartGeometries(seen.parts[0].geometries)])
+    lookup = AnyLookup({Tier.REDIS: redis}, time.monotonic)
     policy = LoadPolicy(
         CostModel(clock=time.monotonic, max_deadline_seconds=1.0, mode="auto"),
         CHUNK,
@@ -134,8 +137,8 @@ def check_what_the_scheduler_learns(model: Path, valkey: Server, starts: list[Ra
         time.monotonic,
     )
     noise = NoiseGauge(seen.parts[0].formats)
-    assert lookup.exist(KEYS, time.monotonic() + LONG) == [False, False]
+    assert lookup.find(KEYS, time.monotonic() + LONG) == [None, None]
     _learn_layers(seen, policy, lookup, noise, starts)
-    assert lookup.exist(KEYS, time.monotonic() + LONG) == [True, True]
+    assert lookup.find(KEYS, time.monotonic() + LONG) == [Tier.REDIS] * 2
     assert policy.bytes_of(KEYS[0]) == CHUNK * sum(start.layer_widths[0])
     lookup.close()
