@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_model import ModelShape
 from tests.support.command_line import call_cli
 from tests.support.engines.api_server import running_api
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from examples.tiny_model import ModelShape
 from lmcache_connector.cli.app import app
 from lmcache_connector.metrics.table import METRICS, Kind
 from tests.support import ROOT
@@ -25,7 +26,6 @@ from tests.support.engines.api_server import ApiServer, running_api
 from tests.support.engines.audits import build_retrained_model
 from tests.support.engines.pauses import check_pauses
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 

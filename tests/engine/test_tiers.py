@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from examples.tiny_model import TINY
 from tests.support.engines.calls import abort_after, check_integrity, reset_everything
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
-from tests.support.engines.tiny_model import TINY
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 from tests.support.redis.values import value_names, wait_for_values

@@ -19,8 +19,8 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from lmcache_connector.storage.redis.tier import ReadResult
 from lmcache_connector.storage.redis.topology import Node
+from lmcache_connector.storage.tier import ReadResult
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.peers.dials import once_dialled

@@ -12,8 +12,8 @@ from lmcache_connector.net.deadline import never
 from lmcache_connector.storage.chunk_codec import DTYPE_CODES
 from lmcache_connector.storage.compression import compress
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
-from lmcache_connector.storage.redis.write_queue import OnDone
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.tier import OnDone, ReadResult
 from lmcache_connector.worker.redis_probe import RedisProbe, _noise
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config
 from tests.support.redis.server_groups import wait_until

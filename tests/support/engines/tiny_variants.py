@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.support.engines.tiny_model import ModelShape, save_tokenizer
+from examples.tiny_model import ModelShape, save_tokenizer
 
 _RANK = 8
 _IMAGE_TOKEN = "<image>"
