@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from aiohttp import web
 
 from examples.disaggregated.proxy import Proxy
 from examples.disaggregated.registry import Registry
-from lmcache_connector.cli.check import TRANSFER_KEYS
-from lmcache_connector.cli.target import DEFAULT_KV_PORT
 from lmcache_connector.peers.heartbeat import Registration, tell
 from tests.support.command_line import Cli, CliResult
 from tests.support.engines.ports import free_ports
@@ -85,13 +82,6 @@ def test_only_what_vllm_takes_for_a_port_is_one(cli: Cli, port: object) -> None:
         assert finding["detail"] == "kv_port must be a port between 1 and 65535"
 
 
-def test_vllm_reads_the_same_keys() -> None:
-    from vllm.config import KVTransferConfig
-
-    assert {field.name for field in fields(KVTransferConfig)} == set(TRANSFER_KEYS)
-    assert KVTransferConfig.kv_port == DEFAULT_KV_PORT
-
-
 def test_a_key_in_the_wrong_place_or_gone_is_told_where_it_belongs(cli: Cli) -> None:
     document = json.loads(transfer(kv_port=1, cpu_gb=1, secret=SECRET))
     outcome = cli("check", json.dumps({**document, "hash_key": SECRET, "kv_rol": "kv_both"}))
@@ -106,13 +96,6 @@ def test_a_key_in_the_wrong_place_or_gone_is_told_where_it_belongs(cli: Cli) -> 
     ):
         assert sentence in outcome.out
     assert SECRET not in outcome.out
-
-
-def test_another_p2p_connector_is_told_the_name_of_this_one(cli: Cli) -> None:
-    text = transfer().replace("LMCacheP2PConnector", "P2pNcclConnector")
-    finding = found(cli("check", text, "--json"))["kv-transfer-config"]
-    assert finding["verdict"] == "error"
-    assert '"kv_connector": "LMCacheP2PConnector"' in finding["hint"]
 
 
 def test_the_port_is_tried_and_let_go(cli: Cli) -> None:
@@ -170,22 +153,3 @@ def test_the_proxy_takes_what_an_instance_would_tell_it(cli: Cli) -> None:
     assert outcome.code == 3
     assert "cannot be reached: [Errno 111] Connection refused" in found(outcome)["router"]["detail"]
     assert SECRET not in outcome.out
-
-
-def test_a_router_that_speaks_something_else_is_not_one(cli: Cli) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def babble() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(b"-ERR unknown command\r\n")
-
-        thread = threading.Thread(target=babble)
-        thread.start()
-        router = f"http://127.0.0.1:{server.getsockname()[1]}"
-        text = transfer(router=router, http_address="localhost:8000")
-        outcome = cli("check", text, "--json")
-        thread.join(10)
-    assert outcome.code == 3
-    assert "does not speak HTTP" in found(outcome)["router"]["detail"]
