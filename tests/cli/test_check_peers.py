@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from examples.disaggregated.proxy import Proxy
-from examples.disaggregated.registry import Registry
-from lmcache_connector.peers.heartbeat import Registration, tell
 from tests.support.command_line import Cli, CliResult
 from tests.support.engines.ports import free_ports
 
@@ -34,33 +26,6 @@ def transfer(role: str = "kv_both", port: object = None, **extra: Any) -> str:
 
 def found(outcome: CliResult) -> dict[str, dict[str, Any]]:
     return {finding["name"]: finding for finding in outcome.document["findings"]}
-
-
-@contextmanager
-def running_proxy(secret: bytes = b"") -> Iterator[tuple[str, Registry]]:
-    """The example's own, on a thread."""
-    registry, loop, ready = Registry(10.0, secret=secret), asyncio.new_event_loop(), []
-    started, stop = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        runner = web.AppRunner(Proxy(registry).app())
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        ready.append(f"http://{site.name.rpartition('/')[2]}")
-        started.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert started.wait(10)
-        yield ready[0], registry
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
-        loop.close()
 
 
 def test_what_is_effective_is_said(cli: Cli) -> None:
@@ -131,25 +96,3 @@ def test_a_peer_that_is_no_host_or_not_found_is_named(cli: Cli) -> None:
     assert cli("check", transfer(peer_hosts=["localhost"])).code == 0
     several = transfer(peer_hosts=["10.0.0.0/8", "*.pods.example"])
     assert cli("check", several).code == 0
-
-
-def test_the_proxy_takes_what_an_instance_would_tell_it(cli: Cli) -> None:
-    with running_proxy(SECRET.encode()) as (address, registry):
-        running = Registration("kv_both", "localhost:8000", "127.0.0.1:1", "serving")
-        tell(address, running, SECRET.encode(), leaves=False)
-        text = {"router": address, "http_address": "localhost:8000"}
-        assert cli("check", transfer(router_secret=SECRET, **text)).code == 0
-        assert [instance.engine_id for instance in registry.alive()] == ["serving"]
-        for secret in (dict[str, str](), {"router_secret": "hunter2-hunter2-hunter2"}):
-            outcome = cli("check", transfer(**text, **secret), "--json")
-            assert outcome.code == 1
-            detail = found(outcome)["router"]["detail"]
-            assert "the signature is not that of the shared secret (HTTP 400)" in detail
-        bad = cli(
-            "check", transfer(router_secret=SECRET, router=address, http_address="here"), "--json"
-        )
-        assert "the proxy will not take it" in found(bad)["http_address"]["detail"]
-    outcome = cli("check", transfer(router_secret=SECRET, **text), "--json")
-    assert outcome.code == 3
-    assert "cannot be reached: [Errno 111] Connection refused" in found(outcome)["router"]["detail"]
-    assert SECRET not in outcome.out
