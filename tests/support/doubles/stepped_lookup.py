@@ -57,6 +57,7 @@ class SteppedAnswer:
 
 
 def finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
+    adapter.policy.remote_tiers = (Tier.REDIS,)  # it was built without any
     return RedisHitFinder(
         adapter._settings.parts,
         adapter._settings.chunk_size,
