@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -10,7 +11,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.plans import WeightsInMemory
+from lmcache_connector.plans import FolderSeen, WeightsInMemory
 from lmcache_connector.weight_names import WeightNames
 
 
@@ -19,7 +20,7 @@ class Files:
     name: str = "sha256:files"
     changed: Path | None = None
 
-    def changed_since(self, seconds: float) -> Path | None:
+    def changed_since(self, seconds: float, seen: Iterable[FolderSeen] = ()) -> Path | None:
         return self.changed
 
 
