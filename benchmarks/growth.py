@@ -41,9 +41,9 @@ from benchmarks.harness.engine_timings import (
 from benchmarks.harness.engines import Engines
 from benchmarks.harness.plots import panels
 from benchmarks.harness.servers import running_valkey
+from examples.tiny_model import ModelShape
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.settings import tiered_transfer
-from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 

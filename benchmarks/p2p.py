@@ -25,6 +25,7 @@ from benchmarks.harness.engines import Engines
 from benchmarks.harness.turns import go_on, stop, turn_of
 from benchmarks.peers.raw_nixl import RawNixl
 from benchmarks.peers.raw_socket import RawSocket
+from examples.tiny_model import DEMO_SHAPE
 from tests.support.engines.calls import forget
 from tests.support.engines.handover import Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance, set_environment
@@ -32,7 +33,6 @@ from tests.support.engines.nixl_engines import nixl_transfer, nixl_transferred
 from tests.support.engines.p2p_engines import kv_transfer
 from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.tiny_model import DEMO_SHAPE
 from tests.support.prompts import random_prompt
 
 _TRANSPORTS = ("socket", "vllm-nixl")

@@ -43,9 +43,9 @@ from benchmarks.harness.workloads import (
     working_set_tokens,
 )
 from benchmarks.peers.connectors import lmcache_server, reason
+from examples.tiny_model import DEMO_SHAPE
 from tests.support.engines.api_server import ApiServer
 from tests.support.engines.settings import tiered_transfer
-from tests.support.engines.tiny_model import DEMO_SHAPE
 from tests.support.processes import ServerError
 
 LOADS = (0.7, 2.0)

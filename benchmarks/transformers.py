@@ -21,8 +21,8 @@ from rich.progress import Progress
 from benchmarks.harness.engines import MODELS
 from benchmarks.harness.ratios import median, median_ratio, pairwise, spread
 from benchmarks.harness.servers import warm_valkey
+from examples.tiny_model import build_tiny_model
 from tests.support.engines.generate_child import generate_elsewhere, kv_digest
-from tests.support.engines.tiny_model import build_tiny_model
 from tests.support.prompts import random_prompt
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from examples.tiny_model import TINY, build_tiny_model
 from tests.support.engines.instance import VllmInstance, forks_from
-from tests.support.engines.tiny_model import TINY, build_tiny_model
 from tests.support.redis.servers import Server, oldest_binary, redis_binary, running_valkey
 
 # Engines inherit it: they keep digests of weights there, and not beside the user's own. vLLM's and

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.field.tool import Load
+from examples.tiny_model import DEMO_SHAPE, build_tiny_model
 from tests.support import ROOT
-from tests.support.engines.tiny_model import DEMO_SHAPE, build_tiny_model
 
 TRAINED_MODEL = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
 LOADS = {

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.engine_timings import come_to_rest
+from examples.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
 from tests.support.engines.api_server import ApiServer, started_api
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.tiny_model import DEMO_SHAPE, ModelShape, build_tiny_model
 
 # With random weights. "large" is large for two cores.
 MODELS = {

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from examples.demo.outcome import Outcome, Way
 from examples.demo.stage import Stage, served_by, stage
+from examples.tiny_model import DEMO_SHAPE, build_tiny_model
 from tests.support.engines.instance import VllmInstance
 from tests.support.engines.probe import Served
-from tests.support.engines.tiny_model import DEMO_SHAPE, build_tiny_model
 from tests.support.prompts import random_prompt
 
 _CPU_GIB = 2

@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.console import Console
 
 from examples.serve import get, hit_tokens
-from tests.support.engines.tiny_model import build_tiny_model
+from examples.tiny_model import build_tiny_model
 
 _START_SECONDS = 300
 _STOP_SECONDS = 30

@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from examples.pictures.terminal import record
+from examples.tiny_model import build_tiny_model
 from tests.support import ROOT
 from tests.support.engines.api_server import ApiServer, running_api
 from tests.support.engines.ports import free_ports
 from tests.support.engines.settings import tiered_transfer
-from tests.support.engines.tiny_model import build_tiny_model
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import running_valkey
 

@@ -23,7 +23,8 @@ from lmcache_connector.storage.redis.counters import Counters, TierCounts
 from lmcache_connector.storage.redis.read_queue import ValueRequest
 from lmcache_connector.storage.redis.tier import plan_values
 from lmcache_connector.storage.redis.topology import Node
-from lmcache_connector.storage.redis.value_readers import ReadResult, ValueReaders
+from lmcache_connector.storage.redis.value_readers import ValueReaders
+from lmcache_connector.storage.tier import ReadResult
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class PeerTier:
         cancelled: Callable[[], bool] = never,
         source: PeerSource | None = None,
     ) -> ReadResult:
-        """As `RedisTier.read`: leading chunks, as far as each is with some peer, or those of
+        """As in `ReadableTier`: leading chunks, as far as each is with some peer, or those of
         ``source``."""
         limit = Deadline(deadline, self._clock, cancelled)
         if source is not None:

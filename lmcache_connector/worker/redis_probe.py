@@ -22,7 +22,8 @@ from lmcache_connector.plans import TransferTime
 from lmcache_connector.threads import Background
 
 if TYPE_CHECKING:
-    from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
+    from lmcache_connector.storage.redis.tier import RedisTier
+    from lmcache_connector.storage.tier import ReadResult
 
 _MAX_BYTES = 16 << 20
 _READ_SECONDS = 1.0

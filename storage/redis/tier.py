@@ -30,10 +30,10 @@ from lmcache_connector.storage.redis.healer import Healer, Suspect
 from lmcache_connector.storage.redis.read_queue import ValueRequest
 from lmcache_connector.storage.redis.topology import Node, make_topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
-from lmcache_connector.storage.redis.value_readers import ReadResult as ReadResult
 from lmcache_connector.storage.redis.value_readers import ValueReaders, check_sizes
-from lmcache_connector.storage.redis.write_queue import OnDone, PendingWrite, WriteQueue
+from lmcache_connector.storage.redis.write_queue import PendingWrite, WriteQueue
 from lmcache_connector.storage.redis.writer import Lanes, WriteContext, Writers
+from lmcache_connector.storage.tier import OnDone, ReadResult
 
 _POLL_SECONDS = 0.02
 # For threads to notice that they are to end, however short the time given.
@@ -103,28 +103,12 @@ class RedisTier:
         deadline: float,
         cancelled: Callable[[], bool] = never,
     ) -> ReadResult:
-        """Read consecutive chunks of one prompt. Blocks; touches no buffer once it has returned.
-
-        ``keys``: ``CHUNK_KEY_BYTES`` bytes each. ``buffers``: for each key the ``chunk_bytes`` of
-        its geometry, writable. Values are received in place, so the buffer of what is no hit holds
-        rubbish afterwards. ``deadline``: a reading of the clock, in seconds, past which this does
-        not wait.
-
-        After the first miss the rest is not worth reading, and may be hits or misses. Raises
-        ``ValueError`` for keys or buffers of the wrong size.
-        """
+        """As in `ReadableTier`; values are received in place."""
         limit = Deadline(deadline, self._clock, cancelled)
         return self._readers.read(keys, buffers, lambda until: self._nodes(keys, until), limit)
 
     def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
-        """Write a chunk in the background. Never blocks. False if there was no room for it.
-
-        ``buffer``: as many bytes as the key's geometry says, not to change before ``on_done``. That
-        is called exactly once, from any thread, maybe before this returns: with True if all values
-        that this rank writes are known to be in Redis. ``order``: the chunk's index in its prompt;
-        when the queue is full, the deepest chunks are given up first. Raises ``ValueError`` for a
-        key or buffer of the wrong size.
-        """
+        """As in `WritableTier`."""
         check_sizes(self.geometries, [key], [buffer])
         write = PendingWrite(key, buffer, order, [on_done])
         if not self._write_plan.of(key).stripes:
@@ -147,14 +131,14 @@ class RedisTier:
         """Wait until nothing is left to write. False if that takes over ``timeout`` seconds."""
         return self._writes.wait_empty(timeout)
 
-    def close(self, timeout: float) -> bool:
-        """Write what can be written within ``timeout`` seconds, drop the rest, end all threads.
+    def close(self, seconds: float) -> bool:
+        """Write what can be written within ``seconds``, drop the rest, end all threads.
 
         Idempotent. False if a thread had to be left behind, for instance in a name look-up; it is a
         daemon and touches no buffer.
         """
-        until = time.monotonic() + timeout
-        self._writes.wait_empty(timeout)
+        until = time.monotonic() + seconds
+        self._writes.wait_empty(seconds)
         self._drop(self._writes.close())
         self._writers.stop()
         self._readers.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import Deadline
@@ -16,21 +15,12 @@ from lmcache_connector.storage.redis.counters import Counters, Miss, NotAsked
 from lmcache_connector.storage.redis.read_queue import PendingRead, ReadQueue, ValueRequest
 from lmcache_connector.storage.redis.reader import Reader
 from lmcache_connector.storage.redis.topology import Node
+from lmcache_connector.storage.tier import ReadResult
 
 # Causes of misses that tell of the way to the servers, not of what they hold.
 _CONNECTION_FAULTS = frozenset(
     {WireFault.DEADLINE, WireFault.CLOSED, WireFault.STALLED, NotAsked.UNAVAILABLE}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """``hits[i]``: chunk i is there, every byte verified. ``seconds``: how long the read took.
-    ``cut_off``: chunks are missing because a server was too slow or a connection broke."""
-
-    hits: list[bool]
-    seconds: float
-    cut_off: bool
 
 
 class ValueReaders:

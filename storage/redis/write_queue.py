@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-logger = logging.getLogger(__name__)
+from lmcache_connector.storage.tier import OnDone
 
-OnDone = Callable[[bool], None]
+logger = logging.getLogger(__name__)
 
 # Beside that of the chunks whose node is not known, which is `NO_LANE`.
 MAX_LANES, NO_LANE = 32, 0

@@ -11,52 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.harness import gpu
 from benchmarks.harness.gpu import Stage
 from tests.support import ROOT
-from tests.support.doubles.rehearsed_cuda import cuda_copier
 from tests.support.redis.server_groups import wait_until
 
 QUICK = Stage("quick", ("-c", "print('done')"), 20.0)
-BROKEN = Stage("broken", ("-c", "raise OSError('no [such] GPU ' + 99 * 'x')"), 20.0)
 SLEEP = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 ENDLESS = Stage("endless", ("-c", SLEEP), 600.0)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[Stage], *more: str) -> int:
-    monkeypatch.setattr(gpu, "all_stages", lambda *_, **__: iter(stages))
-    monkeypatch.setattr(gpu, "surroundings", dict)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return gpu.main(["--out", str(folder), "--json", "-", *more])
 
 
 def stages_of(folder: Path) -> list[dict[str, Any]]:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return list(summary["stages"])
-
-
-def test_a_stage_that_fails_says_why_and_the_next_one_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, tmp_path, [BROKEN, QUICK]) == 1
-    broken, quick = stages_of(tmp_path)
-    assert broken["ended"] == "with exit status 1"
-    assert broken["why"].startswith("OSError: no [such] GPU")
-    assert quick["ended"] == "well"
-    first = capsys.readouterr().err.splitlines()[0]
-    assert first.startswith("broken, with exit status 1")
-    assert first.endswith("OSError: no [such] GPU " + "x" * 99)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
-def test_tests_that_no_gpu_has_run_did_not_go_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    tests = next(gpu.all_stages(Path("unused"), is_rehearsal=False))
-    for name, value in tests.environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(pytest.fail.Exception, match="CUDA"):
-        cuda_copier()
 
 
 @pytest.fixture

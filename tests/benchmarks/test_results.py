@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.harness import report, results
 
 
@@ -27,13 +25,6 @@ def test_figures_of_the_summary_are_those_of_results(tmp_path: Path) -> None:
     notes = "{{copy-large/cases/way=cold&at=4/s/median ms}} {{copy-large/lost}} "
     page = rendered(tmp_path, notes=notes + "{{copy-large/worst .2f}}")
     assert page.startswith("1,897 p99 1.13 0.94\n")
-
-
-@pytest.mark.parametrize("path", ["ttft/x", "copy/y", "copy/rows/way=warm/s"])
-def test_a_figure_that_is_in_no_result_is_named(tmp_path: Path, path: str) -> None:
-    results.keep(result("copy", rows=[{"way": "cold", "s": 1}]), folder=tmp_path)
-    with pytest.raises(ValueError, match=path):
-        rendered(tmp_path, notes=f"{{{{{path}}}}}")
 
 
 def test_the_pages_in_the_tree_are_what_the_results_say() -> None:

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import pytest
-from rich.console import Console
 
 from benchmarks.harness import app, suite
-
-QUIET = Console(quiet=True)
-
-
-@dataclass(frozen=True)
-class Script(suite.Job):
-    """A job that runs a line of Python instead of a benchmark."""
-
-    code: str = ""
-
-    @property
-    def command(self) -> list[str]:
-        return [sys.executable, "-c", self.code]
 
 
 def test_every_benchmark_is_in_it() -> None:
@@ -36,13 +21,6 @@ def test_every_job_is_understood_by_its_benchmark() -> None:
         assert job.command[:4] == [sys.executable, "-m", "benchmarks", job.name]
         args = app.benchmark_parser(job.name).parse_args(job.command[4:])
         assert args.keep == job.variant
-
-
-def test_it_goes_on_after_a_failure_and_says_so() -> None:
-    jobs = [Script("a", code="raise SystemExit(3)"), Script("b", code="pass")]
-    ended = suite.run_jobs(jobs, QUIET)
-    assert [(one.benchmark, one.failure) for one in ended] == [("a", "exit status 3"), ("b", None)]
-    assert suite.summary(ended)["failed"] == ["a"]
 
 
 @pytest.mark.parametrize("argv", [["nonsense"], ["copy", "--nonsense"], ["copy", "--keep", "a/b"]])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from examples.tiny_model import ModelShape
 from lmcache_connector.cli.app import app
 from lmcache_connector.metrics.table import METRICS, Kind
 from tests.support import ROOT
@@ -25,7 +26,6 @@ from tests.support.engines.api_server import ApiServer, running_api
 from tests.support.engines.audits import build_retrained_model
 from tests.support.engines.pauses import check_pauses
 from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
-from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
 
@@ -204,6 +204,49 @@ def test_the_log_line_is_one_line_for_people(api: ApiServer) -> None:
         for line in lines
     )
     assert any("loaded from CPU=" in line and "CPU tier=" in line for line in lines)
+
+
+def value_names(valkey: Server) -> set[bytes]:
+    """Those of chunks: values that measure Redis are left out, and claims of writers, which are
+    small."""
+    with valkey.client() as client:
+        names = [name for name in client.keys("lmc:*-*") if b"{default:0000" not in name]
+        return {name for name in names if client.strlen(name) > 1024}
+
+
+def test_a_hit_that_was_lost_is_no_hit(api: ApiServer, valkey: Server) -> None:
+    """Hits are the tokens that were loaded, not those planned: here all values are damaged, once
+    other prompts have displaced theirs from memory."""
+    prompt, before = random_prompt(800, PROMPT_TOKENS), value_names(valkey)
+    cold = json.loads(api.complete(prompt))["choices"][0]["text"]
+    wanted = FULL_CHUNKS * ModelShape().num_kv_heads
+    api.settle(lambda: len(value_names(valkey) - before) >= wanted)
+    names = value_names(valkey) - before
+    for seed in range(801, 812):
+        api.complete(random_prompt(seed, PROMPT_TOKENS))
+    with valkey.client() as client:
+        for name in names:
+            last = client.strlen(name) - 1
+            client.setrange(name, last, bytes([client.getrange(name, last, last)[0] ^ 1]))
+
+    first, begun = stats(api), len(api.log)
+    assert json.loads(api.complete_afresh(prompt))["choices"][0]["text"] == cold
+    api.settle(
+        lambda: (
+            stats(api)["recomputed_tokens"] == HIT_TOKENS
+            and re.search(r"removed \d+ values", api.log[begun:]) is not None
+        )
+    )
+    found, people = stats(api), CliRunner().invoke(app, ["stats", api.address]).output
+    planned = {
+        tier: found["hit_tokens"][tier] - first["hit_tokens"][tier] for tier in ("cpu", "redis")
+    }
+    assert planned == {"cpu": 0, "redis": HIT_TOKENS}
+    loaded = sum(found["hit_tokens"].values()) - HIT_TOKENS
+    assert found["hit_rate"] == pytest.approx(loaded / found["queried_tokens"])
+    assert f"; {HIT_TOKENS:,} more were to be loaded, lost and recomputed" in people
+    (removed,) = re.findall(r"WARNING.*removed (\d+) values", api.log[begun:])
+    assert 1 < int(removed) <= len(names)
 
 
 def test_weights_that_are_reloaded_over_http_have_hits_of_their_own(

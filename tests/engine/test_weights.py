@@ -29,7 +29,6 @@ from tests.support.engines.updates import (
     flip_one_bit,
     live_on_another_host,
     load_rows,
-    look_at_weights,
     move_folder_after_loading,
     move_weights,
     read_slowly,
@@ -229,18 +228,6 @@ def test_engines_that_a_trainer_has_updated_alike_share(
         assert shared.external_hit_tokens == HIT
         assert shared.block_digests[:4] == new.block_digests[:4]
         assert two.call(weights_name) == updated_name
-
-
-def test_who_looks_at_the_weights_in_every_step_costs_hits_until_he_stops(
-    engine: VllmInstance,
-) -> None:
-    prompt, name = random_prompt(41, NUM_TOKENS), engine.call(weights_name)
-    engine.serve(prompt)
-    engine.reset_prefix_cache()
-    engine.call(look_at_weights, 50)
-    assert engine.call(weights_name) == name
-    engine.reset_prefix_cache()
-    assert engine.serve(prompt).external_hit_tokens == HIT
 
 
 def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None:

@@ -38,10 +38,3 @@ def test_both_hits_are_hits_of_the_document(
     audited = {FULL_CHUNKS_TOKENS - 128, FULL_CHUNKS_TOKENS}
     assert {outcome.cpu.hit_tokens, outcome.redis.hit_tokens} <= audited
     assert outcome.kv_bytes_equal
-
-
-def test_a_document_that_is_too_long_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    document = tmp_path / "long.txt"
-    document.write_text("w2 " * 20_000)
-    with pytest.raises(ValueError, match="choose a shorter one"):
-        ask_about(document, tiny_model, tmp_path, Console(file=StringIO()))

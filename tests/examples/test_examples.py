@@ -52,13 +52,6 @@ def test_a_server_loads_what_an_offline_run_stored(valkey: Server, tiny_model: P
     assert tokens(serve, "again") == (FULL_CHUNKS_TOKENS, NUM_WORDS)
 
 
-@pytest.mark.parametrize("name", ["offline.py", "serve.py", "transformers_generate.py"])
-def test_help_says_what_an_example_does(name: str) -> None:
-    output = run_example(name, "--help")
-    assert "--redis-url" in output
-    assert "the connector" in output
-
-
 @pytest.mark.soak  # three processes, as tests/transformers/test_generate.py has them
 @pytest.mark.timeout(600)
 def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_model: Path) -> None:
@@ -68,17 +61,3 @@ def test_generate_finds_a_document_again_and_elsewhere(valkey: Server, tiny_mode
     assert tokens(output, "first") == (0, NUM_WORDS + 4)
     assert tokens(output, "second") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 4)
     assert tokens(output, "elsewhere") == (FULL_CHUNKS_TOKENS, NUM_WORDS + 3)
-
-
-def test_a_chat_with_nobody_is_one_sentence() -> None:
-    chat, address = ROOT / "examples" / "chat.py", f"localhost:{free_port()}"
-    done = subprocess.run(
-        [sys.executable, str(chat), address],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "Is the server up" in done.stderr
-    assert "Traceback" not in done.stderr

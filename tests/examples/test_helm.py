@@ -144,53 +144,6 @@ def test_the_defaults_need_nothing_that_the_cluster_lacks(chart: Any) -> None:
     assert containers(resources)["check"].get("env") is None
 
 
-def test_environment_volumes_and_pod_fields_of_the_user_are_in_the_pod(chart: Any) -> None:
-    token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}
-    volume = {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
-    mount = {"name": "models", "mountPath": "/models"}
-    fields = {"tolerations": [{"key": "gpu"}], "imagePullSecrets": [{"name": "registry"}]}
-    asked = {"env": [token], "volumes": [volume], "volumeMounts": [mount], "podSpec": fields}
-    for kind in ("none", "bundled"):
-        resources = of_kind(chart, kind, **asked, startupSeconds=60, model="s3://bucket/model")
-        deployment = named(resources, "Deployment", "demo-vllm")
-        kubernetes_validate.validate(deployment, API_VERSION, strict=True)
-        pod = deployment["spec"]["template"]["spec"]
-        assert volume in pod["volumes"]
-        assert pod.items() >= fields.items()
-        for container in containers(resources).values():
-            assert token in container["env"]
-            assert mount in container["volumeMounts"]
-        assert containers(resources)["vllm"]["startupProbe"]["failureThreshold"] == 6
-
-
-@pytest.mark.parametrize("kind", BY_KIND)
-def test_labels_are_the_standard_ones_and_selectors_find_their_pods(chart: Any, kind: str) -> None:
-    resources = of_kind(chart, kind)
-    pods = {}
-    for resource in resources:
-        labels = resource["metadata"]["labels"]
-        assert labels["app.kubernetes.io/instance"] == "demo"
-        assert labels["app.kubernetes.io/managed-by"] == "Helm"
-        if "template" in resource.get("spec", {}):
-            pods[resource["metadata"]["name"]] = resource["spec"]["template"]["metadata"]["labels"]
-    for resource in resources:
-        spec, name = resource.get("spec", {}), resource["metadata"]["name"]
-        selector = spec.get("podSelector", spec.get("selector", {}))
-        wanted = selector.get("matchLabels", selector)
-        if wanted:
-            assert [pod for pod, has in pods.items() if wanted.items() <= has.items()] == [name]
-
-
-@pytest.mark.parametrize("kind", BY_KIND)
-def test_the_notes_name_what_was_installed(chart: Any, kind: str) -> None:
-    redis = {"kind": kind, **BY_KIND[kind]}
-    rendered = chart.render({"redis": redis}, name="demo", namespace="test")
-    (notes,) = [text for path, text in rendered.items() if path.endswith("NOTES.txt")]
-    assert "kubectl -n test rollout status deployment/demo-vllm" in notes
-    assert ("nothing is shared" in notes) is (kind == "none")
-    assert (f"Redis ({kind})" in notes) is (kind != "none")
-
-
 def test_the_image_is_built_from_a_vllm_that_is_tested() -> None:
     text = (ROOT / "examples" / "kubernetes" / "Dockerfile").read_text()
     (release,) = re.findall(r"^ARG VLLM=v(\d+\.\d+)\.\d+$", text, re.MULTILINE)

@@ -19,8 +19,8 @@ from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from lmcache_connector.storage.redis.tier import ReadResult
 from lmcache_connector.storage.redis.topology import Node
+from lmcache_connector.storage.tier import ReadResult
 from tests.support.engines.ports import free_ports
 from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.peers.dials import once_dialled
@@ -33,6 +33,7 @@ from tests.support.redis.chunks import (
     open_tier,
     put_all,
 )
+from tests.support.redis.fault_proxy import Direction, fault_proxy
 from tests.support.redis.servers import Server
 
 OWN = Greeting(1, "the reader")
@@ -143,19 +144,20 @@ def test_a_peer_that_goes_away_and_comes_back() -> None:
 
 def test_damaged_bytes_are_a_miss() -> None:
     """Whoever is on the way."""
-    from lmcache_connector.peers.address import Address
-    from tests.support.engines.relay import Relay
 
     def spoil(data: bytes) -> bytes:
         return data.replace(chunk_data(1)[:16], bytes(16))
 
-    with serving(HeldChunks(range(3))) as server:
-        target = Address("127.0.0.1", server.port)
-        with Relay(target, alter_back=spoil) as relay, reading(at(relay.address.port)) as tier:
-            result, found = read(tier, range(3))
-            assert result.hits[:2] == [True, False]
-            assert found[0] == chunk_data(0)
-            assert tier.counts().misses["bad_checksum"] == 1
+    with (
+        serving(HeldChunks(range(3))) as server,
+        fault_proxy(server.port) as proxy,
+        reading(at(proxy.port)) as tier,
+    ):
+        proxy.alter[Direction.REPLY] = spoil
+        result, found = read(tier, range(3))
+        assert result.hits[:2] == [True, False]
+        assert found[0] == chunk_data(0)
+        assert tier.counts().misses["bad_checksum"] == 1
 
 
 def test_a_name_that_stands_for_several() -> None:

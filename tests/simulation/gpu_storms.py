@@ -104,11 +104,11 @@ class RealWorlds:
     def __init__(self, folder: Path, *, is_rehearsal: bool) -> None:
         import torch
 
+        from examples.tiny_model import build_tiny_model
         from lmcache_connector.vllm_compat import parts
         from lmcache_connector.vllm_compat.cpu_attention import Packing
         from tests.simulation.cuda_device import CudaDevice, HostDevice
         from tests.simulation.passes import MODEL, GpuShape
-        from tests.support.engines.tiny_model import build_tiny_model
 
         model, cpu_gib = MODEL, 7.5
         if is_rehearsal:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tests.support.engines.tiny_model import ModelShape
+from examples.tiny_model import ModelShape
 
 if TYPE_CHECKING:
     import torch

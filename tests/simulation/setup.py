@@ -15,7 +15,7 @@ from tests.simulation.kernel import SimulationFailure
 from tests.simulation.stdlib import RUNTIME
 
 if TYPE_CHECKING:
-    from tests.support.engines.tiny_model import ModelShape
+    from examples.tiny_model import ModelShape
 
 _READ_GRACE_SECONDS = 0.1
 
@@ -28,10 +28,10 @@ def prepare(folder: Path, shape: ModelShape | None = None) -> Path:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     import torch
 
+    from examples.tiny_model import TINY, build_tiny_model
     from lmcache_connector.copy_kv_blocks.cpu import CpuCopier
     from lmcache_connector.storage.redis.tier import RedisTier
     from tests.simulation import lmcache_model
-    from tests.support.engines.tiny_model import TINY, build_tiny_model
 
     torch.set_num_threads(1)
     copier = _SlowCopier(CpuCopier())

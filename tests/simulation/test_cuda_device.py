@@ -30,35 +30,9 @@ def device() -> HostDevice:
     return device
 
 
-def test_a_pass_finds_what_those_before_it_wrote(device: HostDevice) -> None:
-    device.launch(0.0, TABLE, [work(64, 80)]).wait()
-    device.check()
-
-
 @pytest.mark.parametrize("layer", SHAPE.layer_names)
 def test_one_wrong_byte_is_found(device: HostDevice, layer: str) -> None:
     device.kv_caches[layer].view(torch.uint8)[7, 1, 15, -1] ^= 1
     device.launch(0.0, TABLE, [work(64, 80)])
     with pytest.raises(RuntimeError, match=r"WRONG BYTES.* 1 wrong words"):
-        device.check()
-
-
-def test_what_lies_in_another_block_or_layer_is_found(device: HostDevice) -> None:
-    first, second = device.kv_caches.values()
-    first[[3, 1]] = first[[1, 3]]
-    device.launch(0.0, TABLE, [work(32, 40)])
-    with pytest.raises(RuntimeError, match="WRONG BYTES"):
-        device.check()
-    other = HostDevice(SHAPE)
-    for layer in other.kv_caches.values():
-        layer.copy_(second)
-    other.launch(0.0, TABLE, [work(64, 80)])
-    with pytest.raises(RuntimeError, match="WRONG BYTES"):
-        other.check()
-
-
-def test_a_world_begins_with_nothing(device: HostDevice) -> None:
-    device.reset()
-    device.launch(0.0, TABLE, [work(64, 80)])
-    with pytest.raises(RuntimeError, match="WRONG BYTES"):
         device.check()

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.kernel import Kernel
 from tests.support import ROOT
 
 _SEEDS = 20  # so many, however busy the machine is: half a minute of a core
@@ -56,18 +55,6 @@ def _run(
         assert numbers.get(name), numbers
 
 
-def test_a_world_may_end_before_a_thread_of_it_has_begun() -> None:
-    """One that starts with the last event, or whose process was killed first."""
-    kernel, begun = Kernel(0), list[str]()
-    process = kernel.new_process("killed")
-    kernel.spawn(process, lambda: begun.append("never"), "late")
-    kernel.kill(process)
-    kernel.spawn(process, lambda: begun.append("never"), "later")
-    kernel.run(lambda: False, 1.0)
-    kernel.close()
-    assert not begun
-
-
 @pytest.mark.timeout(900)
 def test_all_promises_hold_in_twenty_worlds(tmp_path: Path) -> None:
     _run("--seeds", str(_SEEDS), folder=tmp_path, seconds=600)
@@ -75,7 +62,7 @@ def test_all_promises_hold_in_twenty_worlds(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_seed_repeats_itself() -> None:
-    _simulate("--seeds", "2", "--replay", "--keep-going", seconds=60)
+    _simulate("--seeds", "1", "--replay", "--keep-going", seconds=60)
 
 
 @pytest.mark.soak

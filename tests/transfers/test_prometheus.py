@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from examples.tiny_model import ModelShape
 from tests.support.engines.calls import check_integrity
 from tests.support.engines.handover import Answer, Ask, ask, log_stats, metrics
 from tests.support.engines.p2p_engines import Engines
-from tests.support.engines.tiny_model import ModelShape
 from tests.support.prompts import random_prompt
 
 

@@ -25,13 +25,13 @@ from vllm.config.multimodal import MultiModalConfig
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
+from examples.tiny_model import TINY, build_tiny_model
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.identity_tables import (
     CONDITIONALLY_IGNORED,
     INDEPENDENT_OF_LENGTH,
     NOT_PART_OF_IDENTITY,
 )
-from tests.support.engines.tiny_model import TINY, build_tiny_model
 from tests.support.vllm_configs import full_attention, kv_cache, vllm_config
 
 # Set on the way, not declared.

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from examples.tiny_model import TINY
 from lmcache_connector.vllm_compat import identity
 from lmcache_connector.vllm_compat.model import describe_model
 from lmcache_connector.vllm_compat.weights import weights_identity
-from tests.support.engines.tiny_model import TINY
 from tests.support.engines.tiny_variants import build_seeing_model
 from tests.support.vllm_configs import kv_cache, vllm_config
 

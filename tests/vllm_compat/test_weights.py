@@ -37,22 +37,6 @@ def identity(folder: Path, load_format: str = "auto", **model: Any) -> str:
     return weights_identity(config, "full", folder.parent / "kept").name
 
 
-def shards(folder: Path) -> None:
-    """Two files, of which an index names the first."""
-    (file,) = folder.glob("*.safetensors")
-    shutil.copy(file, folder / "other.safetensors")
-    index = f'{{"weight_map": {{"model.norm.weight": "{file.name}"}}}}'
-    (folder / "model.safetensors.index.json").write_text(index)
-
-
-def test_an_index_that_names_another_file_is_another_model(folder: Path) -> None:
-    shards(folder)
-    before = identity(folder)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(re.sub(r'"[^"]*\.safetensors"', '"other.safetensors"', index.read_text()))
-    assert identity(folder) != before
-
-
 def test_each_format_counts_the_files_it_reads(folder: Path) -> None:
     for name in ("model.bin", "model.pt"):
         (folder / name).write_bytes(b"one")

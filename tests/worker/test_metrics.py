@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_connector.plans import CacheEvent, JobResult, Outcome
+from lmcache_connector.plans import JobResult, Outcome
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
@@ -74,14 +74,3 @@ def test_the_redis_tiers_counts_come_as_increments() -> None:
     assert second is not None
     assert second.counters == {}
     assert second.gauge_total("write_queue_bytes") == 7
-
-
-def test_an_uneventful_step_looks_at_nothing() -> None:
-    rank = Rank()
-    rank.metrics.take()
-    assert [rank.metrics.take() for _ in range(100)] == [None] * 100
-    assert rank.looks == 1
-    rank.metrics.cache_changed([CacheEvent(b"k", True), CacheEvent(b"l", False)])
-    evicted = rank.metrics.take()
-    assert evicted is not None
-    assert evicted.counters == {"evicted_chunks\ncpu": 1}

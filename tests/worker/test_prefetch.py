@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmcache_connector.plans import Outcome, PartRun, PrefetchJob, StepPlan
-from tests.support.jobs import load_job, store_job
+from tests.support.jobs import load_job
 from tests.support.redis.server_groups import wait_until
 from tests.support.redis.slow_proxy import SlowLink
 from tests.support.unused import num_unused
@@ -143,20 +143,6 @@ def test_all_lanes_stop_with_a_prefetch_that_redis_does_not_answer(
     reader.run(StepPlan(prefetches=(prefetch(1, range(10)), prefetch(2, range(10, 20)))))
     assert reader.worker.let_go()
     assert_nothing_is_held(reader)
-
-
-def test_what_nobody_used_is_the_first_to_go(reader: Instance, written: list[torch.Tensor]) -> None:
-    connected(reader)
-    reader.run(StepPlan(stores=(store_job(1, "r", (b"own" * 10 + b"00",), ((0, 1),)),)))
-    reader.wait_for(1)
-    reader.run(StepPlan(prefetches=(prefetch(2, range(10)),)))
-    reader.wait_for(2)
-    reader.run(load_from_memory(3, range(4)))
-    reader.wait_for(3)
-    reader.run(StepPlan(unwanted=KEYS[:10]))
-    first = reader.worker._engine._ledger.evict(6, lambda _: True)
-    assert set(first) == set(KEYS[4:10])
-    assert num_unused(reader.worker._engine) == 0
 
 
 def test_what_is_fetched_for_a_tenant_counts_as_its_own(reader: Instance) -> None:

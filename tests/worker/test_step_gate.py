@@ -125,18 +125,6 @@ def test_zeroes_are_not_stored_though_the_copy_ends_before_the_plan_comes(
     assert instance.outcome(2) is Outcome.MISSING
 
 
-def test_a_copy_that_runs_while_its_blocks_are_reused_is_not_waited_for(
-    instance: Instance,
-) -> None:
-    instance.run(StepPlan(stores=(STORE,)))
-    instance.run(StepPlan(vacated_stores=(1,)))  # returns though the copy waits for us
-    instance.cache[:2] = 0
-    instance.copier.may_copy.set()
-    assert instance.outcome(1) is Outcome.CANCELLED
-    instance.run(StepPlan(loads=(LOAD,)))
-    assert instance.outcome(2) is Outcome.MISSING
-
-
 def test_what_was_copied_between_two_steps_is_kept_if_nobody_wanted_the_blocks(
     instance: Instance,
 ) -> None:
@@ -148,14 +136,6 @@ def test_what_was_copied_between_two_steps_is_kept_if_nobody_wanted_the_blocks(
     instance.run(StepPlan(loads=(LOAD,), vacated_stores=(1,)))  # too late to matter
     assert instance.outcome(2) is Outcome.DONE
     assert torch.equal(instance.cache[4:6], stored)
-
-
-def test_without_a_further_step_what_waits_is_dropped_at_once(instance: Instance) -> None:
-    instance.run(StepPlan(stores=(STORE,)))
-    instance.copier.may_copy.set()
-    assert instance.copier.has_copied.wait(LONG)
-    instance.worker.shutdown()
-    assert not any(thread.name == "lmc-store" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["next step fails", "it does not"])

@@ -108,12 +108,6 @@ def rank() -> Iterator[Rank]:
     rank.engine.close(0.0)
 
 
-def test_what_is_not_pinned_goes(rank: Rank) -> None:
-    rank.store(1, CROWD)
-    rank.flood(2)
-    assert rank.load(1, CROWD) == 0
-
-
 def test_what_is_pinned_stays(rank: Rank) -> None:
     rank.store(1, Claim(b"crowd", pin=True))
     rank.flood(2)
@@ -162,14 +156,6 @@ def test_the_engines_step_waits_for_no_lane(rank: Rank) -> None:
     assert rank.load(1, CROWD) == 4
 
 
-def test_a_tenant_keeps_its_half(rank: Rank) -> None:
-    """Also while a store of the other is under way, which has nothing in the tier yet."""
-    rank.store(1, MINE)
-    rank.store(2, MINE)
-    rank.flood(3)
-    assert [rank.load(prompt, MINE) for prompt in (1, 2)] == [4, 4]
-
-
 def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
     """From Redis, in pieces: those that have come are the tenant's at once."""
     config = RedisTierConfig(url=f"redis://127.0.0.1:{valkey.port}")
@@ -186,13 +172,6 @@ def test_a_tenant_keeps_its_half_beside_a_load_of_more(valkey: Server) -> None:
     assert rank.load(1, CROWD, CAPACITY // 2) == CAPACITY // 2  # its end has made room
     rank.check()
     rank.engine.close(0.0)
-
-
-def test_a_prompt_loses_its_end_first(rank: Rank) -> None:
-    rank.store(1, CROWD)
-    for i in range(CAPACITY // 2 - 1):
-        rank.store(2 + i, CROWD, 2)  # two chunks too many
-    assert rank.load(1, CROWD) == 2
 
 
 def test_what_is_dropped_leaves_nothing_in_the_ledger(rank: Rank) -> None:

@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.field.matrix import Bounds, Cell, Matrix, Model, Run
-from benchmarks.field.table import MP, NONE, OURS, comparison, run_rows
+from benchmarks.field.table import MP, NONE, OURS
 from benchmarks.field.tool import Load, Target
-from benchmarks.harness import report, results
 from tests.support.engines.api_server import ApiServer
 
 LOAD = Load(4096, 3072, 1024, 10, 16)
@@ -109,19 +108,3 @@ def compared(**medians: tuple[float, ...]) -> list[Run]:
         for name, values in medians.items()
         if place < len(values)
     ]
-
-
-def test_failures_are_published(tmp_path: Path) -> None:
-    runs = [
-        *compared(ttft_p50_ms=(100.0, 20.0, 50.0)),
-        Run("tool", Cell(TINY, OURS, 1), failure="x"),
-    ]
-    rows = run_rows(runs)
-    assert [one.get("failure") for one in rows] == [None, None, None, "x"]
-    fields = {"table": comparison(runs), "runs": rows, "machine": {}, "versions": {}}
-    results.keep({"benchmark": "field", **fields}, folder=tmp_path)
-    (tmp_path / "notes.md").write_text("# Title\n")
-    report.write_report(tmp_path, tmp_path / "notes.md", tmp_path / "RESULTS.md")
-    page = (tmp_path / "field.md").read_text()
-    assert "| tool | tiny | ttft_p50_ms | 100.0 | 20.0 | 50.0 | 0.2 | 0.5 | 0.4 |" in page
-    assert "| tool | tiny | ours | 1 | 0.0 | 0.0 | 0.0 |  | x |" in page

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.field import aiperf, benchmark, models
-from benchmarks.field.aiperf import AiPerf, conversations
+from benchmarks.field import benchmark, models
+from benchmarks.field.aiperf import AiPerf
 from benchmarks.field.cache_pressure import CachePressure
 from benchmarks.field.lmcache_bench import LongDocQa, MultiRoundChat
 from benchmarks.field.table import MEASURES
 from benchmarks.field.tool import Target, Tool
 from benchmarks.field.vllm_bench import VllmBench
-from benchmarks.harness.block_traces import BlockTrace
-from tests.support import ROOT
 
 SAMPLES = Path(__file__).parent / "samples"
 LOAD = models.LOADS["trained"]
@@ -66,36 +64,6 @@ def test_lmcache_understands_what_it_is_asked(tmp_path: Path, tool: Tool) -> Non
     assert args.mrc_shared_prompt_length + args.mrc_chat_history_length in (1024, 12000)
 
 
-def test_cache_pressure_is_told_the_size_of_the_paged_cache(tmp_path: Path) -> None:
-    command = CachePressure().command(target(tmp_path))
-    assert command[command.index("--kv-size") + 1] == str(LOAD.paged_tokens)
-    assert command[command.index("--base-url") + 1] == "http://127.0.0.1:8000/v1"
-
-
-def test_aiperf_gets_a_trace_that_fits(tmp_path: Path) -> None:
-    command = AiPerf(benchmark.SAMPLE).command(target(tmp_path))
-    lines = (tmp_path / "out" / "trace.jsonl").read_text().splitlines()
-    requests = [json.loads(line) for line in lines]
-    block_tokens = int(command[command.index("--isl-block-size") + 1])
-    assert block_tokens == 512 // LOAD.trace_scale
-    assert command[command.index("--request-count") + 1] == str(len(requests)) == "40"
-    assert all(one["input_length"] == len(one["hash_ids"]) * block_tokens for one in requests)
-    assert max(one["input_length"] for one in requests) < LOAD.max_model_len
-    asked = [block for one in requests for block in one["hash_ids"]]
-    assert len(set(asked)) < len(asked) / 2, "most of it repeats"
-    assert len(set(asked)) * block_tokens > LOAD.paged_tokens, "and does not fit"
-
-
-def trace(*prompts: list[int]) -> BlockTrace:
-    return BlockTrace("a-trace", 512, [(float(at), one) for at, one in enumerate(prompts)], 100)
-
-
-def test_conversations_of_several_turns_are_taken_in_the_order_of_the_trace() -> None:
-    a, b, c = [0, 1, 2, 3], [0, 1, 9, 4], [0, 1, 8, 5]
-    found = conversations(trace(a, b, c, [*b, 6], [*a, 7]), 10, max_blocks=5)
-    assert found == [a, b, [*b, 6], [*a, 7]], "the one of a single turn is left out"
-
-
 # -- what comes of it ----------------------------------------------------------------------------
 
 
@@ -114,9 +82,3 @@ def test_a_sample_of_its_output_is_read(tmp_path: Path, tool: Tool, file: str) -
     assert set(found) & set(MEASURES)
     assert all(isinstance(value, int | float) for value in found.values())
     assert found["failed"] == 0
-
-
-def test_the_tools_that_make_field_installs_are_pinned() -> None:
-    for name in (aiperf.NAME, CachePressure.name):
-        lines = (ROOT / f"requirements-field-{name}.txt").read_text().splitlines()
-        assert [line.split("==")[0] for line in lines if "==" in line] == [name]

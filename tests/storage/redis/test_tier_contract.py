@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmcache_connector.net.deadline import never
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.tier import ReadResult, RedisTier
+from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.tier import OnDone, ReadResult, WritableTier
 from tests.support.redis.chunks import PARTS, Ends, chunk_key, config, kv_data
 from tests.support.redis.servers import Server, running_server
-
-
-class Tier(Protocol):
-    @property
-    def geometries(self) -> PartGeometries: ...
-
-    def read(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> ReadResult: ...
-
-    def put(
-        self, key: bytes, buffer: memoryview, on_done: Callable[[bool], None], order: int = 0
-    ) -> bool: ...
-
-    def close(self, timeout: float) -> bool: ...
 
 
 class MemoryTier:
@@ -40,7 +26,11 @@ class MemoryTier:
         self._closed = False
 
     def read(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        deadline: float,
+        cancelled: Callable[[], bool] = never,
     ) -> ReadResult:
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys, {len(buffers)} buffers")
@@ -52,15 +42,13 @@ class MemoryTier:
             hits.append(found is not None)
         return ReadResult(hits, 0.0, False)
 
-    def put(
-        self, key: bytes, buffer: memoryview, on_done: Callable[[bool], None], order: int = 0
-    ) -> bool:
+    def put(self, key: bytes, buffer: memoryview, on_done: OnDone, order: int = 0) -> bool:
         if not self._closed:
             self._chunks.setdefault(key, bytes(buffer))
         on_done(not self._closed)
         return not self._closed
 
-    def close(self, timeout: float) -> bool:
+    def close(self, seconds: float) -> bool:
         self._closed = True
         self._chunks.clear()
         return True
@@ -74,8 +62,8 @@ def oldest_redis(oldest_redis_path: str) -> Iterator[Server]:
 
 
 @pytest.fixture(params=["memory", "valkey", "valkey, keyed", "valkey, compressed", "oldest_redis"])
-def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
-    tier: Tier
+def tier(request: pytest.FixtureRequest) -> Iterator[WritableTier]:
+    tier: WritableTier
     if request.param == "memory":
         tier = MemoryTier(PARTS)
     else:
@@ -88,14 +76,14 @@ def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
     assert tier.close(1.0)
 
 
-def put(tier: Tier, indices: Sequence[int]) -> list[bool]:
+def put(tier: WritableTier, indices: Sequence[int]) -> list[bool]:
     ends = Ends()
     for order, index in enumerate(indices):
         assert tier.put(chunk_key(index), memoryview(kv_data(index)), ends, order)
     return ends.wait(len(indices))
 
 
-def get(tier: Tier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes | None]:
+def get(tier: WritableTier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes | None]:
     """Bytes of the hits, None for the misses."""
     buffers = [bytearray(tier.geometries.largest.chunk_bytes) for _ in indices]
     keys = [chunk_key(i) for i in indices]
@@ -105,22 +93,22 @@ def get(tier: Tier, indices: Sequence[int], seconds: float = 5.0) -> list[bytes 
     return [bytes(b) if hit else None for hit, b in zip(hits, buffers, strict=True)]
 
 
-def test_an_empty_tier_hits_nothing(tier: Tier) -> None:
+def test_an_empty_tier_hits_nothing(tier: WritableTier) -> None:
     assert get(tier, [0, 1]) == [None, None]
     assert get(tier, []) == []
 
 
-def test_a_hit_is_byte_equal(tier: Tier) -> None:
+def test_a_hit_is_byte_equal(tier: WritableTier) -> None:
     assert put(tier, [0, 1, 2]) == [True] * 3
     assert get(tier, [2, 0, 1]) == [kv_data(2), kv_data(0), kv_data(1)]
 
 
-def test_the_same_chunk_may_be_asked_for_twice(tier: Tier) -> None:
+def test_the_same_chunk_may_be_asked_for_twice(tier: WritableTier) -> None:
     put(tier, [0])
     assert get(tier, [0, 0]) == [kv_data(0)] * 2
 
 
-def test_what_is_there_is_not_overwritten(tier: Tier) -> None:
+def test_what_is_there_is_not_overwritten(tier: WritableTier) -> None:
     put(tier, [0])
     ends = Ends()
     tier.put(chunk_key(0), memoryview(kv_data(1)), ends)
@@ -128,17 +116,17 @@ def test_what_is_there_is_not_overwritten(tier: Tier) -> None:
     assert get(tier, [0]) == [kv_data(0)]
 
 
-def test_past_its_deadline_nothing_is_a_hit(tier: Tier) -> None:
+def test_past_its_deadline_nothing_is_a_hit(tier: WritableTier) -> None:
     put(tier, [0])
     assert get(tier, [0], seconds=-1.0) == [None]
 
 
-def test_misused_it_raises(tier: Tier) -> None:
+def test_misused_it_raises(tier: WritableTier) -> None:
     with pytest.raises(ValueError, match="keys"):
         tier.read([chunk_key(0)], [], time.monotonic() + 1.0)
 
 
-def test_closed_it_is_a_miss_and_every_put_still_ends(tier: Tier) -> None:
+def test_closed_it_is_a_miss_and_every_put_still_ends(tier: WritableTier) -> None:
     put(tier, [0])
     assert tier.close(1.0)
     assert get(tier, [0]) == [None]
@@ -154,7 +142,7 @@ def test_the_leading_hits_are_those_that_were_put(
 ) -> None:
     with shared_valkey.client() as client:
         client.flushall()
-    tiers: list[Tier] = [MemoryTier(PARTS), RedisTier(config(shared_valkey.url), PARTS)]
+    tiers: list[WritableTier] = [MemoryTier(PARTS), RedisTier(config(shared_valkey.url), PARTS)]
     for tier in tiers:
         put(tier, sorted(stored))
         found = get(tier, asked)

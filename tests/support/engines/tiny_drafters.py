@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.support.engines.tiny_model import ModelShape, build_tiny_model, save_tokenizer
+from examples.tiny_model import ModelShape, build_tiny_model, save_tokenizer
 
 NUM_DRAFTS = 3
 _SHAPE = ModelShape(num_layers=1)

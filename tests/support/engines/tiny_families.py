@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.support.engines.tiny_model import ModelShape, save_tokenizer
+from examples.tiny_model import ModelShape, save_tokenizer
 
 WINDOW = 512
 """Tokens a windowed layer sees, itself included; of Llama 4, those of one run."""

@@ -189,17 +189,6 @@ def serve_within_an_update(probe: EngineProbe, prompt: list[int]) -> None:
     probe.core.collective_rpc("finish_weight_update")
 
 
-def look_at_weights(probe: EngineProbe, num_steps: int) -> None:
-    """``apply_model`` in each of so many steps, by somebody who only looks."""
-    for _ in range(num_steps):
-        probe.core.collective_rpc("apply_model", args=(_look,))
-        probe.engine.step()
-
-
-def _look(model: Any) -> int:
-    return sum(weight.numel() for weight in model.parameters())
-
-
 def read_slowly() -> None:
     """For ``prepare``: to read the weights takes a minute."""
     from lmcache_connector.vllm_compat import loaded_weights

@@ -2,7 +2,7 @@
 
 The same shape gives the same weights, byte for byte, so two processes that build it share chunks.
 
-    python -m tests.support.engines.tiny_model /tmp/tiny-llama --hidden-size 1024
+    python -m examples.tiny_model /tmp/tiny-llama --hidden-size 1024
 """
 
 from __future__ import annotations
