@@ -308,6 +308,7 @@ def _settings(
         load_deadline_seconds=config.load_deadline_seconds,
         step_wait_seconds=limits.LOOKUP_WAIT_SECONDS,
         prefetch_bytes=config.prefetch_bytes,
+        has_rings=model.has_rings,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,
         num_batches=num_batches,

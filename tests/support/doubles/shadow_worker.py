@@ -253,6 +253,14 @@ class ShadowRank:
                     self.memory.write(table, start, own[start : one.end])
                 if 0 in table[start // BLOCK_SIZE : -(-one.end // BLOCK_SIZE)]:
                     raise WrongKV(f"{one.request_id} writes to the null block")
+        for ring in self._rings(one):
+            self.memory.write(ring, 0, cells[max(one.start, one.end - BLOCK_SIZE) : one.end])
+
+    def _rings(self, one: Pass) -> list[tuple[int, ...]]:
+        """The block of each group of which nothing is stored."""
+        stored = {group for part in self.parts for group in part.groups}
+        tables = enumerate(self._tables[one.request_id])
+        return [tuple(table[:1]) for group, table in tables if group not in stored]
 
     def _reads_right(self, one: Pass, number: int) -> bool:
         """Whether all is there that the first token of the pass attends to."""
