@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
-from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.peers.server import Limits, PeerServer, listen
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries
@@ -77,6 +78,7 @@ def serving(
     engine_id: str = "engine",
     port: int = 0,
     transfers: Transfers | None = None,
+    listener: socket.socket | None = None,
     **more: Any,
 ) -> Iterator[PeerServer]:
     """A peer server on a free port; when it ends, nothing is leased any more."""
@@ -91,7 +93,8 @@ def serving(
         secret=secret,
         transfers=transfers,
     )
-    server = PeerServer("127.0.0.1", port, commands, limits, **more)
+    listener = listener or listen("127.0.0.1", port)
+    server = PeerServer([listener], commands, limits, **more)
     if transfers is not None:
         transfers.on_change = server.look_again
     try:
