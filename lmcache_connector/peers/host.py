@@ -109,7 +109,7 @@ class HostFolder:
             try:
                 if self.remove_if_dead(name):
                     os.link(new, str(name), src_dir_fd=self._fd, dst_dir_fd=self._fd)
-                    for other in self.sockets():
+                    for other in set(self.sockets()) - {name}:
                         self.remove_if_dead(other)
                     return sock
             finally:

@@ -61,13 +61,15 @@ class Limits:
 @dataclass(slots=True, eq=False)
 class _Connection:
     """``unsent``: parts of answers; with the last of one comes its lease, if it has one.
-    ``moved_at``: when a command last came whole, or answers were taken. ``held``: a command that
+    ``leases``: what it copies out of our memory. ``moved_at``: when a command last came whole, or
+    answers were taken. ``held``: a command that
     waits for its answer, until ``held_until``."""
 
     sock: socket.socket
     moved_at: float
     parser: CommandParser = field(default_factory=CommandParser)
     client: Client = field(default_factory=Client)
+    leases: list[Lease] = field(default_factory=list)
     unsent: deque[tuple[memoryview, Lease | None]] = field(default_factory=deque)
     unsent_bytes: int = 0
     taken_bytes: int = 0  # since ``moved_at``
@@ -155,9 +157,9 @@ class PeerServer:
                 self._attend(connection, events)
         now, is_held_up = self._clock(), was_full or self._is_full
         for connection in list(self._connections.values()):
-            if is_held_up and not connection.unsent:
+            if is_held_up and not (connection.unsent or connection.leases):
                 connection.moved_at = now  # it waits for us
-            waits_for_it = connection.unsent or connection.parser.num_bytes
+            waits_for_it = connection.unsent or connection.parser.num_bytes or connection.leases
             if waits_for_it and now - connection.moved_at > self._limits.stall_seconds:
                 self._drop(connection)
             elif connection.held is not None and (was_woken or now >= connection.held_until):
@@ -196,7 +198,7 @@ class PeerServer:
             sock.close()
             return
         # Who may enter the folder is the user, who may list what there is.
-        client = Client(is_trusted=is_local)
+        client = Client(is_trusted=is_local, is_local=is_local)
         self._connections[sock] = _Connection(sock, self._clock(), client=client)
         if len(self._connections) > self._limits.num_clients:
             # Whoever only connects displaces nobody who has asked.
@@ -241,6 +243,8 @@ class PeerServer:
                 connection.has_more = words is not None
                 if words is None:
                     break
+                if connection.leases and words[0].upper() == b"LEASE":
+                    raise ProtocolError("release first")
                 is_last = words[0].upper() == b"QUIT"
                 reply = OK if is_last else self._commands.answer(connection.client, words)
             except ProtocolError as error:
@@ -250,6 +254,11 @@ class PeerServer:
                 break
             connection.held = None
             connection.is_ending |= is_last
+            if reply.releases:
+                self._release_all(connection)
+            for lease in reply.held:
+                connection.leases.append(lease)
+                self._leased_bytes += len(lease.view)
             self._queue(connection, reply)
             num_answered += 1
         if num_answered:
@@ -269,9 +278,15 @@ class PeerServer:
     def _may_answer(self, connection: _Connection) -> bool:
         self._has_held_up |= self._is_full
         has_room = connection.unsent_bytes < self._limits.unsent_bytes
-        return has_room and len(connection.unsent) < _MAX_PARTS and not self._is_full
+        has_room &= len(connection.unsent) < _MAX_PARTS
+        return has_room and (not self._is_full or bool(connection.leases))  # it may let go
 
     def _queue(self, connection: _Connection, reply: Reply) -> None:
+        if reply.descriptor is not None:
+            if connection.unsent:
+                raise OSError("a descriptor goes with a first answer")
+            socket.send_fds(connection.sock, list(reply.parts), [reply.descriptor])
+            return
         parts = [memoryview(part) for part in reply.parts if part]
         for part in parts[:-1]:
             connection.unsent.append((part, None))
@@ -323,9 +338,14 @@ class PeerServer:
         for _, lease in connection.unsent:
             self._release(lease)
         connection.unsent.clear()
+        self._release_all(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.sock)
         connection.sock.close()
+
+    def _release_all(self, connection: _Connection) -> None:
+        while connection.leases:
+            self._release(connection.leases.pop())
 
     def _release(self, lease: Lease | None) -> None:
         if lease is not None:

@@ -62,6 +62,16 @@ class PeerTopology(Topology):
             self._guests = known | {node: ((host, port), now + _GUEST_SECONDS)}
         return node
 
+    def here(self, engine_id: str) -> Node | None:
+        """The engine of that name, if it is on this host."""
+        node = Node(f"host {digest(engine_id)}") if engine_id else None
+        return node if node in self._found_here else None
+
+    def address_here(self, node: str) -> str | None:
+        """The path of a peer's socket, if it is on this host."""
+        name = self._found_here.get(Node(node))
+        return self._host.address(name) if name is not None and self._host is not None else None
+
     @property
     def num_ranks(self) -> int:
         """Of this engine."""

@@ -138,6 +138,7 @@ class Transfers:
             awaited.source.port,
             offered.num_ranks,
             self._settings.is_trusted(awaited.source),
+            offered.engine_id,
         )
         return None
 

@@ -127,6 +127,7 @@ def _worker_settings(
             pin_share=config.pin_share,
             report_writes=kv_events,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
+            shares_memory=config.host_sharing,
         ),
         parts=model.parts,
         probe_keys=_probe_keys(config, model) if loads else (),

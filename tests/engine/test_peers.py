@@ -49,11 +49,23 @@ def finds(writer: VllmInstance, reader: VllmInstance, seed: int) -> bool:
     return reader.counts().total("peer_chunks", "hit") > before
 
 
-def test_what_one_computed_the_other_loads(pair: list[VllmInstance]) -> None:
+def _counted(reader: VllmInstance) -> list[float]:
+    counts = reader.counts()
+    hits, tokens = counts.total("peer_chunks", "hit"), counts.total("hit_tokens", "peer")
+    return [hits, tokens, counts.total("peer_mapped_chunks")]
+
+
+def test_what_one_computed_the_other_loads(
+    pair: list[VllmInstance], request: pytest.FixtureRequest
+) -> None:
+    is_mapped = request.node.callspec.params["pair"] == "host"
     for seed, (writer, reader) in enumerate((pair, pair[::-1])):
         prompt = random_prompt(seed, NUM_TOKENS)
         cold = writer.serve(prompt)
+        before = _counted(reader)
         hit = reader.serve(prompt)
+        came = [now - then for now, then in zip(_counted(reader), before, strict=True)]
+        assert came == [5, 5 * CHUNK_SIZE, 5 if is_mapped else 0]
         assert hit.external_hit_tokens == 5 * CHUNK_SIZE
         assert () != hit.block_digests == cold.block_digests
         # It stores what follows, and has it without its peer from now on.
