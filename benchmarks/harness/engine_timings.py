@@ -203,7 +203,7 @@ def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float
     from lmcache_connector.plans import JobResult, Outcome, RankReport
 
     adapter = probe.connector._scheduler
-    chunk_size = adapter._settings.chunk_size
+    chunk_size = adapter.settings.chunk_size
     request = _request(f"lookup-{number}", tokens)
     block_ids = (list(range(-(-len(tokens) // probe.scheduler.block_size))),)
     empty = SchedulerOutput.make_empty()

@@ -13,7 +13,7 @@ from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_l
 from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, StoreJob, Tier
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, Tier
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
@@ -137,18 +137,6 @@ class LoadPlanner:
         if not self._settings.is_prefix_only:
             return ShortLoad(state.request, 0)
         return ShortLoad(state.request, max(load.offered_from, end))
-
-    def reconsider(self, state: RequestState) -> None:
-        """More of the hit is in memory than when it was decided what to load of it."""
-        state.load.restart()
-
-    def store_planned(self, job: StoreJob) -> None:
-        """Loads may rely on it."""
-        self._policy.store_planned(job)
-
-    def store_ended(self, job: StoreJob, results: Sequence[JobResult]) -> None:
-        """All ranks have reported, or none has heard of it."""
-        self._policy.store_ended(job.job_id, results)
 
     def _brings_anything(self, num_computed_tokens: int, end_token: int) -> bool:
         """Where a run of chunked attention ends, nothing of it is needed, and vLLM would wait for a

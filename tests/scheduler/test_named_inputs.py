@@ -14,7 +14,7 @@ from lmcache_connector.plans import LoadedAdapterList, RankReport
 from lmcache_connector.requests import adapter_files
 from lmcache_connector.requests import adapters as adapters_module
 from lmcache_connector.requests.adapter_files import AdapterDigests
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
 
@@ -37,7 +37,7 @@ def prompt(num_tokens: int) -> list[int]:
     return [STOP_TOKEN + 1 + i % 3 for i in range(num_tokens)]
 
 
-def tell(adapter: SchedulerAdapter, question: int, **loaded: Any) -> None:
+def tell(adapter: Scheduler, question: int, **loaded: Any) -> None:
     """All ranks answer."""
     digests = tuple((int(number[1:]), digest) for number, digest in loaded.items())
     listed = LoadedAdapterList(question, digests)

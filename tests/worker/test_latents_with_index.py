@@ -26,7 +26,7 @@ from lmcache_connector.plans import (
     StepPlan,
     StoreJob,
 )
-from lmcache_connector.scheduler.build import _learn_layers
+from lmcache_connector.scheduler.build import learn_layers
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import RedisLookup
@@ -135,7 +135,7 @@ def check_what_the_scheduler_learns(model: Path, valkey: Server, starts: list[Ra
     )
     noise = NoiseGauge(seen.parts[0].formats)
     assert lookup.exist(KEYS, time.monotonic() + LONG) == [False, False]
-    _learn_layers(seen, policy, lookup, noise, starts)
+    learn_layers(seen, policy, lookup, noise, starts)
     assert lookup.exist(KEYS, time.monotonic() + LONG) == [True, True]
     assert policy.bytes_of(KEYS[0]) == CHUNK * sum(start.layer_widths[0])
     lookup.close()

@@ -13,7 +13,7 @@ from lmcache_connector.lookup.background_lookup import (
     LookupAnswer,
 )
 from lmcache_connector.lookup.hit_finder import RedisHitFinder
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.support.doubles.shadow_worker import ShadowRank
 
 
@@ -55,10 +55,10 @@ class SteppedAnswer:
         """Nothing runs."""
 
 
-def finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
+def finding_in_redis(adapter: Scheduler, lookup: BackgroundLookup) -> RedisHitFinder:
     return RedisHitFinder(
-        adapter._settings.parts,
-        adapter._settings.chunk_size,
+        adapter.settings.parts,
+        adapter.settings.chunk_size,
         adapter.index,
         adapter.tally,
         lookup,
