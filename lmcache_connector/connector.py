@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
-from lmcache_connector.errors import FailureLog, UnsupportedError
+from lmcache_connector.errors import FailureLog, UnsupportedError, log_through
 from lmcache_connector.kv_events.vllm_events import to_vllm
 from lmcache_connector.metrics.prometheus import TablePromMetrics, TieredStats
 from lmcache_connector.metrics.samples import Samples
@@ -23,7 +23,6 @@ from lmcache_connector.plans import RankReport, StepOutput, StepPlan
 from lmcache_connector.scheduler.build import SchedulerBuild
 from lmcache_connector.scheduler.guard import SchedulerGuard, costs_hits
 from lmcache_connector.scheduler.scheduler import Scheduler
-from lmcache_connector.startup import log_through
 from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.api.names import (
     STANDING,

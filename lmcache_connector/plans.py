@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
+from lmcache_connector.kv_parts.part import BlockIds
+
 
 class Tier(Enum):
     """A place below the paged cache that holds chunks. The values are labels of metrics."""
 
     CPU = "cpu"
     REDIS = "redis"
-
-
-BlockIds = tuple[tuple[int, ...], ...]
-"""Block ids per KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)

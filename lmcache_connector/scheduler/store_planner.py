@@ -11,10 +11,10 @@ from itertools import chain, compress
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import are_there, blocks_between, blocks_of
 from lmcache_connector.kv_parts.hit import Hit, PlannedEnds, first_token_to_load
-from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part, part_key
+from lmcache_connector.kv_parts.part import BlockIds, Rule, keys_of_part, parents_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, PartRun, StoreJob
+from lmcache_connector.plans import AdapterRef, JobResult, Outcome, PartRun, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 GENERATED_RUN_CHUNKS = 4

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_connector.kv_parts.part import keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING, Pending
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.routing import Receive, Router, Send
 from lmcache_connector.plans import PeerSource, TransferUpdate

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.lookup import AnyLookup, PeerLookup
 from lmcache_connector.peers.server import PeerServer
@@ -143,7 +143,7 @@ def test_a_peer_that_goes_away_and_comes_back() -> None:
 
 def test_damaged_bytes_are_a_miss() -> None:
     """Whoever is on the way."""
-    from lmcache_connector.peers.address import Address
+    from lmcache_connector.net.address import Address
     from tests.support.engines.relay import Relay
 
     def spoil(data: bytes) -> bytes:

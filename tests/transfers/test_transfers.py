@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from tests.support.command_line import call_cli
 from tests.support.engines.calls import forget
 from tests.support.engines.handover import Answer, Ask, add, answer_of, ask, ask_all, prefill

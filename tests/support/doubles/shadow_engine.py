@@ -29,11 +29,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.lookup.chunk_index import WantedChunks
 from lmcache_connector.plans import (
     AuditJob,
-    BlockIds,
     Calibration,
     LoadJob,
     PartRun,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 
 Alter = Callable[[bytes], bytes]
 
