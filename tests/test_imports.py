@@ -23,8 +23,8 @@ OWN = "lmcache_connector"
 # Outermost first, each package with the lines that it may have. A package imports from the layers
 # below its own and from itself, never from others of its layer. Imports for type checkers count.
 LAYERS: tuple[dict[str, int], ...] = (
-    {"handover": 80, "transformers": 900},
-    {"cli": 1950, "connector": 550, "stepwise": 1300},
+    {"cli": 1950, "handover": 80, "transformers": 900},
+    {"connector": 550, "stepwise": 1300},
     {"integrations": 450, "scheduler": 3750, "worker": 3800},
     {"vllm_compat": 2750},
     {"config": 800, "copy_kv_blocks": 1200, "lookup": 700, "peers": 2600},
