@@ -23,7 +23,7 @@ from lmcache_connector.kv_events.log import KvEventLog, KvEventSink
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.lookup.background_lookup import BackgroundLookup
 from lmcache_connector.lookup.chunk_index import ChunkIndex, WantedChunks
-from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
+from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.peers.routing import Router
 from lmcache_connector.plans import RankStart
@@ -84,11 +84,9 @@ class SchedulerBuild:
         if self.kv_events:
             lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
             events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews)
-        in_parts = (settings.parts, settings.chunk_size, index, tally)
-        hits, metrics = HitFinder(*in_parts), SchedulerMetrics(tally, time.monotonic)
+        lookup, metrics = None, SchedulerMetrics(tally, time.monotonic)
         if (asked := self._lookup()) is not None:
             lookup = BackgroundLookup(asked, limits.LOOKUP_DEADLINE_SECONDS, time.monotonic)
-            hits = RedisHitFinder(*in_parts, lookup, policy, events, time.monotonic)
             metrics = SchedulerMetrics(tally, time.monotonic, lookup.take_seconds, asked.servers)
         wanted = None
         if self.stores and config.redis_tier_config() is not None:
@@ -101,7 +99,7 @@ class SchedulerBuild:
             settings,
             self._book(settings, start, AdapterReader(self.find_adapter, loaded), tally, transfers),
             index,
-            hits,
+            HitFinder(settings.parts, settings.chunk_size, index, tally, policy, events, lookup),
             policy,
             events,
             tally,

@@ -155,7 +155,7 @@ def test_files_of_adapters_are_never_touched_on_the_schedulers_thread(
 
     for name in ("adapter_stamp", "_digest_files"):
         monkeypatch.setattr(adapter_files, name, seen(getattr(adapter_files, name)))
-    adapters = engine.adapter.book._identifier.adapters
+    adapters = engine.adapter.book.identifier.adapters
     monkeypatch.setattr(adapters, "_find_folder", seen(adapters._find_folder))
     monkeypatch.setattr(adapters_module, "_LOOK_SECONDS", 0.0)  # read again while it queues
     engine.add(prompt(2 * CHUNK), CHUNK, lora_request=lora(folder))

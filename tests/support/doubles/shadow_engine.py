@@ -109,7 +109,7 @@ class ShadowEngine:
         self.parts = self.adapter.settings.parts
         if not reads_requests:
             vars(self.adapter.book).update(
-                _identifier=ShadowIdentifier(self._sources.__getitem__),
+                identifier=ShadowIdentifier(self._sources.__getitem__),
                 _encoders=ShadowEncoders(),
             )
         self.ranks = [
