@@ -1,5 +1,5 @@
-"""The way of a hit and of a store through the product, traced: how long it is, and that it is the one
-that the architecture draws."""
+"""The way of a hit and of a store through the product, traced: how long it is, and that the
+architecture draws it."""
 
 from __future__ import annotations
 
