@@ -16,7 +16,7 @@ host, and bytes that do not fit them are named by themselves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import canonical_bytes
-from lmcache_connector.plans import WeightsInMemory
+from lmcache_connector.plans import FolderSeen, WeightsInMemory
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class WeightFiles(Protocol):
         """A digest of the files, or what stands for it; "" if nothing does."""
         ...
 
-    def changed_since(self, seconds: float) -> Path | None:
-        """One that was changed after that time, since 1970."""
+    def changed_since(self, seconds: float, seen: Iterable[FolderSeen] = ()) -> Path | None:
+        """One that was changed after that time, since 1970. ``seen``: folders at that time."""
         ...
 
 
@@ -176,7 +176,8 @@ class WeightNames:
         if not files:
             return own, ""
         loaded_after = min(each.loaded_after for each in ranks)
-        if (changed := self._files.changed_since(loaded_after)) is not None:
+        folders = {folder for each in ranks for folder in each.folders}
+        if (changed := self._files.changed_since(loaded_after, folders)) is not None:
             return own, f"{changed} changed while the weights were loaded, or later"
         if all(each.is_visible for each in ranks):
             key = _hex([files, configuration, [each.form for each in ranks]])

@@ -39,7 +39,7 @@ def output_of(kv_output: KVConnectorOutput | None) -> ModelRunnerOutput:
 
 
 def report(rank: int, outcome: Outcome, num_chunks: int) -> RankReport:
-    result = JobResult(7, outcome, num_chunks, 0, 0, 0.0)
+    result = JobResult(7, outcome, num_chunks, 0, 0.0)
     return RankReport(rank, (CacheEvent(b"k" * 32, True),), (result,))
 
 
@@ -102,21 +102,6 @@ def test_a_rank_with_nothing_to_say_hides_nobody(
     found = aggregate(aggregator, *outputs)
     assert isinstance(found.kv_connector_worker_meta, ReportMetadata)
     assert found.kv_connector_worker_meta.reports == (said,)
-
-
-def test_a_load_is_over_when_the_last_rank_says_so(aggregator: KVOutputAggregator) -> None:
-    first = aggregate(aggregator, KVConnectorOutput(finished_recving={"r"}), None)
-    assert not first.finished_recving
-    second = aggregate(aggregator, None, KVConnectorOutput(finished_recving={"r"}))
-    assert second.finished_recving == {"r"}
-
-
-def test_blocks_are_freed_when_the_last_rank_has_stored(aggregator: KVOutputAggregator) -> None:
-    assert not aggregate(
-        aggregator, KVConnectorOutput(finished_sending={"r"}), None
-    ).finished_sending
-    last = aggregate(aggregator, None, KVConnectorOutput(finished_sending={"r"}))
-    assert last.finished_sending == {"r"}
 
 
 # -- a step, as vLLM's versions and runners call it ------------------------------------------------

@@ -26,7 +26,7 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex, WantedChunks
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.peers.routing import Router
-from lmcache_connector.plans import RankStart
+from lmcache_connector.plans import RankStart, Tier
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
@@ -42,7 +42,7 @@ from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.weight_names import WeightFiles, WeightNames
 
 if TYPE_CHECKING:
-    from lmcache_connector.peers.lookup import AnyLookup
+    from lmcache_connector.lookup.any_lookup import AnyLookup
     from lmcache_connector.storage.redis.lookup import RedisLookup
     from lmcache_connector.vllm_compat.model import ModelDescription
 
@@ -126,6 +126,7 @@ class SchedulerBuild:
             load_deadline_seconds=config.load_deadline_seconds,
             step_wait_seconds=limits.LOOKUP_WAIT_SECONDS,
             prefetch_bytes=config.prefetch_bytes,
+            has_rings=model.has_rings,
             lookahead=model.lookahead,
             drafted_len=model.drafted_len,
             num_batches=self.num_batches,
@@ -147,6 +148,7 @@ class SchedulerBuild:
             clock=time.monotonic,
             num_stages=len({rank.layer_start for rank in parts[0].ranks}),
             num_prefix_parts=sum(part.part.rule is Rule.PREFIX for part in parts),
+            remote_tiers=config.remote_tiers,
         )
 
     def _transfers(self, tally: Tally) -> Transfers:
@@ -169,29 +171,29 @@ class SchedulerBuild:
         )
         return Transfers(settings, tally, watch)
 
-    def _lookup(self) -> RedisLookup | AnyLookup | None:
+    def _lookup(self) -> AnyLookup | None:
         """What asks Redis, or peers, or both; ``None``: there are neither."""
         config, model = self.config, self.model
-        redis_config, peer_config = config.redis_tier_config(), config.peer_tier_config()
-        if redis_config is None and not config.peers:
+        if not (tiers := config.remote_tiers):
             return None
+        from lmcache_connector.lookup.any_lookup import AnyLookup
         from lmcache_connector.storage.geometry import PartGeometries
         from lmcache_connector.storage.redis.lookup import RedisLookup
 
         ranks = zip(*(part.geometries for part in model.parts), strict=True)
         geometries = [PartGeometries(parts) for parts in ranks]
-        redis = RedisLookup(redis_config, geometries) if redis_config is not None else None
-        if peer_config is None or not config.peers:
-            return redis
-        from lmcache_connector.peers.commands import Greeting
-        from lmcache_connector.peers.lookup import AnyLookup, PeerLookup
-        from lmcache_connector.peers.topology import PeerTopology
+        lookups: dict[Tier, RedisLookup] = {}
+        if Tier.PEER in tiers and (peer_config := config.peer_tier_config()) is not None:
+            from lmcache_connector.peers.commands import Greeting
+            from lmcache_connector.peers.lookup import PeerLookup
+            from lmcache_connector.peers.topology import PeerTopology
 
-        greeting = Greeting(model.world_size, self.engine_id)
-        addresses, clock = config.peer_addresses, time.monotonic
-        topology = PeerTopology(peer_config, addresses, greeting, 0, clock)
-        peers = PeerLookup(peer_config, geometries, topology, clock)
-        return AnyLookup([redis, peers] if redis is not None else [peers], clock)
+            greeting, addresses = Greeting(model.world_size, self.engine_id), config.peer_addresses
+            topology = PeerTopology(peer_config, addresses, greeting, 0, time.monotonic)
+            lookups[Tier.PEER] = PeerLookup(peer_config, geometries, topology, time.monotonic)
+        if (redis_config := config.redis_tier_config()) is not None:
+            lookups[Tier.REDIS] = RedisLookup(redis_config, geometries)
+        return AnyLookup(lookups, time.monotonic)
 
     def _book(
         self,
@@ -223,7 +225,7 @@ class SchedulerBuild:
 def learn_layers(
     model: ModelDescription,
     policy: LoadPolicy,
-    asked: RedisLookup | AnyLookup | None,
+    asked: AnyLookup | None,
     noise: NoiseGauge,
     starts: Sequence[RankStart],
 ) -> None:

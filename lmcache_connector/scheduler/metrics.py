@@ -21,12 +21,12 @@ _REFRESH_SECONDS = 0.1
 
 @dataclass(eq=False)
 class SchedulerMetrics:
-    """``take_lookup_seconds()``: durations of the questions to Redis that have ended since the last
+    """``take_lookup_seconds()``: durations of the questions to tiers that have ended since the last
     call. ``read_servers()``: the servers asked and the states of their circuits."""
 
     tally: Tally
     clock: Callable[[], float]
-    take_lookup_seconds: Callable[[], Iterable[float]] = tuple
+    take_lookup_seconds: Callable[[], Iterable[tuple[Tier, float]]] = tuple
     read_servers: Callable[[], tuple[tuple[str, CircuitState], ...]] = tuple
 
     def __post_init__(self) -> None:
@@ -42,8 +42,8 @@ class SchedulerMetrics:
         if now < self._look_at and not is_idle:
             return None
         self._look_at = now + _REFRESH_SECONDS
-        for seconds in self.take_lookup_seconds():
-            self.tally.observe("lookup_seconds", Tier.REDIS.value, value=seconds)
+        for tier, seconds in self.take_lookup_seconds():
+            self.tally.observe("lookup_seconds", tier.value, value=seconds)
         samples = self.tally.take()
         if samples is not None:
             self._set_circuits(samples)

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from examples.disaggregated.proxy import Proxy
-from examples.disaggregated.registry import Registry
-from lmcache_connector.cli.check import TRANSFER_KEYS
-from lmcache_connector.cli.target import DEFAULT_KV_PORT
-from lmcache_connector.peers.heartbeat import Registration, tell
 from tests.support.command_line import Cli, CliResult
 from tests.support.engines.ports import free_ports
 
@@ -37,33 +26,6 @@ def transfer(role: str = "kv_both", port: object = None, **extra: Any) -> str:
 
 def found(outcome: CliResult) -> dict[str, dict[str, Any]]:
     return {finding["name"]: finding for finding in outcome.document["findings"]}
-
-
-@contextmanager
-def running_proxy(secret: bytes = b"") -> Iterator[tuple[str, Registry]]:
-    """The example's own, on a thread."""
-    registry, loop, ready = Registry(10.0, secret=secret), asyncio.new_event_loop(), []
-    started, stop = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        runner = web.AppRunner(Proxy(registry).app())
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        ready.append(f"http://{site.name.rpartition('/')[2]}")
-        started.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert started.wait(10)
-        yield ready[0], registry
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
-        loop.close()
 
 
 def test_what_is_effective_is_said(cli: Cli) -> None:
@@ -85,13 +47,6 @@ def test_only_what_vllm_takes_for_a_port_is_one(cli: Cli, port: object) -> None:
         assert finding["detail"] == "kv_port must be a port between 1 and 65535"
 
 
-def test_vllm_reads_the_same_keys() -> None:
-    from vllm.config import KVTransferConfig
-
-    assert {field.name for field in fields(KVTransferConfig)} == set(TRANSFER_KEYS)
-    assert KVTransferConfig.kv_port == DEFAULT_KV_PORT
-
-
 def test_a_key_in_the_wrong_place_or_gone_is_told_where_it_belongs(cli: Cli) -> None:
     document = json.loads(transfer(kv_port=1, cpu_gb=1, secret=SECRET))
     outcome = cli("check", json.dumps({**document, "hash_key": SECRET, "kv_rol": "kv_both"}))
@@ -106,13 +61,6 @@ def test_a_key_in_the_wrong_place_or_gone_is_told_where_it_belongs(cli: Cli) -> 
     ):
         assert sentence in outcome.out
     assert SECRET not in outcome.out
-
-
-def test_another_p2p_connector_is_told_the_name_of_this_one(cli: Cli) -> None:
-    text = transfer().replace("LMCacheP2PConnector", "P2pNcclConnector")
-    finding = found(cli("check", text, "--json"))["kv-transfer-config"]
-    assert finding["verdict"] == "error"
-    assert '"kv_connector": "LMCacheP2PConnector"' in finding["hint"]
 
 
 def test_the_port_is_tried_and_let_go(cli: Cli) -> None:
@@ -148,44 +96,3 @@ def test_a_peer_that_is_no_host_or_not_found_is_named(cli: Cli) -> None:
     assert cli("check", transfer(peer_hosts=["localhost"])).code == 0
     several = transfer(peer_hosts=["10.0.0.0/8", "*.pods.example"])
     assert cli("check", several).code == 0
-
-
-def test_the_proxy_takes_what_an_instance_would_tell_it(cli: Cli) -> None:
-    with running_proxy(SECRET.encode()) as (address, registry):
-        running = Registration("kv_both", "localhost:8000", "127.0.0.1:1", "serving")
-        tell(address, running, SECRET.encode(), leaves=False)
-        text = {"router": address, "http_address": "localhost:8000"}
-        assert cli("check", transfer(router_secret=SECRET, **text)).code == 0
-        assert [instance.engine_id for instance in registry.alive()] == ["serving"]
-        for secret in (dict[str, str](), {"router_secret": "hunter2-hunter2-hunter2"}):
-            outcome = cli("check", transfer(**text, **secret), "--json")
-            assert outcome.code == 1
-            detail = found(outcome)["router"]["detail"]
-            assert "the signature is not that of the shared secret (HTTP 400)" in detail
-        bad = cli(
-            "check", transfer(router_secret=SECRET, router=address, http_address="here"), "--json"
-        )
-        assert "the proxy will not take it" in found(bad)["http_address"]["detail"]
-    outcome = cli("check", transfer(router_secret=SECRET, **text), "--json")
-    assert outcome.code == 3
-    assert "cannot be reached: [Errno 111] Connection refused" in found(outcome)["router"]["detail"]
-    assert SECRET not in outcome.out
-
-
-def test_a_router_that_speaks_something_else_is_not_one(cli: Cli) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def babble() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(b"-ERR unknown command\r\n")
-
-        thread = threading.Thread(target=babble)
-        thread.start()
-        router = f"http://127.0.0.1:{server.getsockname()[1]}"
-        text = transfer(router=router, http_address="localhost:8000")
-        outcome = cli("check", text, "--json")
-        thread.join(10)
-    assert outcome.code == 3
-    assert "does not speak HTTP" in found(outcome)["router"]["detail"]

@@ -13,7 +13,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from lmcache_connector import __version__
-from lmcache_connector.cli.stats import interpolate, sparkline
 from lmcache_connector.metrics.samples import Samples
 from tests.support.command_line import Cli
 from tests.support.prometheus import prom_metrics
@@ -85,7 +84,7 @@ def test_stats_adds_up_the_engines_of_one_server(cli: Cli, engine: Engine) -> No
     engine.happened(1, some_traffic)
     (found,) = cli("stats", engine.url, "--json").document["engines"]
     assert found["queried_tokens"] == 2000
-    assert found["hit_tokens"] == {"cpu": 1024, "redis": 512}
+    assert found["hit_tokens"] == {"cpu": 1024, "peer": 0, "redis": 512}
     assert found["hit_rate"] == 0.64  # of what was loaded, not of what was to be
     assert found["bypassed_requests"] == {"no_salt": 6}
     assert found["load"]["redis"]["bytes_per_second"] == 2 << 20
@@ -150,50 +149,11 @@ def test_what_is_no_engine_is_said_in_words(cli: Cli) -> None:
     assert document["ok"] is False
 
 
-def test_quantiles_are_prometheus_own() -> None:
-    inf = float("inf")
-    assert interpolate([(1.0, 0), (2.0, 10), (inf, 10)], 0.5) == 1.5
-    assert interpolate([(1.0, 10), (inf, 20)], 0.99) == 1.0
-    assert interpolate([(1.0, 0), (inf, 0)], 0.5) is None
-    assert interpolate([], 0.5) is None
-
-
-def test_sparklines() -> None:
-    assert sparkline([0.0, 0.5, None, 1.0], 1.0) == "▁▄ █"
-    assert sparkline([0.0, 0.0]) == "  "
-
-
 def test_help_names_every_command(cli: Cli) -> None:
     out = cli("--help").out
     for command in ("check", "serve", "stats", "ls", "verify", "purge"):
         assert command in out
     assert cli("--version").out.strip() == __version__
-
-
-def test_stats_and_check_say_what_audits_have_found(cli: Cli, engine: Engine) -> None:
-    def check() -> tuple[int, dict[str, Any]]:
-        outcome = cli("check", CONFIG, "--engine", engine.url, "--json")
-        return outcome.code, outcome.document["findings"][-1]
-
-    engine.happened(0, lambda samples: samples.count("audits", "match", amount=3))
-    code, finding = check()
-    assert (code, finding["verdict"]) == (0, "ok")
-    assert finding["detail"] == "3 audits, 3 match"
-    engine.happened(0, lambda samples: samples.set("info", "0123456789ab", "1.0", value=0))
-    engine.happened(0, lambda samples: samples.set("info", "ba9876543210", "1.0", value=1))
-    assert check()[1]["detail"] == "root ba9876543210; 3 audits, 3 match"
-    assert "root ba9876543210: engines with the same root" in cli("stats", engine.url).out
-    engine.happened(0, lambda samples: samples.set("roots_apart", value=1))
-    finding = check()[1]
-    assert finding["verdict"] == "warning"
-    assert "since an audit found other KV" in finding["detail"]
-    assert "once the weights are others" in finding["hint"]
-    assert "1 roots share KV with no other engine" in cli("stats", engine.url).out
-    engine.happened(0, lambda samples: samples.count("audits", "mismatch"))
-    engine.happened(0, lambda samples: samples.set("audit_error", "largest", value=0.75))
-    code, finding = check()
-    assert (code, finding["verdict"]) == (1, "error")
-    assert "STORED KV WAS WRONG: relative error 0.75" in cli("stats", engine.url).out
 
 
 def test_check_says_that_an_engine_does_not_answer(cli: Cli) -> None:

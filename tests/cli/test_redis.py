@@ -64,14 +64,6 @@ def test_ls_does_not_make_values_recently_used(cli: Cli, valkey: Server) -> None
     assert again["idle_seconds"][1] >= 3600
 
 
-def test_ls_speaks_to_people(cli: Cli, valkey: Server) -> None:
-    assert "No chunks here" in cli("ls", "--redis-url", valkey.url).out
-    fill(valkey, 2)
-    out = cli("ls", "--redis-url", valkey.url).out
-    assert "default" in out
-    assert "16.5 KiB" in out or "17.0 KiB" in out
-
-
 @pytest.mark.parametrize("namespace", ["team[/prod]", "[prod]", "a\x1b[31mb"])
 def test_names_are_shown_as_they_are_and_command_no_terminal(
     cli: Cli, valkey: Server, namespace: str
@@ -84,22 +76,6 @@ def test_names_are_shown_as_they_are_and_command_no_terminal(
         result = cli(command, "--redis-url", valkey.url)
         assert shown in result.out
         assert result.out.replace("\n", "").isprintable()
-
-
-def test_inspect_shows_each_value_of_a_chunk(cli: Cli, valkey: Server) -> None:
-    fill(valkey, 2)
-    key = chunk_key(0).hex()
-    values = cli("ls", key[:12], "--redis-url", valkey.url, "--json").document["values"]
-    assert [(v["header"]["shard"], v["header"]["layer_start"]) for v in values] == [
-        *((0, 0), (0, values[1]["header"]["layer_start"])),
-        *((1, 0), (1, values[1]["header"]["layer_start"])),
-    ]
-    assert {v["chunk"] for v in values} == {key}
-    assert all(v["problem"] is None for v in values)
-    missing = cli("ls", "0" * 20, "--redis-url", valkey.url)
-    assert (missing.code, missing.out) == (1, "")
-    assert "no chunk begins with" in missing.err
-    assert cli("ls", "xyz", "--redis-url", valkey.url).code == 2
 
 
 def damage(server: Server, index: int, change: Callable[[bytes], bytes]) -> str:
@@ -132,22 +108,6 @@ def test_verify_finds_exactly_what_is_damaged(cli: Cli, valkey: Server) -> None:
     assert f"{4 * VALUES_PER_CHUNK - 3} of {4 * VALUES_PER_CHUNK} values sound" in people.out
     limited = cli("verify", "--redis-url", valkey.url, "--limit", "5", "--json").document
     assert sum(limited["values"].values()) == 5
-
-
-def test_verify_finds_what_is_no_value_at_all(cli: Cli, valkey: Server) -> None:
-    fill(valkey, 2)
-    with valkey.client() as client:
-        list_name, empty_name = sorted(client.scan_iter(f"lmc:*{chunk_key(1).hex()}*-*"))[:2]
-        client.delete(list_name)
-        client.rpush(list_name, b"x")
-        client.set(empty_name, b"")
-    bad = cli("verify", "--redis-url", valkey.url, "--json")
-    assert bad.code == 1
-    assert {v["name"] for v in bad.document["unsound"]} == {
-        list_name.decode(),
-        empty_name.decode(),
-    }
-    assert bad.document["values"]["sound"] == 2 * VALUES_PER_CHUNK - 2
 
 
 def test_verify_of_keyed_values_takes_the_key(cli: Cli, valkey: Server) -> None:
@@ -228,26 +188,6 @@ def test_purge_lets_others_be_served(cli: Cli, valkey: Server) -> None:
     seen = commands_seen(valkey)
     assert seen["unlink"] == 200 * VALUES_PER_CHUNK
     assert seen["scan"] >= 200 * VALUES_PER_CHUNK // 512
-
-
-@pytest.mark.parametrize("command", [["ls"], ["verify"], ["purge", "--all", "--yes"]])
-def test_a_server_that_is_not_there_is_said_in_words(cli: Cli, command: list[str]) -> None:
-    url = "redis://user:hunter2@127.0.0.1:1"
-    outcome = cli(*command, "--redis-url", url)
-    assert outcome.code == 3
-    assert "refused" in outcome.err
-    assert "Try: start the server" in outcome.err
-    document = cli(*command, "--redis-url", url, "--json").document
-    assert document["ok"] is False
-    assert "hunter2" not in outcome.err + outcome.out + json.dumps(document)
-
-
-def test_a_url_that_is_none_is_said_in_words(cli: Cli) -> None:
-    outcome = cli("ls", "--redis-url", "http://user:hunter2@host")
-    assert outcome.code == 2
-    assert "unknown scheme" in outcome.err
-    assert "hunter2" not in outcome.err
-    assert "None was named" in cli("ls").err
 
 
 @pytest.mark.parametrize(

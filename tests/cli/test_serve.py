@@ -84,19 +84,6 @@ def test_a_choice_of_memory_is_left_alone(choice: str, monkeypatch: pytest.Monke
     assert "--kv-cache-memory-bytes" not in line("some/model")
 
 
-def test_a_connector_costs_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dry_run("some/model")["environment"] == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
-    for ranks in ("--tensor-parallel-size=2", "-tp=2", "-pp=2"):  # the engine's start says how many
-        assert dry_run("some/model", ranks)["environment"] == {}
-    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "3")
-    assert dry_run("some/model")["environment"] == {}
-
-
-def test_a_line_for_people_has_its_variables() -> None:
-    answer = CliRunner().invoke(app, ["serve", "some/model", "--dry-run"])
-    assert "\n$ VLLM_CPU_NUM_OF_RESERVED_CPU=1 " in answer.stdout
-
-
 def test_a_password_is_not_on_the_line(tmp_path: Path) -> None:
     """vLLM logs its line, and anyone on the machine can list processes."""
     command = line("some/model", "--redis-url", "redis://user:hunter2@cache:6379")
@@ -136,13 +123,6 @@ def test_a_vllm_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatc
     answer = CliRunner().invoke(app, ["serve", "some/model"])
     assert (answer.exit_code, type(answer.exception)) == (2, SystemExit)
     assert "/no/such/vllm cannot be started" in answer.stderr
-
-
-def test_a_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
-    document = {"kv_connector": "LMCacheTieredConnector", "kv_role": "kv_producer"}
-    path = tmp_path / "transfer.json"
-    path.write_text(json.dumps(document))
-    assert transfer(line("some/model", "--kv-config", str(path))) == document
 
 
 @pytest.mark.parametrize(

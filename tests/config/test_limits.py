@@ -55,7 +55,3 @@ def test_so_is_a_value_that_is_gone(setting: dict[str, Any], instead: str) -> No
 )
 def test_it_lies_where_the_user_keeps_caches(environ: dict[str, str], folder: str) -> None:
     assert user_cache_folder(environ) == Path(folder)
-
-
-def test_tests_leave_the_users_own_alone() -> None:
-    assert not user_cache_folder().is_relative_to(Path.home() / ".cache")

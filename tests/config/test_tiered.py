@@ -71,19 +71,6 @@ def test_a_wrong_value_is_one_problem(settings: dict[str, Any]) -> None:
     assert len(problems(**settings)) == 1
 
 
-def test_a_problem_names_its_setting_once_and_no_pattern() -> None:
-    assert problems(router="http://h:1/path", redis_url="localhost:6379", hash_key="short") == [
-        "  - 'redis_url': unknown scheme; use one of redis, rediss, unix, redis+sentinel, "
-        "rediss+sentinel, redis+cluster, rediss+cluster",
-        "  - 'hash_key': needs at least 16 bytes",
-        "  - 'router': must be http://HOST:PORT, without a path",
-    ]
-
-
-def test_whole_numbers_may_stand_for_seconds_and_gib() -> None:
-    assert parse_config({"cpu_gib": 2, "load_deadline_seconds": 3}).cpu_gib == 2.0
-
-
 def test_lmcache_keys_pass_through_and_nothing_else_does() -> None:
     config = parse_config({"lmcache.cache_policy": "LRU", "lmcache.x.y": 3})
     assert config.lmcache == {"cache_policy": "LRU", "x.y": 3}
@@ -132,17 +119,6 @@ def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         shown += problems(**settings)
     assert not [line for line in shown if SECRET in line]
-
-
-def test_a_configuration_cannot_be_changed() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        setattr(parse_config({}), "chunk_size", 5)  # noqa: B010 - mypy knows it is frozen too
-
-
-def test_a_chunk_size_that_is_not_set_follows_the_model() -> None:
-    assert parse_config({}).wanted_chunk_size is None
-    assert parse_config({}).fitted(256, 1).chunk_size == 256
-    assert parse_config({"chunk_size": 128}).wanted_chunk_size == 128
 
 
 def test_ranks_share_the_cpu_tier_of_their_host() -> None:

@@ -37,15 +37,6 @@ def test_sound_settings_are_not_talked_about(kv_role: str) -> None:
     assert of_sizes() == []
 
 
-def test_the_defaults_are_sound() -> None:
-    assert of_settings() == []
-
-
-def test_settings_of_redis_without_redis() -> None:
-    (warning,) = of_settings(redis_ttl_seconds=60, redis_codec="blosc2")
-    assert "nothing is done with redis_codec and redis_ttl_seconds" in warning
-
-
 @pytest.mark.parametrize(("kv_role", "what"), [("kv_consumer", "load"), ("kv_producer", "store")])
 def test_half_a_connector_needs_the_other_half(kv_role: str, what: str) -> None:
     (warning,) = of_settings(kv_role)
@@ -84,18 +75,6 @@ def test_a_tier_that_cannot_hold_one_prompt_says_how_much_would_do() -> None:
     assert of_sizes(cpu_gib=0.6) == []
     (warning,) = of_sizes(ranks=2, cpu_gib=0.6)
     assert "raise cpu_gib to 1.1 or more" in warning
-
-
-def test_more_memory_than_there_is() -> None:
-    (warning,) = of_sizes(cpu_gib=65.0)
-    assert "cpu_gib 65 is more than the 64.0 GiB" in warning
-    assert of_sizes(replace(SOUND, available_bytes=None), cpu_gib=65.0) == []
-
-
-def test_memory_is_read_where_linux_keeps_it(tmp_path: Path) -> None:
-    write(tmp_path / "proc/meminfo", "MemTotal: 99 kB\nMemAvailable:   2048 kB\n")
-    assert available_memory(tmp_path) == 2 * MIB
-    assert available_memory(tmp_path / "none") is None
 
 
 V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")

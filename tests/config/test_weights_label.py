@@ -53,16 +53,3 @@ def test_what_is_no_file_is_an_error_at_once(tmp_path: Path) -> None:
     for name, why in (("fifo", "no regular file"), ("folder", "Is a directory")):
         with pytest.raises(ConfigError, match=f"cannot be read .*{why}"):
             read_weights_label(f"file:{tmp_path / name}")
-
-
-@pytest.mark.parametrize("name", ["a\0b", "a\udc00b"], ids=["NUL", "surrogate"])
-def test_a_path_no_file_can_have_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_weights_label(f"file:{tmp_path}/{name}")
-
-
-def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
-    """As Kubernetes mounts a ConfigMap."""
-    (tmp_path / "data").write_text("step 3")
-    (tmp_path / "label").symlink_to(tmp_path / "data")
-    assert read_weights_label(f"file:{tmp_path / 'label'}") == "step 3"

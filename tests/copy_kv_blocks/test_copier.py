@@ -131,14 +131,6 @@ def test_any_dtype_and_odd_head_sizes(
     check_copy(copier, host, cache, [1, 2], [4, 5])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_mla_has_one_head(copier: Copier, device: str, layout: str) -> None:
-    cache = paged(layout, heads=1, content=576 * 2, device=device)
-    host = chunks(cache, num_chunks=2)
-    check_copy(copier, cache, host, [2, 3, 4, 0], [0, 1, 2, 3])
-    check_copy(copier, host, cache, [0, 1, 2, 3], [3, 4, 5, 6])
-
-
 def test_layers_of_different_widths(copier: Copier, device: str) -> None:
     wide, narrow = paged("LBHNC", content=48, device=device), paged("LBNHC", device=device, seed=3)
     caches = {"wide": wide.caches["layers.0"], "narrow": narrow.caches["layers.1"]}
@@ -160,21 +152,6 @@ def test_kernel_blocks_smaller_than_blocks(copier: Copier, device: str, layout: 
 def test_loading_may_start_inside_a_chunk(copier: Copier, device: str) -> None:
     cache = paged("LBHNC", device=device)
     check_copy(copier, chunks(cache, 2, blocks_per_chunk=3), cache, [2, 3, 4], [0, 6, 1])
-
-
-def test_storing_part_of_a_chunk_leaves_the_rest(copier: Copier, device: str) -> None:
-    cache = paged("LBNHC", device=device)
-    check_copy(copier, cache, chunks(cache, 3, blocks_per_chunk=3), [4, 0, 6], [1, 3, 8])
-
-
-def test_nothing_to_copy(copier: Copier, device: str) -> None:
-    cache = paged("LBHNC", device=device)
-    check_copy(copier, cache, chunks(cache, 1), [], [])
-
-
-def test_one_source_block_may_fill_several(copier: Copier, device: str) -> None:
-    cache = paged("BLHNC", device=device)
-    check_copy(copier, cache, chunks(cache, 2), [3, 3, 3, 0], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("first", LAYOUTS)
@@ -252,24 +229,6 @@ def test_a_chunk_of_planes_outlives_layout_and_block_size(
     check_copy(copier, Chunks(host.pool, host.geometry, 128, planes), large, [0, 1], [2, 0])
 
 
-def test_paged_to_paged_in_the_shape_of_vllm(copier: Copier, device: str) -> None:
-    source, target = paged("LBNHC"), paged("BLHNC", device=device, seed=5)
-    expected = expected_blocks(source, target, [1, 4], [6, 0])
-    copy_kv_blocks(source.caches, target.caches, [1, 4], [6, 0], "h2d", copier)
-    assert same(target.blocks(), expected)
-    back = paged("LHBNC", seed=6)
-    expected = expected_blocks(target, back, [6, 0], [2, 3])
-    copy_kv_blocks(target.caches, back.caches, [6, 0], [2, 3], "d2h", copier)
-    assert same(back.blocks(), expected)
-
-
-def test_copy_makes_a_copier_of_its_own() -> None:
-    source, target = paged("LBHNC"), paged("LBHNC", seed=7)
-    expected = expected_blocks(source, target, [0], [1])
-    copy_kv_blocks(source.caches, target.caches, [0], [1], "d2h")
-    assert same(target.blocks(), expected)
-
-
 @pytest.mark.parametrize(
     ("ids", "to", "message"),
     [
@@ -336,16 +295,6 @@ def test_caches_with_other_layers_or_dtypes_are_refused(cpu: CpuCopier) -> None:
         copy_kv_blocks(flat, flat, [0], [0], "d2h", cpu)
 
 
-def test_a_cache_on_another_device_is_refused(cpu: CpuCopier) -> None:
-    cache = paged("LBHNC")
-    elsewhere = {name: tensor.to("meta") for name, tensor in cache.caches.items()}
-    with pytest.raises(LayoutError, match="overlap"):  # meta tensors have no addresses
-        copy_kv_blocks(elsewhere, cache.caches, [0], [0], "h2d", cpu)
-    one = {"a": torch.empty(5, 2, 16, 24, dtype=torch.uint8)}
-    with pytest.raises(CopyError, match="from meta to cpu was given to a copier from cpu to cpu"):
-        copy_kv_blocks({"a": one["a"].to("meta")}, one, [0], [0], "h2d", cpu)
-
-
 def test_copies_on_many_threads_do_not_mix(copier: Copier, device: str) -> None:
     caches = [paged("LBNHC", device=device, seed=seed) for seed in range(6)]
     hosts = [chunks(cache, num_chunks=2, seed=9) for cache in caches]
@@ -361,11 +310,6 @@ def test_copies_on_many_threads_do_not_mix(copier: Copier, device: str) -> None:
             for job in jobs:
                 job.result()
     assert all(same(host.blocks(), want) for host, want in zip(hosts, expected, strict=True))
-
-
-def test_other_devices_are_refused() -> None:
-    with pytest.raises(LayoutError, match="meta"):
-        make_copier(torch.device("meta"))
 
 
 @st.composite

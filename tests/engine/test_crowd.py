@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.support.engines.asks import Ask, Round, add, ask_all
+from tests.support.engines.asks import Ask, Round, ask_all
 from tests.support.engines.calls import check_integrity, preemptions, reset_everything
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe
@@ -157,92 +157,6 @@ def test_requests_that_do_not_fit_are_preempted_and_lose_nothing(engine: VllmIns
     again = engine.call(one_by_one, [replace(ask, max_tokens=2) for ask in asks])
     assert again.loaded_tokens == 6 * 512
     assert_blocks_equal(again, together)
-    engine.call(check_integrity)
-
-
-def test_an_urgent_request_takes_the_place_of_others(engine: VllmInstance) -> None:
-    asks = [Ask(random_prompt(10 + i, 1400), max_tokens=150, priority=9) for i in range(2)]
-    engine.reset_prefix_cache()
-    urgent = Ask(random_prompt(19, 500), max_tokens=150, priority=0)
-    served, preempted, name = engine.call(ask_then_urgent, asks, urgent)
-    assert len(preempted) > 0
-    assert not any(name in one for one in preempted)
-    assert served == [150, 150, 150]
-    engine.call(check_integrity)
-
-
-def ask_then_urgent(
-    probe: EngineProbe, asks: list[Ask], urgent: Ask
-) -> tuple[list[int], list[str], str]:
-    """The urgent one comes when the others run, and all grow until there is no room. Returns how
-    many tokens each got, who was preempted, and the urgent one's id."""
-    lengths: list[int] = []
-    with preemptions(probe) as preempted:
-        for ask in asks:
-            add(probe, ask)
-        while len(probe.scheduler.running) < len(asks):
-            probe.engine.step()
-        name = add(probe, urgent)
-        while probe.engine.has_unfinished_requests():
-            finished = [output for output in probe.engine.step() if output.finished]
-            lengths += [len(output.outputs[0].token_ids) for output in finished]
-    probe.drain()
-    return lengths, preempted, name
-
-
-def test_parallel_samples_of_one_prompt(engine: VllmInstance) -> None:
-    ask = Ask(
-        random_prompt(20, 700),
-        max_tokens=20,
-        sampling={"n": 3, "temperature": 1.0},
-    )
-    first = engine.call(ask_all, [ask])
-    engine.reset_prefix_cache()
-    again = engine.call(ask_all, [ask])
-    assert again.loaded_tokens >= 512
-    for served in (first, again):
-        assert len(served.answers[0].token_ids) == 3
-        assert {len(tokens) for tokens in served.answers[0].token_ids} == {20}
-    engine.call(check_integrity)
-
-
-def run_session(probe: EngineProbe, chunks: list[list[int]]) -> int:
-    """A streaming session: each chunk of input comes when the one before is answered. Returns how
-    many tokens were generated."""
-    from vllm import SamplingParams
-
-    core, generated = probe.core, 0
-    session = f"session-{next(probe._ids)}"
-
-    def add(tokens: list[int], resumable: bool) -> None:
-        request = probe.engine.input_processor.process_inputs(
-            session,
-            {"prompt_token_ids": tokens},
-            SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
-            supported_tasks=probe.engine.get_supported_tasks(),
-            resumable=resumable,
-        )
-        core.add_request(*core.preprocess_add_request(request))
-
-    for tokens in chunks:
-        add(tokens, resumable=True)
-        for _ in range(6):
-            outputs, _ = core.step_fn()
-            for batch in outputs.values():
-                generated += sum(len(out.new_token_ids) for out in batch.outputs)
-    add([1], resumable=False)
-    probe.drain()
-    return generated
-
-
-def test_a_session_whose_prompt_still_changes_leaves_nothing(engine: VllmInstance) -> None:
-    """The last token of an answer is taken back when more input comes: its chunk must not stay."""
-    chunks = [random_prompt(30, 508), random_prompt(31, 400)]
-    before = engine.counts()
-    assert engine.call(run_session, chunks) == 8
-    after = engine.counts()
-    assert after.total("store_jobs") == before.total("store_jobs")
-    assert after.total("load_jobs") == before.total("load_jobs")
     engine.call(check_integrity)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_connector.lookup.background_lookup import PENDING
-from tests.support.engines.calls import check_integrity, forget_unseen, worker_of
+from tests.support.engines.calls import check_integrity, worker_of
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
@@ -105,31 +105,6 @@ def damage_value(client, key, value, other, damage, rng) -> None:  # type: ignor
     client.set(key, damaged)
 
 
-def forget_everything(probe: EngineProbe) -> None:
-    """Drop vLLM's prefix cache and the CPU tier, and let the scheduler side know."""
-    forget_unseen(probe)
-    probe.serve([1] * 10)  # any step brings the news
-    assert len(probe.connector._scheduler.index) == 0
-
-
-def test_chunks_evicted_from_the_cpu_tier_unseen_are_recomputed(
-    reader: VllmInstance, written: dict[int, Served]
-) -> None:
-    seed = 2
-    serve_and_compare(reader, written[seed], seed)
-    reader.call(forget_unseen)
-    before = failed_loads(reader)
-    serve_and_compare(reader, written[seed], seed)
-    assert failed_loads(reader) == before + 1
-    reader.call(forget_everything)
-    hit = serve_and_compare(reader, written[seed], seed)  # and from Redis, once that is known
-    assert failed_loads(reader) == before + 1
-    assert hit.external_hit_tokens == FULL
-    assert (
-        hit.block_digests[: FULL // BLOCK_SIZE] == written[seed].block_digests[: FULL // BLOCK_SIZE]
-    )
-
-
 def test_values_that_vanish_after_the_lookup_are_recomputed(
     reader: VllmInstance, valkey: Server, written: dict[int, Served]
 ) -> None:
@@ -149,7 +124,7 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
 
     def vanish(asked, num_computed_tokens, wait):  # type: ignore[no-untyped-def]
         hit = find(asked, num_computed_tokens, wait)
-        if hit is not PENDING and asked.redis_keys:
+        if hit is not PENDING and asked.places:
             redis.Redis(port=port).flushall()
         return hit
 
@@ -158,35 +133,6 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
         return probe.serve(prompt).token_ids
     finally:
         hits.find = find
-
-
-def test_a_copy_that_raises_fails_its_job_alone(reader: VllmInstance) -> None:
-    prompt = random_prompt(80, 1100)
-    cold = reader.serve(prompt)
-    reader.reset_prefix_cache()
-    before = failed_loads(reader)
-    tokens = reader.call(serve_with_broken_copies, prompt)
-    assert tokens[0] == cold.token_ids[0]
-    assert failed_loads(reader) == before + 1
-    reader.reset_prefix_cache()
-    hit = reader.serve(prompt)
-    assert hit.external_hit_tokens == 1024
-    assert hit.block_digests[:8] == cold.block_digests[:8]
-    reader.call(check_integrity)
-
-
-def serve_with_broken_copies(probe: EngineProbe, prompt: list[int]) -> tuple[int, ...]:
-    copier = worker_of(probe)._engine._engine.gpu_connector._copier
-    kept = copier.copy
-
-    def broken(*args: object) -> int:
-        raise RuntimeError("this copy fails, as the test wants")
-
-    copier.copy = broken
-    try:
-        return probe.serve(prompt).token_ids
-    finally:
-        copier.copy = kept
 
 
 def test_a_server_that_stalls_costs_no_more_than_the_deadline(
@@ -214,7 +160,7 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
 
     def stall(asked, num_computed_tokens, wait):  # type: ignore[no-untyped-def]
         hit = find(asked, num_computed_tokens, wait)
-        if hit is not PENDING and asked.redis_keys:
+        if hit is not PENDING and asked.places:
             os.kill(pid, signal.SIGSTOP)
         return hit
 

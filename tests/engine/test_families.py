@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import abort_after, check_integrity, tiered_of, wait_for_writes
+from tests.support.engines.calls import check_integrity, tiered_of, wait_for_writes
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.layer_digests import differences
 from tests.support.engines.probe import EngineProbe, Served
@@ -148,27 +148,6 @@ def test_the_next_turn_of_a_conversation(
     twice = range(end - chunk_size, end) if "next" in family else range(0)
     assert_loaded(hit, cold, (len(turn) - 1) // chunk_size * chunk_size, but=twice)
     assert twice or hit.token_ids == cold.token_ids
-
-
-def test_requests_that_come_and_go_together(one: VllmInstance, chunk_size: int, end: int) -> None:
-    shared = random_prompt(30, end // chunk_size // 2 * chunk_size)
-    prompts = [shared + random_prompt(31 + i, end - len(shared) + i) for i in range(4)]
-    cold = one.call(EngineProbe.serve_many, prompts, 3)
-    one.reset_prefix_cache()
-    hits = one.call(EngineProbe.serve_many, prompts, 3)
-    assert sum(hit.cached_tokens for hit in hits) == 4 * end - chunk_size
-    for one_hit, one_cold in zip(hits, cold, strict=True):
-        end = one_hit.cached_tokens
-        wrong = differences(one_hit.layer_digests, one_cold.layer_digests)
-        assert [place for place in wrong if place.first_token < end] == []
-    one.call(check_integrity)
-
-
-def test_an_aborted_request_leaves_nothing(one: VllmInstance, end: int) -> None:
-    prompt = random_prompt(40, end)
-    for steps in (1, 2, 3, 6):
-        one.call(abort_after, prompt, steps)
-        one.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("beyond", [1, BLOCK_SIZE], ids=lambda n: f"border+{n}")

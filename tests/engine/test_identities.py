@@ -11,9 +11,8 @@ import pytest
 from tests.support.engines.asks import Ask, Round, ask_again, ask_all
 from tests.support.engines.calls import check_integrity
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
-from tests.support.engines.tiny_variants import IMAGE_TOKENS, build_adapter, build_seeing_model
+from tests.support.engines.tiny_variants import build_adapter
 from tests.support.prompts import random_prompt
 
 NUM_TOKENS = 700
@@ -128,46 +127,3 @@ def test_prompt_embeddings(engine: VllmInstance) -> None:
     # Where embeddings stand, the ids that vLLM shows are zeros.
     engine.reset_prefix_cache()
     assert engine.call(ask_all, [replace(ask, embeds=None)]).loaded_tokens == 0
-
-
-def test_pictures(start: StartInstance, tmp_path: Path) -> None:
-    """A chunk that ends inside a picture belongs to it; so does everything after it."""
-    with start(folder=build_seeing_model(tmp_path / "model"), max_model_len=2048) as seeing:
-        words = random_prompt(5, 300)
-        ask = Ask([max(3, token) for token in words], image=1)
-        cold, hit = seeing.call(ask_again, ask)
-        assert len(cold.answers[0].blocks) == (IMAGE_TOKENS + 300) // BLOCK_SIZE
-        assert_same_kv(hit, cold, FULL)
-        seeing.reset_prefix_cache()
-        other = seeing.call(ask_all, [replace(ask, image=2)])
-        assert other.loaded_tokens == 0
-        assert other.answers[0].blocks[0] != cold.answers[0].blocks[0]
-        seeing.reset_prefix_cache()
-        words = [token % 2000 + 4 for token in ask.tokens]
-        same_picture = seeing.call(ask_all, [replace(ask, tokens=words)])
-        assert same_picture.loaded_tokens == 256  # the chunk that holds nothing else
-        assert same_picture.answers[0].blocks[:2] == cold.answers[0].blocks[:2]
-        seeing.call(check_integrity)
-
-
-def embed(probe: EngineProbe, tokens: list[int]) -> list[float]:
-    from vllm import PoolingParams
-
-    request_id = f"embed-{next(probe._ids)}"
-    probe.engine.add_request(request_id, {"prompt_token_ids": tokens}, PoolingParams(task="embed"))
-    vectors: list[list[float]] = []
-    while probe.engine.has_unfinished_requests():
-        vectors += [out.outputs.data.tolist() for out in probe.engine.step() if out.finished]
-    probe.drain()
-    return vectors[0]
-
-
-def test_pooling_requests_pass_by(start: StartInstance) -> None:
-    with start(runner="pooling", convert="embed") as pooling:
-        tokens = random_prompt(6, NUM_TOKENS)
-        first = pooling.call(embed, tokens)
-        pooling.reset_prefix_cache()
-        assert pooling.call(embed, tokens) == pytest.approx(first, abs=1e-2)
-        counts = pooling.counts()
-        assert not any(map(counts.total, ("store_jobs", "load_jobs", "lookups")))
-        pooling.call(check_integrity)

@@ -228,8 +228,3 @@ def test_tiers_first_what_is_in_none_comes_by_nixl(tiers_first: Engines) -> None
     assert tiers_first.decode.call(nixl_bytes) > before
     assert () != served.served.block_digests == cold.served.block_digests
     tiers_first.rest()
-
-
-@pytest.mark.soak  # one more engine
-def test_tiers_first_aborts_leave_nothing_wrong(tiers_first: Engines) -> None:
-    check_aborts(tiers_first)

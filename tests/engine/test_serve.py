@@ -90,10 +90,10 @@ def test_the_metrics_say_what_was_sent(api: ApiServer, valkey: Server) -> None:
     api.settle(lambda: stats(api)["load"]["redis"]["jobs"] == 1)
     after = stats(api)
 
-    assert before["hit_tokens"] == {"cpu": HIT_TOKENS, "redis": 0}
-    assert after["hit_tokens"] == {"cpu": HIT_TOKENS, "redis": HIT_TOKENS}
+    assert before["hit_tokens"] == {"cpu": HIT_TOKENS, "peer": 0, "redis": 0}
+    assert after["hit_tokens"] == {"cpu": HIT_TOKENS, "peer": 0, "redis": HIT_TOKENS}
     assert after["queried_tokens"] == api.metric("vllm:external_prefix_cache_queries_total")
-    assert after["lookup_hits"] == {"cpu": 1, "redis": 1}
+    assert after["lookup_hits"] == {"cpu": 1, "peer": 0, "redis": 1}
     assert after["loaded_bytes"]["redis"] == FULL_CHUNKS * chunk_bytes
     assert after["loaded_bytes"]["cpu"] == 2 * FULL_CHUNKS * chunk_bytes
     assert after["stored_bytes"]["cpu"] == num_stored * chunk_bytes
@@ -204,6 +204,49 @@ def test_the_log_line_is_one_line_for_people(api: ApiServer) -> None:
         for line in lines
     )
     assert any("loaded from CPU=" in line and "CPU tier=" in line for line in lines)
+
+
+def value_names(valkey: Server) -> set[bytes]:
+    """Those of chunks: values that measure Redis are left out, and claims of writers, which are
+    small."""
+    with valkey.client() as client:
+        names = [name for name in client.keys("lmc:*-*") if b"{default:0000" not in name]
+        return {name for name in names if client.strlen(name) > 1024}
+
+
+def test_a_hit_that_was_lost_is_no_hit(api: ApiServer, valkey: Server) -> None:
+    """Hits are the tokens that were loaded, not those planned: here all values are damaged, once
+    other prompts have displaced theirs from memory."""
+    prompt, before = random_prompt(800, PROMPT_TOKENS), value_names(valkey)
+    cold = json.loads(api.complete(prompt))["choices"][0]["text"]
+    wanted = FULL_CHUNKS * ModelShape().num_kv_heads
+    api.settle(lambda: len(value_names(valkey) - before) >= wanted)
+    names = value_names(valkey) - before
+    for seed in range(801, 812):
+        api.complete(random_prompt(seed, PROMPT_TOKENS))
+    with valkey.client() as client:
+        for name in names:
+            last = client.strlen(name) - 1
+            client.setrange(name, last, bytes([client.getrange(name, last, last)[0] ^ 1]))
+
+    first, begun = stats(api), len(api.log)
+    assert json.loads(api.complete_afresh(prompt))["choices"][0]["text"] == cold
+    api.settle(
+        lambda: (
+            stats(api)["recomputed_tokens"] == HIT_TOKENS
+            and re.search(r"removed \d+ values", api.log[begun:]) is not None
+        )
+    )
+    found, people = stats(api), CliRunner().invoke(app, ["stats", api.address]).output
+    planned = {
+        tier: found["hit_tokens"][tier] - first["hit_tokens"][tier] for tier in ("cpu", "redis")
+    }
+    assert planned == {"cpu": 0, "redis": HIT_TOKENS}
+    loaded = sum(found["hit_tokens"].values()) - HIT_TOKENS
+    assert found["hit_rate"] == pytest.approx(loaded / found["queried_tokens"])
+    assert f"; {HIT_TOKENS:,} more were to be loaded, lost and recomputed" in people
+    (removed,) = re.findall(r"WARNING.*removed (\d+) values", api.log[begun:])
+    assert 1 < int(removed) <= len(names)
 
 
 def test_weights_that_are_reloaded_over_http_have_hits_of_their_own(

@@ -227,49 +227,6 @@ def test_a_chunk_of_which_one_rank_lacks_its_part_is_no_hit(
     assert failed_loads(two) == 0
 
 
-def delete_after_lookup(
-    probe: EngineProbe, prompt: list[int], port: int, names: list[bytes]
-) -> Served:
-    """Values vanish between the scheduler's look-up and the load."""
-    import redis
-
-    adapter = probe.connector._scheduler
-    update = adapter.update_state_after_alloc
-
-    def vanish(*args: Any) -> Any:
-        redis.Redis(port=port).delete(*names)
-        return update(*args)
-
-    adapter.update_state_after_alloc = vanish
-    try:
-        return probe.serve(prompt)
-    finally:
-        adapter.update_state_after_alloc = update
-
-
-def test_a_load_that_fails_on_one_rank_is_recomputed_on_all(
-    one: VllmInstance, two: VllmInstance, valkey: Server, prompt: list[int]
-) -> None:
-    cold = serve_cold(one, valkey, prompt)
-    tags = one.call(chunk_tags, prompt)
-    before = two.counts()
-    gone = values_of(valkey, tags[2])[2:]  # those of rank 1
-    served = two.call(delete_after_lookup, prompt, valkey.port, gone)
-    after = two.counts()
-    assert served.external_hit_tokens == HIT  # planned
-    assert served.token_ids[0] == cold.token_ids[0]
-    assert served.shard_digests[:2] == cold.shard_digests[:2]
-    assert failed_loads(two) == before.total("failed_loads") + 1
-    assert after.total("recomputed_tokens") - before.total("recomputed_tokens") == 3 * CHUNK_SIZE
-    # What was computed instead is stored where it was missing, and is a hit.
-    two.reset_prefix_cache()
-    again = two.serve(prompt)
-    assert again.external_hit_tokens == HIT
-    assert failed_loads(two) == before.total("failed_loads") + 1
-    assert_from_either(again, cold, served)
-    assert again.shard_digests[2][2:] == served.shard_digests[2][2:]
-
-
 def forget_on_rank(worker: Any, rank: int, keys: list[bytes], silently: bool) -> int:
     """Drop chunks from one rank's CPU tier; returns how many it holds then."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -316,20 +273,6 @@ def test_an_eviction_on_one_rank_behind_the_schedulers_back_is_recomputed(
     assert failed_loads(two) == before + 1
     assert_from_either(again, cold, served)
     assert again.shard_digests[1][2:] == served.shard_digests[1][2:]
-
-
-def test_an_eviction_on_one_rank_is_seen_before_the_next_plan(
-    two: VllmInstance, valkey: Server, prompt: list[int]
-) -> None:
-    cold = only_in_the_cpu_tiers(two, valkey, prompt)
-    left = two.call(evict, prompt, 2, False)
-    assert left[1] == left[0] - 1
-    two.serve(random_prompt(next(seeds), 10))  # any step brings the news
-    before = failed_loads(two)
-    hit = two.serve(prompt)
-    assert hit.external_hit_tokens == 2 * CHUNK_SIZE
-    assert hit.shard_digests[:2] == cold.shard_digests[:2]
-    assert failed_loads(two) == before
 
 
 def test_two_ranks_let_go_of_every_block(

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.engines.asks import Ask, Round, ask_all, far_blocks, kv_at_first_token
-from tests.support.engines.calls import check_integrity, draft_counts
+from tests.support.engines.asks import Ask, ask_all, far_blocks, kv_at_first_token
+from tests.support.engines.calls import check_integrity
 from tests.support.engines.instance import StartInstance, VllmInstance
-from tests.support.engines.probe import EngineProbe
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
 from tests.support.prompts import random_prompt
 
@@ -27,31 +26,6 @@ def engine(start: StartInstance) -> Iterator[VllmInstance]:
     with start(kv_transfer(), speculative_config=NGRAM) as instance:
         yield instance
         instance.call(check_integrity)
-
-
-def ask_counting_drafts(probe: EngineProbe, asks: list[Ask]) -> tuple[Round, int, int]:
-    """Serve them; also returns how many tokens were drafted, and how many of them accepted."""
-    before = draft_counts(probe)
-    served = ask_all(probe, asks)
-    drafted, accepted = (b - a for a, b in zip(before, draft_counts(probe), strict=True))
-    return served, drafted, accepted
-
-
-def test_hits_do_not_lower_acceptance(engine: VllmInstance) -> None:
-    asks = [Ask(random_prompt(seed, 700), max_tokens=60) for seed in range(3)]
-    cold = [engine.call(ask_counting_drafts, [ask]) for ask in asks]
-    engine.reset_prefix_cache()
-    hits = [engine.call(ask_counting_drafts, [ask]) for ask in asks]
-    assert [served.loaded_tokens for served, _, _ in cold] == [0, 0, 0]
-    assert [served.loaded_tokens for served, _, _ in hits] == [512, 512, 512]
-    for (computed, _, _), (loaded, _, _) in zip(cold, hits, strict=True):
-        assert loaded.answers[0].blocks[:4] == computed.answers[0].blocks[:4] != ()
-    drafted, accepted = (sum(counts[i] for counts in cold) for i in (1, 2))
-    assert drafted > 0
-    assert accepted > 0
-    rate = sum(counts[2] for counts in hits) / sum(counts[1] for counts in hits)
-    print(f"accepted: {accepted / drafted:.3f} computed, {rate:.3f} loaded")
-    assert rate >= 0.95 * accepted / drafted
 
 
 def test_a_stop_in_the_middle_of_accepted_drafts(engine: VllmInstance) -> None:

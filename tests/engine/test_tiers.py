@@ -102,34 +102,12 @@ def test_a_hit_that_begins_inside_a_chunk(writer: VllmInstance) -> None:
     assert hit.cached_tokens == 1280
 
 
-def test_a_shared_prefix_is_enough(writer: VllmInstance) -> None:
-    prompt = random_prompt(4, 1300)
-    cold = writer.serve(prompt)
-    writer.reset_prefix_cache()
-    hit = writer.serve(prompt[:700] + random_prompt(5, 600))
-    assert_loaded(hit, cold, 512)
-
-
 def test_the_next_turn_of_a_conversation_hits_generated_tokens(writer: VllmInstance) -> None:
     prompt = random_prompt(6, 500)
     first = writer.serve(prompt, 40)
     writer.reset_prefix_cache()
     second = writer.serve([*prompt, *first.token_ids, *random_prompt(7, 200)])
     assert second.external_hit_tokens == 512  # 12 of its tokens were generated
-
-
-def test_concurrent_requests_with_shared_and_own_prefixes(writer: VllmInstance) -> None:
-    shared = random_prompt(8, 800)
-    prompts = [shared + random_prompt(9 + i, 400) for i in range(4)] + [random_prompt(20, 900)]
-    cold = [writer.serve(prompt) for prompt in prompts]
-    writer.reset_prefix_cache()
-    hits = writer.call(EngineProbe.serve_many, prompts)
-    assert hits[0].external_hit_tokens == 4 * 1024 + 768
-    for hit, reference in zip(hits, cold, strict=True):
-        blocks = hit.cached_tokens // BLOCK_SIZE
-        assert blocks >= 6
-        assert hit.block_digests[:blocks] == reference.block_digests[:blocks]
-    writer.call(check_integrity)
 
 
 def preempt_all(probe: EngineProbe, prompt: list[int], steps: int) -> Any:

@@ -24,11 +24,12 @@ from tests.support.engines.settings import CHUNK_SIZE, kv_transfer
 from tests.support.engines.tiny_variants import build_seeing_model
 from tests.support.engines.updates import (
     accept_updates,
+    add_files_after_loading,
     fail_to_update,
     flip_one_bit,
     live_on_another_host,
     load_rows,
-    look_at_weights,
+    move_folder_after_loading,
     move_weights,
     read_slowly,
     reload_from,
@@ -229,18 +230,6 @@ def test_engines_that_a_trainer_has_updated_alike_share(
         assert two.call(weights_name) == updated_name
 
 
-def test_who_looks_at_the_weights_in_every_step_costs_hits_until_he_stops(
-    engine: VllmInstance,
-) -> None:
-    prompt, name = random_prompt(41, NUM_TOKENS), engine.call(weights_name)
-    engine.serve(prompt)
-    engine.reset_prefix_cache()
-    engine.call(look_at_weights, 50)
-    assert engine.call(weights_name) == name
-    engine.reset_prefix_cache()
-    assert engine.serve(prompt).external_hit_tokens == HIT
-
-
 def test_an_engine_ends_while_its_weights_are_read(start: StartInstance) -> None:
     with start(kv_transfer(), prepare=read_slowly) as engine:
         prompt = random_prompt(43, NUM_TOKENS)
@@ -309,20 +298,26 @@ def test_an_update_of_the_vision_encoder_alone_is_one(start: StartInstance, tmp_
         assert seeing.call(ask_all, asks).loaded_tokens == 0
 
 
+@pytest.mark.parametrize("arrive", [replace_files_after_loading, move_folder_after_loading])
 def test_a_checkpoint_that_arrives_during_the_start_gives_no_name(
-    start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path
+    start: StartInstance,
+    valkey: Server,
+    tiny_model: Path,
+    tmp_path: Path,
+    arrive: Callable[[Path, Path], None],
 ) -> None:
-    latest = Path(shutil.copytree(tiny_model, tmp_path / "latest"))
+    """But what comes beside it, and beside its folders, is no other checkpoint."""
+    (tmp_path / "models").mkdir()
+    latest = Path(shutil.copytree(tiny_model, tmp_path / "models" / "latest"))
     other = tmp_path / "other"
     build_retrained_model(other, tiny_model, 1.0)
-    prompt, transfer = random_prompt(9, NUM_TOKENS), sharing(valkey, namespace="arrives")
-    prepare = partial(replace_files_after_loading, latest, other)
-    with start(transfer, latest, prepare=prepare) as one:
+    prompt, transfer = random_prompt(9, NUM_TOKENS), sharing(valkey, namespace=arrive.__name__)
+    with start(transfer, latest, prepare=partial(arrive, latest, other)) as one:
         one.serve(prompt)
         one.call(wait_for_writes)
         assert one.call(weights_name).startswith("memory:")
         assert "changed while the weights were loaded" in one.log
-    with start(transfer, latest) as two:
+    with start(transfer, latest, prepare=partial(add_files_after_loading, latest)) as two:
         assert two.serve(prompt).external_hit_tokens == 0
         assert two.call(weights_name).startswith("sha256:")
 

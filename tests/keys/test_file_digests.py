@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import time
@@ -107,17 +106,6 @@ def test_a_file_of_the_hub_is_named_by_its_digest(
     assert file_digests([copy], KeptDigests(folder)) == [sha256(b"data")]
 
 
-def test_a_blob_written_through_its_link_is_read(
-    tmp_path: Path, folder: Path, reads: list[Path]
-) -> None:
-    link = blob(tmp_path, sha256(b"data").hex(), b"data")
-    link.write_bytes(b"trained on")
-    later = link.lstat().st_mtime_ns + 10**9
-    os.utime(link.resolve(), ns=(later, later))
-    assert file_digests([link], KeptDigests(folder)) == [sha256(b"trained on")]
-    assert reads == [link]
-
-
 def test_a_blob_replaced_by_a_copy_that_keeps_its_times_is_read(
     tmp_path: Path, folder: Path, reads: list[Path]
 ) -> None:
@@ -179,14 +167,6 @@ def test_a_cache_file_that_others_can_write_is_ignored(
     assert reads == [file]
 
 
-def test_a_cache_file_elsewhere_is_ignored(tmp_path: Path, folder: Path) -> None:
-    file = old_file(tmp_path / "a.bin", b"one")
-    lying = lie(file, folder)
-    lying.rename(tmp_path / "elsewhere.json")
-    lying.symlink_to(tmp_path / "elsewhere.json")
-    assert file_digests([file], KeptDigests(folder)) == [sha256(b"one")]
-
-
 def test_what_is_kept_is_bounded(folder: Path) -> None:
     kept = KeptDigests(folder)
     kept.add({f"1:{i}:3:4:5": "0" * 64 for i in range(MAX_ENTRIES)})
@@ -196,25 +176,6 @@ def test_what_is_kept_is_bounded(folder: Path) -> None:
     assert list(entries)[-1] == "1:1:1:1:1"
     assert "1:0:3:4:5" not in entries
     assert (folder / "digests.json").stat().st_mode & 0o777 == 0o600
-
-
-def test_without_a_cache_folder_files_are_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, settled: None
-) -> None:
-    file = old_file(tmp_path / "a.bin", b"one")
-    kept = KeptDigests(file / "no folder")
-    assert file_digests([file], kept) == [sha256(b"one")]
-    assert "cannot be kept" in caplog.text
-
-
-def test_a_long_read_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "_PROGRESS_SECONDS", 0.0)
-    files = [old_file(tmp_path / f"{i}.bin", b"0" * 1000) for i in range(2)]
-    with caplog.at_level(logging.INFO):
-        file_digests(files)
-    assert f"Hashing the weights in {tmp_path}" in caplog.text
 
 
 def _read_in_turn(file: Path, folder: Path, reads: Path, line: object) -> None:

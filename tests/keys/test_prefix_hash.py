@@ -106,23 +106,6 @@ def test_anything_that_differs_changes_all_keys(change: dict[str, Any]) -> None:
     assert not set(keys()) & set(keys(**change))
 
 
-def test_no_two_changes_make_the_same_keys() -> None:
-    changes: list[dict[str, Any]] = [
-        {},
-        {"cache_salt": "x"},
-        {"lora": "x"},
-        {"weights": "x"},
-        {"secret": b"x"},
-        {"secret": b"x" * 100},
-        {"model": {"namespace": "x", "weights": "w"}},
-        {"chunk": 2},
-        {"chunk": 3},
-        {"chunk": 6},
-    ]
-    all_keys = [key for change in changes for key in keys(**change)]
-    assert len(set(all_keys)) == len(all_keys)
-
-
 @given(tokens=ids, position=st.integers(0, 39), other=st.integers(0, 2**32 - 1))
 def test_one_token_changes_its_chunk_and_all_after_it(
     tokens: list[int], position: int, other: int
@@ -178,11 +161,6 @@ def test_the_digest_of_a_root_differs_where_keys_do_and_does_not_tell_them() -> 
     assert not plain.root_key(root).hex().startswith(plain.root_digest(root))
 
 
-def test_a_chunk_size_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="chunk_size must be positive"):
-        PrefixHasher({}, 0)
-
-
 def test_canonical_bytes_know_no_order_and_only_plain_values() -> None:
     assert canonical_bytes({"b": 1, "a": [None]}) == canonical_bytes({"a": [None], "b": 1})
     with pytest.raises(TypeError):
@@ -214,12 +192,6 @@ def test_the_token_after_a_chunk_is_in_its_name() -> None:
     one, other = keys_ahead(TOKENS), keys_ahead([*TOKENS[:8], 7, *TOKENS[9:]])
     assert one[0] == other[0]
     assert one[1] != other[1]
-
-
-def test_so_is_an_image_that_begins_there() -> None:
-    cat, dog = (keys_ahead(TOKENS, multimodal=(MultimodalSpan(n, 8, 11),)) for n in ("cat", "dog"))
-    assert cat[0] == dog[0] == keys_ahead(TOKENS)[0]
-    assert cat[1] != dog[1]
 
 
 def test_who_looks_ahead_shares_no_key_with_who_does_not() -> None:

@@ -79,33 +79,6 @@ def test_64_retrained_rows_of_32_000_are_another_model(tmp_path: Path) -> None:
     assert directory_digest(tmp_path) != before
 
 
-def test_another_layout_or_length_is_another_model(tmp_path: Path) -> None:
-    digests = set()
-    for count in (1, 2, 3):
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        for shard in range(count):
-            (folder / f"model-{shard}.bin").write_bytes(b"\0" * 100)
-        digests.add(directory_digest(folder))
-    (tmp_path / "3" / "model-0.bin").write_bytes(b"\0" * 101)
-    digests.add(directory_digest(tmp_path / "3"))
-    assert len(digests) == 4
-
-
-def test_no_weights_are_no_files(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "training_args.bin").write_bytes(b"of training")
-    assert weight_files(tmp_path, SUFFIXES) == {}
-
-
-def test_one_file_may_have_any_name(tmp_path: Path) -> None:
-    digests = set()
-    for name in ("a.gguf", "b.gguf"):
-        (tmp_path / name).write_bytes(b"weights")
-        digests.add(directory_digest(tmp_path / name))
-    assert len(digests) == 1
-
-
 def test_names_count(tmp_path: Path) -> None:
     """``consolidated.safetensors`` is all that vLLM reads where there is one."""
     folder = weights(tmp_path / "m")
@@ -171,11 +144,6 @@ def test_a_format_may_ask_for_other_files(tmp_path: Path) -> None:
     (folder / "model.bin").write_bytes(b"other")
     assert directory_digest(folder) == plain
     assert directory_digest(folder, suffixes=(".bin",)) != torch
-
-
-def test_files_of_no_size_are_no_trouble(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"")
-    assert directory_digest(tmp_path)
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

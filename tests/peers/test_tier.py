@@ -9,12 +9,14 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
-from lmcache_connector.peers.lookup import AnyLookup, PeerLookup
+from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
+from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -33,6 +35,7 @@ from tests.support.redis.chunks import (
     open_tier,
     put_all,
 )
+from tests.support.redis.fault_proxy import Direction, fault_proxy
 from tests.support.redis.servers import Server
 
 OWN = Greeting(1, "the reader")
@@ -143,19 +146,20 @@ def test_a_peer_that_goes_away_and_comes_back() -> None:
 
 def test_damaged_bytes_are_a_miss() -> None:
     """Whoever is on the way."""
-    from lmcache_connector.net.address import Address
-    from tests.support.engines.relay import Relay
 
     def spoil(data: bytes) -> bytes:
         return data.replace(chunk_data(1)[:16], bytes(16))
 
-    with serving(HeldChunks(range(3))) as server:
-        target = Address("127.0.0.1", server.port)
-        with Relay(target, alter_back=spoil) as relay, reading(at(relay.address.port)) as tier:
-            result, found = read(tier, range(3))
-            assert result.hits[:2] == [True, False]
-            assert found[0] == chunk_data(0)
-            assert tier.counts().misses["bad_checksum"] == 1
+    with (
+        serving(HeldChunks(range(3))) as server,
+        fault_proxy(server.port) as proxy,
+        reading(at(proxy.port)) as tier,
+    ):
+        proxy.alter[Direction.REPLY] = spoil
+        result, found = read(tier, range(3))
+        assert result.hits[:2] == [True, False]
+        assert found[0] == chunk_data(0)
+        assert tier.counts().misses["bad_checksum"] == 1
 
 
 def test_a_name_that_stands_for_several() -> None:
@@ -177,7 +181,7 @@ def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> li
 
     def finds_any() -> bool:
         lookup.tend()
-        found[:] = lookup.exist(keys, time.monotonic() + seconds)
+        found[:] = [t is not None for t in lookup.find(keys, time.monotonic() + seconds)]
         return any(found)
 
     once_dialled(finds_any)
@@ -187,8 +191,8 @@ def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> li
 @contextmanager
 def looking(addresses: Sequence[str], url: str = "") -> Iterator[AnyLookup]:
     peers = PeerLookup(settings(), [PARTS], topology_of(addresses))
-    redis = [RedisLookup(config(url), [PARTS])] if url else []
-    lookup = AnyLookup([*redis, peers], time.monotonic)
+    redis = {Tier.REDIS: RedisLookup(config(url), [PARTS])} if url else {}
+    lookup = AnyLookup({Tier.PEER: peers, **redis}, time.monotonic)
     try:
         yield lookup
     finally:
@@ -235,7 +239,7 @@ def test_whom_nobody_waits_for_stays_connected() -> None:
         servers = [stack.enter_context(serving(HeldChunks(range(8)))) for _ in range(4)]
         parsed = [Address.parse(each) for each in at(*servers)]
         topology = CountedTopology(settings(), parsed, OWN, 0, time.monotonic)
-        lookup = AnyLookup([PeerLookup(settings(), [PARTS], topology)], time.monotonic)
+        lookup = AnyLookup({Tier.PEER: PeerLookup(settings(), [PARTS], topology)}, time.monotonic)
         stack.callback(lookup.close)
         for _ in range(40):
             exist(lookup, range(8))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import msgspec
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
@@ -15,8 +13,6 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from lmcache_connector.requests.excuses import (
-    KEYED,
-    NOT_PART_OF_IDENTITY,
     UnknownFields,
     fixed_fields,
     known_fields,
@@ -55,13 +51,6 @@ def test_nothing_else_comes_with_a_request() -> None:
     assert sent - gone <= known_fields("Request")
 
 
-def test_no_field_is_both_and_every_reason_is_one() -> None:
-    assert KEYED.keys() == NOT_PART_OF_IDENTITY.keys()
-    for name, excuses in NOT_PART_OF_IDENTITY.items():
-        assert not KEYED[name] & excuses.keys()
-        assert all(len(reason) > 10 for reason in excuses.values())
-
-
 def test_a_field_of_a_newer_vllm_makes_its_users_stay_out(caplog: pytest.LogCaptureFixture) -> None:
     unknown, plain, user = UnknownFields(), request(), request()
     nothing: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -72,25 +61,3 @@ def test_a_field_of_a_newer_vllm_makes_its_users_stay_out(caplog: pytest.LogCapt
     assert unknown.are_used_in(user)
     assert unknown.are_used_in(user)
     assert caplog.text.count("Request.attention_sinks") == 1
-
-
-def test_a_field_of_a_newer_part_makes_its_users_stay_out() -> None:
-    class NewLoRARequest(LoRARequest):
-        scale: float = 0.0
-
-    @dataclasses.dataclass
-    class NewFeature(MultiModalFeatureSpec):
-        crop: int | None = None
-
-    assert isinstance(NewLoRARequest, msgspec.StructMeta)
-    unknown, user = UnknownFields(), request()
-    user.lora_request = NewLoRARequest("a", 1, "/a")
-    assert not unknown.are_used_in(user)
-    user.lora_request = NewLoRARequest("a", 1, "/a", scale=2.0)
-    assert unknown.are_used_in(user)
-    user = request()
-    feature = NewFeature(None, "image", "i", PlaceholderRange(0, 1))
-    user.mm_features = [feature]
-    assert not unknown.are_used_in(user)
-    feature.crop = 3
-    assert unknown.are_used_in(user)

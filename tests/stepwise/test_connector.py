@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import redis
 import torch
 
 from lmcache_connector.config import limits
@@ -67,24 +66,6 @@ def test_the_last_token_is_computed_even_if_all_of_it_is_stored(engine: SteppedE
     assert torch.allclose(hit[-1], cold[-1], atol=1e-4)
 
 
-def test_whoever_reads_no_hidden_state_may_skip_the_model(engine: SteppedEngine) -> None:
-    tokens = tokens_of(3, 2 * CHUNK)
-    engine.step(sequence(tokens, range(4)))
-    wants_none = sequence(tokens, range(40, 44), sampling_positions=((),))
-    hidden, bypass, left = engine.connector.recv_kv_caches_and_hidden_states(
-        engine.model, wants_none, engine.kv_caches
-    )
-    assert (hidden, bypass, left.num_query_tokens) == (None, True, 0)
-    assert torch.equal(engine.kv_of(range(40, 44), 64), engine.kv_of(range(4), 64))
-
-
-def test_positions_that_are_read_are_computed(engine: SteppedEngine) -> None:
-    tokens = tokens_of(4, 4 * CHUNK)
-    engine.step(sequence(tokens, range(8)))
-    _, left = engine.step(sequence(tokens, range(30, 38), sampling_positions=((70, 127),)))
-    assert left.query_lens == (2 * CHUNK,)
-
-
 def test_sequences_of_one_step_are_told_apart(engine: SteppedEngine) -> None:
     one, other = tokens_of(5, 70), tokens_of(6, 90)
     both = ModelInput((*one, *other), (70, 90), (70, 90), (tuple(range(5)), tuple(range(5, 11))))
@@ -135,15 +116,6 @@ def test_a_step_in_the_middle_of_a_chunk_loads_what_follows(engine: SteppedEngin
     )
 
 
-def test_salts_keep_tenants_apart(engine: SteppedEngine) -> None:
-    tokens = tokens_of(11, 70)
-    engine.step(sequence(tokens, range(5), cache_salts=("a",)))
-    _, left = engine.step(sequence(tokens, range(10, 15), cache_salts=("b",)))
-    assert left.query_lens == (70,)
-    _, left = engine.step(sequence(tokens, range(10, 15), cache_salts=("a",)))
-    assert left.query_lens == (6,)
-
-
 def test_weights_that_change_in_place_are_another_model() -> None:
     tokens = tokens_of(12, 70)
     with SteppedEngine({}) as engine:
@@ -173,21 +145,6 @@ def test_another_process_restores_from_redis_only_what_its_own_model_computed(
         assert left.query_lens == (100,)
 
 
-def test_values_spoiled_in_redis_are_computed(valkey: Server) -> None:
-    tokens, shared = tokens_of(14, 100), {"redis_url": valkey.url, "namespace": "spoiled"}
-    with SteppedEngine(shared) as one:
-        one.step(sequence(tokens, range(7)))
-    client = valkey.client()
-    for name in client.keys("lmc:{spoiled:*"):
-        value = bytearray(client.get(name))
-        value[-1] ^= 1
-        client.set(name, bytes(value))
-    with SteppedEngine(shared) as two:
-        _, left = two.step(sequence(tokens, range(10, 17)))
-        assert left.query_lens == (100,)
-        assert two.connector.counts.lost_chunks == 3
-
-
 def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(
     valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,23 +165,6 @@ def test_a_redis_that_is_too_slow_is_waited_for_up_to_the_deadline(
             assert len(hidden) == 100
 
 
-def written(engine: SteppedEngine, client: redis.Redis, namespace: str) -> set[bytes]:
-    """Names of values, once nothing waits to be written."""
-    assert engine.connector._paged is not None
-    tier = engine.connector._paged.tiers._rank.redis
-    assert tier is not None
-    assert tier.flush(60.0)
-    return set(client.keys(f"lmc:{{{namespace}:*-*"))
-
-
-def test_a_redis_that_is_gone_costs_hits_not_steps() -> None:
-    with SteppedEngine({"redis_url": "redis://127.0.0.1:1"}) as engine:
-        tokens = tokens_of(15, 70)
-        engine.step(sequence(tokens, range(5)))
-        _, left = engine.step(sequence(tokens, range(10, 15)))
-        assert left.query_lens == (6,)
-
-
 def test_ranks_that_hold_parts_restore_what_all_of_them_have() -> None:
     def agree(there: Sequence[int]) -> list[int]:
         return [min(each, CHUNK) for each in there]
@@ -237,31 +177,6 @@ def test_ranks_that_hold_parts_restore_what_all_of_them_have() -> None:
         engine.step(sequence(tokens, range(7)))
         _, left = engine.step(sequence(tokens, range(10, 17)))
         assert left.query_lens == (100 - CHUNK,)
-
-
-def test_tensors_are_taken_for_numbers(engine: SteppedEngine) -> None:
-    tokens = tokens_of(20, 70)
-    for start in (0, 10):
-        given = ModelInput(
-            torch.tensor(tokens),
-            torch.tensor([70]),
-            torch.tensor([70]),
-            torch.arange(start, start + 5)[None],
-        )
-        _, left = engine.step(given)
-    assert left.query_lens == (6,)
-
-
-def test_sequences_with_a_common_beginning_may_share_blocks(engine: SteppedEngine) -> None:
-    one, other = (tokens_of(21, 64) + tokens_of(seed, 40) for seed in (22, 23))
-    engine.step(sequence(one, range(7)))
-    tables = ((20, 21, 22, 23, 24, 25, 26), (20, 21, 22, 23, 34, 35, 36))
-    _, left = engine.step(ModelInput((*one, *other), (104, 104), (104, 104), tables))
-    assert left.query_lens == (8, 40)
-    expected = engine.kv_of(tables[1], 96)
-    _, left = engine.step(sequence(other, range(40, 47)))
-    assert left.query_lens == (8,)
-    assert torch.equal(engine.kv_of(range(40, 47), 96), expected)
 
 
 ONE, OTHER = tokens_of(24, 70), tokens_of(25, 70)

@@ -42,12 +42,6 @@ def key(
     return keys.keys[0]
 
 
-def test_a_model_made_again_has_the_same_keys() -> None:
-    again = tiny()
-    again.config._name_or_path = "elsewhere"
-    assert key(tiny()) == key(again)
-
-
 def test_vllm_never_has_such_a_key() -> None:
     """Whatever stands in its root: the root of a model in memory has one name more."""
     config = parse_config({"chunk_size": 32})
@@ -118,17 +112,6 @@ def test_code_is_told_apart_by_its_label(monkeypatch: pytest.MonkeyPatch) -> Non
     assert key(tiny()) != before
 
 
-def test_classes_are_told_apart_by_name() -> None:
-    class Wider(torch.nn.Linear):
-        pass
-
-    weight = torch.zeros(2, 2)
-    layers = torch.nn.Linear(2, 2, bias=False), Wider(2, 2, bias=False)
-    for each in layers:
-        each.weight = torch.nn.Parameter(weight)
-    assert len({key(each) for each in layers}) == 2
-
-
 def test_products_of_rounded_factors_are_other_products() -> None:
     before = key(tiny())
     torch.set_float32_matmul_precision("medium")
@@ -190,14 +173,6 @@ def test_a_name_is_that_of_the_weights_at_the_start() -> None:
         found.append(keys.keys[0])
         _scale(model)
     assert found[0] != found[1]
-
-
-def test_tied_weights_are_read_once_and_count_by_name() -> None:
-    model = tiny()
-    model.lm_head.weight = model.model.embed_tokens.weight
-    tied = weights_in_memory(model)
-    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
-    assert weights_in_memory(model) == tied
 
 
 def test_weights_that_are_not_here_need_a_name() -> None:

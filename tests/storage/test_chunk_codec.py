@@ -19,9 +19,7 @@ from lmcache_connector.storage.chunk_codec import (
     check_value,
     decode_header,
     encode_header,
-    stripe_header,
 )
-from lmcache_connector.storage.geometry import ChunkGeometry
 
 KEY = bytes(range(CHUNK_KEY_BYTES))
 PAYLOAD = bytes(i % 251 for i in range(2 * 8 * 64))
@@ -194,18 +192,6 @@ def test_the_format_is_the_one_that_is_written_down() -> None:
     keyed = encode_header(replace(HEADER, keyed=True), PAYLOAD, Sealer(SECRET))
     assert keyed[:96] == raw[:10] + b"\1" + raw[11:96]
     assert keyed[96:].hex() == "cb435420ebc87f19451525c8155bb301ba88c83e77325a3475d3334669d95ad2"
-
-
-def test_stripes_of_unequal_layers_have_no_one_width() -> None:
-    geometry = ChunkGeometry(8, 0, (64, 64, 32), (3,), 4, "float16")
-    (stripe,) = geometry.stripes(1 << 20)
-    header = stripe_header(geometry, stripe, KEY, keyed=False)
-    assert header.content_width == 0
-    assert header.payload_bytes == 8 * (64 + 64 + 32)
-    first, second = geometry.stripes(8 * 64 * 2)
-    assert stripe_header(geometry, first, KEY, keyed=False).content_width == 64
-    assert stripe_header(geometry, second, KEY, keyed=False).content_width == 32
-    assert (first.shard, second.layer_start, second.layer_end) == (3, 2, 3)
 
 
 def test_callers_bugs_raise() -> None:

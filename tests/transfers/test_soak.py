@@ -19,13 +19,9 @@ import pytest
 from tests.support.engines.calls import forget
 from tests.support.engines.handover import Ask, ask, prefill
 from tests.support.engines.instance import VllmInstance
-from tests.support.engines.layer_digests import differences
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines, running
 from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.strangers import SAYINGS, memory_of, ports_of, talk
-from tests.support.engines.tiny_drafters import KINDS, build_drafted
-from tests.support.engines.tiny_families import FAMILIES, build_family
 from tests.support.prompts import random_prompt
 from tests.transfers.conftest import Way
 from tests.transfers.test_transfers import WANTS, check, missing_blocks, rest
@@ -58,28 +54,6 @@ def test_other_tensor_parallel_sizes(
                 )
                 assert served.served.external_hit_tokens in (num_tokens, num_tokens - 1)
                 assert () != served.served.shard_digests == cold.served.shard_digests
-
-
-@pytest.mark.needs("drafters")
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafters(way: Way, tmp_path: Path, kind: str) -> None:
-    folder, args = build_drafted(kind, tmp_path)
-    with pair(way, folder, tmp_path, max_model_len=None, **args) as engines:
-        cold, served = engines.hand_over_by_params(random_prompt(1, 1001))
-        assert served.served.external_hit_tokens >= 896
-        assert {} != served.served.layer_digests == cold.served.layer_digests
-
-
-@pytest.mark.needs("several kinds of KV")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(way: Way, tmp_path: Path, family: str) -> None:
-    folder = build_family(family, tmp_path)
-    with pair(way, folder, tmp_path, **FAMILIES[family].engine_args) as engines:
-        cold, served = engines.hand_over_by_params(random_prompt(1, 1601))
-        assert served.served.external_hit_tokens >= 1024
-        found, made = served.served.layer_digests, cold.served.layer_digests
-        assert found.keys() & made.keys()
-        assert differences(found, made) == []
 
 
 def strike(victim: VllmInstance, seconds: float, number: int) -> threading.Timer:
@@ -164,18 +138,6 @@ def test_two_that_hold_what_the_other_one_waits_for(
             assert other.finish_reason == "length"
             assert () != one.served.block_digests == other.served.block_digests
         rest(both)
-
-
-def test_strangers_by_the_thousand(engines: Engines) -> None:
-    (first, _), grown = engines.prefill[0], []
-    for _ in range(3):
-        before = memory_of(first.pid)
-        for port in ports_of(first.pid):
-            for said in SAYINGS.values():
-                talk(port, said, 40)
-        grown.append(memory_of(first.pid) - before)
-    assert grown[-1] < 16 << 20
-    check(*engines.hand_over(random_prompt(5, 1500)), 1500)
 
 
 def step_seconds(probe: EngineProbe, request: Ask) -> float:

@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.net.address import Address
 from tests.support.command_line import call_cli
 from tests.support.engines.calls import forget
 from tests.support.engines.handover import Answer, Ask, add, answer_of, ask, ask_all, prefill
 from tests.support.engines.p2p_engines import NOTICED_SECONDS, Engines
 from tests.support.engines.ports import free_ports
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.relay import Relay, as_it_is
 from tests.support.engines.strangers import SAYINGS, cpu_seconds_of, memory_of, ports_of, talk
 from tests.support.engines.updates import load_rows, move_weights
 from tests.support.prompts import random_prompt
+from tests.support.redis.fault_proxy import Direction, fault_proxy
 from tests.transfers.conftest import Way
 
 BLOCK = 128
@@ -249,21 +248,21 @@ def spoil(data: bytes) -> bytes:
     return data[:place] + bytes([data[place] ^ 0x40]) + data[place + 1 :]
 
 
-@pytest.mark.parametrize("back", [True, False], ids=["answers", "questions"])
-def test_somebody_on_the_way_alters_bytes(engines: Engines, back: bool) -> None:
+@pytest.mark.parametrize("way", Direction, ids=lambda way: str(way.value))
+def test_somebody_on_the_way_alters_bytes(engines: Engines, way: Direction) -> None:
     """Store finding 3: it costs a recompute, and no memory."""
     (first, port), (second, _) = engines.prefill[0], engines.decode[0]
-    prompt = random_prompt(92 + back, 2001)
-    own = second.call(ask, Ask(f"own-{back}", prompt))
+    prompt = random_prompt(92 + (way is Direction.REPLY), 2001)
+    own = second.call(ask, Ask(f"own-{way.value}", prompt))
     second.call(forget)
     before = memory_of(second.pid), memory_of(first.pid)
-    there, here = (as_it_is, spoil) if back else (spoil, as_it_is)
-    with Relay(Address("127.0.0.1", port), there, alter_back=here) as relay:
-        cold = first.call(prefill, Ask(f"p-spoilt-{back}", prompt, 1, WANTS))
+    with fault_proxy(port) as proxy:
+        proxy.alter[way] = spoil
+        cold = first.call(prefill, Ask(f"p-spoilt-{way.value}", prompt, 1, WANTS))
         assert cold.params is not None
-        params = cold.params | {"remote_port": relay.address.port}
+        params = cold.params | {"remote_port": proxy.port}
         started = time.monotonic()
-        served = second.call(ask, Ask(f"d-spoilt-{back}", prompt, 2, params))
+        served = second.call(ask, Ask(f"d-spoilt-{way.value}", prompt, 2, params))
         assert time.monotonic() - started < NOTICED_SECONDS
     assert served.finish_reason == "length"
     assert () != served.served.block_digests == own.served.block_digests

@@ -148,14 +148,6 @@ def test_what_a_changed_model_computes_is_its_own(model: Path, change: str) -> N
         handle.remove()
 
 
-def test_closing_stops_a_manager_that_still_runs(model: Path) -> None:
-    manager = new_manager(model)
-    with TieredBatching(manager, SMALL):
-        manager.start()
-        answers(manager, {"a": prompt(9, 40)})
-    assert not manager.is_running()
-
-
 def test_managers_that_cannot_be_served_are_refused(model: Path) -> None:
     manager = new_manager(model, allow_block_sharing=False)
     with pytest.raises(UnsupportedError, match="allow_block_sharing"):

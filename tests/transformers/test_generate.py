@@ -86,14 +86,6 @@ def test_a_hit_is_byte_equal_and_its_logits_are_those_of_its_tail(
     assert torch.equal(hit.logits[0], tail_logits(llama, stored, ids)[:, -1].float())
 
 
-def test_the_last_token_is_computed(llama: Any, tiers: KVTiers) -> None:
-    ids = prompt(2, 3 * CHUNK)
-    cold(llama, tiers, ids)
-    before = tiers.counts
-    llama.generate(ids, past_key_values=tiers.new_cache(), **GREEDY)
-    assert tiers.counts.hit_chunks == before.hit_chunks + 2
-
-
 def test_an_answer_is_stored_and_found_by_the_next_turn(llama: Any, tiers: KVTiers) -> None:
     ids = prompt(3, 200)
     cache = tiers.new_cache()
@@ -123,19 +115,6 @@ def test_a_cache_that_goes_on_finds_what_others_stored(llama: Any, tiers: KVTier
         assert torch.equal(new[:, :, 200 : 5 * CHUNK], other[:, :, 200 : 5 * CHUNK])
 
 
-def test_prefill_in_pieces_finds_the_same(llama: Any, tiers: KVTiers) -> None:
-    ids = prompt(5, 700)
-    whole = [each.clone() for each in cold(llama, tiers, ids).tensors()]
-    cache, before = tiers.new_cache(), tiers.counts
-    llama.generate(ids, past_key_values=cache, prefill_chunk_size=300, **GREEDY)
-    assert tiers.counts.hit_chunks > before.hit_chunks
-    assert list(cache.token_ids[:700]) == ids[0].tolist()
-    assert all(
-        torch.equal(a[:, :, :256], b[:, :, :256])
-        for a, b in zip(cache.tensors(), whole, strict=True)
-    )
-
-
 def test_rejected_drafts_leave_nothing_behind(llama: Any, tiers: KVTiers) -> None:
     ids = prompt(6, 50).repeat(1, 5)
     cache = tiers.new_cache()
@@ -161,21 +140,6 @@ def test_whoever_reads_all_logits_gets_all_of_them(llama: Any, tiers: KVTiers) -
     with torch.no_grad():
         logits = llama(ids, past_key_values=tiers.new_cache()).logits
     assert logits.shape[1] == 300
-
-
-def test_two_tiers_of_one_model_keep_out_of_each_others_way(llama: Any, tiers: KVTiers) -> None:
-    ids = prompt(17, 300)
-    with KVTiers(llama, SMALL | {"namespace": "other"}) as others:
-        cold(llama, others, ids)
-        cold(llama, tiers, ids)
-
-
-def test_salts_keep_tenants_apart(llama: Any, tiers: KVTiers) -> None:
-    ids = prompt(8, 300)
-    cold(llama, tiers, ids)
-    before = tiers.counts
-    llama.generate(ids, past_key_values=tiers.new_cache("someone"), **GREEDY)
-    assert tiers.counts.hit_chunks == before.hit_chunks
 
 
 def test_another_process_without_vllm_restores_from_redis(
@@ -303,14 +267,6 @@ def test_several_sequences_are_refused(llama: Any, tiers: KVTiers) -> None:
             llama.generate(ids, past_key_values=tiers.new_cache(), **(GREEDY | more))
     with pytest.raises(UnsupportedError, match="one sequence"):
         llama.generate(ids.repeat(2, 1), past_key_values=tiers.new_cache(), **GREEDY)
-
-
-def test_padding_is_refused(llama: Any, tiers: KVTiers) -> None:
-    ids = prompt(16, 40)
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    with pytest.raises(UnsupportedError, match="no padding"):
-        llama.generate(ids, attention_mask=mask, past_key_values=tiers.new_cache(), **GREEDY)
 
 
 def test_models_that_need_more_than_all_tokens_are_refused(llama: Any) -> None:

@@ -117,16 +117,6 @@ def test_blocks_of_one_size_become_those_of_another(
         assert torch.equal(reader.caches[name].view(torch.int16), cache.view(torch.int16))
 
 
-def test_every_block_size_stores_the_same_bytes(copier: CpuCopier) -> None:
-    pools = [store(copier, PackedCache(block_size, seed=3)) for block_size in BLOCK_SIZES]
-    assert all(torch.equal(pool, pools[0]) for pool in pools)
-    # The form of a chunk is that of one block as large as a chunk.
-    whole = PackedCache(CHUNK, seed=3)
-    first = whole.caches["a"][whole.block_ids[0]].view(torch.uint8).flatten(1)
-    in_chunk = pools[0][0].view(HEADS, GEOMETRY.shard_bytes)[:, : GEOMETRY.layer_offsets[1]]
-    assert torch.equal(first, in_chunk)
-
-
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("end", [1, 31, 64, 129, CHUNK - 1])
 def test_what_follows_a_tail_is_cleared_and_nothing_else(
@@ -173,12 +163,6 @@ def test_blocks_that_no_runs_explain_are_moved_as_they_are(
     assert find_packing(BF16, 64, CHUNK) == good
 
 
-def test_what_vllm_does_not_pack_is_refused_as_it_does() -> None:
-    kind = CpuAttention(HEAD_SIZE, torch.bfloat16, "fp8_e4m3", torch.uint8)
-    with pytest.raises(RuntimeError, match="FP8 KV cache"):
-        find_packing(kind, 16, CHUNK)
-
-
 def test_other_kinds_of_cache_have_other_names() -> None:
     kinds = [
         BF16,
@@ -202,10 +186,3 @@ def test_planes_that_are_not_all_of_a_token_are_refused() -> None:
         PagedLayout.from_kv_caches({"a": cache}, {"a": spec})
     with pytest.raises(LayoutError, match="are not the 256 bytes of a token"):
         ChunkBuffers(GEOMETRY, 32, [4096], None, planes=(Plane(64, 2),))
-
-
-def test_packed_blocks_with_gaps_are_refused() -> None:
-    wide = torch.zeros(4, HEADS, 32, 2 * HEAD_SIZE + 8, dtype=torch.bfloat16)
-    spec = LayerSpec(HEADS, 32, 4 * HEAD_SIZE, (Plane(64, 2), Plane(1, 128)))
-    with pytest.raises(LayoutError, match="a block is not contiguous"):
-        PagedLayout.from_kv_caches({"a": wide[..., : 2 * HEAD_SIZE]}, {"a": spec})

@@ -42,10 +42,6 @@ def test_a_connector_costs_a_core_unless_the_warning_is_heeded(
     assert core_warning(config(connector=True)) is None
 
 
-def test_there_is_nothing_to_say_without_a_connector() -> None:
-    assert core_warning(config(connector=False)) is None
-
-
 def test_nixl_keeps_the_core_of_its_thread() -> None:
     """It never sleeps."""
     beside = config(connector=True)
@@ -58,8 +54,3 @@ def test_nixl_keeps_the_core_of_its_thread() -> None:
     assert core_warning(beside) is None
     del pair[0]
     assert core_warning(beside) is not None
-
-
-def test_who_binds_threads_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
-    assert core_warning(config(connector=True)) is None

@@ -40,12 +40,6 @@ def described(config: VllmConfig) -> ModelDescription:
     return describe_model(config, kv_cache(), chunk_size=128)
 
 
-def test_a_head_looks_one_token_ahead_and_a_draft_model_does_not(model: Path, head: Path) -> None:
-    for method, folder, lookahead in (("eagle", head, 1), ("draft_model", model, 0)):
-        found = described(configured(model, folder, method, max_model_len=512))
-        assert (found.lookahead, found.drafted_len) == (lookahead, 510)
-
-
 @pytest.mark.parametrize("method", ["ngram", None])
 def test_without_a_drafter_that_has_kv_keys_are_as_ever(model: Path, method: str | None) -> None:
     speculative = {"method": method, "num_speculative_tokens": 2} if method else None

@@ -17,10 +17,6 @@ def parallel(**changes: Any) -> Any:
     return SimpleNamespace(**(alone | changes))
 
 
-def test_an_engine_alone_has_no_place_among_others() -> None:
-    assert (engine_index(parallel()), engine_header(parallel(), "e")) == (0, -1)
-
-
 def test_engines_behind_one_api_are_told_apart() -> None:
     """vLLM leaves ``data_parallel_rank`` at 0 in each of them, unless the model has experts."""
     second = parallel(data_parallel_index=1)

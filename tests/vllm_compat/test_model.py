@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
-from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from tests.support.vllm_configs import BLOCK_SIZE, LAYERS, full_attention, kv_cache, vllm_config
 
@@ -51,13 +49,3 @@ def test_stages_with_layers_of_other_kinds_name_what_the_whole_names(model: Path
     stages = [describe(config, kv_cache(spec)).configuration for spec in (full, windowed)]
     assert stages[0] != stages[1]
     assert stages[0] | stages[1] == stages[1] | stages[0] == whole
-
-
-def test_a_chunk_of_broken_blocks_is_refused(model: Path) -> None:
-    with pytest.raises(UnsupportedError, match="40 is not a multiple of vLLM's block size 16"):
-        describe(vllm_config(model), kv_cache(), chunk_size=40)
-
-
-def test_without_a_chunk_size_a_chunk_has_128_tokens(model: Path) -> None:
-    found = describe(vllm_config(model), kv_cache(), chunk_size=None)
-    assert found.chunk_size == found.parts[0].geometries[0].num_tokens == 128

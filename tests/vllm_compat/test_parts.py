@@ -13,7 +13,6 @@ from vllm.v1.core.kv_cache_utils import (
     unify_kv_cache_spec_page_size,
 )
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -24,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.vllm_compat import identity
 from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from tests.support.vllm_configs import (
@@ -88,31 +87,10 @@ def test_windows_in_many_groups_are_one_part(model: Path) -> None:
     assert layout.geometries[0].num_tokens == 128
 
 
-def test_parts_do_not_depend_on_how_layers_are_grouped(model: Path) -> None:
-    specs = [window(), full()] * 2
-    one = described(model, grouped(specs))
-    names = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
-    alone = [KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)]
-    other = described(
-        model, KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=alone[::-1])
-    )
-    assert [layout.geometries for layout in one.parts] == [p.geometries for p in other.parts]
-    assert [layout.part.rule for layout in one.parts] == [p.part.rule for p in other.parts]
-    assert one.configuration == other.configuration
-    assert positions(other, 0) == [[3], [1]]
-    assert [group.positions for group in other.parts[0].groups] == [(1,), (0,)]
-
-
 def test_the_window_is_part_of_the_identity(model: Path) -> None:
     one = described(model, grouped([window(64), full()]))
     other = described(model, grouped([window(128), full()]))
     assert one.configuration != other.configuration
-
-
-def test_a_window_alone(model: Path) -> None:
-    found = described(model, kv_cache(window(96)))
-    (layout,) = found.parts
-    assert layout.part == Part(Rule.WINDOW, (0,), BLOCK_SIZE, 96)
 
 
 def test_what_drafts_read_again_belongs_to_the_window(model: Path) -> None:
@@ -131,22 +109,6 @@ def test_heads_and_blocks_of_other_sizes(model: Path) -> None:
     )
     assert prefix.planes != windows.planes, "CPU attention packs other heads in another way"
     assert (prefix.blocks_per_chunk, windows.blocks_per_chunk) == (8, 4)
-
-
-def test_chunks_hold_whole_blocks_of_every_group(model: Path) -> None:
-    cache = grouped([window(block_size=48), full(block_size=64)])
-    found = describe_model(vllm_config(model), cache, chunk_size=None)
-    assert found.chunk_size == 192
-    with pytest.raises(UnsupportedError, match="128 is not a multiple of vLLM's block size 192"):
-        describe_model(vllm_config(model), cache, chunk_size=128)
-
-
-def test_chunked_local_attention(model: Path) -> None:
-    """Llama 4."""
-    local = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
-    found = described(model, grouped([local, local, full()]))
-    assert [layout.part.rule for layout in found.parts] == [Rule.PREFIX, Rule.CHUNKED]
-    assert found.parts[1].part.span == 64
 
 
 def state(**sizes: Any) -> MambaSpec:
@@ -237,11 +199,6 @@ def test_layers_of_several_widths_under_one_block_table_are_one_part(model: Path
     }
     (layout,) = described(model, uniform(specs)).parts
     assert layout.geometries[0].layer_widths == (1152, 384)
-
-
-def test_full_attention_is_one_part_of_one_group(model: Path) -> None:
-    (layout,) = described(model, kv_cache(full_attention())).parts
-    assert layout.part == Part(Rule.PREFIX, (0,), BLOCK_SIZE)
 
 
 def test_a_model_of_one_part_shares_no_root_with_one_of_several(model: Path) -> None:

@@ -15,12 +15,6 @@ from lmcache_connector.vllm_compat.tensor_digest import (
     tensor_digest,
 )
 
-DTYPES = [
-    *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
-    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-]
-
 elements = st.binary(min_size=1, max_size=200).map(list)
 
 
@@ -59,25 +53,12 @@ def test_elements_that_swap_places_change_the_digest(data: list[int], a: int, b:
     assert (tensor_digest(one) == tensor_digest(other)) == torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_bit_of_any_type_changes_the_digest(dtype: torch.dtype) -> None:
-    data = torch.arange(64, dtype=torch.uint8) % 2
-    before = tensor_digest(data.view(dtype))
-    data[-1] ^= 1
-    assert tensor_digest(data.view(dtype)) != before
-
-
 @given(st.permutations([0, 1, 2]))
 def test_axes_in_another_order_are_read_in_that_of_memory(axes: list[int]) -> None:
     tensor = counted(2, 3, 5)
     view = tensor.permute(axes)
     assert tensor_digest(view) == tensor_digest(tensor)
     assert (digest(w=view) == digest(w=tensor)) == (axes == [0, 1, 2])
-
-
-def test_a_transposed_matrix_is_another() -> None:
-    square = counted(3, 3)
-    assert digest(w=square.t()) != digest(w=square)
 
 
 def test_a_view_with_gaps_is_its_own_elements() -> None:
@@ -89,29 +70,6 @@ def test_a_view_with_gaps_is_its_own_elements() -> None:
     assert tensor_digest(view) == before
     table[3, 3] = -1.0
     assert tensor_digest(view) != before
-
-
-def test_a_tensor_that_repeats_itself_is_read() -> None:
-    row = counted(1, 4)
-    before = tensor_digest(row.expand(3, 4))
-    row[0, 2] = 9.0
-    assert tensor_digest(row.expand(3, 4)) != before
-
-
-def test_a_part_of_a_tensor_begins_where_it_begins() -> None:
-    table = counted(4, 4)
-    assert tensor_digest(table[2]) == tensor_digest(table[2].clone()) != tensor_digest(table[1])
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
-def test_empty_tensors_differ_by_their_form(shape: tuple[int, ...]) -> None:
-    empty = torch.empty(shape)
-    assert tensor_digest(empty) == b""
-    assert digest(w=empty) != digest(w=torch.empty(1, 0))
-
-
-def test_scalars_are_read() -> None:
-    assert tensor_digest(torch.tensor(1.0)) != tensor_digest(torch.tensor(2.0))
 
 
 def test_names_types_and_shapes_count() -> None:
@@ -129,11 +87,6 @@ def test_names_types_and_shapes_count() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_two_tensors_that_swap_their_content_change_the_digest() -> None:
-    one, two = counted(4), counted(4) + 1
-    assert digest(a=one, b=two) != digest(a=two, b=one)
-
-
 def test_tied_weights_count_under_each_name() -> None:
     tied = counted(4)
     parameter = nn.Parameter(tied, requires_grad=False)
@@ -144,12 +97,6 @@ def test_tied_weights_count_under_each_name() -> None:
     assert before == digest(a=tied, b=tied.clone(), c=tied.clone())
     tied[0] = 5.0
     assert model_digest({"model": model}, ()) != before
-
-
-def test_tensors_of_one_place_and_another_form_are_read_apart() -> None:
-    table = counted(4, 4)
-    parts = digest(a=table[:2], b=table[:1])
-    assert parts == digest(a=table[:2].clone(), b=table[:1].clone())
 
 
 def test_buffers_count_even_those_that_are_not_saved() -> None:

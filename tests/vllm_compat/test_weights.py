@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,6 @@ def identity(folder: Path, load_format: str = "auto", **model: Any) -> str:
     for name, value in model.items():
         setattr(config.model_config, name, value)
     return weights_identity(config, "full", folder.parent / "kept").name
-
-
-def shards(folder: Path) -> None:
-    """Two files, of which an index names the first."""
-    (file,) = folder.glob("*.safetensors")
-    shutil.copy(file, folder / "other.safetensors")
-    index = f'{{"weight_map": {{"model.norm.weight": "{file.name}"}}}}'
-    (folder / "model.safetensors.index.json").write_text(index)
-
-
-def test_an_index_that_names_another_file_is_another_model(folder: Path) -> None:
-    shards(folder)
-    before = identity(folder)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(re.sub(r'"[^"]*\.safetensors"', '"other.safetensors"', index.read_text()))
-    assert identity(folder) != before
 
 
 def test_each_format_counts_the_files_it_reads(folder: Path) -> None:
@@ -193,7 +177,8 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Scene:
-    snapshots, latest = tmp_path / "snapshots", tmp_path / "latest"
+    models = tmp_path / "disk" / "models"
+    snapshots, latest = models / "snapshots", models / "latest"
     for step in ("1", "2"):
         (snapshots / step).mkdir(parents=True)
         (snapshots / step / "model.safetensors").write_bytes(b"weights of " + step.encode())
@@ -231,6 +216,59 @@ def swap_folders_and_add(scene: Scene) -> None:
     (scene.folder / "log.txt").write_text("step 1")
 
 
+def add_beside(scene: Scene) -> None:
+    for number, folder in enumerate((scene.folder, *scene.folder.parents[:4])):
+        (folder / f"log-{number}.txt").write_text("step 1")
+        (folder / f"folder-{number}").mkdir()
+
+
+def rename_beside(scene: Scene) -> None:
+    add_beside(scene)
+    (scene.folder / "folder-0").rename(scene.folder / "renamed")
+    (scene.snapshots / "2").rename(scene.snapshots / "3")
+
+
+def swap_folders_in_busy_ones(scene: Scene) -> None:
+    swap_folders(scene)
+    add_beside(scene)
+
+
+def swap_folders_above(scene: Scene) -> None:
+    """As a trainer does that makes its output anew."""
+    old = scene.snapshots.with_name("old")
+    scene.snapshots.rename(old)
+    shutil.copytree(old, scene.snapshots)
+    for file in scene.folder.iterdir():  # whatever the times of its files were set to
+        file.unlink()
+        (old / "1" / file.name).rename(file)
+    add_beside(scene)
+
+
+def swap_folders_and_back(scene: Scene) -> None:
+    swap_folders(scene)
+    scene.folder.rename(scene.snapshots / "2")
+    (scene.snapshots / "old").rename(scene.folder)
+
+
+def swap_folders_and_back_in_busy_ones(scene: Scene) -> None:
+    add_beside(scene)
+    swap_folders_and_back(scene)
+    (scene.snapshots / "later").mkdir()
+
+
+def make_anew(scene: Scene) -> None:
+    """The inode may be the same."""
+    shutil.rmtree(scene.folder)
+    scene.folder.mkdir()
+    (scene.snapshots / "2" / "model.safetensors").rename(scene.folder / "model.safetensors")
+
+
+def link_there_and_back(scene: Scene) -> None:
+    link_to(scene, "2")
+    link_to(scene, "1")
+    add_beside(scene)
+
+
 def download(scene: Scene, name: str) -> Path:
     """As huggingface_hub does: the blob has its content's digest as name, then comes a link."""
     blobs = scene.snapshots.parent / "blobs"
@@ -252,6 +290,12 @@ CHANGES: dict[str, Callable[[Scene], object]] = {
     "link moved": lambda scene: link_to(scene, "2"),
     "folder renamed": swap_folders,
     "folder renamed, and a file beside": swap_folders_and_add,
+    "folder renamed, and others beside all": swap_folders_in_busy_ones,
+    "folder above renamed": swap_folders_above,
+    "folder moved away and back": swap_folders_and_back,
+    "folder moved away and back in a busy one": swap_folders_and_back_in_busy_ones,
+    "folder made anew": make_anew,
+    "link moved there and back": link_there_and_back,
 }
 NO_CHANGES: dict[str, Callable[[Scene], object]] = {
     "nothing": lambda scene: None,
@@ -260,24 +304,43 @@ NO_CHANGES: dict[str, Callable[[Scene], object]] = {
     "a file beside goes": lambda scene: (scene.snapshots / "2" / "model.safetensors").unlink(),
     "a folder beside": lambda scene: (scene.snapshots / "3").mkdir(),
     "a link beside": lambda scene: (scene.snapshots / "best").symlink_to(scene.folder),
+    "files and folders beside all": add_beside,
+    "what lies beside is renamed": rename_beside,
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_files_links_and_folders_that_change_are_seen(scene: Scene, change: str) -> None:
-    files, loaded_at = scene.files, later()
-    assert files.changed_since(loaded_at) is None
+    files, seen, loaded_at = scene.files, scene.files.folders, later()
+    assert files.changed_since(loaded_at, seen) is None
     CHANGES[change](scene)
-    assert files.changed_since(loaded_at) is not None
+    assert files.changed_since(loaded_at, seen) is not None
+    assert files.changed_since(loaded_at) is not None, "whatever was seen"
     if change != "removed":
         assert files.changed_since(later()) is None, "who loads now loads these"
 
 
 @pytest.mark.parametrize("change", NO_CHANGES)
 def test_what_lies_beside_files_may_change(scene: Scene, change: str) -> None:
-    files, loaded_at = scene.files, later()
+    files, seen, loaded_at = scene.files, scene.files.folders, later()
     NO_CHANGES[change](scene)
-    assert files.changed_since(loaded_at) is None
+    assert files.changed_since(loaded_at, seen) is None
+
+
+def test_folders_of_another_host_say_nothing(scene: Scene) -> None:
+    files, loaded_at = scene.files, later()
+    others = [replace(each, host="another", inode=1) for each in files.folders]
+    assert files.changed_since(loaded_at, others) is None
+    swap_folders_in_busy_ones(scene)
+    assert files.changed_since(loaded_at, others) is not None
+
+
+def test_ranks_that_saw_other_folders_have_loaded_other_weights(scene: Scene) -> None:
+    early = scene.files.folders
+    swap_folders(scene)
+    late, loaded_at = scene.files.folders, later()
+    assert scene.files.changed_since(loaded_at, late) is None
+    assert scene.files.changed_since(loaded_at, [*early, *late]) is not None
 
 
 @pytest.mark.parametrize("digits", [40, 64], ids=["small", "large"])

@@ -207,13 +207,6 @@ def test_what_nobody_wants_is_left_alone(own_server: Server, instance: Instance)
         assert client.info("commandstats")["cmdstat_strlen"]["calls"] <= 3 * NUM_VALUES
 
 
-def test_an_outage_while_it_was_stored_is_made_good(own_server: Server, instance: Instance) -> None:
-    own_server.kill()
-    store(instance)
-    own_server.start()
-    wait_for_all(own_server, instance, wanted=False)
-
-
 def test_a_full_server_is_written_to_once_it_has_room(
     own_server: Server, instance: Instance
 ) -> None:
@@ -236,21 +229,6 @@ def test_a_chunk_whose_claimant_died_is_written(own_server: Server, instance: In
         for claim in claims:
             client.set(claim, b"1", px=600)  # left by a writer that is gone
     wait_for_all(own_server, instance, wanted=True)
-
-
-def test_a_full_queue_is_made_good(own_server: Server) -> None:
-    instance = make_instance(own_server.port, pace=QUICK, write_queue_bytes=1)
-    try:
-        store(instance)
-        assert value_names(own_server) == []
-    finally:
-        instance.worker.shutdown()
-    room = make_instance(own_server.port, pace=QUICK, write_queue_bytes=3 * (32 << 10))
-    try:
-        store(room)
-        wait_for_all(own_server, room, wanted=False)
-    finally:
-        room.worker.shutdown()
 
 
 def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:

@@ -7,7 +7,6 @@ comes back is compared with what every layer, head and token was given.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -29,7 +28,6 @@ from lmcache_connector.plans import (
 )
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
-from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
@@ -260,30 +258,6 @@ def test_every_part_comes_back_from_memory(rank: Rank) -> None:
     assert torch.equal(rank.memory[:, others], before[:, others])
 
 
-def test_what_memory_holds_of_each_part_is_not_copied_again(rank: Rank) -> None:
-    store(rank)
-    rank.drop(key(1, FULL))
-    rank.drop(key(3, WINDOW))
-    rank.run(StepPlan(idle=True))
-    again = rank.result(StoreJob(3, "r", RUNS))
-    sizes = [part.chunk_bytes for part in geometries(1, 0).parts]
-    assert (again.outcome, again.num_chunks) == (Outcome.DONE, 2)
-    assert again.num_bytes == sizes[FULL] + sizes[WINDOW]
-    assert rank.result(load(4)).outcome is Outcome.DONE
-    assert all(rank.holds(run) for run in LOADED)
-
-
-def test_nothing_follows_a_run_that_is_not_whole(rank: Rank) -> None:
-    store(rank)
-    rank.drop(key(2, WINDOW))
-    before = rank.memory.clone()
-    loaded = rank.result(load(2))
-    assert (loaded.outcome, loaded.num_chunks) == (Outcome.MISSING, 1)
-    changed = {*LOADED[0].block_ids[0]}
-    rest = [i for i in range(NUM_BLOCKS) if i not in changed]
-    assert torch.equal(rank.memory[:, rest], before[:, rest])
-
-
 @pytest.mark.parametrize(("part", "skip"), [(FULL, 0), (WINDOW, 0), (WINDOW, 1)])
 def test_a_tail_is_zero_after_its_end(rank: Rank, part: int, skip: int) -> None:
     """Whatever its blocks and the tier's memory held before; a load fills no block behind it."""
@@ -366,7 +340,7 @@ def test_another_instance_loads_every_part_from_redis(valkey: Server) -> None:
     loaded = reader.result(load(2, redis=True))
     sizes = [part.chunk_bytes for part in geometries(1, 0).parts]
     assert (loaded.outcome, loaded.num_chunks) == (Outcome.DONE, 7)
-    assert loaded.redis_bytes == 4 * sizes[FULL] + 2 * sizes[WINDOW] + sizes[STATE]
+    assert loaded.fetched_bytes == 4 * sizes[FULL] + 2 * sizes[WINDOW] + sizes[STATE]
     assert all(reader.holds(run) for run in LOADED)
     reader.worker.shutdown()
 
@@ -429,22 +403,3 @@ def test_heads_are_shared_between_tensor_parallel_sizes_and_states_within_one(
         assert same_size.result(load(2, redis=True)).outcome is Outcome.DONE
         assert all(same_size.holds(run) for run in LOADED)
         same_size.worker.shutdown()
-
-
-def test_a_look_up_knows_the_values_of_each_part(valkey: Server) -> None:
-    with valkey.client() as client:
-        client.flushall()
-        writer = Rank(1, 0, valkey)
-        store(writer)
-        writer.worker.shutdown()
-        keys = [key(i, part) for i in range(4) for part in range(NUM_PARTS)]
-        (gone,) = client.keys(f"lmc:*{key(2, WINDOW).hex()}*:1")
-        client.delete(gone)
-    config = RedisTierConfig(url=valkey.url)
-    lookup = RedisLookup(config, [geometries(1, 0)])
-    found = lookup.exist(keys, time.monotonic() + LONG)
-    lookup.close()
-    there = KEYS - {key(2, WINDOW)}
-    assert [each for each, is_there in zip(keys, found, strict=True) if is_there] == [
-        each for each in keys if each in there
-    ]

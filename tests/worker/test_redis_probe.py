@@ -9,30 +9,15 @@ from typing import cast
 import pytest
 
 from lmcache_connector.net.deadline import never
-from lmcache_connector.storage.chunk_codec import DTYPE_CODES
-from lmcache_connector.storage.compression import compress
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.storage.tier import OnDone, ReadResult
-from lmcache_connector.worker.redis_probe import RedisProbe, _noise
+from lmcache_connector.worker.redis_probe import RedisProbe
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config
 from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server
 
 NUM_CHUNKS = 8
-
-
-@pytest.mark.parametrize("dtype", sorted(DTYPE_CODES))
-def test_there_is_noise_of_every_dtype(dtype: str) -> None:
-    noise = _noise(dtype, 50_001)
-    assert (noise.nbytes, noise.format) == (50_001, "B")
-    assert len(set(noise[:1000])) > 20
-
-
-def test_noise_shrinks_as_kv_does() -> None:
-    chunk = compress(_noise("bfloat16", 1 << 18), "bfloat16")
-    assert chunk is not None
-    assert 0.6 < len(chunk) / (1 << 18) < 0.8
 
 
 @pytest.mark.parametrize(("codec", "most"), [("none", 1.1), ("blosc2", 0.9)])

@@ -94,14 +94,6 @@ def test_copies_wait_for_what_the_test_has_written(
     assert counting.waited_for == [1, 2, 3, 4]  # each for the newest fence
 
 
-def test_a_cache_smaller_than_a_chunk_is_not_tested(
-    copier: Copier, engines: list[LMCacheEngineAdapter]
-) -> None:
-    part = make_cache(BLOCK_SIZE, num_blocks=1)
-    engines.append(make_engine(part, copier))
-    assert run_self_test(engines[0], [part], time.monotonic) is None
-
-
 def test_other_bytes_stop_the_start(copier: Copier, engines: list[LMCacheEngineAdapter]) -> None:
     """The engine moves another cache than the one that is looked at."""
     engines.append(make_engine(make_cache(BLOCK_SIZE), copier))

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,6 +145,50 @@ def test_nobody_waits_behind_an_endless_stream_of_small_loads() -> None:
         lanes.end(0)
         num_begun += 1
     assert num_begun > 200, "small ones pass it for half a second"
+
+
+class CountedKey(bytes):
+    """Counts how often a set or dictionary looks for it."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedKey.looks += 1
+        return super().__hash__()
+
+
+def _num_looks(num_waiting: int, *, share: bool) -> int:
+    """While ten loads end, and so many others wait. ``share``: all want the same chunks. Each load
+    has been seen to wait before."""
+    open_jobs, brought, now = set[int](), set[bytes](), 1.0
+    loads = WaitingLoads(open_jobs, brought)
+    running: list[QueuedJob] = []
+
+    def begin() -> None:
+        while len(running) < 2 and (queued := loads.next(now)) is not None:
+            brought.update(queued.job.keys)
+            running.append(queued)
+
+    for job_id in range(1, num_waiting + 13):
+        name = "shared" if share else job_id
+        keys = tuple(CountedKey(f"{name} {i}".encode()) for i in range(20))
+        job = load_job(job_id, "r", keys, ((0,) * len(keys),), needs_redis=True)
+        loads.add(QueuedJob(job, None, 0.0, 0.0, 0.0))
+        begin()
+    before = CountedKey.looks
+    for _ in range(10):
+        ended = running.pop(0)
+        brought.difference_update(ended.job.keys)
+        loads.came(ended.job.keys)
+        begin()
+    return CountedKey.looks - before
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_an_ended_load_costs_the_same_whatever_waits(share: bool) -> None:
+    """It cost a look at the chunks of each load, under the lock that each step takes."""
+    few, many = (_num_looks(number, share=share) for number in (10, 1000))
+    assert 0 < many <= few
 
 
 def test_nothing_is_left_of_jobs_that_end_before_a_lane_takes_any() -> None:

@@ -17,14 +17,11 @@ from lmcache_connector.storage.chunk_codec import (
     decode_header,
     encode_header,
 )
-from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
-from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTier
 from tests.support.redis.chunks import (
     chunk_data,
     chunk_key,
-    count_found,
     get_all,
     kv_data,
     open_tier,
@@ -71,74 +68,6 @@ def test_every_reader_reads_every_value(
         for _ in range(2):
             assert get_all(reader, range(3)) == ([True] * 3, [kv_data(i) for i in range(3)])
         assert_no_miss(reader)
-
-
-# Batches of one value, of some, and of all; small ones are shared by the readers.
-@pytest.mark.parametrize("window_bytes", [2, 20_000, 8 << 20])
-@pytest.mark.parametrize("num_connections", [1, 2])
-def test_both_kinds_in_turn_cost_no_miss(
-    valkey: Server, window_bytes: int, num_connections: int
-) -> None:
-    """Wherever in a batch a reader meets its first compressed value."""
-    sizes = partial(open_tier, window_bytes=window_bytes, num_connections=num_connections)
-    for first in range(9):
-        with valkey.client() as client:
-            client.flushall()
-        with open_tier(valkey.url) as plain, open_tier(valkey.url, codec="blosc2") as small:
-            assert all(put_all(plain, range(first), kv_data))
-            assert all(put_all(small, [i for i in range(first, 12) if i % 3], kv_data))
-            assert all(put_all(plain, [i for i in range(first, 12) if not i % 3], kv_data))
-        with sizes(valkey.url) as reader:
-            for _ in range(3):
-                assert get_all(reader, range(12)) == ([True] * 12, [kv_data(i) for i in range(12)])
-            assert_no_miss(reader)
-
-
-def test_values_of_the_expected_length_come_at_once_again(valkey: Server) -> None:
-    """After a batch of others: receiving them one by one takes several times as long."""
-    with open_tier(valkey.url) as plain, open_tier(valkey.url, codec="blosc2") as small:
-        assert all(put_all(small, range(3), kv_data))
-        assert all(put_all(plain, range(3, 6), kv_data))
-    with open_tier(valkey.url, num_connections=1) as tier:
-        (reader,) = tier._readers.threads
-        for chunks, are_wanted in ((range(3), True), (range(3, 6), False), (range(3), True)):
-            assert get_all(tier, chunks)[0] == [True] * 3
-            assert reader._replies.are_wanted is are_wanted
-
-
-def test_large_values_of_both_kinds(valkey: Server) -> None:
-    """Values of 3 MiB, which come in many pieces."""
-    geometry = ChunkGeometry(128, 0, (2048,) * 12, (0, 1), 2, "bfloat16")
-    opened = partial(open_tier, valkey.url, geometry, max_value_bytes=4 << 20)
-    with opened() as plain, opened(codec="blosc2") as small:
-        assert put_all(small, [0, 2], kv_data) == put_all(plain, [1, 3], kv_data) == [True] * 2
-        for reader in (plain, small):
-            hits, data = get_all(reader, range(4))
-            assert hits == [True] * 4
-            assert data == [kv_data(i, geometry) for i in range(4)]
-            assert_no_miss(reader)
-
-
-@pytest.mark.parametrize(("first", "second"), product(CODECS, CODECS))
-def test_what_one_has_written_another_leaves(valkey: Server, first: Codec, second: Codec) -> None:
-    with open_tier(valkey.url, codec=first) as tier:
-        assert put_all(tier, range(2), kv_data) == [True] * 2
-    before = lengths(valkey, 0)
-    with open_tier(valkey.url, codec=second) as tier:
-        assert put_all(tier, range(2), kv_data) == [True] * 2
-        assert tier.stats().counts.writes == {WriteEnd.ALREADY_THERE: 2}
-    assert lengths(valkey, 0) == before
-    assert count_found(valkey.url, 3) == 2
-
-
-def test_a_missing_chunk_ends_the_read_of_compressed_ones(valkey: Server) -> None:
-    with open_tier(valkey.url, codec="blosc2") as tier:
-        assert all(put_all(tier, [0, 1, 3], kv_data))
-        for _ in range(4):
-            hits, data = get_all(tier, range(4))
-            assert (hits[:3], data[:2]) == ([True, True, False], [kv_data(0), kv_data(1)])
-        assert all(state is CircuitState.CLOSED for _, state in tier.stats().servers)
-        assert get_all(tier, range(2))[0] == [True] * 2
 
 
 # What lies under a value's name instead of it. All is sealed as if a writer had meant it.

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 from lmcache_connector.net.wire import WireFault
-from lmcache_connector.storage.chunk_codec import ValueFault
 from lmcache_connector.storage.redis.client.resp import ReplyFault
 from lmcache_connector.storage.redis.counters import (
-    Counters,
     Miss,
     NotAsked,
-    TierCounts,
     WriteEnd,
 )
 
@@ -32,21 +29,3 @@ def test_the_labels_are_those_that_dashboards_know() -> None:
         *("written", "already_there", "claimed_elsewhere", "queue_full", "failed")
     ]
     assert [end.is_stored for end in WriteEnd] == [True, True, False, False, False]
-
-
-def test_counts_add_up_and_a_snapshot_stays_as_it_is() -> None:
-    counters = Counters()
-    assert counters.snapshot() == TierCounts()
-    counters.count_chunks(2, [Miss(ValueFault.BAD_CHECKSUM)])
-    counters.count_chunks(1, [Miss(ValueFault.BAD_CHECKSUM), Miss(NotAsked.AFTER_MISS)])
-    counters.count_write(WriteEnd.WRITTEN)
-    counters.count_bytes_written(400)
-    taken = counters.snapshot()
-    counters.count_write(WriteEnd.WRITTEN)
-    assert taken == TierCounts(
-        chunks_hit=3,
-        misses={"bad_checksum": 2, "after_miss": 1},
-        writes={WriteEnd.WRITTEN: 1},
-        bytes_written=400,
-    )
-    assert taken.misses["missing"] == 0

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 
 from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.storage.redis import tier as tier_module
-from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
-from lmcache_connector.storage.redis.tier import RedisTier
+from lmcache_connector.storage.redis.counters import WriteEnd
 from lmcache_connector.storage.redis.topology import Node, Topology
 from lmcache_connector.storage.redis.value_names import chunk_tag
 from tests.support.redis.chunks import (
     GEOMETRY,
-    PARTS,
-    Ends,
     chunk_data,
     chunk_key,
-    config,
     get_all,
     open_tier,
     put_all,
@@ -31,16 +24,6 @@ from tests.support.redis.servers import Server
 @pytest.fixture(params=["tcp", "unix"])
 def url(request: pytest.FixtureRequest, valkey: Server) -> str:
     return valkey.url if request.param == "tcp" else valkey.unix_url
-
-
-def test_what_was_put_comes_back_byte_for_byte(url: str) -> None:
-    with open_tier(url) as tier:
-        assert put_all(tier, range(20)) == [True] * 20
-        hits, data = get_all(tier, range(20))
-        assert hits == [True] * 20
-        assert data == [chunk_data(i) for i in range(20)]
-        counts = tier.stats().counts
-        assert counts == TierCounts(20, {}, {WriteEnd.WRITTEN: 20}, 20 * GEOMETRY.chunk_bytes)
 
 
 def test_big_values_come_back(valkey: Server) -> None:
@@ -55,19 +38,6 @@ def test_big_values_come_back(valkey: Server) -> None:
         lengths = [client.strlen(key) for key in client.keys("lmc:*-*")]
     assert len(lengths) == 32
     assert max(lengths) <= 4 << 20
-
-
-def test_a_missing_chunk_is_a_miss_and_ends_the_load(url: str) -> None:
-    with open_tier(url) as tier:
-        put_all(tier, [0, 1, 2, 4, 5])
-        hits, data = get_all(tier, range(6))
-        assert hits[:4] == [True, True, True, False]
-        assert data[:3] == [chunk_data(i) for i in range(3)]
-        for i in (4, 5):
-            assert not hits[i] or data[i] == chunk_data(i)
-        assert tier.stats().counts.misses["missing"] == 1
-        # And the tier goes on.
-        assert get_all(tier, [0, 1, 2, 4, 5])[0] == [True] * 5
 
 
 def test_a_chunk_with_one_value_gone_is_a_miss(valkey: Server) -> None:
@@ -112,14 +82,6 @@ def test_who_does_not_know_the_secret_forges_no_value(valkey: Server, forger: by
         )
 
 
-def test_a_rank_that_writes_no_head_is_done_at_once(valkey: Server) -> None:
-    tier = RedisTier(config(valkey.url), PARTS, ((),))
-    ends = Ends()
-    assert tier.put(chunk_key(0), memoryview(chunk_data(0)), ends)
-    assert ends.results == [True]
-    assert tier.close(1.0)
-
-
 def test_a_chunk_on_an_unknown_node_ends_the_read(
     valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,31 +97,6 @@ def test_a_chunk_on_an_unknown_node_ends_the_read(
         assert hits == [True, True, False, False]
         assert data[:2] == [chunk_data(0), chunk_data(1)]
         assert tier.stats().counts.misses == {"unavailable": 2}
-
-
-def test_no_server_costs_misses_only() -> None:
-    with open_tier("redis://127.0.0.1:1") as tier:
-        begun = time.monotonic()
-        assert get_all(tier, range(3), seconds=1.0)[0] == [False] * 3
-        assert put_all(tier, range(3)) == [False] * 3
-        assert time.monotonic() - begun < 5.0
-
-
-def test_a_load_can_be_cancelled() -> None:
-    with open_tier("redis://192.0.2.1:6379", connect_timeout_seconds=30.0) as tier:
-        cancelled = threading.Event()
-        threading.Timer(0.05, cancelled.set).start()
-        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
-        far = time.monotonic() + 600.0
-        assert tier.read([chunk_key(0)], [buffer], far, cancelled.is_set).hits == [False]
-
-
-def test_a_callers_bug_raises(valkey: Server) -> None:
-    with open_tier(valkey.url) as tier:
-        with pytest.raises(ValueError, match="bytes"):
-            tier.read([b"short"], [memoryview(bytearray(GEOMETRY.chunk_bytes))], 0.0)
-        with pytest.raises(ValueError, match="bytes"):
-            tier.read([chunk_key(0)], [memoryview(bytearray(3))], 0.0)
 
 
 def test_bursts_of_writes_are_timed_once(valkey: Server) -> None:

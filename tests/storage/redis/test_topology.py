@@ -147,22 +147,6 @@ class TestCluster:
         lookup.close()
         assert num_looks(left_behind) <= 4  # once each, and they never come back to it
 
-    def test_a_map_that_does_not_hold_is_asked_for_ever_less_often(self, cluster: Cluster) -> None:
-        now = 0.0
-        topology = ClusterTopology(config(cluster.url), lambda: now)
-        before = num_looks(cluster.masters[0])
-        for _ in range(600):
-            now += 0.1
-            topology.mark_stale()
-            topology.prepare()
-        assert 10 <= num_looks(cluster.masters[0]) - before <= 20
-        now += 60.0  # it held for a minute: what has changed is looked for soon
-        for _ in range(10):
-            now += 0.1
-            topology.mark_stale()
-            topology.prepare()
-        assert num_looks(cluster.masters[0]) - before <= 24
-
     def _migrate_back(self, cluster: Cluster, slot: int, source: Server) -> None:
         home = cluster.owner(slot)
         with home.client() as new, source.client() as old:
@@ -319,21 +303,6 @@ class TestCluster:
                 else:
                     owner.execute_command("CLUSTER SETSLOT", slot, "STABLE")
                     target.execute_command("CLUSTER SETSLOT", slot, "STABLE")
-
-    def test_a_full_master_pauses_its_own_writes_only(self, cluster: Cluster) -> None:
-        full = cluster.masters[0]
-        there = [i for i in range(40) if cluster.owner(slot_of(i)) is full]
-        elsewhere = [i for i in range(40) if i not in there]
-        slow = {"backoff_min_seconds": 600.0, "backoff_max_seconds": 600.0}
-        with full.client() as client, open_tier(cluster.url, **slow) as tier:  # type: ignore[arg-type]
-            client.config_set("maxmemory", 1)  # the policy is noeviction
-            try:
-                assert put_all(tier, there) == [False] * len(there)
-                assert tier.stats().writes_paused
-                assert put_all(tier, elsewhere) == [True] * len(elsewhere)
-                assert put_all(tier, there[:1]) == [False]
-            finally:
-                client.config_set("maxmemory", 0)
 
 
 def num_looks(server: Server) -> int:

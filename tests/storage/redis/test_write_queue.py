@@ -43,26 +43,6 @@ def test_when_full_the_deepest_chunk_goes_first_and_the_newest_of_them() -> None
     assert names(queue.take(1000, 0.0)) == [0, 3, 4, 5]
 
 
-def test_nothing_is_dropped_for_what_will_not_fit_anyway() -> None:
-    queue = WriteQueue(30)
-    for name, order in enumerate((1, 8, 9)):
-        queue.offer(write(name, order))
-    assert names(queue.offer(write(3, 0, size=31))) == [3]
-    assert queue.num_bytes == 30
-    assert names(queue.offer(write(4, 5, size=21))) == [4]
-    assert names(queue.offer(write(5, 5))) == [2], "it still knows which is the deepest"
-
-
-def test_what_is_being_written_still_takes_room() -> None:
-    queue = WriteQueue(20)
-    queue.offer(write(0, 0))
-    queue.offer(write(1, 1))
-    taken = queue.take(100, 0.0)
-    assert names(queue.offer(write(2, 0))) == [2]
-    queue.finish(taken[0], True)
-    assert queue.offer(write(2, 0)) == []
-
-
 def test_a_chunk_already_here_is_not_queued_twice() -> None:
     told = []
     queue = WriteQueue(100)
@@ -117,14 +97,6 @@ def test_a_queue_that_fills_up_is_not_held_back() -> None:
     assert names(queue.take(10, 0.0)) == [0]
 
 
-def test_a_held_queue_still_closes() -> None:
-    queue = WriteQueue(100, Clock())
-    queue.hold(float("inf"))
-    queue.offer(write(1, 0))
-    assert names(queue.close()) == [1]
-    assert queue.take(100, 0.0) == []
-
-
 def test_closing_hands_back_what_waits() -> None:
     queue = WriteQueue(100)
     queue.offer(write(0, 0))
@@ -164,29 +136,6 @@ def test_what_a_slow_node_is_being_sent_costs_the_others_no_beginnings() -> None
     assert names(queue.offer(write(4, 0), QUICK)) == [3]
 
 
-def test_a_lane_that_has_its_share_is_held_no_longer() -> None:
-    """However little that is: a full queue of a slow node must not keep the others' writes."""
-    queue = WriteQueue(60, Clock())
-    queue.hold(float("inf"))
-    for name in range(6):
-        queue.offer(write(name, name), SLOW)
-    for name in (6, 7, 8, 9):
-        queue.offer(write(name, 20), QUICK if name % 2 else QUICK + 1)
-    for lane in (QUICK, QUICK + 1):
-        assert len(queue.take(100, 0.0, lane)) == 2
-
-
-def test_a_node_that_fills_the_queue_ends_nobody_elses_hold() -> None:
-    clock = Clock()
-    queue = WriteQueue(100, clock)
-    queue.hold(float("inf"))
-    for name in range(8):
-        queue.offer(write(name, name), SLOW)
-    queue.offer(write(8, 0), QUICK)
-    assert queue.take(100, 0.0, QUICK) == []
-    assert names(queue.take(10, 0.0, SLOW)) == [0]
-
-
 def test_what_belongs_to_another_lane_is_moved_there() -> None:
     queue = WriteQueue(100)
     queue.offer(write(0, 0))
@@ -200,15 +149,6 @@ def test_what_belongs_to_another_lane_is_moved_there() -> None:
     for each in (first, second):
         queue.finish(each, False)
     assert queue.num_bytes == 0
-
-
-def test_what_has_gone_takes_no_room() -> None:
-    queue = WriteQueue(1000)
-    for order in range(1000):
-        queue.offer(write(order % 256, order), QUICK)
-        (taken,) = queue.take(1, 0.0, QUICK)
-        queue.finish(taken, True)
-    assert max(len(lane._deepest) for lane in queue._lanes) < 50
 
 
 def test_an_offer_costs_the_same_however_much_waits() -> None:

@@ -1,199 +1,296 @@
-"""A storm of requests on one engine, and a witness who saw every byte that was stored.
+"""A storm of requests on an engine whose caches are too small, while its Valkey is tampered
+with.
 
-Runs in the engine's process. The :class:`Witness` digests the blocks of each store as they lie in
-vLLM's cache, and those of each load when it has ended: whatever a load brought must have been
-stored under its key.
+Runs in the engine's process. What lies in a request's blocks when its first token comes is kept,
+and compared in the end with what the same prompt's KV is when nothing is loaded.
 """
 
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
-from blake3 import blake3
+import redis
 
 from lmcache_connector.metrics.samples import Samples
-from lmcache_connector.plans import LoadJob
-from tests.support.engines.asks import Ask, far_blocks, kv_at_first_token
-from tests.support.engines.calls import preemptions, worker_of
+from tests.support.engines import kv_digests
+from tests.support.engines.calls import check_integrity, preemptions
+from tests.support.engines.layer_digests import NULL_BLOCK
 from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 
-_MAX_IN_FLIGHT = 10
-_NUM_PREFIXES = 20
-_SAMPLES = 6
-_CROWD = 8
-_CROWD_TOKENS = 380
+_MAX_IN_FLIGHT = 8
+_LENGTHS = (300, 513, 700, 1024)
+_MAX_STEPS = 6000
+"""Without an answer: it hangs."""
+_FAR = 0.1
+"""KV computed in another batch is some hundredths of its size away, that of another token more than
+its size."""
+
+Blocks = dict[tuple[str, int], Any]
+"""By layer and by the block's first token."""
+
+
+@dataclass(frozen=True)
+class Weather:
+    """Chances per step: ``aborts`` of a request, ``damages`` of a value in the Valkey at ``port``,
+    and ``resets`` of vLLM's prefix cache while requests run."""
+
+    port: int
+    aborts: float = 0.005
+    damages: float = 0.0
+    resets: float = 0.0
+    num_requests: int = 24
 
 
 @dataclass
 class StormReport:
-    """Outcome of a storm. ``rss_bytes``: memory of the process when it was warm and at the end."""
+    """``far``: request, layer, first token of the block and distance of what was wrong.
+    ``nearest``: the largest distance of what was not."""
 
     requests: int = 0
-    failed_requests: int = 0
     aborted: int = 0
+    damaged: int = 0
+    resets: int = 0
     preemptions: int = 0
     checked_blocks: int = 0
-    mismatches: int = 0
-    far_blocks: int = 0
-    evictions: int = 0
-    rss_bytes: list[int] = field(default_factory=list)
+    loaded_requests: int = 0
+    nearest: float = 0.0
+    far: list[tuple[int, str, int, float]] = field(default_factory=list)
     counts: Samples = field(default_factory=Samples)
 
     def __str__(self) -> str:
         counts = self.counts
-        warm, end = (f"{size / 2**20:.0f}" for size in (self.rss_bytes[0], self.rss_bytes[-1]))
         return (
-            f"{self.requests} requests ({self.failed_requests} failed, {self.aborted} aborted), "
-            f"hits: {counts.total('hit_tokens', 'cpu'):.0f} tokens from memory, "
-            f"{counts.total('hit_tokens', 'redis'):.0f} from Redis, {self.evictions} evictions, "
-            f"{self.preemptions} preemptions, failed loads {counts.by_label('failed_loads')} "
-            f"({counts.total('recomputed_tokens'):.0f} tokens recomputed), "
-            f"{self.checked_blocks} loaded "
-            f"blocks checked, {self.mismatches} mismatches, {self.far_blocks} far from a "
-            f"recompute, memory {warm} -> {end} MiB"
+            f"{self.requests} requests ({self.aborted} aborted), {self.resets} resets, "
+            f"{self.damaged} values damaged, {self.preemptions} preemptions, hits: "
+            f"{counts.total('hit_tokens', 'cpu'):.0f} tokens from memory, "
+            f"{counts.total('hit_tokens', 'redis'):.0f} from Redis, "
+            f"failed loads {counts.by_label('failed_loads')}, "
+            f"dropped stores {counts.total('dropped_stores'):.0f}, {self.checked_blocks} blocks of "
+            f"{self.loaded_requests} loaded requests checked, {len(self.far)} far, "
+            f"others at most {self.nearest:.3f} away"
         )
 
 
-class Witness:
-    """Stands between the worker's threads and its LMCache engine, and sees every byte moved."""
-
-    def __init__(self, probe: EngineProbe, report: StormReport) -> None:
-        engine = worker_of(probe)._engine
-        self._layers = probe.core.model_executor.driver_worker.worker.model_runner.kv_caches
-        self._report = report
-        self._lock = threading.Lock()
-        self._seen: dict[tuple[bytes, int], set[bytes]] = defaultdict(set)
-        self._store, self._load, self._take = engine._engine.store, engine.load, engine.take_events
-        engine._engine.store = self.store
-        engine.load, engine.take_events = self.load, self.take_events
-
-    def store(self, *, tokens: Any, transfer: Any) -> None:
-        # Before the copy, which fails if the blocks are taken back by its end.
-        digests = [self._digest(block) for block in transfer.block_ids[0]]
-        self._store(tokens=tokens, transfer=transfer)
-        per_chunk = len(digests) // len(transfer.keys)
-        with self._lock:
-            for i, key in enumerate(transfer.keys[: transfer.num_chunks]):
-                for at in range(per_chunk):
-                    self._seen[key, at].add(digests[i * per_chunk + at])
-
-    def load(self, job: LoadJob, *rest: Any) -> Any:
-        transfer = self._load(job, *rest)
-        (run,) = job.runs
-        per_chunk = (len(run.block_ids[0]) + run.skip_blocks) // len(run.keys)
-        arrived = transfer.num_chunks * per_chunk - run.skip_blocks
-        for at, block in enumerate(run.block_ids[0][: max(0, arrived)], start=run.skip_blocks):
-            digest = self._digest(block)
-            with self._lock:
-                self._report.checked_blocks += 1
-                stored = self._seen[job.keys[at // per_chunk], at % per_chunk]
-                self._report.mismatches += digest not in stored
-        return transfer
-
-    def take_events(self) -> Any:
-        events = self._take()
-        self._report.evictions += sum(not event.admitted for event in events)
-        return events
-
-    def _digest(self, block: int) -> bytes:
-        import torch
-
-        hasher = blake3()
-        for layer in self._layers:
-            hasher.update(layer[block].contiguous().view(torch.uint8).numpy())
-        return hasher.digest()
+@dataclass
+class _Kept:
+    number: int
+    prompt: list[int]
+    blocks: Blocks
 
 
 class Storm:
-    """Random requests on shared and own prefixes, a few of which are aborted."""
+    """Requests on shared prefixes, own ones, and conversations."""
 
-    def __init__(self, probe: EngineProbe, seed: int) -> None:
+    def __init__(self, probe: EngineProbe, seed: int, weather: Weather) -> None:
         self._probe = probe
+        self._weather = weather
         self._chance = random.Random(seed)
-        self._prefixes = [
-            random_prompt(5000 + i, self._chance.choice([200, 512, 700, 1024, 1300]))
-            for i in range(_NUM_PREFIXES)
-        ]
+        self._prefixes = [random_prompt(7000 + i, n) for i, n in enumerate(_LENGTHS)]
+        self._prompts: dict[str, list[int]] = {}
         self._wanted: dict[str, int] = {}
-        self.prompts: list[list[int]] = []
+        self._kept: list[_Kept] = []
+        self._valkey = redis.Redis(port=weather.port)
         self.report = StormReport()
-        Witness(probe, self.report)
 
-    def blow(self, num_requests: int) -> None:
-        """Serve that many more, to the end."""
-        probe, last = self._probe, self.report.requests + num_requests
-        while self.report.requests < last or self._wanted:
-            if self.report.requests < last and len(self._wanted) < _MAX_IN_FLIGHT:
+    def blow(self) -> None:
+        probe, weather, chance = self._probe, self._weather, self._chance
+        steps = 0
+        while self.report.requests < weather.num_requests or self._wanted:
+            while self.report.requests < weather.num_requests and self._has_room():
                 self._add()
+            steps += 1
             for output in probe.engine.step():
-                if output.finished:
-                    wanted = self._wanted.pop(output.request_id, None)
-                    if wanted is not None:
-                        got = len(output.outputs[0].token_ids)
-                        self.report.failed_requests += got != wanted
-            if self._wanted and self._chance.random() < 0.002:
-                victim = self._chance.choice(list(self._wanted))
-                del self._wanted[victim]
-                probe.engine.abort_request([victim])
-                self.report.aborted += 1
+                steps = 0
+                self._heard(output)
+            if steps > _MAX_STEPS:
+                raise RuntimeError(f"it hangs: {self._state()}")
+            if self._wanted and chance.random() < weather.aborts:
+                self._abort(chance.choice(list(self._wanted)))
+            if chance.random() < weather.damages:
+                self._damage()
+            if chance.random() < weather.resets:
+                self._reset()
         probe.drain()
+        check_integrity(probe)
 
-    def crowd(self) -> None:
-        """Requests that fit together until they have generated some tokens: one is preempted."""
-        for _ in range(_CROWD):
-            self._ask(random_prompt(self._chance.randrange(10**9), _CROWD_TOKENS), 150)
-        self.blow(0)
+    def compare(self) -> None:
+        """With what is computed when nothing is loaded, one prompt at a time."""
+        for kept in self._chance.sample(self._kept, min(8, len(self._kept))):
+            fresh = self._compute(kept.prompt)
+            for place in sorted(kept.blocks.keys() & fresh.keys()):
+                far = _distance(kept.blocks[place], fresh[place])
+                self.report.checked_blocks += 1
+                if far > _FAR:
+                    self.report.far.append((kept.number, *place, round(far, 3)))
+                else:
+                    self.report.nearest = max(self.report.nearest, far)
 
-    def check_against_recompute(self) -> None:
-        """Some prompts, loaded and computed anew, one at a time."""
-        for prompt in self._chance.sample(self.prompts, _SAMPLES):
-            self._probe.reset_prefix_cache()
-            served, _ = kv_at_first_token(self._probe, Ask(prompt))
-            fresh = {"skip_reading_prefix_cache": True}
-            computed, _ = kv_at_first_token(self._probe, Ask(prompt, sampling=fresh))
-            self.report.far_blocks += len(far_blocks(served, computed))
+    # -- details -------------------------------------------------------------------------------
 
-    def note_memory(self) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.report.rss_bytes.append(pages * 4096)
+    def _has_room(self) -> bool:
+        return len(self._wanted) < _MAX_IN_FLIGHT and self._chance.random() < 0.3
 
     def _add(self) -> None:
         chance = self._chance
-        prefix: Sequence[int] = chance.choice(self._prefixes)
-        if chance.random() < 0.2:
-            prefix = random_prompt(chance.randrange(10**9), len(prefix))
-        prompt = [*prefix, *random_prompt(chance.randrange(10**9), chance.choice([5, 60, 300]))]
-        self._ask(prompt, chance.choice([2, 10, 60, 150]))
-
-    def _ask(self, prompt: list[int], wanted: int) -> None:
-        self._wanted[self._probe.add(prompt, wanted)] = wanted
+        prefix = chance.choice(self._prefixes)
+        prompt = [*prefix, *random_prompt(chance.randrange(10**9), chance.choice([1, 5, 60, 300]))]
+        wanted = chance.choice([2, 2, 10, 60])
+        name = self._probe.add(prompt, wanted)
+        self._prompts[name], self._wanted[name] = prompt, wanted
         self.report.requests += 1
-        self.prompts.append(prompt)
+
+    def _heard(self, output: Any) -> None:
+        name = output.request_id
+        if name not in self._wanted:
+            return
+        answer = output.outputs[0].token_ids
+        prompt = self._prompts[name]
+        if len(answer) and output.num_cached_tokens and name in self._prompts:
+            blocks = blocks_of(self._probe, name, len(prompt))
+            if blocks and not any(k.prompt is prompt for k in self._kept):
+                self._kept.append(_Kept(int(name.split("-")[1]), prompt, blocks))
+                self.report.loaded_requests += 1
+        if output.finished:
+            assert len(answer) == self._wanted.pop(name), name
+            if len(prompt) + len(answer) < 1700 and self._chance.random() < 0.3:
+                self._prefixes[self._chance.randrange(len(self._prefixes))] = [*prompt, *answer]
+
+    def _abort(self, name: str) -> None:
+        del self._wanted[name]
+        self._probe.engine.abort_request([name])
+        self.report.aborted += 1
+
+    def _damage(self) -> None:
+        """One value, in one of the ways in which values go bad."""
+        names = [n for n in self._valkey.scan_iter("lmc:*", count=1000) if b"}:" in n]
+        if not names:
+            return
+        name = self._chance.choice(names)
+        with suppress(redis.ResponseError):
+            value = self._valkey.get(name) or b"\0"
+            how = self._chance.choice(("gone", "cut", "flip", "other", "type"))
+            if how in ("gone", "type"):
+                self._valkey.delete(name)
+            if how == "type":
+                self._valkey.rpush(name, b"x")
+            elif how == "cut":
+                self._valkey.set(name, value[: self._chance.randrange(len(value))])
+            elif how == "flip":
+                at = self._chance.randrange(len(value))
+                self._valkey.setrange(name, at, bytes([value[at] ^ 1]))
+            elif how == "other":
+                other = self._valkey.get(self._chance.choice(names))
+                self._valkey.set(name, other or b"")
+            self.report.damaged += 1
+
+    def _reset(self) -> None:
+        from vllm.v1.request import RequestStatus
+
+        requests = self._probe.scheduler.requests.values()
+        if any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in requests):
+            return
+        assert self._probe.engine.engine_core.reset_prefix_cache(reset_running_requests=True)
+        self.report.resets += 1
+
+    def _compute(self, prompt: list[int]) -> Blocks:
+        name = self._probe.add(prompt, 2, skip_reading_prefix_cache=True)
+        blocks: Blocks = {}
+        while self._probe.engine.has_unfinished_requests():
+            for output in self._probe.engine.step():
+                if output.outputs[0].token_ids and not blocks:
+                    blocks = blocks_of(self._probe, name, len(prompt))
+                assert not output.num_cached_tokens
+        self._probe.drain()
+        return blocks
+
+    def _state(self) -> str:
+        scheduler = self._probe.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        return (
+            f"{pool.get_num_free_blocks()} of {pool.num_gpu_blocks} blocks free, "
+            + ", ".join(
+                f"{r.request_id} {r.status.name} {r.num_computed_tokens}/{r.num_tokens}"
+                for r in scheduler.requests.values()
+            )
+            + f", jobs {self._probe.connector._scheduler.jobs._jobs}"
+        )
 
 
-def run_storm(probe: EngineProbe, num_requests: int, seconds: float, seed: int) -> StormReport:
-    """A storm of ``num_requests`` that lasts ``seconds``, or longer.
+def blocks_of(probe: EngineProbe, name: str, num_tokens: int) -> Blocks:
+    """Copies of a running request's blocks that hold tokens of its prompt alone."""
+    running = [n for n in probe.scheduler.requests if n == name or n.startswith(name + "-")]
+    if not running:
+        return {}
+    runner = probe.core.model_executor.driver_worker.worker.model_runner
+    caches = runner.compilation_config.static_forward_context
+    groups = probe.scheduler.kv_cache_manager.get_block_ids(running[0])
+    found: Blocks = {}
+    for group, ids in zip(runner.kv_cache_config.kv_cache_groups, groups, strict=True):
+        size = group.kv_cache_spec.block_size
+        for layer in group.layer_names:
+            cache = caches[layer].kv_cache
+            is_state = not hasattr(cache, "shape")
+            last = num_tokens // size - (is_state and num_tokens % size == 0)
+            for index, block in enumerate(ids[:last]):
+                if block != NULL_BLOCK:
+                    pieces = cache if is_state else (cache,)
+                    copies = [piece[block : block + 1].clone() for piece in pieces]
+                    found[layer, index * size] = copies if is_state else copies[0]
+    return found
 
-    Memory counts as warm after the first fifth of the requests.
-    """
-    storm = Storm(probe, seed)
-    started = time.monotonic()
+
+def _distance(one: Any, other: Any) -> float:
+    """Of the token, or the piece of a state, that is farthest: in parts of its size."""
+    if isinstance(one, list):
+        pairs = zip(one, other, strict=True)
+        return max(_relative(a.float().flatten(), b.float().flatten()) for a, b in pairs)
+    return _relative(_tokens(one), _tokens(other))
+
+
+def _relative(one: Any, other: Any) -> float:
+    far = (one - other).abs().mean(-1) / other.abs().mean(-1).clamp(min=1e-9)
+    return float(far.max())
+
+
+def _tokens(block: Any) -> Any:
+    """As floats [K or V, heads, tokens, head size]."""
+    import torch
+
+    bytes_ = _logical(block)
+    values = torch.from_numpy(bytes_).view(block.dtype).float()
+    heads, tokens, content = values.shape
+    return values.view(heads, tokens, 2, content // 2)
+
+
+def _logical(block: Any) -> Any:
+    order = kv_digests._cpu_order
+    kv_digests._cpu_order = _kept_order
+    try:
+        return kv_digests.logical(block, [0]).copy()
+    finally:
+        kv_digests._cpu_order = order
+
+
+_find_order = kv_digests._cpu_order
+
+
+@lru_cache(maxsize=8)
+def _kept_order(dtype: Any, tokens: int, head_size: int) -> Any:
+    return _find_order(dtype, tokens, head_size)
+
+
+def run_storm(probe: EngineProbe, seed: int, weather: Weather) -> StormReport:
+    storm = Storm(probe, seed, weather)
     with preemptions(probe) as preempted:
-        storm.blow(max(10, num_requests // 5))
-        storm.note_memory()
-        while storm.report.requests < num_requests or time.monotonic() - started < seconds:
-            storm.blow(min(20, max(1, num_requests - storm.report.requests)))
-        storm.crowd()
+        storm.blow()
     storm.report.preemptions = len(preempted)
-    storm.note_memory()
-    storm.check_against_recompute()
     storm.report.counts = probe.counts()
+    storm.compare()
+    probe.drain()
+    check_integrity(probe)
     return storm.report

