@@ -38,8 +38,8 @@ from lmcache_connector.plans import (
     PrefixUse,
     StoreJob,
 )
-from lmcache_connector.retention.bounds import Holdings, Limits
 from lmcache_connector.retention.ledger import Ledger
+from lmcache_connector.retention.queues import Holdings, Limits
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_peers import CpuTierChunks
 from lmcache_connector.worker.lmcache_plugs import (
