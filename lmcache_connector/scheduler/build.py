@@ -27,9 +27,8 @@ from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.peers.routing import Router
 from lmcache_connector.plans import RankStart, Tier
-from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.adapters import AdapterReader, LoadedAdapters
 from lmcache_connector.requests.identifier import RequestIdentifier
-from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.engine_start import EngineStart
 from lmcache_connector.scheduler.metrics import SchedulerMetrics

@@ -31,8 +31,8 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex, PrefixUses, WantedC
 from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.metrics.samples import Samples, Tally
 from lmcache_connector.plans import LoadedAdapterList, PrefillWork, RankReport, StepPlan
+from lmcache_connector.requests.adapters import LoadedAdapters
 from lmcache_connector.requests.identifier import UNREAD, NotYet
-from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 from lmcache_connector.scheduler.auditor import Auditor
 from lmcache_connector.scheduler.block_witness import BlockWitness
 from lmcache_connector.scheduler.dispatcher import JobDispatcher
