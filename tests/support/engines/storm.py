@@ -139,7 +139,7 @@ class Storm:
         chance = self._chance
         prefix = chance.choice(self._prefixes)
         prompt = [*prefix, *random_prompt(chance.randrange(10**9), chance.choice([1, 5, 60, 300]))]
-        wanted = chance.choice([2, 2, 10, 60])
+        wanted = chance.choice([2, 10, 60, 150])
         name = self._probe.add(prompt, wanted)
         self._prompts[name], self._wanted[name] = prompt, wanted
         self.report.requests += 1
