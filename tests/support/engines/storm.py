@@ -23,7 +23,7 @@ from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 
 _MAX_IN_FLIGHT = 8
-_LENGTHS = (300, 513, 700, 1024)
+_LENGTHS = (300, 513, 700, 1024, 400, 900, 640, 1200)
 _MAX_STEPS = 6000
 """Without an answer: it hangs."""
 _FAR = 0.1
