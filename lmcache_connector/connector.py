@@ -159,7 +159,7 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
         """vLLM asks since 0.32."""
-        from_redis = min(self._scheduler_side.redis_hit_tokens(request), num_external_tokens)
+        from_redis = min(self._scheduler_side.fetched_hit_tokens(request), num_external_tokens)
         return hit_sources(num_external_tokens - from_redis, from_redis)
 
     @costs_hits((False, None))

@@ -39,7 +39,7 @@ def output_of(kv_output: KVConnectorOutput | None) -> ModelRunnerOutput:
 
 
 def report(rank: int, outcome: Outcome, num_chunks: int) -> RankReport:
-    result = JobResult(7, outcome, num_chunks, 0, 0, 0.0)
+    result = JobResult(7, outcome, num_chunks, 0, 0.0)
     return RankReport(rank, (CacheEvent(b"k" * 32, True),), (result,))
 
 

@@ -60,12 +60,26 @@ ONLY = {
         "config",
         "keys",
         "lookup",
+        "plans",
         "storage",
         "storage/redis",
         "threads",
         "vllm_compat",
     },
-    "lookup": {"cost_model", "kv_events", "kv_parts", "keys", "metrics", "plans", "threads"},
+    "lookup": {
+        "cost_model",
+        "kv_events",
+        "kv_parts",
+        "keys",
+        "metrics",
+        "net",
+        "peers",
+        "plans",
+        "storage",
+        "storage/redis",
+        "storage/redis/client",
+        "threads",
+    },
 }
 MAX_FILES = 19
 

@@ -216,7 +216,7 @@ def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float
     left = len(tokens) - found
     assert left <= 2 * chunk_size, f"found {found} of {len(tokens)} tokens"  # one may be audited
     (job,) = plan.loads
-    done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+    done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)
     adapter.update_from_reports([RankReport(0, (), (done,))])
     adapter.request_finished(request, block_ids)
     adapter.build_plan(empty)

@@ -1,12 +1,12 @@
 """Where a request's hit may end, by what the tiers hold of its chunks.
 
-The index of the CPU tiers answers at once, Redis in its own time: it is asked when a request
-arrives, and waited for when the request is scheduled, if that is worth it.
+The index of the CPU tiers answers at once, Redis and peers in their own time: they are asked when a
+request arrives, and waited for when the request is scheduled, if that is worth it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,28 +75,30 @@ class HitFinder:
 
         ``PENDING``: call again in the next step.
         """
-        redis_keys: frozenset[bytes] | Pending = asked.offered_keys
-        if not redis_keys:
+        places: Mapping[bytes, Tier] | Pending
+        places = dict.fromkeys(asked.offered_keys, Tier.PEER)
+        if not places:
             self.ask(asked, num_computed_tokens // self._chunk_size)
-            redis_keys = self._redis_keys(asked, num_computed_tokens, wait)
-        if redis_keys is PENDING:
+            places = self._places(asked, num_computed_tokens, wait)
+        if isinstance(places, Pending):
             return PENDING
-        _, are_in_cpu, hit = self._hit(asked, num_computed_tokens, redis_keys)
+        keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
         if not asked.is_counted:
-            of_hit = self._of_hit(asked, are_in_cpu, hit, num_computed_tokens)
-            self._count(asked, num_computed_tokens, of_hit)
+            of_hit = self._of_hit(asked, keys, are_in_cpu, hit, num_computed_tokens)
+            tiers = {Tier.CPU if in_cpu else places[key] for key, in_cpu in of_hit}
+            self._count(asked, num_computed_tokens, tiers)
         return hit
 
     def _hit(
-        self, asked: RequestLookup, num_computed_tokens: int, redis_keys: frozenset[bytes]
+        self, asked: RequestLookup, num_computed_tokens: int, places: Mapping[bytes, Tier]
     ) -> tuple[list[Sequence[bytes]], list[list[bool]], Hit]:
         """The keys of each part from the chunk being computed on, which of them are in memory, and
-        the hit with these and what Redis holds."""
+        the hit with these and what is in other places."""
         keys = self._keys_by_part(asked, num_computed_tokens // self._chunk_size)
         held = are_in_cpu = [self._index.has_each(each) for each in keys]
-        if redis_keys:
+        if places:
             held = [
-                [in_cpu or key in redis_keys for key, in_cpu in zip(*pair, strict=True)]
+                [in_cpu or key in places for key, in_cpu in zip(*pair, strict=True)]
                 for pair in zip(keys, are_in_cpu, strict=True)
             ]
         return keys, are_in_cpu, self._find(asked, num_computed_tokens, held)
@@ -109,18 +111,20 @@ class HitFinder:
     def _of_hit(
         self,
         asked: RequestLookup,
+        keys: list[Sequence[bytes]],
         are_in_cpu: list[list[bool]],
         hit: Hit,
         num_computed_tokens: int,
-    ) -> list[bool]:
-        """Of what a load of the whole hit brings."""
+    ) -> list[tuple[bytes, bool]]:
+        """What a load of the whole hit brings, and whether memory has it."""
         if not hit:
             return []
         if is_prefix_only(self._parts):
-            return are_in_cpu[0][: hit.stop - hit.first]
+            end = hit.stop - hit.first
+            return list(zip(keys[0][:end], are_in_cpu[0][:end], strict=True))
         return [
-            in_cpu[chunk - hit.first]
-            for part, in_cpu in zip(self._parts, are_in_cpu, strict=True)
+            (of_part[chunk - hit.first], in_cpu[chunk - hit.first])
+            for part, of_part, in_cpu in zip(self._parts, keys, are_in_cpu, strict=True)
             for chunk in chunks_to_load(
                 part, self._chunk_size, num_computed_tokens, asked.keys.end_of(hit.stop)
             )
@@ -131,25 +135,26 @@ class HitFinder:
         num_parts, keys = len(self._parts), asked.keys.loadable[first:]
         return [keys_of_part(keys, p, num_parts) for p in range(num_parts)]
 
-    def _redis_keys(
+    def _places(
         self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
-    ) -> frozenset[bytes] | Pending:
-        """What Redis holds, as far as it was asked."""
-        return frozenset()
+    ) -> Mapping[bytes, Tier] | Pending:
+        """What tiers behind the CPU tier hold, as far as they were asked."""
+        return {}
 
     def _count(
-        self, asked: RequestLookup, num_computed_tokens: int, are_in_cpu: list[bool]
+        self, asked: RequestLookup, num_computed_tokens: int, tiers: Collection[Tier]
     ) -> None:
+        """``tiers``: those that a load of the whole hit takes from."""
         asked.is_counted = True
         tally = self._tally
         tally.count("lookups", Tier.CPU.value)
         tally.count("queried_tokens", amount=max(0, asked.request.num_tokens - num_computed_tokens))
-        tally.count("lookup_hits", Tier.CPU.value, amount=any(are_in_cpu))
-        tally.count("lookup_hits", Tier.REDIS.value, amount=not all(are_in_cpu))
+        for tier in tiers:
+            tally.count("lookup_hits", tier.value)
 
 
 class RedisHitFinder(HitFinder):
-    """Finds hits in the CPU tiers and in Redis, which ``lookup`` asks."""
+    """Finds hits in the CPU tiers, and in Redis and at peers, which ``lookup`` asks."""
 
     def __init__(
         self,
@@ -176,18 +181,22 @@ class RedisHitFinder(HitFinder):
         missing, known = self._missing(asked, first), asked.pending
         asked.asked_at = self._clock()
         if asked.asked_keys:
-            is_whole = known is None or known.answer == Found(frozenset(asked.asked_keys))
+            answer = None if known is None else known.answer
+            is_whole = answer is None or (
+                isinstance(answer, Found) and answer.places.keys() == set(asked.asked_keys)
+            )
             if is_whole and frozenset(asked.asked_keys).issuperset(missing):
                 return
         if missing:
             if known is not None and known.answer is not PENDING:
-                asked.redis_keys = known.answer.keys
+                asked.places = known.answer.places
             asked.asked_keys = missing
             asked.pending = self._lookup.submit(missing)
-            self._tally.count("lookups", Tier.REDIS.value)
+            for tier in self._policy.remote_tiers:
+                self._tally.count("lookups", tier.value)
 
     def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
-        redis_keys, known = asked.redis_keys, asked.pending
+        places, known = asked.places, asked.pending
         if known is not None and known.answer is MISS and asked.wait_until is None:
             # Many came at once: the question had no turn before its deadline.
             if not self._is_old(asked):
@@ -196,11 +205,11 @@ class RedisHitFinder(HitFinder):
         if asked.pending is not None:
             if asked.pending.answer is PENDING:
                 return PENDING
-            redis_keys = asked.pending.answer.keys
-        if not redis_keys:
+            places = asked.pending.answer.places
+        if not places:
             return NOTHING_AHEAD
         first, size = num_computed_tokens // self._chunk_size, self._chunk_size
-        keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, redis_keys)
+        keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
         if not hit:
             return NOTHING_AHEAD
         missing: list[tuple[int, int, bytes]] = []
@@ -247,12 +256,12 @@ class RedisHitFinder(HitFinder):
             return False
         return asked.pending is None or asked.pending.answer is not PENDING
 
-    def _redis_keys(
+    def _places(
         self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
-    ) -> frozenset[bytes] | Pending:
+    ) -> Mapping[bytes, Tier] | Pending:
         """Waits a moment if that is worth it."""
         if asked.pending is None:
-            return asked.redis_keys
+            return asked.places
         remaining, question = self._remaining_seconds(asked, num_computed_tokens), asked.pending
         answer = wait.on(lambda seconds: question.wait(min(seconds, max(0.0, remaining))))
         if answer is PENDING:
@@ -262,18 +271,18 @@ class RedisHitFinder(HitFinder):
                     return PENDING
             # Not cancelled: how long it takes tells whether the next one is worth waiting for.
             self._tally.count("lookups_given_up")
-            answer = Found(asked.redis_keys)
-        elif answer is not MISS and len(answer.keys) < len(asked.asked_keys):
-            self._kv_events.missing(next(k for k in asked.asked_keys if k not in answer.keys))
-        asked.redis_keys = answer.keys
+            answer = Found(asked.places)
+        elif answer is not MISS and len(answer.places) < len(asked.asked_keys):
+            self._kv_events.missing(next(k for k in asked.asked_keys if k not in answer.places))
+        asked.places = answer.places
         asked.end_wait(self._clock())
-        return asked.redis_keys
+        return asked.places
 
     def _is_worth_a_step(
         self, asked: RequestLookup, num_computed_tokens: int, remaining_seconds: float
     ) -> bool:
         """To find more than is known to be there, in memory or by an older answer."""
-        _, _, known = self._hit(asked, num_computed_tokens, asked.redis_keys)
+        _, _, known = self._hit(asked, num_computed_tokens, asked.places)
         num_tokens = asked.request.num_tokens
         num_known = max(num_computed_tokens, asked.keys.end_of(known.stop))
         return self._policy.is_worth_a_step(
@@ -285,7 +294,7 @@ class RedisHitFinder(HitFinder):
         )
 
     def _remaining_seconds(self, asked: RequestLookup, num_computed_tokens: int) -> float:
-        """Seconds for which this request may still wait for Redis' answers, however many."""
+        """Seconds for which this request may still wait for answers, however many."""
         now = self._clock()
         if asked.wait_until is None:
             if asked.wait_seconds is None:

@@ -205,10 +205,10 @@ class SchedulerAdapter:
         vLLM keeps free while it admits loads may be more than there is for another."""
         self._to_compute[request.request_id] = request
 
-    def redis_hit_tokens(self, request: Request) -> int:
-        """Of the load planned last for this request: tokens that come from Redis."""
+    def fetched_hit_tokens(self, request: Request) -> int:
+        """Of the load planned last for this request: tokens that memory lacked."""
         state = self.book.get(request.request_id)
-        return state.load.redis_tokens if state is not None else 0
+        return state.load.fetched_tokens if state is not None else 0
 
     @property
     def is_idle(self) -> bool:

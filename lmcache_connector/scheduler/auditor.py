@@ -256,7 +256,7 @@ class Auditor:
         return Finding(subject.root, verdict)
 
     def _is_own(self, job: AuditJob, results: Collection[JobResult]) -> bool:
-        return job.keys[0] in self._own and not any(result.redis_bytes for result in results)
+        return job.keys[0] in self._own and not any(result.fetched_bytes for result in results)
 
     def _judge(
         self, audit: _OpenAudit, results: Collection[JobResult], is_own: bool

@@ -27,7 +27,7 @@ from lmcache_connector.lookup.chunk_index import ChunkIndex, WantedChunks
 from lmcache_connector.lookup.hit_finder import HitFinder, RedisHitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.peers.routing import Router
-from lmcache_connector.plans import RankStart
+from lmcache_connector.plans import RankStart, Tier
 from lmcache_connector.requests.adapters import AdapterReader
 from lmcache_connector.requests.identifier import RequestIdentifier
 from lmcache_connector.requests.loaded_adapters import LoadedAdapters
@@ -43,8 +43,7 @@ from lmcache_connector.tracing.spans import Spans
 from lmcache_connector.weight_names import WeightFiles, WeightNames
 
 if TYPE_CHECKING:
-    from lmcache_connector.peers.lookup import AnyLookup
-    from lmcache_connector.storage.redis.lookup import RedisLookup
+    from lmcache_connector.lookup.any_lookup import AnyLookup
     from lmcache_connector.vllm_compat.model import ModelDescription
 
 
@@ -81,12 +80,12 @@ def build_scheduler(
     if kv_events:
         lifetime, renews = config.redis_ttl_seconds, config.redis_ttl_refresh
         events = KvEventLog(model.world_size, lifetime, refresh_ttl=renews)
-    hits, metrics, redis = _make_hits(
+    hits, metrics, tiers = _make_hits(
         config, model, settings, index, policy, events, tally, engine_id
     )
     loaded = LoadedAdapters(model.world_size)
     noise = NoiseGauge(model.parts[0].formats)
-    learn = partial(_learn_layers, model, policy, redis, noise)
+    learn = partial(_learn_layers, model, policy, tiers, noise)
     wanted = None
     if stores and config.redis_tier_config() is not None:
         wanted = WantedChunks(index, time.monotonic, config.redis_ttl_seconds)
@@ -162,14 +161,14 @@ def _make_hits(
     events: KvEventSink,
     tally: Tally,
     engine_id: str,
-) -> tuple[HitFinder, SchedulerMetrics, RedisLookup | AnyLookup | None]:
-    """And the metrics, which tell of Redis if it is asked, and what asks it."""
+) -> tuple[HitFinder, SchedulerMetrics, AnyLookup | None]:
+    """And the metrics, which tell of the tiers that are asked, and what asks them."""
     clock = time.monotonic
-    redis = _make_lookup(config, model, engine_id)
-    if redis is None:
+    tiers = _make_lookup(config, model, engine_id)
+    if tiers is None:
         finder = HitFinder(settings.parts, settings.chunk_size, index, tally)
         return finder, SchedulerMetrics(tally, clock), None
-    lookup = BackgroundLookup(redis, limits.LOOKUP_DEADLINE_SECONDS, clock)
+    lookup = BackgroundLookup(tiers, limits.LOOKUP_DEADLINE_SECONDS, clock)
     hits = RedisHitFinder(
         settings.parts,
         settings.chunk_size,
@@ -180,33 +179,34 @@ def _make_hits(
         events,
         clock,
     )
-    return hits, SchedulerMetrics(tally, clock, lookup.take_seconds, redis.servers), redis
+    return hits, SchedulerMetrics(tally, clock, lookup.take_seconds, tiers.servers), tiers
 
 
 def _make_lookup(
     config: ConnectorConfig, model: ModelDescription, engine_id: str
-) -> RedisLookup | AnyLookup | None:
+) -> AnyLookup | None:
     """What asks Redis, or peers, or both; ``None``: there are neither."""
-    redis_config, peer_config = config.redis_tier_config(), config.peer_tier_config()
-    if redis_config is None and not config.peers:
+    tiers = config.remote_tiers
+    if not tiers:
         return None
+    from lmcache_connector.lookup.any_lookup import AnyLookup
     from lmcache_connector.storage.geometry import PartGeometries
     from lmcache_connector.storage.redis.lookup import RedisLookup
 
     ranks = zip(*(part.geometries for part in model.parts), strict=True)
     geometries = [PartGeometries(parts) for parts in ranks]
-    redis = RedisLookup(redis_config, geometries) if redis_config is not None else None
-    if peer_config is None or not config.peers:
-        return redis
-    from lmcache_connector.peers.commands import Greeting
-    from lmcache_connector.peers.lookup import AnyLookup, PeerLookup
-    from lmcache_connector.peers.topology import PeerTopology
+    lookups: dict[Tier, RedisLookup] = {}
+    if Tier.PEER in tiers and (peer_config := config.peer_tier_config()) is not None:
+        from lmcache_connector.peers.commands import Greeting
+        from lmcache_connector.peers.lookup import PeerLookup
+        from lmcache_connector.peers.topology import PeerTopology
 
-    greeting = Greeting(model.world_size, engine_id)
-    addresses, clock = config.peer_addresses, time.monotonic
-    topology = PeerTopology(peer_config, addresses, greeting, 0, clock)
-    peers = PeerLookup(peer_config, geometries, topology, clock)
-    return AnyLookup([redis, peers] if redis is not None else [peers], clock)
+        greeting, addresses = Greeting(model.world_size, engine_id), config.peer_addresses
+        topology = PeerTopology(peer_config, addresses, greeting, 0, time.monotonic)
+        lookups[Tier.PEER] = PeerLookup(peer_config, geometries, topology, time.monotonic)
+    if (redis_config := config.redis_tier_config()) is not None:
+        lookups[Tier.REDIS] = RedisLookup(redis_config, geometries)
+    return AnyLookup(lookups, time.monotonic)
 
 
 def _make_book(
@@ -247,7 +247,7 @@ def _make_book(
 def _learn_layers(
     model: ModelDescription,
     policy: LoadPolicy,
-    redis: RedisLookup | AnyLookup | None,
+    tiers: AnyLookup | None,
     noise: NoiseGauge,
     starts: Sequence[RankStart],
 ) -> None:
@@ -263,8 +263,8 @@ def _learn_layers(
     ]
     by_part = zip(*found, strict=True)
     policy.learn_sizes([max(rank.chunk_bytes for rank in ranks) for ranks in by_part])
-    if redis is not None:
-        redis.learn_geometries([PartGeometries(parts) for parts in found])
+    if tiers is not None:
+        tiers.learn_geometries([PartGeometries(parts) for parts in found])
     noise.learn_formats([name for start in starts for name in start.formats])
 
 
@@ -308,6 +308,7 @@ def _settings(
         load_deadline_seconds=config.load_deadline_seconds,
         step_wait_seconds=limits.LOOKUP_WAIT_SECONDS,
         prefetch_bytes=config.prefetch_bytes,
+        has_rings=model.has_rings,
         lookahead=model.lookahead,
         drafted_len=model.drafted_len,
         num_batches=num_batches,
@@ -331,4 +332,5 @@ def _make_policy(
         clock=time.monotonic,
         num_stages=len({rank.layer_start for rank in model.parts[0].ranks}),
         num_prefix_parts=sum(part.part.rule is Rule.PREFIX for part in model.parts),
+        remote_tiers=config.remote_tiers,
     )

@@ -311,7 +311,7 @@ def _span_attributes(planned: PlannedJob) -> dict[str, str | int | float]:
         "chunks": len(planned.job.keys),
         "chunks_done": planned.num_chunks,
         "bytes": sum(result.num_bytes for result in results),
-        "redis_bytes": sum(result.redis_bytes for result in results),
+        "fetched_bytes": sum(result.fetched_bytes for result in results),
         "waited_seconds": max((result.waited_seconds for result in results), default=0.0),
         "outcome": next(
             (r.outcome.value for r in results if r.outcome is not Outcome.DONE), "done"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -72,30 +73,34 @@ class LoadPlanner:
         load, chunk_size = state.load, self._settings.chunk_size
         runs = self._runs(state, block_ids, load.offered_from + num_tokens)
         keys = tuple(key for run in runs for key in run.keys)
-        are_in_cpu = self._index.has_each(keys)
-        redis_keys = tuple(key for key, in_cpu in zip(keys, are_in_cpu, strict=True) if not in_cpu)
+        tiers = self._tiers(state, keys)
+        is_fetched = any(tier is not Tier.CPU for tier in tiers)
         job = LoadJob(
             job_id=self._new_job_id(),
             request_id=state.request.request_id,
             runs=runs,
             deadline_seconds=load.deadline_seconds,
-            needs_redis=bool(redis_keys),
+            needs_redis=is_fetched,
             after_job=max(map(self._index.planned_job, keys)),
             after_passes=in_use.includes_any(
                 {i for run in runs for ids in run.block_ids for i in ids}
             ),
             claim=state.claim,
-            source=state.source if redis_keys else None,
+            source=state.source if is_fetched else None,
         )
         load.job = job
-        chunks = (chunk for run in runs for chunk in run.chunks)
-        from_redis = {i for i, in_cpu in zip(chunks, are_in_cpu, strict=True) if not in_cpu}
-        load.redis_tokens = min(num_tokens, len(from_redis) * chunk_size)
-        if job.source is None:  # others tell nothing of Redis
-            self._policy.load_planned(job, redis_keys)
+        if job.source is None:  # it tells nothing of other peers
+            self._policy.load_planned(job, tiers)
         self._tally.count("load_jobs")
-        self._tally.count("hit_tokens", Tier.CPU.value, amount=num_tokens - load.redis_tokens)
-        self._tally.count("hit_tokens", Tier.REDIS.value, amount=load.redis_tokens)
+        by_chunk: dict[int, Tier] = {}
+        for chunk, tier in zip((i for run in runs for i in run.chunks), tiers, strict=True):
+            by_chunk[chunk] = Tier.last_of((tier, by_chunk.get(chunk, Tier.CPU)))
+        load.fetched_tokens, num_chunks = 0, Counter(by_chunk.values())
+        for tier in (Tier.PEER, Tier.REDIS):
+            num_here = min(num_tokens - load.fetched_tokens, num_chunks[tier] * chunk_size)
+            self._tally.count("hit_tokens", tier.value, amount=num_here)
+            load.fetched_tokens += num_here
+        self._tally.count("hit_tokens", Tier.CPU.value, amount=num_tokens - load.fetched_tokens)
         return job
 
     def ended(
@@ -119,10 +124,10 @@ class LoadPlanner:
             end = keys.end_of(arrived_end)
         self._count_saved(load.offered_from, end)
         if job.source is not None:
-            num_tokens = min(max(0, end - load.offered_from), load.redis_tokens)
+            num_tokens = min(max(0, end - load.offered_from), load.fetched_tokens)
             self._tally.count("p2p_hit_tokens", amount=num_tokens)
-            self._tally.count("p2p_received_bytes", amount=sum(r.redis_bytes for r in results))
-            seconds = max(result.redis_seconds for result in results)
+            self._tally.count("p2p_received_bytes", amount=sum(r.fetched_bytes for r in results))
+            seconds = max(result.fetch_seconds for result in results)
             self._tally.count("p2p_receive_seconds", amount=seconds)
             if not is_whole:
                 self._tally.count("p2p_failed_loads", "missing")
@@ -203,7 +208,7 @@ class LoadPlanner:
             for i, part in enumerate(self._settings.parts)
             if part.rule is Rule.PREFIX
         ]
-        are_in_cpu = [self._index.has_each(each) for each in keys]
+        by_part = [self._tiers(state, each) for each in keys]
         more: dict[str, Any] = {}
         if not self._settings.is_prefix_only:
             more["ends"] = [end - hit.first for end in hit.ends]
@@ -213,7 +218,8 @@ class LoadPlanner:
             num_computed_tokens,
             request.num_tokens,
             all_keys,
-            list(map(all, zip(*are_in_cpu, strict=True))) or [True] * (hit.stop - hit.first),
+            list(map(Tier.last_of, zip(*by_part, strict=True)))
+            or [Tier.CPU] * (hit.stop - hit.first),
             after_job=max(map(self._index.planned_job, all_keys), default=0),
             **more,
         )
@@ -237,9 +243,15 @@ class LoadPlanner:
             size = self._settings.chunk_size
             chunks = chunks_to_load(part, size, num_computed_tokens, end * size)
             keys = keys_of_part(state.keys.keys[chunks.start : end], number, len(parts))
-            for key, in_cpu in zip(keys, self._index.has_each(keys), strict=True):
-                found[Tier.CPU if in_cpu else Tier.REDIS] += self._policy.bytes_of(key)
+            for key, tier in zip(keys, self._tiers(state, keys), strict=True):
+                found[tier] += self._policy.bytes_of(key)
         return found
+
+    def _tiers(self, state: RequestState, keys: Sequence[bytes]) -> list[Tier]:
+        """Where each of the keys is, as far as is known."""
+        place_of = state.lookup.place_of
+        in_cpu = self._index.has_each(keys)
+        return [Tier.CPU if held else place_of(k) for k, held in zip(keys, in_cpu, strict=True)]
 
     def _count_saved(self, start: int, end: int) -> None:
         """Tokens ``[start, end)`` were loaded instead of computed."""

@@ -19,14 +19,14 @@ _REFRESH_SECONDS = 0.1
 
 
 class SchedulerMetrics:
-    """``take_lookup_seconds()``: durations of the questions to Redis that have ended since the last
+    """``take_lookup_seconds()``: durations of the questions to tiers that have ended since the last
     call. ``read_servers()``: the servers asked and the states of their circuits."""
 
     def __init__(
         self,
         tally: Tally,
         clock: Callable[[], float],
-        take_lookup_seconds: Callable[[], Iterable[float]] = tuple,
+        take_lookup_seconds: Callable[[], Iterable[tuple[Tier, float]]] = tuple,
         read_servers: Callable[[], tuple[tuple[str, CircuitState], ...]] = tuple,
     ) -> None:
         self._tally = tally
@@ -45,8 +45,8 @@ class SchedulerMetrics:
         if now < self._look_at and not is_idle:
             return None
         self._look_at = now + _REFRESH_SECONDS
-        for seconds in self._take_lookup_seconds():
-            self._tally.observe("lookup_seconds", Tier.REDIS.value, value=seconds)
+        for tier, seconds in self._take_lookup_seconds():
+            self._tally.observe("lookup_seconds", tier.value, value=seconds)
         samples = self._tally.take()
         if samples is not None:
             self._set_circuits(samples)

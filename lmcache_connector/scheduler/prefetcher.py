@@ -77,7 +77,7 @@ class Prefetcher:
         num_looked_at = 0
         loads_next, self._next = self._next, set()
         while self.waiting and num_looked_at < _CHUNKS_PER_STEP:
-            if self._is_full or self._policy.is_redis_stalled:
+            if self._is_full or self._policy.are_tiers_stalled:
                 return
             request_id, state = next(iter(self.waiting.items()))
             if request_id in loads_next:  # those behind it come after it
@@ -126,7 +126,7 @@ class Prefetcher:
         else:
             self._room += num_bytes
         self._policy.prefetch_ended(results)
-        if any(result.redis_failed for result in results):
+        if any(result.has_fetch_failed for result in results):
             return [other for other, _ in state.ahead.jobs.values()]
         return []
 
@@ -173,7 +173,7 @@ class Prefetcher:
 
     def _jobs(self, state: RequestState, chunks: list[_Chunk]) -> Iterator[tuple[PrefetchJob, int]]:
         """Of consecutive chunks each, and the bytes they may bring."""
-        most = min(_MAX_JOB_BYTES, self._policy.redis_bytes_in(_JOB_SECONDS))
+        most = min(_MAX_JOB_BYTES, self._policy.fetchable_bytes_in(_JOB_SECONDS))
         start = 0
         while start < len(chunks):
             end, num_bytes = start, 0

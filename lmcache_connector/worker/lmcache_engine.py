@@ -274,10 +274,8 @@ class LMCacheEngineAdapter:
         return JobTransfer(
             num_keys=len(missing),
             num_chunks=found,
-            num_bytes=took.redis_bytes,
-            redis_bytes=took.redis_bytes,
-            redis_seconds=took.redis_seconds,
-            redis_failed=took.cut_off and not cancelled.is_set(),
+            num_bytes=sum(each.num_bytes for each in took.fetched),
+            fetched=tuple(took.fetched),
         )
 
     def evict_unused_first(self, keys: Sequence[bytes]) -> None:
@@ -357,9 +355,7 @@ class LMCacheEngineAdapter:
                     self._engine.retrieve(tokens, transfer=transfer)
                 else:
                     self._retrieve_once(transfer)
-            transfer.redis_bytes = context.redis_bytes
-            transfer.redis_seconds = context.redis_seconds
-            transfer.redis_failed = context.cut_off and not is_cancelled()
+            transfer.fetched = tuple(context.fetched)
         self._drain_statistics()
         if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
             raise transfer.error

@@ -50,15 +50,17 @@ class SlowLookup:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.seconds: list[float] = []
+        self.last_seconds: dict[Tier, float] = {}
         self.num_held: int | None = None
         self.gate = threading.Event()
         self.gate.set()
 
-    def exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+    def find(self, keys: Sequence[bytes], deadline: float) -> Sequence[Tier | None]:
         assert self.gate.wait(30.0)
-        self._clock.now += self.seconds.pop(0)
+        self._clock.now += self.seconds[0]
+        self.last_seconds = {Tier.REDIS: self.seconds.pop(0)}
         num_held = len(keys) if self.num_held is None else self.num_held
-        return [i < num_held for i in range(len(keys))]
+        return [Tier.REDIS if i < num_held else None for i in range(len(keys))]
 
     def tend(self) -> None:
         """Nothing to connect."""
@@ -136,7 +138,7 @@ def num_found(question: PendingLookup) -> int:
     """Of the chunks asked for, once the answer is there."""
     answer = question.wait(4.0)
     assert isinstance(answer, Found)
-    return len(answer.keys)
+    return len(answer.places)
 
 
 @pytest.fixture
@@ -163,7 +165,7 @@ def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: S
     patient = scene.request(3)
     assert num_found(pending(patient)) == 4
     assert scene.find(patient) == 4
-    assert scene.remote.last_seconds == 0.0
+    assert scene.remote.last_seconds == {Tier.REDIS: 0.0}
     assert scene.tally.total("lookups_given_up") == 1
 
 

@@ -45,6 +45,10 @@ _SHAPES = {
     "windows, a drafter's head": Shape(
         groups=GEMMA, lookahead=1, redis=True, num_blocks=60, prefix_caching=False
     ),
+    "a ring": Shape(groups=("full", "r8"), num_blocks=40),
+    "a ring, windows, async, redis": Shape(
+        groups=("r8", "w40", "full"), depth=2, redis=True, num_blocks=50
+    ),
     "narrow windows": Shape(groups=("full", "w10"), max_batched_tokens=48, num_blocks=40),
 }
 SHAPES = {name: replace(shape, tier_chunks=30) for name, shape in _SHAPES.items()}
@@ -55,7 +59,9 @@ def calm(model: Path, shape: Shape) -> ShadowEngine:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("groups", [("w40",), GEMMA, ("full", "w24", "w70"), ("c64", "full")])
+@pytest.mark.parametrize(
+    "groups", [("w40",), GEMMA, ("full", "w24", "w70"), ("c64", "full"), ("r8", "w40", "full")]
+)
 def test_the_same_prompt_is_loaded_but_for_its_last_chunk(
     model: Path, groups: tuple[str, ...], prefix_caching: bool
 ) -> None:

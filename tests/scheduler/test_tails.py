@@ -73,6 +73,15 @@ def tails(engine: ShadowEngine, since: int = 0) -> list[PartRun]:
     return [run for job in jobs for run in job.runs if run.tail_tokens]
 
 
+def test_where_vllm_goes_on_in_a_ring_whole_blocks_are_handed_over(model: Path) -> None:
+    """It has the tokens behind the last whole block in the ring, which nobody else has."""
+    engine = calm(model, Shape(groups=("full", "r8")))
+    for length in (CHUNK + 1, 2 * CHUNK + 21):
+        serve(engine, prompt(length, length), PRODUCED)
+        assert serve(engine, prompt(length, length), CONSUMED) == length // CHUNK * CHUNK
+    assert not tails(engine)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_all_but_the_last_token_is_loaded(model: Path, name: str) -> None:
     engine = calm(model, SHAPES[name])

@@ -13,6 +13,7 @@ from lmcache_connector.lookup.background_lookup import (
     LookupAnswer,
 )
 from lmcache_connector.lookup.hit_finder import RedisHitFinder
+from lmcache_connector.plans import Tier
 from lmcache_connector.scheduler.adapter import SchedulerAdapter
 from tests.support.doubles.shadow_worker import ShadowRank
 
@@ -22,7 +23,7 @@ class SteppedLookup(BackgroundLookup):
 
     def __init__(self, ranks: Sequence[ShadowRank], chance: random.Random) -> None:
         # Not the real one's: it starts a thread.
-        self.last_seconds, self.found_share = 0.0, 0.5
+        self.last_seconds, self.found_share = {}, 0.5
         self._ranks = ranks
         self._chance = chance
 
@@ -40,7 +41,7 @@ class SteppedAnswer:
     """Comes when it was waited for ``delay`` times."""
 
     def __init__(self, found: frozenset[bytes], delay: int) -> None:
-        self._found = Found(found)
+        self._found = Found(dict.fromkeys(found, Tier.REDIS))
         self._delay = delay
 
     @property
@@ -56,6 +57,7 @@ class SteppedAnswer:
 
 
 def finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
+    adapter.policy.remote_tiers = (Tier.REDIS,)  # it was built without any
     return RedisHitFinder(
         adapter._settings.parts,
         adapter._settings.chunk_size,
