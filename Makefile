@@ -137,7 +137,7 @@ matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS=
 		tests/transfers)
 	@$(if $(filter --no-engines,$(ARGS)),:,PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m examples.demo)
 
-contract: $(STAMP) ## Check the API of a version by its wheel: VLLM=0.34.0 or LMCACHE=0.5.7; all without
+contract: $(STAMP) ## Check by their wheels that versions have what is used of them: VLLM=0.34.0, LMCACHE=0.5.7; all without
 	@$(BIN)/python -m tests.contract $(if $(VLLM),--vllm $(VLLM)) $(if $(LMCACHE),--lmcache $(LMCACHE))
 
 docs: $(STAMP) ## Build the documentation into build/site; a broken link is an error

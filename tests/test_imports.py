@@ -280,26 +280,6 @@ def vllm_names(source: str) -> list[str]:
     return [name for name in found if name.split(".")[0] == "vllm" and name not in PROGRAMS]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from vllm.config import VllmConfig",
-        "if TYPE_CHECKING:\n    import vllm.config",
-        "if TYPE_CHECKING:\n    from vllm import config",
-        "def f():\n    import vllm as v",
-        "importlib.import_module('vllm.v1.request')",
-        "sys.modules['vllm.v1.request']",
-    ],
-)
-def test_vllm_is_found_however_it_is_named(source: str) -> None:
-    assert len(vllm_names(source)) == 1
-
-
-@pytest.mark.parametrize("source", ["log_through('vllm')", "version('vllm')", "x = 'a vllm.x'"])
-def test_the_package_alone_is_no_name_of_its_own(source: str) -> None:
-    assert vllm_names(source) == []
-
-
 def test_without_a_redis_nothing_of_its_client_is_imported() -> None:
     """blosc2 brings threads for each core and changes the environment of the process. redis-py
     takes half a second, unless somebody else has it already: vLLM, say."""
@@ -363,20 +343,3 @@ def test_layers_are_few_and_packages_within_their_budgets() -> None:
 )
 def test_a_wrong_arrow_is_found(file: str, source: str) -> None:
     assert len(wrong_arrows(file, source)) == 1
-
-
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        (f"{OWN}/copy_kv_blocks/cpu.py", "def f():\n    import numba"),
-        (f"{OWN}/copy_kv_blocks/cuda_gather.py", "import triton"),
-        (f"{OWN}/copy_kv_blocks/cuda.py", f"from {OWN}.copy_kv_blocks import cuda_staging"),
-        (f"{OWN}/worker/adapter.py", f"from {OWN}.storage.geometry import ChunkGeometry"),
-        (f"{OWN}/keys/request_keys.py", "if TYPE_CHECKING:\n    from vllm.v1 import request"),
-        ("storage/redis/tier.py", f"from {OWN}.storage.geometry import ChunkGeometry"),
-        ("storage/redis/tier.py", f"from {OWN}.storage import geometry"),
-        ("storage/redis/tier.py", f"from {OWN}.net.wire import Wire"),
-    ],
-)
-def test_a_right_arrow_passes(file: str, source: str) -> None:
-    assert wrong_arrows(file, source) == []
