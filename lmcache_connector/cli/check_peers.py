@@ -15,7 +15,7 @@ from typing import Literal
 from lmcache_connector.cli.check import Finding
 from lmcache_connector.cli.report import UNREACHABLE
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.heartbeat import Registration, tell
 from lmcache_connector.peers.host import HostFolder, default_folder, digest
 from lmcache_connector.threads import Background

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
 from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer
