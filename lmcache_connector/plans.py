@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
+from lmcache_connector.kv_parts.part import BlockIds
+
 
 class Tier(Enum):
     """A place below the paged cache that holds chunks, in the order in which a load asks them. The
@@ -25,10 +27,6 @@ class Tier(Enum):
     def last_of(cls, tiers: Iterable[Tier]) -> Tier:
         """The one of ``tiers`` that is asked last; the CPU tier if there are none."""
         return max(tiers, key=tuple(cls).index, default=cls.CPU)
-
-
-BlockIds = tuple[tuple[int, ...], ...]
-"""Block ids per KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from lmcache_connector.config.strict import (
     read_weights_label,
 )
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.plans import Tier
 from lmcache_connector.storage.chunk_codec import Codec
 from lmcache_connector.storage.redis.config import RedisTierConfig

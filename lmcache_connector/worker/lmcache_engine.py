@@ -28,7 +28,6 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.kv_parts.blocks import in_pieces, only
 from lmcache_connector.plans import (
     AuditJob,
     CacheEvent,
@@ -39,8 +38,8 @@ from lmcache_connector.plans import (
     PrefixUse,
     StoreJob,
 )
-from lmcache_connector.retention.bounds import Holdings, Limits
 from lmcache_connector.retention.ledger import Ledger
+from lmcache_connector.retention.queues import Holdings, Limits
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_peers import CpuTierChunks
 from lmcache_connector.worker.lmcache_plugs import (
@@ -62,7 +61,7 @@ from lmcache_connector.worker.lmcache_start import (
     start_engine,
 )
 from lmcache_connector.worker.lmcache_writes import RedisWrites
-from lmcache_connector.worker.paged_part import PagedPart
+from lmcache_connector.worker.paged_part import PagedPart, in_pieces, only
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier

@@ -20,7 +20,7 @@ from lmcache_connector.plans import (
     PrefetchJob,
     StoreJob,
 )
-from lmcache_connector.retention.bounds import Holdings
+from lmcache_connector.retention.queues import Holdings
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
 if TYPE_CHECKING:
