@@ -96,7 +96,7 @@ GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 gpu: ## Test and measure on a CUDA GPU, offline (requirements-gpu.txt); ARGS=--rehearse without one
 	@$(GPU_PYTHON) -m benchmarks gpu $(ARGS)
 
-soak: $(STAMP) ## Run the long tests that `make test` leaves out
+soak: $(STAMP) .cache/field/vllm-router ## Run the long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
 mutants: $(STAMP) ## Plant bugs, one at a time, and see which test finds each (an hour); ARGS="name folder/ --json -"
@@ -105,7 +105,7 @@ mutants: $(STAMP) ## Plant bugs, one at a time, and see which test finds each (a
 # The oldest vLLM that is supported, laid over the environment: it shares torch with the newest.
 OLDEST_VLLM := 0.31.0
 OVERLAY := .cache/matrix/vllm-$(OLDEST_VLLM)
-MATRIX := tests/test_connector_base.py tests/scheduler tests/lookup tests/kv_events tests/metrics \
+MATRIX := tests/test_connector.py tests/scheduler tests/lookup tests/kv_events tests/metrics \
 	tests/requests tests/vllm_compat tests/worker
 
 $(OVERLAY): $(STAMP)
@@ -127,7 +127,7 @@ $(NEWER): $(STAMP)
 
 newer: $(NEWER) ## Test with the scheduler of a vLLM that has no build for CPUs yet
 	@PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest \
-		-m "not soak and not newest and not engine" tests/test_connector_base.py tests/scheduler \
+		-m "not soak and not newest and not engine" tests/test_connector.py tests/scheduler \
 		tests/lookup tests/kv_events tests/metrics tests/vllm_compat/test_identity_tables.py
 
 matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS="--no-engines" is short

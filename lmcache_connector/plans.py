@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
+from lmcache_connector.kv_parts.part import BlockIds
+
 
 class Tier(Enum):
     """A place below the paged cache that holds chunks, in the order in which a load asks them. The
@@ -25,10 +27,6 @@ class Tier(Enum):
     def last_of(cls, tiers: Iterable[Tier]) -> Tier:
         """The one of ``tiers`` that is asked last; the CPU tier if there are none."""
         return max(tiers, key=tuple(cls).index, default=cls.CPU)
-
-
-BlockIds = tuple[tuple[int, ...], ...]
-"""Block ids per KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +183,15 @@ class AuditJob(StoreJob):
 
 @dataclass(frozen=True, slots=True)
 class PeerSource:
-    """An instance that a request names to load from: its rank 0 serves at ``host`` and ``port``.
-    ``is_trusted``: what it sends was computed for its key, and may be kept and passed on."""
+    """An instance that a request names to load from: its rank 0 serves at ``host`` and ``port``,
+    and vLLM calls it ``engine_id``. ``is_trusted``: what it sends was computed for its key, and may
+    be kept and passed on."""
 
     host: str
     port: int
     num_ranks: int
     is_trusted: bool
+    engine_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

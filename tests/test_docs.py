@@ -15,7 +15,7 @@ import pytest
 from lmcache_connector.cost_model.decision import Reason
 from lmcache_connector.storage import chunk_codec
 from tests.support import ROOT
-from tests.test_imports import FLOORS
+from tests.test_imports import LAYERS
 from tests.test_readme import table_after
 
 DOCS = ROOT / "docs"
@@ -218,8 +218,8 @@ def test_the_tree_of_the_architecture_is_the_real_one() -> None:
         for top in (PACKAGE, ROOT / "storage")
         for file in top.rglob("__init__.py")
     }
-    rooms = {folder for folder in folders if not folder.startswith("lmcache_connector/storage/")}
-    assert {path for path in paths if path.endswith("/")} == rooms
+    packages = {folder for folder in folders if not folder.startswith("lmcache_connector/storage/")}
+    assert {path for path in paths if path.endswith("/")} == packages
 
 
 def test_the_arrows_of_the_architecture_are_those_that_hold() -> None:
@@ -227,21 +227,22 @@ def test_the_arrows_of_the_architecture_are_those_that_hold() -> None:
     (drawn,) = re.findall(r"^```text\n(cli\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     lines = [re.findall(r"[\w/]+", line) for line in drawn.splitlines()]
     named = {name for names in lines for name in names}
-    floors = [
-        [
+    layers = [
+        {
             number
-            for number, rooms in enumerate(FLOORS)
-            for room in rooms
-            if drawn_as(room, named) in names
-        ]
+            for number, layer in enumerate(LAYERS)
+            for package in layer
+            if drawn_as(package, named) in names
+        }
         for names in lines
     ]
-    for above, below in itertools.pairwise(floors):
+    for above, below in itertools.pairwise(layers):
         assert max(above) <= min(below)
-    everything = {room for rooms in FLOORS for room in rooms} - {"startup", "errors"}
-    assert {room for room in everything if drawn_as(room, named) is None} == set()
+    everything = {package for layer in LAYERS for package in layer} - {"errors"}
+    assert {each for each in everything if drawn_as(each, named) is None} == set()
 
 
-def drawn_as(room: str, names: set[str]) -> str | None:
-    """The smallest part of the picture that a room is in."""
-    return max((name for name in names if f"{room}/".startswith(f"{name}/")), key=len, default=None)
+def drawn_as(package: str, names: set[str]) -> str | None:
+    """The smallest part of the picture that a package is in."""
+    fitting = (name for name in names if f"{package}/".startswith(f"{name}/"))
+    return max(fitting, key=len, default=None)

@@ -225,7 +225,7 @@ class GpuEngine:
             self.loads += [r for r in report.results if r.job_id in self._load_ids()]
 
     def _load_ids(self) -> set[int]:
-        jobs = self._scheduler.connector._scheduler_side._jobs._jobs
+        jobs = self._scheduler.connector._scheduler_side.jobs._jobs
         return {i for i, planned in jobs.items() if hasattr(planned.job, "deadline_seconds")}
 
     # -- the start ---------------------------------------------------------------------------------
@@ -256,6 +256,7 @@ def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
             kv_connector_extra_config={
                 "cpu_gib": shape.cpu_gib,
                 "model_digest": "simulated",
+                "host_sharing": False,
                 "store_generated": False,
                 "audit_share": 0.0,
                 **shape.settings,

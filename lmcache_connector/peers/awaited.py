@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES
 
 
@@ -26,6 +26,7 @@ class Offered:
 
     key_prefixes: frozenset[bytes] = frozenset()
     num_ranks: int = 1
+    engine_id: str = ""
     cause: Cause | None = None
 
     def holds(self, key: bytes) -> bool:

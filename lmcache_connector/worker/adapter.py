@@ -33,7 +33,7 @@ from lmcache_connector.plans import (
     StepPlan,
     StoreJob,
 )
-from lmcache_connector.requests.loaded_adapters import is_current_and_unreplaced
+from lmcache_connector.requests.adapters import is_current_and_unreplaced
 from lmcache_connector.storage.redis.counters import TierCounts
 from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx
@@ -373,6 +373,8 @@ class WorkerAdapter:
             holdings=self._engine.holdings(),
             redis=self._tier.stats() if self._tier is not None else None,
             peers=self._peers.counts() if self._peers is not None else TierCounts(),
+            mapped_chunks=self._peers.num_mapped if self._peers is not None else 0,
+            peer_fallbacks=self._peers.num_fallbacks if self._peers is not None else 0,
             refused_chunks=self._transfers.num_refused,
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,14 +21,20 @@ from lmcache_connector.config.warnings import (
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_parts.part import Rule, part_key
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
-from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.peers.host import (
+    HostFolder,
+    HostFolderError,
+    SocketName,
+    digest,
+    open_folder,
+)
+from lmcache_connector.peers.server import Limits, PeerServer, listen
 from lmcache_connector.peers.transfers import Transfers
-from lmcache_connector.startup import banner
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Sealer
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 from lmcache_connector.vllm_compat.api.names import may_sleep_unseen
 from lmcache_connector.vllm_compat.identity import fingerprint
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, worker_on_stack
@@ -37,6 +44,7 @@ from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings, cuda_code_warning
 from lmcache_connector.worker.offers import Pace
+from lmcache_connector.worker.self_test import SelfTestResult
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +112,35 @@ def build_worker(
     return worker
 
 
+def banner(
+    config: ConnectorConfig,
+    model: str,
+    chunk_size: int,
+    geometries: PartGeometries,
+    self_test: SelfTestResult | None,
+    redis_is_away: bool = False,
+) -> str:
+    """One line with the effective tiers, sizes, identity and the self-test's speeds; no secrets."""
+    redis = config.redis_tier_config()
+    away = " (not reachable yet)" if redis_is_away else ""
+    sizes = " + ".join(f"{part.chunk_bytes / MIB:.2f}" for part in geometries.parts)
+    share = f" ({config.rank_gib:g} per rank)" if config.rank_gib < config.cpu_gib else ""
+    parts = [
+        f"CPU tier {config.cpu_gib:g} GiB{share}",
+        f"Redis {redis.address}{away}" if redis else "no Redis (redis_url is not set)",
+        f"namespace {config.namespace}",
+        f"model {model[:12]}",
+        f"chunks of {chunk_size} tokens, {sizes} MiB per rank",
+        f"compute_or_load {config.compute_or_load}",
+    ]
+    if self_test is not None:
+        gigabytes = self_test.num_bytes / 1e9
+        store = gigabytes / max(1e-9, self_test.store_seconds)  # the clock may be a coarse one
+        load = gigabytes / max(1e-9, self_test.load_seconds)
+        parts.append(f"self-test passed (store {store:.1f} GB/s, load {load:.1f} GB/s)")
+    return "LMCacheTieredConnector: " + ", ".join(parts)
+
+
 def _worker_settings(
     config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig, kv_events: bool
 ) -> WorkerSettings:
@@ -119,6 +156,7 @@ def _worker_settings(
             pin_share=config.pin_share,
             report_writes=kv_events,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
+            shares_memory=config.host_sharing,
         ),
         parts=model.parts,
         probe_keys=_probe_keys(config, model) if loads else (),
@@ -166,8 +204,9 @@ def _peer_tier_maker(
     from lmcache_connector.peers.topology import PeerTopology
 
     greeting = Greeting(model.world_size, str(transfer.engine_id))
+    host = open_host_folder(config)
     topology = PeerTopology(
-        tier_config, config.peer_addresses, greeting, model.rank, time.monotonic
+        tier_config, config.peer_addresses, greeting, model.rank, time.monotonic, host
     )
     return partial(PeerTier, tier_config, _geometries(model), topology)
 
@@ -175,12 +214,13 @@ def _peer_tier_maker(
 def _peer_server_maker(
     config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
 ) -> Callable[[Chunks, Transfers], PeerServer] | None:
-    if config.peer_listen is None:
+    host = open_host_folder(config)
+    if config.peer_listen is None and host is None:
         return None
-    transfer, address = vllm_config.kv_transfer_config, Address.parse(config.peer_listen)
+    transfer = vllm_config.kv_transfer_config
     assert transfer is not None
+    engine_id = str(transfer.engine_id)
     first_rank = engine_index(vllm_config.parallel_config) * model.world_size
-    port = address.port + first_rank + model.rank
     ranks = zip(*(part.geometries for part in model.parts), strict=True)
     geometries = [PartGeometries(parts) for parts in ranks]
     leased_bytes = int(config.rank_gib * 2**30 * _LEASED_SHARE)
@@ -192,22 +232,54 @@ def _peer_server_maker(
             model.rank,
             namespace=config.namespace,
             sealer=Sealer(config.hash_key_bytes),
-            greeting=Greeting(model.world_size, str(transfer.engine_id)),
+            greeting=Greeting(model.world_size, engine_id),
             max_payload_bytes=RedisTierConfig.max_value_bytes - HEADER_BYTES,
             secret=config.peer_secret_bytes,
             transfers=transfers,
         )
-        try:
-            server = PeerServer(address.host, port, commands, Limits(leased_bytes=leased_bytes))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"'peer_listen': cannot listen on {address.host}, port {port}: {reason}"
-            ) from error
+        listeners, on_end = [], _nothing
+        if config.peer_listen is not None:
+            address = Address.parse(config.peer_listen)
+            listeners.append(_listen(address.host, address.port + first_rank + model.rank))
+        if host is not None:
+            names = digest(config.namespace), digest(engine_id)
+            name = SocketName(*names, model.rank, model.world_size)
+            try:
+                listeners.append(host.listen(name))
+                on_end = partial(host.remove, name)
+            except HostFolderError as error:
+                logger.warning("No other engine of this host can load from here: %s", error)
+        limits = Limits(leased_bytes=leased_bytes)
+        server = PeerServer(listeners, commands, limits, on_end=on_end)
         transfers.on_change = server.look_again
         return server
 
     return start
+
+
+def _nothing() -> None:
+    """There is no socket in a folder to remove."""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen(host, port)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"'peer_listen': cannot listen on {host}, port {port}: {reason}"
+        ) from error
+
+
+def open_host_folder(config: ConnectorConfig) -> HostFolder | None:
+    """Where other engines of this host are found; ``None`` without sharing. Raises
+    :class:`ConfigError`."""
+    if not config.host_sharing:
+        return None
+    try:
+        return open_folder(config.host_folder)
+    except HostFolderError as error:
+        raise ConfigError(f"'host_folder': {error}") from error
 
 
 def _geometries(model: ModelDescription) -> PartGeometries:

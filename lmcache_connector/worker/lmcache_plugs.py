@@ -25,7 +25,8 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
-from lmcache_connector.plans import BlockIds, Fetched, LayerDifference, Tier
+from lmcache_connector.kv_parts.part import BlockIds
+from lmcache_connector.plans import Fetched, LayerDifference, Tier
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.paged_part import PagedPart

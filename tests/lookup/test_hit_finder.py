@@ -25,7 +25,7 @@ from lmcache_connector.lookup.background_lookup import (
     RequestLookup,
 )
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.lookup.hit_finder import FetchAhead, RedisHitFinder
+from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import CacheEvent, Tier
 from lmcache_connector.threads import StepWait
@@ -51,6 +51,7 @@ class SlowLookup:
         self._clock = clock
         self.seconds: list[float] = []
         self.last_seconds: dict[Tier, float] = {}
+        self.has_servers = True
         self.num_held: int | None = None
         self.gate = threading.Event()
         self.gate.set()
@@ -95,14 +96,14 @@ class Scene:
         for _ in range(8):
             model.observe_prefill(PROMPT_TOKENS, 0, 1.0)
         self.policy = LoadPolicy(model, CHUNK, (1 << 20,), self.clock)
-        self.finder = RedisHitFinder(
+        self.finder = HitFinder(
             parts,
             CHUNK,
             self.index,
             self.tally,
-            self.remote,
             self.policy,
             KvEventSink(),
+            self.remote,
             self.clock,
         )
         self.wait = StepWait(lookup_wait_seconds, self.clock)
@@ -219,7 +220,7 @@ def test_a_question_that_had_no_turn_is_asked_again_for_what_is_fetched_ahead(
 
 
 def test_what_redis_was_not_asked_for_is_not_told_to_be_missing(scene: Scene) -> None:
-    told = scene.finder._kv_events = Told()
+    told = scene.finder.kv_events = Told()
     second = asked_without_a_turn(scene, 6.0)
     scene.clock.now -= 6.0
     assert scene.find(second) == 0

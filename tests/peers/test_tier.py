@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from lmcache_connector.lookup.any_lookup import AnyLookup
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.server import PeerServer

@@ -177,7 +177,7 @@ def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
     for has_pins in (True, False):
         engine = ShadowEngine(model, shape, 0, Faults(slow=0.95))
         if not has_pins:
-            vars(engine.adapter._dispatcher.held).update(pin=lambda job: None)
+            vars(engine.adapter.held).update(pin=lambda job: None)
         for seed in range(8):
             engine.add(prompt(seed, 12 * CHUNK + 1), 1)
         engine.run_until_idle()
@@ -199,7 +199,7 @@ def test_once_no_request_runs_a_store_that_is_stuck_holds_up_no_reset(model: Pat
     while engine.live:
         engine.step()
     assert engine.adapter.has_unattended_jobs
-    assert not engine.adapter.has_pinned_blocks
+    assert not engine.adapter.held.num_pins
     engine.forget_prefixes()
     faults.stuck = False
     engine.run_until_idle()
@@ -211,9 +211,9 @@ def test_a_request_that_is_aborted_leaves_no_pin(model: Path) -> None:
     request_id = engine.add(prompt(1, 6 * CHUNK), 3)
     for _ in range(3):
         engine.step()
-    assert engine.adapter.has_pinned_blocks
+    assert engine.adapter.held.num_pins
     engine.abort(request_id)
-    assert not engine.adapter.has_pinned_blocks
+    assert not engine.adapter.held.num_pins
     engine.forget_prefixes()
 
 

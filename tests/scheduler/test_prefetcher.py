@@ -16,7 +16,6 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.lookup.background_lookup import PENDING, Pending, RequestLookup
-from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import Fetched, JobResult, Outcome, PrefetchJob, Tier
@@ -35,7 +34,6 @@ class Answers(HitFinder):
     """What Redis has of each request: its leading chunks. None: it has not answered."""
 
     def __init__(self) -> None:
-        super().__init__(PARTS, SIZE, ChunkIndex(1), Tally())
         self.held: dict[str, int | None] = {}
         self.num_looked_at = 0  # chunks of prompts
 

@@ -15,10 +15,9 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.plans import (
     AuditJob,
-    BlockIds,
     CacheEvent,
     Fetched,
     JobResult,

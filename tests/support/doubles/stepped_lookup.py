@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 
 from lmcache_connector.lookup.background_lookup import (
@@ -12,9 +11,9 @@ from lmcache_connector.lookup.background_lookup import (
     Found,
     LookupAnswer,
 )
-from lmcache_connector.lookup.hit_finder import RedisHitFinder
+from lmcache_connector.lookup.hit_finder import HitFinder
 from lmcache_connector.plans import Tier
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.support.doubles.shadow_worker import ShadowRank
 
 
@@ -56,15 +55,14 @@ class SteppedAnswer:
         """Nothing runs."""
 
 
-def finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
+def finding_in_redis(adapter: Scheduler, lookup: BackgroundLookup) -> HitFinder:
     adapter.policy.remote_tiers = (Tier.REDIS,)  # it was built without any
-    return RedisHitFinder(
-        adapter._settings.parts,
-        adapter._settings.chunk_size,
+    return HitFinder(
+        adapter.settings.parts,
+        adapter.settings.chunk_size,
         adapter.index,
         adapter.tally,
-        lookup,
         adapter.policy,
         adapter.kv_events,
-        time.monotonic,
+        lookup,
     )

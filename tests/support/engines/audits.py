@@ -23,7 +23,7 @@ UNUSED_ROWS = slice(2000, 2004)
 def audits(probe: EngineProbe) -> dict[str, float]:
     """Ended audits by result, once none is under way."""
     for _ in range(2000):
-        if not tiered_of(probe.connector)._scheduler._auditor.num_open:
+        if not tiered_of(probe.connector)._scheduler.auditor.num_open:
             break
         probe.core.step()
     return probe.counts().by_label("audits")
@@ -67,7 +67,7 @@ def name_adapters_alike(probe: EngineProbe) -> None:
         return replace(identity, lora="path of the adapter") if identity.lora else identity
 
     _forge_identities(probe, forge)
-    adapters = tiered_of(probe.connector)._scheduler.book._identifier.adapters
+    adapters = tiered_of(probe.connector)._scheduler.book.identifier.adapters
     adapters.will_compute = adapters.may_compute = lambda *_: True
     assert callable(worker_adapter._was_computed_with)
     vars(worker_adapter)["_was_computed_with"] = lambda *_: True
@@ -76,7 +76,7 @@ def name_adapters_alike(probe: EngineProbe) -> None:
 def _forge_identities(
     probe: EngineProbe, forge: Callable[[RequestIdentity], RequestIdentity]
 ) -> None:
-    identifier = tiered_of(probe.connector)._scheduler.book._identifier
+    identifier = tiered_of(probe.connector)._scheduler.book.identifier
     identify = identifier.identify
 
     def forged(*args: Any) -> Any:

@@ -217,7 +217,7 @@ class Storm:
                 f"{r.request_id} {r.status.name} {r.num_computed_tokens}/{r.num_tokens}"
                 for r in scheduler.requests.values()
             )
-            + f", jobs {self._probe.connector._scheduler._jobs._jobs}"
+            + f", jobs {self._probe.connector._scheduler.jobs._jobs}"
         )
 
 

@@ -19,9 +19,9 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import (
     KVConnectorModelRunnerMixin as FirstRunner,
 )
 
-from lmcache_connector import connector_base
-from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.connector_base import ConnectorBase, PlanMetadata, ReportMetadata
+from lmcache_connector import connector as connectors
+from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.handover import LMCacheP2PConnector
 from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepOutput
@@ -292,16 +292,19 @@ def test_the_caches_of_another_engine_are_refused(
     assert recorder.of("only") == EVERYTHING
 
 
-class Bare(ConnectorBase[Any, Any]):
-    def update_state_after_alloc(self, *_: Any) -> None: ...
-    def request_finished_all_groups(self, *_: Any) -> Any: ...
+class Bare(LMCacheTieredConnector):
+    def _parse_config(self) -> ConnectorConfig:
+        return parse_config({})
+
+    def _make_scheduler(self) -> Any:
+        return None
 
 
 def test_two_connectors_of_an_engine_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[object, ...]] = []
-    connector_base._warn_once.cache_clear()
-    monkeypatch.setattr(connector_base, "STANDING", Standing(unverified=("0.99",)))
-    monkeypatch.setattr(connector_base.logger, "warning", lambda *words: said.append(words))
+    connectors._warn_once.cache_clear()
+    monkeypatch.setattr(connectors, "STANDING", Standing(unverified=("0.99",)))
+    monkeypatch.setattr(connectors.logger, "warning", lambda *words: said.append(words))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
     config: Any = SimpleNamespace(kv_transfer_config=object())
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
