@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.config.limits import user_cache_folder
@@ -222,6 +223,11 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if sys.exc_info()[1] is not self._handled:  # as `_has_raised`: a call would cost more
+            if self._is_in_step:
+                self._step_failed()
+            return set(), set()  # nobody will hear it
+        self._is_in_step = False
         try:
             self._step_output = output = (self._worker or self._worker_side).finish_step()
         except Exception as error:  # noqa: BLE001 - logged there

@@ -9,6 +9,7 @@ connector says which sides it has, and adds the calls that are its own.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -108,6 +109,11 @@ class WorkerPart(Protocol):
         """What has ended since the last step."""
         ...
 
+    def step_failed(self, plan: Any) -> None:
+        """The model has raised in the step of that plan, if it has one: what is in the blocks that
+        it was to fill is not known."""
+        ...
+
     def let_go(self) -> bool:
         """Stop every copy from or into the paged cache. False if one goes on after a bounded
         time."""
@@ -177,6 +183,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
 
     _metrics: ClassVar[Mapping[str, Metric]]
     _stats_type: ClassVar[type[ConnectorStats]]
+    _is_in_step = False
+    _handled: BaseException | None = None  # by who runs the step
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -250,6 +258,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
             self._worker.let_go()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._is_in_step:
+            self._step_failed()
         if self._step is not None:
             self._end_step()
         if not isinstance(kv_connector_metadata, PlanMetadata):
@@ -259,8 +269,11 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The last call before the forward pass."""
+        if self._is_in_step:
+            self._step_failed()
         if self._step is not None:
             self._end_step()
+        self._is_in_step, self._handled = True, sys.exc_info()[1]
         if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
             return
         plan = connector_metadata.plan
@@ -274,6 +287,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
             self._step = None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._step is not None and self._has_raised():
+            self._step_failed()
         if self._step is not None and not self._step.loads_started:
             self._step.loads_started = True
             if not self._tell("start_loads", self._step.plan):
@@ -293,6 +308,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
 
     def wait_for_save(self) -> None:
         """Before ``get_finished``, or after it where a speculator runs in between."""
+        if self._step is not None and self._has_raised():
+            self._step_failed()
         if self._step is not None and not self._step.forward_ended:
             self._step.forward_ended = True
             self._tell("end_forward", self._step.plan)
@@ -303,10 +320,6 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
             self._end_step()
             super().clear_connector_metadata()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._step_output = output = (self._worker or self._worker_side).finish_step()
-        return set(output.finished_sending), set(output.finished_recving)
-
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         output, self._step_output = self._step_output, None
         if output is None or output.report is None:
@@ -315,6 +328,8 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
 
     def shutdown(self) -> None:
         if self._worker is not None:
+            if self._is_in_step:
+                self._step_failed()
             self._worker.shutdown()
             self._worker = None
 
@@ -350,6 +365,16 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerT:
         raise NotImplementedError
 
+    def _has_raised(self) -> bool:
+        """Whether the step's forward pass has: vLLM's first model runner calls what comes after it
+        all the same, its second nothing more."""
+        return self._is_in_step and sys.exc_info()[1] is not self._handled
+
+    def _step_failed(self) -> None:
+        step, self._step, self._is_in_step = self._step, None, False
+        if self._worker is not None:
+            self._worker.step_failed(step.plan if step is not None else None)
+
     def _end_step(self) -> None:
         """What the step under way planned is done, whatever vLLM has called: it may have nothing to
         compute and leave calls out, as vLLM 0.30 did."""
@@ -382,6 +407,9 @@ class ConnectorBase(KVConnectorBase_V1, SupportsHMA, Generic[SchedulerT, WorkerT
         found = get_kv_transfer_group()
         connectors = found.sub_connectors if isinstance(found, MultiConnector) else [found]
         own = [c for c in connectors if isinstance(c, type(self))]
+        for connector in own:
+            if connector._is_in_step:
+                connector._step_failed()
         return [c._worker for c in own if c._worker is not None]
 
     @property

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from lmcache_connector.lookup.background_lookup import PENDING
-from tests.support.engines.calls import check_integrity, worker_of
+from tests.support.engines.calls import check_integrity, wait_for_writes, worker_of
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
-from tests.support.planted import Planter
+from tests.support.planted import PlantedError, Planter
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server, free_port
 from tests.support.redis.values import value_names, wait_for_values
@@ -254,3 +255,45 @@ def serve_with_an_error(
     assert planter.has_raised
     assert probe.external_hit_tokens() > before, "nothing was under way"
     return served
+
+
+def fail_a_forward_pass(probe: EngineProbe, prompt: list[int]) -> None:
+    """vLLM calls the connector after a forward pass that has raised, too."""
+    request_id = probe.add(prompt)
+    probe.on_ranks(raise_in_next_forward)
+    with pytest.raises(PlantedError):
+        probe.finish({request_id: len(prompt)}, 0.0)
+
+
+def go_on(probe: EngineProbe, prompt: list[int]) -> Served:
+    """As after Ctrl-C in a notebook: with blocks that vLLM takes for computed."""
+    probe.drain()
+    return probe.serve([*prompt, *prompt])
+
+
+def raise_in_next_forward(worker: Any) -> None:
+    runner = worker.model_runner
+    forward = runner._model_forward
+
+    def fail(*_: Any, **__: Any) -> None:
+        runner._model_forward = forward
+        raise PlantedError
+
+    runner._model_forward = fail
+
+
+def test_what_a_failed_forward_pass_did_not_compute_is_stored_nowhere(
+    start: StartInstance, valkey: Server
+) -> None:
+    transfer = kv_transfer(redis_url=valkey.url)
+    good, bad = random_prompt(71, 1100), random_prompt(72, 1100)
+    with start(transfer) as one:
+        one.serve(good)
+        one.call(wait_for_writes)
+        before = len(value_names(valkey))
+        one.call(fail_a_forward_pass, bad)
+        one.call(go_on, bad)
+        assert "a step of this engine has failed" in one.log
+        one.reset_prefix_cache()
+        assert one.serve(good).external_hit_tokens == 1024
+    assert len(value_names(valkey)) == before, "the engine's end stores nothing either"
