@@ -258,7 +258,7 @@ def serve_with_an_error(
     return served
 
 
-def fail_a_forward_pass(probe: EngineProbe, prompt: list[int]) -> int:
+def fail_a_forward_pass(probe: EngineProbe, prompt: list[int]) -> Served:
     """vLLM calls the connector after a forward pass that has raised, too. Its user goes on, as
     after Ctrl-C in a notebook."""
     request_id = probe.add(prompt)
@@ -267,7 +267,7 @@ def fail_a_forward_pass(probe: EngineProbe, prompt: list[int]) -> int:
         probe.finish({request_id: len(prompt)}, 0.0)
     probe.engine.abort_request([request_id])  # it would wait for ever
     probe.drain()
-    return probe.serve([*prompt, *prompt]).cached_tokens
+    return probe.serve([*prompt, *prompt])
 
 
 def raise_in_next_forward(worker: Any) -> None:
@@ -290,8 +290,9 @@ def test_what_a_failed_forward_pass_did_not_compute_is_stored_nowhere(
         one.serve(good)
         one.call(wait_for_writes)
         before = len(value_names(valkey))
-        cached = one.call(fail_a_forward_pass, bad)
-        assert cached == 1088, "its user goes on with blocks that vLLM takes for computed"
+        after = one.call(fail_a_forward_pass, bad)
+        assert after.cached_tokens == 1024, "vLLM takes its blocks for computed"
+        assert after.external_hit_tokens == 0
         assert "a step of this engine has failed" in one.log
         one.reset_prefix_cache()
         assert one.serve(good).external_hit_tokens == 1024
