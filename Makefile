@@ -105,7 +105,7 @@ mutants: $(STAMP) ## Plant bugs, one at a time, and see which test finds each (a
 # The oldest vLLM that is supported, laid over the environment: it shares torch with the newest.
 OLDEST_VLLM := 0.31.0
 OVERLAY := .cache/matrix/vllm-$(OLDEST_VLLM)
-MATRIX := tests/test_connector_base.py tests/scheduler tests/lookup tests/kv_events tests/metrics \
+MATRIX := tests/test_connector.py tests/scheduler tests/lookup tests/kv_events tests/metrics \
 	tests/requests tests/vllm_compat tests/worker
 
 $(OVERLAY): $(STAMP)
@@ -127,7 +127,7 @@ $(NEWER): $(STAMP)
 
 newer: $(NEWER) ## Test with the scheduler of a vLLM that has no build for CPUs yet
 	@PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest \
-		-m "not soak and not newest and not engine" tests/test_connector_base.py tests/scheduler \
+		-m "not soak and not newest and not engine" tests/test_connector.py tests/scheduler \
 		tests/lookup tests/kv_events tests/metrics tests/vllm_compat/test_identity_tables.py
 
 matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS="--no-engines" is short
@@ -137,7 +137,7 @@ matrix: $(OVERLAY) ## Test with the oldest vLLM: scheduler, demo, engines; ARGS=
 		tests/transfers)
 	@$(if $(filter --no-engines,$(ARGS)),:,PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python -m examples.demo)
 
-contract: $(STAMP) ## Check the API of a version by its wheel: VLLM=0.34.0 or LMCACHE=0.5.7; all without
+contract: $(STAMP) ## Check by their wheels that versions have what is used of them: VLLM=0.34.0, LMCACHE=0.5.7; all without
 	@$(BIN)/python -m tests.contract $(if $(VLLM),--vllm $(VLLM)) $(if $(LMCACHE),--lmcache $(LMCACHE))
 
 docs: $(STAMP) ## Build the documentation into build/site; a broken link is an error

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def simulate(options: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
     """The measured requests. A process of its own: the product is loaded with simulated threads,
     or measured without others. Raises ``RuntimeError`` if a promise was broken."""
-    command = [sys.executable, "-m", "tests.simulation.gpu_storms"]
+    command = [sys.executable, "-m", "benchmarks.gpu_storms"]
     for name, values in options.items():
         command += [name, *map(str, values)]
     environment = os.environ | {"PYTHONHASHSEED": "0"}

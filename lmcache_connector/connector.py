@@ -1,39 +1,57 @@
-"""``LMCacheTieredConnector``: what vLLM calls. It builds a side by role, and passes calls on."""
+"""``LMCacheTieredConnector``: what vLLM calls. It builds a side by role, and passes calls on.
+
+vLLM builds every connector once per process, with the role of the scheduler or of a worker. The
+scheduler side turns each engine step into a plan, vLLM carries the plan to the workers, and their
+reports come back with the step's output.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lmcache_connector.config.limits import user_cache_folder
 from lmcache_connector.config.tiered import ConnectorConfig, parse_config
-from lmcache_connector.connector_base import NO_PLAN, ConnectorBase, PlanMetadata
-from lmcache_connector.errors import FailureLog
+from lmcache_connector.errors import FailureLog, UnsupportedError, log_through
 from lmcache_connector.kv_events.vllm_events import to_vllm
-from lmcache_connector.metrics.prometheus import ConnectorStats, TieredStats
+from lmcache_connector.metrics.prometheus import TablePromMetrics, TieredStats
+from lmcache_connector.metrics.samples import Samples
 from lmcache_connector.metrics.table import METRICS
-from lmcache_connector.plans import StepPlan
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
-from lmcache_connector.scheduler.build import build_scheduler
+from lmcache_connector.plans import RankReport, StepOutput, StepPlan
+from lmcache_connector.scheduler.build import SchedulerBuild
 from lmcache_connector.scheduler.guard import SchedulerGuard, costs_hits
+from lmcache_connector.scheduler.scheduler import Scheduler
 from lmcache_connector.tracing.spans import make_spans
 from lmcache_connector.vllm_compat.api.names import (
     STANDING,
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    MultiConnector,
     RequestStatus,
+    SupportsHMA,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
     hit_sources,
 )
+from lmcache_connector.vllm_compat.api.versions import check_overrides, warnings
 from lmcache_connector.vllm_compat.lora_loads import adapter_folder
-from lmcache_connector.vllm_compat.machines import engine_index
+from lmcache_connector.vllm_compat.machines import core_warning, engine_index
 from lmcache_connector.vllm_compat.model import describe_model
-from lmcache_connector.vllm_compat.short_loads import before_each_reset
+from lmcache_connector.vllm_compat.short_loads import before_each_reset, compute_the_rest
 from lmcache_connector.vllm_compat.weights import weights_identity
 
 if TYPE_CHECKING:
     import torch
 
     from lmcache_connector.vllm_compat.api.names import (
+        AttentionMetadata,
+        ForwardContext,
         KVCacheBlocks,
         KVCacheConfig,
         KVCacheEvent,
@@ -45,50 +63,116 @@ if TYPE_CHECKING:
     )
     from lmcache_connector.worker.adapter import WorkerAdapter
 
-
 logger = logging.getLogger(__name__)
 
+_TWO_ENGINES = (
+    "this process has an engine with a KV connector already, and vLLM would use that one for both: "
+    "end the other engine first (llm.llm_engine.engine_core.shutdown()), or leave out "
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0, so that each engine has a process of its own"
+)
 
-class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
-    """Keeps KV in CPU memory and in Redis, below the GPU. The README lists its settings."""
 
-    _metrics = METRICS
-    _stats_type = TieredStats
+@dataclass
+class PlanMetadata(KVConnectorMetadata):
+    """The scheduler side's plan of one step, on its way to the workers; ``None``: the step runs the
+    model, no more."""
+
+    plan: StepPlan | None
+
+
+NO_PLAN = PlanMetadata(None)
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """The reports of some ranks, on their way to the scheduler side."""
+
+    reports: tuple[RankReport, ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.reports + other.reports)
+
+
+@dataclass(slots=True)
+class _Step:
+    """The plan of the step under way, and which parts of it the worker side has been told."""
+
+    plan: StepPlan
+    loads_started: bool = False
+    forward_ended: bool = False
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """However many connectors this engine has, under ``MultiConnector``."""
+    logger.warning("%s", text)
+
+
+class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps KV in CPU memory and in Redis, below the GPU. The README lists its settings.
+
+    A call for a side that is not there raises ``RuntimeError``. A side that raises costs hits, and
+    not the engine.
+
+    Nearly every step only decodes, and has no plan. Its calls return at once: after a forward pass
+    nothing of this lies in the processor's caches, and every further call costs a microsecond, that
+    of a property too.
+    """
+
+    _does_both: ClassVar[bool] = False  # load and store, whatever its role is
+    # A worker has no guard, and the scheduler no worker but in an engine of one process.
     _guard: SchedulerGuard | None = None
-    _does_both = False  # load and store, whatever its role is
+    _scheduler: Scheduler | None = None
+    _worker: WorkerAdapter | None = None
+    _step: _Step | None = None
+    _step_output: StepOutput[RankReport] | None = None
+    _is_in_step = False
+    _handled: BaseException | None = None  # by who runs the step
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        log_through("vllm")
+        if STANDING.unverified:
+            check_overrides(type(self), KVConnectorBase_V1)
         super().__init__(vllm_config, role, kv_cache_config)
         self._failures = FailureLog()
         config = self._parse_config()
         self._config = config.model_copy(update={"namespace": STANDING.namespace(config.namespace)})
         if role is KVConnectorRole.SCHEDULER:
-            wanted = self._config.wanted_chunk_size
-            model = describe_model(vllm_config, kv_cache_config, chunk_size=wanted)
-            ranks_on_host = vllm_config.parallel_config.local_world_size
-            config = self._config.fitted(model.chunk_size, ranks_on_host)
-            weights = weights_identity(vllm_config, config.model_digest, user_cache_folder())
-            self._scheduler = build_scheduler(
-                config,
-                model,
-                weights,
-                loads=self._kv_transfer_config.is_kv_consumer or self._does_both,
-                stores=self._kv_transfer_config.is_kv_producer or self._does_both,
-                kv_events=self._wants_kv_events,
-                find_adapter=adapter_folder,
-                weak_block_hashes=_has_weak_block_hashes(vllm_config),
-                num_batches=vllm_config.max_concurrent_batches,
-                max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-                spans=make_spans(vllm_config),
-                engine_id=str(self._kv_transfer_config.engine_id),
-                sends=self._kv_transfer_config.is_kv_producer,
-                receives=self._kv_transfer_config.is_kv_consumer,
-                first_rank=engine_index(vllm_config.parallel_config) * model.world_size,
-                tp_size=vllm_config.parallel_config.tensor_parallel_size,
-            )
+            for text in (*warnings(STANDING), core_warning(vllm_config)):
+                if text is not None:
+                    _warn_once(text)
+            self._scheduler = self._make_scheduler()
             self._guard = SchedulerGuard(self._scheduler, self._failures)
+
+    def _make_scheduler(self) -> Scheduler:
+        vllm_config, transfer = self._vllm_config, self._kv_transfer_config
+        parallel = vllm_config.parallel_config
+        wanted = self._config.wanted_chunk_size
+        model = describe_model(vllm_config, self._kv_cache_config, chunk_size=wanted)
+        config = self._config.fitted(model.chunk_size, parallel.local_world_size)
+        # Two blocks with other tokens may have one hash in vLLM's prefix cache.
+        is_weak = not vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256")
+        return SchedulerBuild(
+            config=config,
+            model=model,
+            weights=weights_identity(vllm_config, config.model_digest, user_cache_folder()),
+            loads=transfer.is_kv_consumer or self._does_both,
+            stores=transfer.is_kv_producer or self._does_both,
+            kv_events=self._wants_kv_events,
+            weak_block_hashes=is_weak,
+            num_batches=vllm_config.max_concurrent_batches,
+            max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            find_adapter=adapter_folder,
+            spans=make_spans(vllm_config),
+            engine_id=str(transfer.engine_id),
+            sends=transfer.is_kv_producer,
+            receives=transfer.is_kv_consumer,
+            first_rank=engine_index(parallel) * model.world_size,
+            tp_size=parallel.tensor_parallel_size,
+        ).build()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -101,19 +185,25 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
     def _check_settings(cls, extra_config: dict[str, Any]) -> None:
         parse_config(extra_config)
 
+    def _parse_config(self) -> ConnectorConfig:
+        return parse_config(self._kv_transfer_config.kv_connector_extra_config)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A dropped store is a future miss, nothing more, unless another instance waits for it."""
         return self._kv_transfer_config.is_kv_producer and self._config.peer_listen is not None
 
-    def _parse_config(self) -> ConnectorConfig:
-        return parse_config(self._kv_transfer_config.kv_connector_extra_config)
-
     # -- scheduler side ------------------------------------------------------------------------
 
-    on_new_request = costs_hits()(ConnectorBase.on_new_request)
-    get_num_new_matched_tokens = costs_hits((0, False))(ConnectorBase.get_num_new_matched_tokens)
-    reset_cache = costs_hits(answer=False)(ConnectorBase.reset_cache)
+    @costs_hits()
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler_side.on_new_request(request)
+
+    @costs_hits((0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -148,20 +238,31 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return PlanMetadata(plan) if plan is not None else NO_PLAN
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._learn(connector_output)
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, ReportMetadata):
+            self._learn(meta)
         if connector_output.finished_recving:
             manager = self._kv_cache_manager
             self._scheduler_guard.ended(connector_output.finished_recving, manager)
 
-    _learn = costs_hits()(ConnectorBase.update_connector_output)
+    @costs_hits()
+    def _learn(self, meta: ReportMetadata) -> None:
+        for load in self._scheduler_side.update_from_reports(meta.reports):
+            compute_the_rest(load, self._kv_cache_manager)
 
     @costs_hits({})
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
         """vLLM asks since 0.32."""
-        from_redis = min(self._scheduler_side.redis_hit_tokens(request), num_external_tokens)
+        from_redis = min(self._scheduler_side.fetched_hit_tokens(request), num_external_tokens)
         return hit_sources(num_external_tokens - from_redis, from_redis)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        delay, params = self.request_finished_all_groups(request, (block_ids,))
+        return delay, params
 
     @costs_hits((False, None))
     def request_finished_all_groups(
@@ -182,6 +283,14 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         for worker in self._workers_here():
             worker.finish_stores()
         self._scheduler_side.before_reset()
+
+    @costs_hits(answer=False)
+    def reset_cache(self) -> bool:
+        """After a reset vLLM may take the memory of its paged cache away, to sleep. Engines in
+        other processes first make steps until nothing is open. One that its user steps, and all of
+        whose ranks are in this process, has made its last step, so copies are stopped here."""
+        self._scheduler_side.reset_cache()
+        return all(worker.let_go() for worker in self._workers_here())
 
     @costs_hits(answer=False)
     def has_pending_block_frees(self) -> bool:
@@ -206,7 +315,21 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             guard.failed("take_events", error)
             return []
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Under ``MultiConnector`` another connector's. vLLM's own would refuse it beyond the first
+        pipeline stage."""
+
     # -- worker side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Raises ``UnsupportedError`` for the caches of another engine. vLLM knows one connector
+        per process, so both engines' plans would come here: what one of them has planned must not
+        be copied to or from the blocks of the other."""
+        if self._worker is not None:
+            raise UnsupportedError(_TWO_ENGINES)
+        self._worker = self._make_worker(kv_caches)
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerAdapter:
         # Imported here: lmcache and what it brings along must not be imported before vLLM has
@@ -222,6 +345,79 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 kv_events=self._wants_kv_events,
             )
 
+    def unregister_kv_caches(self) -> None:
+        """Since vLLM 0.33 the last call before the paged cache's memory is taken away, to sleep. It
+        comes back at the same addresses."""
+        if self._worker is not None:
+            self._worker.let_go()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._is_in_step:
+            self._step_failed()
+        if self._step is not None:
+            self._end_step()
+        if not isinstance(kv_connector_metadata, PlanMetadata):
+            return
+        if kv_connector_metadata.plan is not None:
+            self._tell("handle_preemptions", kv_connector_metadata.plan)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The last call before the forward pass."""
+        if self._is_in_step:
+            self._step_failed()
+        if self._step is not None:
+            self._end_step()
+        self._is_in_step, self._handled = True, sys.exc_info()[1]
+        if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
+            return
+        plan = connector_metadata.plan
+        if plan is not None:
+            super().bind_connector_metadata(connector_metadata)
+            self._step = _Step(plan)
+        try:
+            self._worker.start_forward(plan)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._worker_failed("start_forward", error, plan)
+            self._step = None
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._step is not None and self._has_raised():
+            self._step_failed()
+        if self._step is not None and not self._step.loads_started:
+            self._step.loads_started = True
+            if not self._tell("start_loads", self._step.plan):
+                self._step = None
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: what a forward pass reads has arrived before it starts."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing: chunks are stored whole, after the pass."""
+
+    def wait_for_save(self) -> None:
+        """Before ``get_finished``, or after it where a speculator runs in between."""
+        if self._step is not None and self._has_raised():
+            self._step_failed()
+        if self._step is not None and not self._step.forward_ended:
+            self._step.forward_ended = True
+            self._tell("end_forward", self._step.plan)
+
+    def clear_connector_metadata(self) -> None:
+        """The last call of a step."""
+        if self._step is not None:
+            self._end_step()
+            super().clear_connector_metadata()
+
+    def has_connector_metadata(self) -> bool:
+        """``False`` spares every layer of every forward pass two calls that would do nothing."""
+        return False
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if sys.exc_info()[1] is not self._handled:  # as `_has_raised`: a call would cost more
             if self._is_in_step:
@@ -235,6 +431,47 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
             self._step_output = output = self._worker_side.finish_failed_step()
         return set(output.finished_sending), set(output.finished_recving)
 
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        output, self._step_output = self._step_output, None
+        if output is None or output.report is None:
+            return None
+        return ReportMetadata((output.report,))
+
+    def _has_raised(self) -> bool:
+        """Whether the step's forward pass has: vLLM's first model runner calls what comes after it
+        all the same, its second nothing more."""
+        return self._is_in_step and sys.exc_info()[1] is not self._handled
+
+    def _step_failed(self) -> None:
+        step, self._step, self._is_in_step = self._step, None, False
+        try:
+            if self._worker is not None:
+                self._worker.step_failed(step.plan if step is not None else None)
+        except Exception:
+            logger.exception("LMCacheTieredConnector could not start over")
+
+    def _end_step(self) -> None:
+        """What the step under way planned is done, whatever vLLM has called: it may have nothing to
+        compute and leave calls out, as vLLM 0.30 did."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if not step.loads_started and not self._tell("start_loads", step.plan):
+            return
+        if not step.forward_ended:
+            self._tell("end_forward", step.plan)
+
+    def _tell(self, call: str, plan: StepPlan) -> bool:
+        """Call the worker side with a plan. ``False``: it has raised, and what is left of the plan
+        is not called."""
+        worker = self._worker_side
+        try:
+            getattr(worker, call)(plan)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._worker_failed(call, error, plan)
+            return False
+        return True
+
     def _worker_failed(self, call: str, error: Exception, plan: StepPlan | None = None) -> None:
         """It costs the jobs under way, and those of the plan."""
         self._failures.note(call, error)
@@ -243,25 +480,26 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         except Exception:
             logger.exception("LMCacheTieredConnector could not start over")
 
-    def has_connector_metadata(self) -> bool:
-        """``False`` spares every layer of every forward pass two calls that would do nothing."""
-        return False
+    # -- both sides ----------------------------------------------------------------------------
 
     @costs_hits()
     def shutdown(self) -> None:
-        super().shutdown()
+        if self._is_in_step:
+            self._step_failed()
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
         if self._scheduler is not None:
             self._scheduler.shutdown()
 
-    # -- metrics -------------------------------------------------------------------------------
-
-    def get_kv_connector_stats(self) -> ConnectorStats | None:
+    def get_kv_connector_stats(self) -> TieredStats | None:
+        """vLLM asks both sides after every step, and adds up their answers."""
         guard, side = self._guard, self._scheduler or self._worker
         if side is None or (guard is not None and guard.is_down):
             return None
         try:
             samples = side.take_metrics()
-            return self._stats_type.of(samples) if samples is not None else None
+            return TieredStats.of(samples) if samples is not None else None
         except Exception as error:  # noqa: BLE001 - logged there
             if guard is not None:
                 guard.failed("get_kv_connector_stats", error)
@@ -269,7 +507,39 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
                 self._failures.note("get_kv_connector_stats", error)
             return None
 
-    # -- details -------------------------------------------------------------------------------
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:
+        return TieredStats(data=data) if data is not None else TieredStats.of(Samples())
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TablePromMetrics:
+        return TablePromMetrics(
+            METRICS, vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+
+    def _workers_here(self) -> list[WorkerAdapter]:
+        """The worker sides of this connector in the scheduler's process, if they are there."""
+        if not has_kv_transfer_group():
+            return []
+        found = get_kv_transfer_group()
+        connectors = found.sub_connectors if isinstance(found, MultiConnector) else [found]
+        own = [c for c in connectors if isinstance(c, type(self))]
+        for connector in own:
+            if connector._is_in_step:
+                connector._step_failed()
+        return [c._worker for c in own if c._worker is not None]
+
+    @property
+    def _scheduler_side(self) -> Scheduler:
+        if self._scheduler is None:
+            raise RuntimeError("this connector has the worker role")
+        return self._scheduler
 
     @property
     def _scheduler_guard(self) -> SchedulerGuard:
@@ -278,11 +548,12 @@ class LMCacheTieredConnector(ConnectorBase[SchedulerAdapter, "WorkerAdapter"]):
         return self._guard
 
     @property
+    def _worker_side(self) -> WorkerAdapter:
+        if self._worker is None:
+            raise RuntimeError("register_kv_caches has not been called")
+        return self._worker
+
+    @property
     def _wants_kv_events(self) -> bool:
         kv_events = self._vllm_config.kv_events_config
         return kv_events is not None and bool(kv_events.enable_kv_cache_events)
-
-
-def _has_weak_block_hashes(vllm_config: VllmConfig) -> bool:
-    """Whether two blocks with other tokens may have one hash in vLLM's prefix cache."""
-    return not vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256")

@@ -1,5 +1,5 @@
-"""What a user can get wrong, each one clear sentence without a stack trace of ours; and failures of
-our own code, which vLLM never sees."""
+"""What a user can get wrong, each one clear sentence without a stack trace of ours; failures of our
+own code, which vLLM never sees; and where our lines go in a log."""
 
 from __future__ import annotations
 
@@ -41,3 +41,15 @@ class FailureLog:
                 "tiers; please report this.", call, exc_info=error,
             )  # fmt: skip
         self._failed_at = now
+
+
+def log_through(parent_name: str) -> None:
+    """Send our log lines through the handlers of another logger (vLLM's), at its level.
+
+    vLLM sets up its own loggers only; without this, everything below a warning would be lost.
+    """
+    ours, parent = logging.getLogger("lmcache_connector"), logging.getLogger(parent_name)
+    if not ours.handlers and parent.handlers:
+        ours.handlers = list(parent.handlers)
+        ours.setLevel(parent.getEffectiveLevel())
+        ours.propagate = False

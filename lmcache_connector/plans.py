@@ -7,20 +7,26 @@ which jobs were planned, over loads and stores together. All durations are in se
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
+from lmcache_connector.kv_parts.part import BlockIds
+
 
 class Tier(Enum):
-    """A place below the paged cache that holds chunks. The values are labels of metrics."""
+    """A place below the paged cache that holds chunks, in the order in which a load asks them. The
+    values are labels of metrics."""
 
     CPU = "cpu"
+    PEER = "peer"
     REDIS = "redis"
 
-
-BlockIds = tuple[tuple[int, ...], ...]
-"""Block ids per KV cache group."""
+    @classmethod
+    def last_of(cls, tiers: Iterable[Tier]) -> Tier:
+        """The one of ``tiers`` that is asked last; the CPU tier if there are none."""
+        return max(tiers, key=tuple(cls).index, default=cls.CPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,23 +347,49 @@ class LayerDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class JobResult:
+class Fetched:
+    """What one tier behind the CPU tier brought for a job, and in what time. ``has_failed``: it was
+    too slow, or broke; that a chunk was missing is no failure."""
+
+    tier: Tier
+    num_bytes: int
+    seconds: float
+    has_failed: bool = False
+
+
+class _Fetches:
+    """What a job has with what was ``fetched`` for it."""
+
+    __slots__ = ()
+    fetched: tuple[Fetched, ...]
+
+    @property
+    def fetched_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.fetched)
+
+    @property
+    def fetch_seconds(self) -> float:
+        return sum(each.seconds for each in self.fetched)
+
+    @property
+    def has_fetch_failed(self) -> bool:
+        return any(each.has_failed for each in self.fetched)
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult(_Fetches):
     """How a job ended on one rank: its first ``num_chunks`` chunks, ``num_bytes`` in all, arrived
     within ``seconds`` of running, after ``waited_seconds`` of waiting for others.
 
-    Of these, ``redis_seconds`` were spent on Redis, which brought ``redis_bytes``.
-    ``redis_failed`` says that Redis was too slow or broke, not that a chunk was missing.
-    ``differences`` are what an audit found.
+    What was ``fetched`` is part of both. ``differences`` are what an audit found.
     """
 
     job_id: int
     outcome: Outcome
     num_chunks: int
     num_bytes: int
-    redis_bytes: int
     seconds: float
-    redis_seconds: float = 0.0
-    redis_failed: bool = False
+    fetched: tuple[Fetched, ...] = ()
     differences: tuple[LayerDifference, ...] = ()
     waited_seconds: float = 0.0
 

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lmcache_connector.cost_model.decision import Reason
 from lmcache_connector.storage import chunk_codec
 from tests.support import ROOT
-from tests.test_imports import FLOORS
+from tests.test_imports import LAYERS
 from tests.test_readme import table_after
 
 DOCS = ROOT / "docs"
@@ -67,16 +66,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert (tmp_path / "site" / name / "index.html").is_file()
 
 
-def test_a_broken_link_would_stop_it(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text("[there](nowhere.md) and [here](#nothing)\n")
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    for key in ("nav", "hooks", "not_in_nav", "extra_css"):
-        del config[key]
-    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config))
-    assert build(tmp_path / "mkdocs.yml", tmp_path / "site").returncode != 0
-
-
 # -- links and paths -------------------------------------------------------------------------------
 
 
@@ -107,13 +96,6 @@ def without_code(text: str) -> str:
 @pytest.mark.parametrize("page", LINKED_PAGES, ids=by_name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
-
-
-@pytest.mark.parametrize(
-    "link", ["nowhere.md", "docs/formats.md#nothing", "#nothing", "../outside.md"]
-)
-def test_a_link_that_leads_nowhere_is_found(link: str) -> None:
-    assert broken_links(ROOT / "README.md", f"# Here\n[text]({link})\n") == [link]
 
 
 def missing_paths(text: str, folder: Path = ROOT) -> list[str]:
@@ -149,22 +131,6 @@ def is_module(name: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_every_path_that_is_named_exists(page: Path) -> None:
     assert missing_paths(page.read_text(), page.parent) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "missing"),
-    [
-        ("in `peers/` and `storage/redis/`, see `plans.py`.", []),
-        ("`lmcache_connector.storage` and `python -m examples.disaggregated.run`", []),
-        ("at http://docs/nowhere and `redis://host/0`", []),
-        ("in `scheduler/outbox/`", ["scheduler/outbox/"]),
-        ("run tests/nowhere now", ["tests/nowhere"]),
-        ("see `couriers.py`", ["couriers.py"]),
-        ("`lmcache_connector.storage.redis_tier`", ["lmcache_connector.storage.redis_tier"]),
-    ],
-)
-def test_a_path_that_does_not_exist_is_found(text: str, missing: list[str]) -> None:
-    assert missing_paths(text) == missing
 
 
 # -- commands and settings -------------------------------------------------------------------------
@@ -252,8 +218,8 @@ def test_the_tree_of_the_architecture_is_the_real_one() -> None:
         for top in (PACKAGE, ROOT / "storage")
         for file in top.rglob("__init__.py")
     }
-    rooms = {folder for folder in folders if not folder.startswith("lmcache_connector/storage/")}
-    assert {path for path in paths if path.endswith("/")} == rooms
+    packages = {folder for folder in folders if not folder.startswith("lmcache_connector/storage/")}
+    assert {path for path in paths if path.endswith("/")} == packages
 
 
 def test_the_arrows_of_the_architecture_are_those_that_hold() -> None:
@@ -261,21 +227,22 @@ def test_the_arrows_of_the_architecture_are_those_that_hold() -> None:
     (drawn,) = re.findall(r"^```text\n(cli\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     lines = [re.findall(r"[\w/]+", line) for line in drawn.splitlines()]
     named = {name for names in lines for name in names}
-    floors = [
-        [
+    layers = [
+        {
             number
-            for number, rooms in enumerate(FLOORS)
-            for room in rooms
-            if drawn_as(room, named) in names
-        ]
+            for number, layer in enumerate(LAYERS)
+            for package in layer
+            if drawn_as(package, named) in names
+        }
         for names in lines
     ]
-    for above, below in itertools.pairwise(floors):
+    for above, below in itertools.pairwise(layers):
         assert max(above) <= min(below)
-    everything = {room for rooms in FLOORS for room in rooms} - {"startup", "errors"}
-    assert {room for room in everything if drawn_as(room, named) is None} == set()
+    everything = {package for layer in LAYERS for package in layer} - {"errors"}
+    assert {each for each in everything if drawn_as(each, named) is None} == set()
 
 
-def drawn_as(room: str, names: set[str]) -> str | None:
-    """The smallest part of the picture that a room is in."""
-    return max((name for name in names if f"{room}/".startswith(f"{name}/")), key=len, default=None)
+def drawn_as(package: str, names: set[str]) -> str | None:
+    """The smallest part of the picture that a package is in."""
+    fitting = (name for name in names if f"{package}/".startswith(f"{name}/"))
+    return max(fitting, key=len, default=None)

@@ -133,7 +133,7 @@ def empty_cpu_tier(probe: EngineProbe) -> None:
 def audit_seconds(probe: EngineProbe, prompt: Sequence[int], rounds: int) -> list[float]:
     """By how much an audit delays the first token of a hit, round by round: one hit with it, one
     without, in turn. The prompt must have been stored."""
-    sampler = probe.connector._scheduler._auditor._sampler
+    sampler = probe.connector._scheduler.auditor.sampler
     before, delays = sampler.share, []
     for number in range(rounds):
         taken = {}
@@ -203,7 +203,7 @@ def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float
     from lmcache_connector.plans import JobResult, Outcome, RankReport
 
     adapter = probe.connector._scheduler
-    chunk_size = adapter._settings.chunk_size
+    chunk_size = adapter.settings.chunk_size
     request = _request(f"lookup-{number}", tokens)
     block_ids = (list(range(-(-len(tokens) // probe.scheduler.block_size))),)
     empty = SchedulerOutput.make_empty()
@@ -216,7 +216,7 @@ def _lookup_seconds(probe: EngineProbe, tokens: list[int], number: int) -> float
     left = len(tokens) - found
     assert left <= 2 * chunk_size, f"found {found} of {len(tokens)} tokens"  # one may be audited
     (job,) = plan.loads
-    done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+    done = JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)
     adapter.update_from_reports([RankReport(0, (), (done,))])
     adapter.request_finished(request, block_ids)
     adapter.build_plan(empty)

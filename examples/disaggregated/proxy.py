@@ -24,7 +24,7 @@ from aiohttp import web
 
 from examples.disaggregated.registry import Instance, RegistrationError, Registry, Role
 from lmcache_connector.config.strict import resolve_secret
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.heartbeat import SIGNATURE_HEADER
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from lmcache_connector.cli.check import Finding
 from lmcache_connector.cli.report import UNREACHABLE
 from lmcache_connector.config.tiered import ConnectorConfig
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.heartbeat import Registration, tell
 from lmcache_connector.threads import Background
 

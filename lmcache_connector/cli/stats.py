@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # -- /metrics, parsed and made into one summary of each engine -------------------------------------
 
-TIERS = ("cpu", "redis")
+TIERS = ("cpu", "peer", "redis")
 _CIRCUITS = {float(state.value): state.name.lower() for state in CircuitState}
 # Counters that a summary has by one label, zeros left out.
 _BY_LABEL = {
@@ -203,7 +203,7 @@ def _described(engine: dict[str, Any]) -> Iterator[str | Table]:
         columns,
         [
             (
-                {"cpu": "CPU", "redis": "Redis"}[tier],
+                {"cpu": "CPU", "peer": "peers", "redis": "Redis"}[tier],
                 f"{engine['lookups'][tier]:.0f}",
                 f"{engine['lookup_hits'][tier]:.0f}",
                 f"{engine['hit_tokens'][tier]:,.0f}",
@@ -368,7 +368,7 @@ def _row(engine: _Watched) -> tuple[str, ...]:
         sparkline(engine.hit_rates, 1.0),
         f"{now['saved_tokens_per_second']:,.0f} tok/s",
         f"{size(now['cpu_loaded_bytes_per_second'])}/s",
-        f"{size(now['redis_loaded_bytes_per_second'])}/s",
+        f"{size(now['peer_loaded_bytes_per_second'] + now['redis_loaded_bytes_per_second'])}/s",
         sparkline(engine.loads),
         f"{size(now['redis_stored_bytes_per_second'])}/s",
         f"{now['cpu_used_bytes'] / capacity:.0%} of {size(capacity)}" if capacity else "-",

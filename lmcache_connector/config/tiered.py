@@ -23,7 +23,8 @@ from lmcache_connector.config.strict import (
     read_weights_label,
 )
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
+from lmcache_connector.plans import Tier
 from lmcache_connector.storage.chunk_codec import Codec
 from lmcache_connector.storage.redis.config import RedisTierConfig
 
@@ -253,6 +254,12 @@ class ConnectorConfig(StrictSettings):
             read_timeout_seconds=self.redis_timeout_seconds,
             backoff_max_seconds=_FOUND_AGAIN_SECONDS,
         )
+
+    @property
+    def remote_tiers(self) -> tuple[Tier, ...]:
+        """Those behind the CPU tier that there are, in the order in which a load asks them."""
+        there = {Tier.PEER: bool(self.peers), Tier.REDIS: self.redis_url is not None}
+        return tuple(tier for tier, is_there in there.items() if is_there)
 
     @property
     def prefetch_bytes(self) -> int:

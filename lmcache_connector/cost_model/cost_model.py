@@ -37,7 +37,8 @@ the calibration says that a load pays, one request loads one chunk on trial, if 
 tier is left out for another minute; else it is back in use. So a slow tier costs the difference of
 one chunk a minute, and a tier that was slow to begin with costs nothing. A calibration is what was
 measured at start, or by a later probe: Redis is probed while requests would use it, so it comes
-back by its probe, and only so if it has stalled. A tier that was never calibrated is unknown again
+back by its probe, and only so if it has stalled. Nobody probes peers: after a stall they are on
+trial as any tier that nothing was heard of. A tier that was never calibrated is unknown again
 then, and some seconds after its first loads already: those may have met a hiccup.
 """
 
@@ -98,7 +99,7 @@ class CostModel:
         self._clock = clock
         self._max_deadline_seconds = max_deadline_seconds
         self.mode = mode
-        self._tiers = {tier: TierSpeed() for tier in Tier}
+        self._tiers = {tier: TierSpeed(probed=tier is not Tier.PEER) for tier in Tier}
         self._prefill = PrefillSpeed()
         self.max_step_tokens = max_step_tokens
         self.steps = StepTime(num_batches)
@@ -170,7 +171,8 @@ class CostModel:
 
     def is_stalled(self, tier: Tier) -> bool:
         """Nothing came from it lately."""
-        return self._tiers[tier].stalled
+        speed = self._tiers[tier]
+        return speed.stalled and not speed.is_outdated(self._clock())
 
     def gain_seconds(
         self,

@@ -216,13 +216,13 @@ class LoadPrefixes:
 
     def _ends_up_to(self, num_chunks: int) -> list[int]:
         """The largest end up to there; where more is needed than the chunks before, the largest for
-        which memory has it, and the largest for which any tier has it that loads. 0 for none."""
+        which memory has it, peers have it too, or any tier that loads. 0 for none."""
         offer = self.offer
         if offer.other_bytes is None:
             return [offer.end_up_to(num_chunks)]
         usable = {t for t in Tier if self._loads(t) and not self.tiers[t].on_trial}
         found = {0}
-        for tiers in (usable - {Tier.REDIS}, usable):
+        for tiers in (usable & {Tier.CPU}, usable - {Tier.REDIS}, usable):
             end = offer.end_up_to(num_chunks)
             for _ in range(_MAX_ENDS):
                 if end == 0:

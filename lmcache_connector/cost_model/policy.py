@@ -11,11 +11,12 @@ Where they come from:
   scheduler side cannot: with asynchronous scheduling it hears of a step while the next one runs;
 - while Redis is not loaded from although requests ask for what it holds, the worker reads a few
   values of its own now and then. No request is ever slowed down to find out whether Redis is back.
+  Peers are not probed: loads alone tell how fast they are.
 
-Waiting for Redis to say what it holds costs time too, hit or miss. It is waited for only as long as
-a small share of the prompt's own compute, and not at all where its last answer took longer. A
-request that is to be asked again loses a step, however soon the answer comes: longer steps are lost
-only where the hit that may be expected gains more.
+Waiting for Redis or peers to say what they hold costs time too, hit or miss. They are waited for
+only as long as a small share of the prompt's own compute, and not at all where the last answer of
+each took longer. A request that is to be asked again loses a step, however soon the answer comes:
+longer steps are lost only where the hit that may be expected gains more.
 
 Redis is measured for its own sake while requests would use it and nobody knows its speed.
 
@@ -103,11 +104,12 @@ _FORGET_LATE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A load on its way. ``num_bytes``: of the rank with the largest part, per tier.
+    """A load on its way. ``fetches``: chunks that memory lacks, and the tiers that bring them.
+    ``num_bytes``: of the rank with the largest part, per tier.
     ``wait_seconds``: predicted before it begins. ``idle_since``: when it was planned, if nothing
     else ran. Waiting for its turn it is not late by more than ``deadline_seconds``."""
 
-    redis_keys: tuple[bytes, ...]
+    fetches: tuple[tuple[bytes, Tier], ...]
     num_bytes: dict[Tier, int]
     wait_seconds: float
     idle_since: float | None
@@ -120,7 +122,8 @@ class LoadPolicy:
     A chunk has ``chunk_tokens`` tokens. What is stored of it for each of the model's parts has
     ``value_bytes``, on the rank with the largest share; the first ``num_prefix_parts`` are needed
     of every chunk. A prompt passes ``num_stages`` of a pipeline one after the other. ``clock``
-    gives seconds, monotonic. ``probes``: when the workers shall measure Redis.
+    gives seconds, monotonic. ``remote_tiers``: those behind the CPU tier that there are.
+    ``probes``: when the workers shall measure Redis.
     """
 
     def __init__(
@@ -131,8 +134,10 @@ class LoadPolicy:
         clock: Callable[[], float],
         num_stages: int = 1,
         num_prefix_parts: int = 1,
+        remote_tiers: Sequence[Tier] = (Tier.REDIS,),
     ) -> None:
         self.model = model
+        self.remote_tiers = remote_tiers
         self._chunk_tokens = chunk_tokens
         self._num_prefix_parts = num_prefix_parts
         self.learn_sizes(value_bytes)
@@ -147,7 +152,7 @@ class LoadPolicy:
         """No request waits or runs, and no job is under way. What was measured stays."""
         self._running: dict[int, _Running] = {}
         self._queued_bytes = dict.fromkeys(Tier, 0)
-        self._fetching: Counter[bytes] = Counter()
+        self._fetching: Counter[tuple[bytes, Tier]] = Counter()
         self._stores = StoreBacklog(self._clock)
         self._num_requests = 0
         self._waiting: dict[str, int] = {}  # and the tokens of their prompts
@@ -166,24 +171,22 @@ class LoadPolicy:
         context_tokens: int,
         prompt_tokens: int,
         keys: Sequence[bytes],
-        are_in_cpu: Iterable[bool],
+        tiers: Sequence[Tier],
         ends: Sequence[int] = (),
         other_bytes: Callable[[int], Mapping[Tier, int]] | None = None,
         after_job: int = 0,
     ) -> LoadDecision:
         """Decide one request, once.
 
-        Its hit chunks are those from the one that holds token ``context_tokens`` on. ``are_in_cpu``
-        says of each whether memory holds it, else Redis does; ``keys`` name what is stored of them.
-        ``ends`` and ``other_bytes``: see :class:`LoadOffer`. ``after_job``: the last store that the
-        load relies on.
+        Its hit chunks are those from the one that holds token ``context_tokens`` on. ``tiers`` says
+        of each where it is; ``keys`` name what is stored of them. ``ends`` and ``other_bytes``: see
+        :class:`LoadOffer`. ``after_job``: the last store that the load relies on.
         """
-        tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu)
         queued = dict(self._queued_bytes)
         # What others fetch already is waited for, and copied from memory then.
-        if self._fetching:
-            shared = sum(self.bytes_of(key) for key in keys if key in self._fetching)
-            queued[Tier.REDIS] = max(0, queued[Tier.REDIS] - shared)
+        for tier in self.remote_tiers if self._fetching else ():
+            shared = sum(self.bytes_of(key) for key in keys if (key, tier) in self._fetching)
+            queued[tier] = max(0, queued[tier] - shared)
         step_seconds = self._step_seconds()
         decision = self.model.decide(
             LoadOffer(
@@ -191,7 +194,7 @@ class LoadPolicy:
                 prompt_tokens=prompt_tokens,
                 chunk_tokens=self._chunk_tokens,
                 chunk_bytes=self._chunk_bytes,
-                tiers=tiers,
+                tiers=tuple(tiers),
                 queued_bytes=queued,
                 running_requests=self._num_requests,
                 wait_seconds=self._wait_seconds(after_job, step_seconds),
@@ -207,20 +210,26 @@ class LoadPolicy:
         return decision
 
     def lookup_seconds(
-        self, context_tokens: int, prompt_tokens: int, last_lookup_seconds: float
+        self,
+        context_tokens: int,
+        prompt_tokens: int,
+        last_lookup_seconds: Mapping[Tier, float],
     ) -> float:
-        """Seconds to wait for Redis to say what it holds of a prompt; 0: do not ask it. Its last
-        answer took ``last_lookup_seconds``."""
+        """Seconds to wait for Redis and peers to say what they hold of a prompt; 0: do not ask. The
+        last answer of each took ``last_lookup_seconds``."""
         if self.model.mode == "always":
             return float("inf")
-        self.probes.request_if_stale(is_bad=self.model.is_stalled(Tier.REDIS))
-        if self.model.is_stalled(Tier.REDIS):
+        if Tier.REDIS in self.remote_tiers:
+            self.probes.request_if_stale(is_bad=self.model.is_stalled(Tier.REDIS))
+        usable = self._usable_tiers
+        if not usable:
             return 0.0
         compute = self.model.compute_seconds(context_tokens, prompt_tokens, self._num_requests)
         if compute is None:
             return float("inf")
         longest = max(LOOKUP_SHARE * compute, _MIN_LOOKUP_SECONDS)
-        return longest if last_lookup_seconds <= longest else 0.0
+        quickest = min(last_lookup_seconds.get(tier, 0.0) for tier in usable)
+        return longest if quickest <= longest else 0.0
 
     def is_worth_a_step(
         self,
@@ -230,17 +239,23 @@ class LoadPolicy:
         found_share: float,
         left_seconds: float,
     ) -> bool:
-        """Whether a request that Redis has not answered yet does better to be asked again with the
+        """Whether a request whose look-up has no answer yet does better to be asked again with the
         next step than to begin with this one.
 
-        ``context_tokens``: computed, or known to be in a tier. ``num_bytes``: of what Redis was
-        asked for; it has held ``found_share`` of such things lately. ``left_seconds``: what
+        ``context_tokens``: computed, or known to be in a tier. ``num_bytes``: of what was asked
+        for; ``found_share`` of such things was held lately. ``left_seconds``: what
         :meth:`lookup_seconds` allows it to wait yet.
         """
         lost_seconds = (self._step_seconds() or 0.0) / (1 + self._num_others)
         if lost_seconds <= left_seconds:
             return True
-        gain_seconds = self._gain_seconds(Tier.REDIS, context_tokens, prompt_tokens, num_bytes)
+        gain_seconds = max(
+            (
+                self._gain_seconds(tier, context_tokens, prompt_tokens, num_bytes)
+                for tier in self._usable_tiers
+            ),
+            default=0.0,
+        )
         return found_share * gain_seconds > lost_seconds
 
     def take_probe(self) -> bool:
@@ -248,13 +263,15 @@ class LoadPolicy:
         return self.probes.take()
 
     @property
-    def is_redis_stalled(self) -> bool:
-        """Nothing came from it lately."""
-        return self.model.is_stalled(Tier.REDIS)
+    def are_tiers_stalled(self) -> bool:
+        """Nothing came lately from any tier behind the CPU tier."""
+        return not self._usable_tiers
 
-    def redis_bytes_in(self, seconds: float) -> int:
-        """What Redis brings in that time, as far as is known; 2**62 if nothing is."""
-        return int(min(self.model.bytes_per_second(Tier.REDIS) * seconds, float(1 << 62)))
+    def fetchable_bytes_in(self, seconds: float) -> int:
+        """What the slowest tier in use brings in that time, as far as is known; 2**62 if nothing
+        is."""
+        speeds = (self.model.bytes_per_second(tier) for tier in self._usable_tiers)
+        return int(min(min(speeds, default=0.0) * seconds, float(1 << 62)))
 
     def pays_from_memory(self, start: int, end: int, num_bytes: int) -> bool:
         """Whether tokens ``[start, end)`` are quicker loaded from memory than computed, beside the
@@ -296,20 +313,23 @@ class LoadPolicy:
         """All ranks have reported; the slowest counts. Without results, no rank has heard of it."""
         self._stores.ended(job_id, [r.waited_seconds + r.seconds for r in results])
 
-    def load_planned(self, job: LoadJob, redis_keys: tuple[bytes, ...]) -> None:
-        """``job`` is on its way. ``redis_keys``: those of its chunks that Redis must bring."""
-        all_bytes, from_redis = (sum(map(self.bytes_of, keys)) for keys in (job.keys, redis_keys))
-        num_bytes = {Tier.CPU: all_bytes - from_redis, Tier.REDIS: from_redis}
+    def load_planned(self, job: LoadJob, tiers: Sequence[Tier]) -> None:
+        """``job`` is on its way. ``tiers``: where each of its chunks is."""
+        places = list(zip(job.keys, tiers, strict=True))
+        num_bytes = dict.fromkeys(Tier, 0)
+        for key, tier in places:
+            num_bytes[tier] += self.bytes_of(key)
+        fetches = tuple(place for place in places if place[1] is not Tier.CPU)
         idle_since = None if self._num_requests or self._prompt_tokens else self._clock()
         wait_seconds = (
             self._queued_bytes[Tier.CPU] / self.model.bytes_per_second(Tier.CPU)
             + self._stores.wait_seconds(job.after_job)
             + job.after_passes * (self._step_seconds() or 0.0)
         )
-        known = redis_keys, num_bytes, wait_seconds, idle_since, job.deadline_seconds
+        known = fetches, num_bytes, wait_seconds, idle_since, job.deadline_seconds
         self._running[job.job_id] = _Running(*known)
         self._fenced_share += _FENCE_WEIGHT * (job.after_passes - self._fenced_share)
-        self._fetching.update(redis_keys)
+        self._fetching.update(fetches)
         for tier, count in num_bytes.items():
             self._queued_bytes[tier] += count
 
@@ -318,15 +338,15 @@ class LoadPolicy:
         running = self._running.pop(job_id)
         for tier, count in running.num_bytes.items():
             self._queued_bytes[tier] -= count
-        self._fetching.subtract(running.redis_keys)
-        for key in running.redis_keys:
-            if not self._fetching[key]:
-                del self._fetching[key]
-        slowest = max(results, key=lambda r: (r.redis_failed, r.seconds))
+        self._fetching.subtract(running.fetches)
+        for fetch in running.fetches:
+            if not self._fetching[fetch]:
+                del self._fetching[fetch]
+        slowest = max(results, key=lambda r: (r.has_fetch_failed, r.seconds))
         if running.idle_since is not None and not self._num_requests:
             took = slowest.waited_seconds + slowest.seconds
             self.model.steps.waited_idle(self._clock() - running.idle_since - took)
-        if not running.redis_keys:
+        if not running.fetches:
             late = max(0.0, slowest.waited_seconds - running.wait_seconds)
             late = min(late, running.deadline_seconds)  # the rest was a forward pass
             self._late_seconds += _LATE_WEIGHT * (late - self._late_seconds)
@@ -335,11 +355,11 @@ class LoadPolicy:
 
     def prefetch_ended(self, results: Sequence[JobResult]) -> None:
         """All ranks have reported. How fast it was says nothing of loads, which go first; that
-        Redis failed does."""
-        for result in results:
-            if result.redis_failed:
-                self.probes.heard()
-                self.model.observe_load_failed(Tier.REDIS, result.redis_seconds, result.redis_bytes)
+        a tier failed does."""
+        for fetched in (each for result in results for each in result.fetched):
+            if fetched.has_failed:
+                self._heard_of(fetched.tier)
+                self.model.observe_load_failed(fetched.tier, fetched.seconds, fetched.num_bytes)
 
     def observe_reports(self, reports: Iterable[RankReport]) -> None:
         """Forward passes and probes of one step. The slowest rank counts."""
@@ -373,6 +393,11 @@ class LoadPolicy:
     # -- details -------------------------------------------------------------------------------
 
     @property
+    def _usable_tiers(self) -> list[Tier]:
+        """Those behind the CPU tier that brought something lately, as far as is known."""
+        return [tier for tier in self.remote_tiers if not self.model.is_stalled(tier)]
+
+    @property
     def _num_others(self) -> int:
         """Requests that wait beside the one in question."""
         return max(0, len(self._waiting) - 1)
@@ -397,19 +422,24 @@ class LoadPolicy:
         return fence + late + self._stores.wait_seconds(after_job)
 
     def _observe_load(self, result: JobResult) -> None:
-        """What Redis brought had to be copied too, in whatever time that took: deadlines count
+        """What was fetched had to be copied too, in whatever time that took: deadlines count
         it, so a load that was cut off counts it as well."""
-        copy_seconds = max(0.0, result.seconds - result.redis_seconds)
-        share = min(1.0, result.redis_bytes / max(1, result.num_bytes))
-        redis_seconds = result.redis_seconds + share * copy_seconds
-        if result.redis_failed:
-            self.probes.heard()
-            self.model.observe_load_failed(Tier.REDIS, redis_seconds, result.redis_bytes)
-        elif result.redis_bytes > 0:
-            self.probes.heard()
-            self.model.observe_load(Tier.REDIS, result.redis_bytes, redis_seconds)
-        elif result.outcome is Outcome.DONE and result.num_bytes > 0:
+        copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
+        telling = [each for each in result.fetched if each.num_bytes or each.has_failed]
+        for fetched in telling:
+            share = min(1.0, fetched.num_bytes / max(1, result.num_bytes))
+            seconds = fetched.seconds + share * copy_seconds
+            self._heard_of(fetched.tier)
+            if fetched.has_failed:
+                self.model.observe_load_failed(fetched.tier, seconds, fetched.num_bytes)
+            else:
+                self.model.observe_load(fetched.tier, fetched.num_bytes, seconds)
+        if not telling and result.outcome is Outcome.DONE and result.num_bytes > 0:
             self.model.observe_load(Tier.CPU, result.num_bytes, copy_seconds)
+
+    def _heard_of(self, tier: Tier) -> None:
+        if tier is Tier.REDIS:
+            self.probes.heard()
 
     def _observe_redis(self, probes: Sequence[TransferTime]) -> None:
         """The slowest rank counts. A load is a fetch and then a copy: the copy's time is added to

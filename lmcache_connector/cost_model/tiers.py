@@ -77,9 +77,11 @@ class TierSpeed:
 
     ``known`` is false until a load or a calibration told something; ``stalled`` is true from a load
     that hung or broke until the next one that arrived; ``on_trial`` is true from a return to the
-    calibration until the next load.
+    calibration until the next load. Where a tier is not ``probed``, nothing but a load can tell
+    that a stall is over: it ends by itself, as what was learned does.
     """
 
+    probed: bool = True
     latency_seconds: float = 0.0
     seconds_per_byte: float = 0.0
     spread: float = _FIRST_SPREAD
@@ -143,13 +145,14 @@ class TierSpeed:
 
     def is_outdated(self, now: float) -> bool:
         """Whether nothing was observed for a minute, or for some seconds where little was before,
-        and nothing calibrated. A stall does not end by itself."""
-        return not self.stalled and now - self._changed_at >= self._quiet_seconds
+        and nothing calibrated. The stall of a probed tier does not end by itself."""
+        is_kept = self.stalled and self.probed
+        return not is_kept and now - self._changed_at >= self._quiet_seconds
 
     def calibrated_only(self, now: float) -> TierSpeed:
         """A tier whose speed is known from the calibration alone, if there was one. It has failed
         as often as this one: a minute in which nothing was loaded is no reason to trust it."""
-        fresh = TierSpeed(_changed_at=now)
+        fresh = TierSpeed(self.probed, _changed_at=now)
         if self._calibration is not None:
             fresh.calibrate(now, *self._calibration)
         fresh._num_good, fresh._num_failed = self._num_good, self._num_failed
@@ -175,6 +178,8 @@ class TierSpeed:
         self.stalled = hung
         if num_bytes > 0:
             self._observe(now, num_bytes, seconds)
+        elif not self.probed:
+            self._changed_at = now
 
     def _observe(self, now: float, num_bytes: int, seconds: float) -> None:
         if num_bytes <= 0 or seconds < 0:

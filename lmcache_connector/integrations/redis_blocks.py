@@ -18,7 +18,9 @@ from blake3 import blake3
 from lmcache_connector.config import limits
 from lmcache_connector.integrations.settings import TierSettings
 from lmcache_connector.keys.prefix_hash import canonical_bytes
+from lmcache_connector.lookup.any_lookup import AnyLookup
 from lmcache_connector.lookup.background_lookup import BackgroundLookup, Found
+from lmcache_connector.plans import Tier
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.lookup import RedisLookup
 from lmcache_connector.storage.redis.tier import RedisTier, RedisTierStats
@@ -53,7 +55,9 @@ class RedisBlocks:
         config = settings.redis_tier_config()
         geometries = PartGeometries((_geometry(block_bytes),))
         self._lookup = BackgroundLookup(
-            RedisLookup(config, [geometries]), limits.LOOKUP_DEADLINE_SECONDS, time.monotonic
+            AnyLookup({Tier.REDIS: RedisLookup(config, [geometries])}, time.monotonic),
+            limits.LOOKUP_DEADLINE_SECONDS,
+            time.monotonic,
         )
         self._tier = RedisTier(config, geometries)
         self._open = 0
@@ -64,7 +68,7 @@ class RedisBlocks:
         """Whether each block is known to be in Redis. Blocks for 0.1 s at most."""
         keys = self._keys(names)
         answer = self._lookup.submit(keys).wait(limits.LOOKUP_DEADLINE_SECONDS)
-        found = answer.keys if isinstance(answer, Found) else frozenset()
+        found = answer.places if isinstance(answer, Found) else {}
         return [key in found for key in keys]
 
     def load(self, names: Sequence[bytes], buffers: Sequence[memoryview], on_done: OnDone) -> None:

@@ -19,6 +19,10 @@ MAX_PARTS = 256
 """The last byte of a key tells the parts apart."""
 
 
+BlockIds = tuple[tuple[int, ...], ...]
+"""Block ids per KV cache group."""
+
+
 class Rule(Enum):
     """Which tokens before E a part needs, to go on at E."""
 

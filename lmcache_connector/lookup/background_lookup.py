@@ -1,4 +1,5 @@
-"""Asks Redis which chunks it holds, off the scheduler's thread, and keeps each request's answers.
+"""Asks Redis and peers which chunks they hold, off the scheduler's thread, and keeps each request's
+answers.
 
 ``get_num_new_matched_tokens`` must not wait for a network. It submits a lookup, gives it about a
 millisecond, and otherwise asks again in the next step; past its deadline a lookup counts as a miss.
@@ -10,13 +11,13 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from itertools import compress
 from typing import Any, Final, Protocol
 
 from lmcache_connector.keys.request_keys import RequestKeys
+from lmcache_connector.plans import Tier
 from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,9 @@ class Pending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer of a look-up: which of the keys asked for are held."""
+    """The answer of a look-up: where the keys asked for are held, of those that are."""
 
-    keys: frozenset[bytes] = frozenset()
+    places: Mapping[bytes, Tier] = field(default_factory=dict)
 
 
 PENDING: Final = Pending.PENDING
@@ -48,10 +49,16 @@ LookupAnswer = Found | Pending
 
 
 class TierLookup(Protocol):
-    """A tier that can say what it holds. One thread owns it."""
+    """Tiers that can say what they hold. One thread owns it."""
 
-    def exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
-        """Blocks until ``deadline``, a reading of the clock, at most. False on any trouble."""
+    @property
+    def last_seconds(self) -> Mapping[Tier, float]:
+        """How long each tier's part of the last question was on its way, answered or not."""
+        ...
+
+    def find(self, keys: Sequence[bytes], deadline: float) -> Sequence[Tier | None]:
+        """Where each key is held. Blocks until ``deadline``, a reading of the clock, at most.
+        ``None`` on any trouble."""
         ...
 
     def tend(self) -> None:
@@ -62,7 +69,7 @@ class TierLookup(Protocol):
 
 
 class PendingLookup:
-    """One question to Redis: one thread asks and waits, another settles it.
+    """One question to the tiers: one thread asks and waits, another settles it.
 
     ``deadline`` is a reading of ``clock``, seconds.
     """
@@ -106,11 +113,11 @@ class BackgroundLookup:
         self._deadline_seconds = deadline_seconds
         self._clock = clock
         self._pending: queue.SimpleQueue[PendingLookup | None] = queue.SimpleQueue()
-        self.last_seconds = 0.0
-        """How long the last question was on its way, answered or not."""
+        self.last_seconds: Mapping[Tier, float] = {}
+        """How long each tier's part of the last question was on its way, answered or not."""
         self.found_share = _FIRST_FOUND_SHARE
         """Of the keys asked for lately: those that are held."""
-        self._times: deque[float] = deque(maxlen=_MAX_TIMES)
+        self._times: deque[tuple[Tier, float]] = deque(maxlen=_MAX_TIMES)
         self._thread = start_thread("lmc-lookup", self._run)
 
     def submit(self, keys: Sequence[bytes]) -> PendingLookup:
@@ -118,7 +125,7 @@ class BackgroundLookup:
         self._pending.put(pending)
         return pending
 
-    def take_seconds(self) -> list[float]:
+    def take_seconds(self) -> list[tuple[Tier, float]]:
         """Durations of the questions that have ended since the last call, at most 1024."""
         return [self._times.popleft() for _ in range(len(self._times))]
 
@@ -141,18 +148,18 @@ class BackgroundLookup:
             pending.settle(self._ask(pending))
 
     def _ask(self, pending: PendingLookup) -> Found:
-        asked = self._clock()
-        if asked >= pending.deadline or pending.is_cancelled:
+        if self._clock() >= pending.deadline or pending.is_cancelled:
             return MISS
         try:
-            exist = self._lookup.exist(pending.keys, pending.deadline)
-            found = Found(frozenset(compress(pending.keys, exist)))
-            self._learn(len(found.keys), len(pending.keys))
+            tiers = self._lookup.find(pending.keys, pending.deadline)
+            places = zip(pending.keys, tiers, strict=True)
+            found = Found({key: tier for key, tier in places if tier is not None})
+            self._learn(len(found.places), len(pending.keys))
         except Exception:  # the next question may fare better
             logger.exception("A look-up failed; its chunks count as misses")
             found = MISS
-        self.last_seconds = self._clock() - asked
-        self._times.append(self.last_seconds)
+        self.last_seconds = dict(self._lookup.last_seconds)
+        self._times.extend(self.last_seconds.items())
         return found
 
     def _learn(self, num_found: int, num_asked: int) -> None:
@@ -163,7 +170,8 @@ class BackgroundLookup:
 @dataclass(slots=True)
 class RequestLookup:
     """A vLLM request under the ``keys`` it is looked up by, and the answers. Written by its
-    :class:`HitFinder`. ``offered_keys``: what the instance that the request names has of it.
+    :class:`HitFinder`. ``places``: what tiers behind the CPU tier hold of it, as far as they were
+    asked; ``offered_keys``: what the instance that the request names has.
 
     Times are readings of the hit finder's clock.
     """
@@ -175,7 +183,7 @@ class RequestLookup:
     wait_until: float | None = None  # set when the request begins to wait for an answer
     wait_seconds: float | None = None  # left after the last one, for all further ones
     asked_keys: tuple[bytes, ...] = ()
-    redis_keys: frozenset[bytes] = frozenset()
+    places: Mapping[bytes, Tier] = field(default_factory=dict)
     offered_keys: frozenset[bytes] = frozenset()
     is_counted: bool = False
 
@@ -185,9 +193,13 @@ class RequestLookup:
             self.pending.cancel()
             self.pending = None
 
+    def place_of(self, key: bytes) -> Tier:
+        """Which tier behind the CPU tier holds it, as far as is known."""
+        return Tier.PEER if key in self.offered_keys else self.places.get(key, Tier.REDIS)
+
     def lose(self, key: bytes) -> None:
         """It turned out not to be there."""
-        self.redis_keys -= {key}
+        self.places = {each: tier for each, tier in self.places.items() if each != key}
         self.offered_keys -= {key}
 
     def end_wait(self, now: float) -> None:
@@ -200,5 +212,5 @@ class RequestLookup:
         """Answers about the keys from before are worth nothing."""
         self.cancel()
         self.keys, self.asked_keys = keys, ()
-        self.redis_keys = self.offered_keys = frozenset()
+        self.places, self.offered_keys = {}, frozenset()
         self.wait_until = None

@@ -1,12 +1,13 @@
 """Where a request's hit may end, by what the tiers hold of its chunks.
 
-The index of the CPU tiers answers at once, Redis in its own time: it is asked when a request
-arrives, and waited for when the request is scheduled, if that is worth it.
+The index of the CPU tiers answers at once, Redis and peers in their own time: they are asked when a
+request arrives, and waited for when the request is scheduled, if that is worth it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,59 +45,52 @@ class FetchAhead:
 NOTHING_AHEAD: Final = FetchAhead()
 
 
+@dataclass(eq=False)
 class HitFinder:
-    """Finds hits in the CPU tiers, the only ones there are.
+    """Finds hits in the CPU tiers, and in what ``lookup`` asks: Redis, peers, or both.
 
     ``parts`` are the model's, ``chunk_size`` in tokens. Owns the :class:`RequestLookup` of every
     request.
     """
 
-    def __init__(
-        self, parts: tuple[Part, ...], chunk_size: int, index: ChunkIndex, tally: Tally
-    ) -> None:
-        self._parts = parts
-        self._chunk_size = chunk_size
-        self._index = index
-        self._tally = tally
-
-    def ask(self, asked: RequestLookup, first: int) -> None:
-        """Ask slow tiers for the chunks from ``first`` on, ahead of :meth:`find`."""
-
-    def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
-        """What a load of the whole hit would take from slow tiers, as far as is known now. Waits
-        for nothing."""
-        return NOTHING_AHEAD
-
-    def close(self) -> None:
-        """Let go of connections and threads."""
+    parts: tuple[Part, ...]
+    chunk_size: int
+    index: ChunkIndex
+    tally: Tally
+    policy: LoadPolicy
+    kv_events: KvEventSink
+    lookup: BackgroundLookup | None = None
+    clock: Callable[[], float] = time.monotonic
 
     def find(self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait) -> Hit | Pending:
         """The hit, from the chunk being computed on.
 
         ``PENDING``: call again in the next step.
         """
-        redis_keys: frozenset[bytes] | Pending = asked.offered_keys
-        if not redis_keys:
-            self.ask(asked, num_computed_tokens // self._chunk_size)
-            redis_keys = self._redis_keys(asked, num_computed_tokens, wait)
-        if redis_keys is PENDING:
+        places: Mapping[bytes, Tier] | Pending
+        places = dict.fromkeys(asked.offered_keys, Tier.PEER)
+        if not places:
+            self.ask(asked, num_computed_tokens // self.chunk_size)
+            places = self._places(asked, num_computed_tokens, wait)
+        if isinstance(places, Pending):
             return PENDING
-        _, are_in_cpu, hit = self._hit(asked, num_computed_tokens, redis_keys)
+        keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
         if not asked.is_counted:
-            of_hit = self._of_hit(asked, are_in_cpu, hit, num_computed_tokens)
-            self._count(asked, num_computed_tokens, of_hit)
+            of_hit = self._of_hit(asked, keys, are_in_cpu, hit, num_computed_tokens)
+            tiers = {Tier.CPU if in_cpu else places[key] for key, in_cpu in of_hit}
+            self._count(asked, num_computed_tokens, tiers)
         return hit
 
     def _hit(
-        self, asked: RequestLookup, num_computed_tokens: int, redis_keys: frozenset[bytes]
+        self, asked: RequestLookup, num_computed_tokens: int, places: Mapping[bytes, Tier]
     ) -> tuple[list[Sequence[bytes]], list[list[bool]], Hit]:
         """The keys of each part from the chunk being computed on, which of them are in memory, and
-        the hit with these and what Redis holds."""
-        keys = self._keys_by_part(asked, num_computed_tokens // self._chunk_size)
-        held = are_in_cpu = [self._index.has_each(each) for each in keys]
-        if redis_keys:
+        the hit with these and what is in other places."""
+        keys = self._keys_by_part(asked, num_computed_tokens // self.chunk_size)
+        held = are_in_cpu = [self.index.has_each(each) for each in keys]
+        if places:
             held = [
-                [in_cpu or key in redis_keys for key, in_cpu in zip(*pair, strict=True)]
+                [in_cpu or key in places for key, in_cpu in zip(*pair, strict=True)]
                 for pair in zip(keys, are_in_cpu, strict=True)
             ]
         return keys, are_in_cpu, self._find(asked, num_computed_tokens, held)
@@ -104,107 +98,90 @@ class HitFinder:
     def _find(self, asked: RequestLookup, num_computed_tokens: int, held: list[list[bool]]) -> Hit:
         tail, num_tokens = asked.keys.loaded_tail, asked.request.num_tokens
         end = tail.end if tail is not None else None
-        return find_hit(self._parts, self._chunk_size, num_computed_tokens, num_tokens, held, end)
+        return find_hit(self.parts, self.chunk_size, num_computed_tokens, num_tokens, held, end)
 
     def _of_hit(
         self,
         asked: RequestLookup,
+        keys: list[Sequence[bytes]],
         are_in_cpu: list[list[bool]],
         hit: Hit,
         num_computed_tokens: int,
-    ) -> list[bool]:
-        """Of what a load of the whole hit brings."""
+    ) -> list[tuple[bytes, bool]]:
+        """What a load of the whole hit brings, and whether memory has it."""
         if not hit:
             return []
-        if is_prefix_only(self._parts):
-            return are_in_cpu[0][: hit.stop - hit.first]
+        if is_prefix_only(self.parts):
+            end = hit.stop - hit.first
+            return list(zip(keys[0][:end], are_in_cpu[0][:end], strict=True))
         return [
-            in_cpu[chunk - hit.first]
-            for part, in_cpu in zip(self._parts, are_in_cpu, strict=True)
+            (of_part[chunk - hit.first], in_cpu[chunk - hit.first])
+            for part, of_part, in_cpu in zip(self.parts, keys, are_in_cpu, strict=True)
             for chunk in chunks_to_load(
-                part, self._chunk_size, num_computed_tokens, asked.keys.end_of(hit.stop)
+                part, self.chunk_size, num_computed_tokens, asked.keys.end_of(hit.stop)
             )
         ]
 
     def _keys_by_part(self, asked: RequestLookup, first: int) -> list[Sequence[bytes]]:
         """Of the chunks from ``first`` on."""
-        num_parts, keys = len(self._parts), asked.keys.loadable[first:]
+        num_parts, keys = len(self.parts), asked.keys.loadable[first:]
         return [keys_of_part(keys, p, num_parts) for p in range(num_parts)]
 
-    def _redis_keys(
-        self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
-    ) -> frozenset[bytes] | Pending:
-        """What Redis holds, as far as it was asked."""
-        return frozenset()
-
     def _count(
-        self, asked: RequestLookup, num_computed_tokens: int, are_in_cpu: list[bool]
+        self, asked: RequestLookup, num_computed_tokens: int, tiers: Collection[Tier]
     ) -> None:
+        """``tiers``: those that a load of the whole hit takes from."""
         asked.is_counted = True
-        tally = self._tally
+        tally = self.tally
         tally.count("lookups", Tier.CPU.value)
         tally.count("queried_tokens", amount=max(0, asked.request.num_tokens - num_computed_tokens))
-        tally.count("lookup_hits", Tier.CPU.value, amount=any(are_in_cpu))
-        tally.count("lookup_hits", Tier.REDIS.value, amount=not all(are_in_cpu))
-
-
-class RedisHitFinder(HitFinder):
-    """Finds hits in the CPU tiers and in Redis, which ``lookup`` asks."""
-
-    def __init__(
-        self,
-        parts: tuple[Part, ...],
-        chunk_size: int,
-        index: ChunkIndex,
-        tally: Tally,
-        lookup: BackgroundLookup,
-        policy: LoadPolicy,
-        kv_events: KvEventSink,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(parts, chunk_size, index, tally)
-        self._lookup = lookup
-        self._policy = policy
-        self._kv_events = kv_events
-        self._clock = clock
+        for tier in tiers:
+            tally.count("lookup_hits", tier.value)
 
     def ask(self, asked: RequestLookup, first: int) -> None:
-        """Ask for what is not in the index: once, and again for a request that has queued for
-        long, if there may be more to know. Until that is answered, what is known counts."""
-        if asked.asked_keys and not self._is_old(asked):
+        """Ask for what the index lacks from chunk ``first`` on, ahead of :meth:`find`: once, and
+        again for a request that has queued for long, if there may be more to know. Until that is
+        answered, what is known counts."""
+        if self.lookup is None or (asked.asked_keys and not self._is_old(asked)):
             return
         missing, known = self._missing(asked, first), asked.pending
-        asked.asked_at = self._clock()
+        asked.asked_at = self.clock()
         if asked.asked_keys:
-            is_whole = known is None or known.answer == Found(frozenset(asked.asked_keys))
+            answer = None if known is None else known.answer
+            is_whole = answer is None or (
+                isinstance(answer, Found) and answer.places.keys() == set(asked.asked_keys)
+            )
             if is_whole and frozenset(asked.asked_keys).issuperset(missing):
                 return
         if missing:
             if known is not None and known.answer is not PENDING:
-                asked.redis_keys = known.answer.keys
+                asked.places = known.answer.places
             asked.asked_keys = missing
-            asked.pending = self._lookup.submit(missing)
-            self._tally.count("lookups", Tier.REDIS.value)
+            asked.pending = self.lookup.submit(missing)
+            for tier in self.policy.remote_tiers:
+                self.tally.count("lookups", tier.value)
 
     def find_ahead(self, asked: RequestLookup, num_computed_tokens: int) -> FetchAhead | Pending:
-        redis_keys, known = asked.redis_keys, asked.pending
+        """What a load of the whole hit would take from slow tiers, as far as is known now. Waits
+        for nothing."""
+        places, known = asked.places, asked.pending
         if known is not None and known.answer is MISS and asked.wait_until is None:
             # Many came at once: the question had no turn before its deadline.
             if not self._is_old(asked):
                 return PENDING
-            self.ask(asked, num_computed_tokens // self._chunk_size)
+            self.ask(asked, num_computed_tokens // self.chunk_size)
         if asked.pending is not None:
             if asked.pending.answer is PENDING:
                 return PENDING
-            redis_keys = asked.pending.answer.keys
-        if not redis_keys:
+            places = asked.pending.answer.places
+        if not places:
             return NOTHING_AHEAD
-        first, size = num_computed_tokens // self._chunk_size, self._chunk_size
-        keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, redis_keys)
+        first, size = num_computed_tokens // self.chunk_size, self.chunk_size
+        keys, are_in_cpu, hit = self._hit(asked, num_computed_tokens, places)
         if not hit:
             return NOTHING_AHEAD
         missing: list[tuple[int, int, bytes]] = []
-        for number, part in reversed(list(enumerate(self._parts))):
+        for number, part in reversed(list(enumerate(self.parts))):
             end_token = asked.keys.end_of(hit.stop)
             chunks = chunks_to_load(part, size, num_computed_tokens, end_token)
             missing += [
@@ -215,20 +192,22 @@ class RedisHitFinder(HitFinder):
         return FetchAhead(hit.stop, tuple(missing))
 
     def close(self) -> None:
-        self._lookup.close()
+        """Let go of connections and threads."""
+        if self.lookup is not None:
+            self.lookup.close()
 
     def _missing(self, asked: RequestLookup, first: int) -> tuple[bytes, ...]:
         """What memory lacks of the chunks from ``first`` on that would make the hit longer."""
         keys = self._keys_by_part(asked, first)
-        are_in_cpu = [self._index.has_each(each) for each in keys]
+        are_in_cpu = [self.index.has_each(each) for each in keys]
         last, begins = first + len(keys[0]), [first] * len(keys)
-        if not is_prefix_only(self._parts):
-            num_tokens, size = asked.request.num_tokens, self._chunk_size
+        if not is_prefix_only(self.parts):
+            num_tokens, size = asked.request.num_tokens, self.chunk_size
             hit = self._find(asked, first * size, are_in_cpu)
             if asked.keys.loaded_tail is None:
                 last = min(last, (num_tokens - 1) // size)
             end = asked.keys.end_of(hit.stop + 1)
-            begins = [chunks_to_load(part, size, first * size, end).start for part in self._parts]
+            begins = [chunks_to_load(part, size, first * size, end).start for part in self.parts]
             if hit.stop >= last:
                 return ()
         return tuple(
@@ -243,54 +222,58 @@ class RedisHitFinder(HitFinder):
         it. What a request has no time left to wait for is not asked for."""
         if asked.wait_until is not None or asked.wait_seconds == 0.0:
             return False
-        if self._clock() - asked.asked_at < _STALE_SECONDS:
+        if self.clock() - asked.asked_at < _STALE_SECONDS:
             return False
         return asked.pending is None or asked.pending.answer is not PENDING
 
-    def _redis_keys(
+    def _places(
         self, asked: RequestLookup, num_computed_tokens: int, wait: StepWait
-    ) -> frozenset[bytes] | Pending:
+    ) -> Mapping[bytes, Tier] | Pending:
         """Waits a moment if that is worth it."""
-        if asked.pending is None:
-            return asked.redis_keys
-        remaining, question = self._remaining_seconds(asked, num_computed_tokens), asked.pending
+        question, lookup = asked.pending, self.lookup
+        if question is None or lookup is None:
+            return asked.places
+        remaining = self._remaining_seconds(asked, num_computed_tokens, lookup.last_seconds)
         answer = wait.on(lambda seconds: question.wait(min(seconds, max(0.0, remaining))))
         if answer is PENDING:
             if remaining > 0:
                 wait.end()
-                if self._is_worth_a_step(asked, num_computed_tokens, remaining):
+                share = lookup.found_share
+                if self._is_worth_a_step(asked, num_computed_tokens, share, remaining):
                     return PENDING
             # Not cancelled: how long it takes tells whether the next one is worth waiting for.
-            self._tally.count("lookups_given_up")
-            answer = Found(asked.redis_keys)
-        elif answer is not MISS and len(answer.keys) < len(asked.asked_keys):
-            self._kv_events.missing(next(k for k in asked.asked_keys if k not in answer.keys))
-        asked.redis_keys = answer.keys
-        asked.end_wait(self._clock())
-        return asked.redis_keys
+            self.tally.count("lookups_given_up")
+            answer = Found(asked.places)
+        elif answer is not MISS and len(answer.places) < len(asked.asked_keys):
+            self.kv_events.missing(next(k for k in asked.asked_keys if k not in answer.places))
+        asked.places = answer.places
+        asked.end_wait(self.clock())
+        return asked.places
 
     def _is_worth_a_step(
-        self, asked: RequestLookup, num_computed_tokens: int, remaining_seconds: float
+        self, asked: RequestLookup, num_computed_tokens: int, found_share: float, seconds: float
     ) -> bool:
         """To find more than is known to be there, in memory or by an older answer."""
-        _, _, known = self._hit(asked, num_computed_tokens, asked.redis_keys)
+        _, _, known = self._hit(asked, num_computed_tokens, asked.places)
         num_tokens = asked.request.num_tokens
         num_known = max(num_computed_tokens, asked.keys.end_of(known.stop))
-        return self._policy.is_worth_a_step(
+        return self.policy.is_worth_a_step(
             min(num_known, num_tokens - 1),
             num_tokens,
-            sum(map(self._policy.bytes_of, asked.asked_keys)),
-            self._lookup.found_share,
-            remaining_seconds,
+            sum(map(self.policy.bytes_of, asked.asked_keys)),
+            found_share,
+            seconds,
         )
 
-    def _remaining_seconds(self, asked: RequestLookup, num_computed_tokens: int) -> float:
-        """Seconds for which this request may still wait for Redis' answers, however many."""
-        now = self._clock()
+    def _remaining_seconds(
+        self, asked: RequestLookup, num_computed_tokens: int, last: Mapping[Tier, float]
+    ) -> float:
+        """Seconds for which this request may still wait for answers, however many."""
+        now = self.clock()
         if asked.wait_until is None:
             if asked.wait_seconds is None:
-                asked.wait_seconds = self._policy.lookup_seconds(
-                    num_computed_tokens, asked.request.num_tokens, self._lookup.last_seconds
+                asked.wait_seconds = self.policy.lookup_seconds(
+                    num_computed_tokens, asked.request.num_tokens, last
                 )
             asked.wait_until = now + asked.wait_seconds
         return asked.wait_until - now

@@ -71,8 +71,8 @@ def traffic(num_bytes: float, seconds: float) -> str:
 
 
 @dataclass
-class ConnectorStats(KVConnectorStats):
-    """``data`` is a :class:`Samples` as plain data. A subclass says how the log line reads."""
+class TieredStats(KVConnectorStats):
+    """What the connector counted in some interval. ``data`` is a :class:`Samples` as plain data."""
 
     @classmethod
     def of(cls, samples: Samples) -> Self:
@@ -94,11 +94,6 @@ class ConnectorStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         return self.samples.is_empty
-
-
-@dataclass
-class TieredStats(ConnectorStats):
-    """What the tiered connector counted in some interval."""
 
     def reduce(self) -> dict[str, Any]:
         """The periodic log line."""

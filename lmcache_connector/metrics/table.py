@@ -2,9 +2,9 @@
 
 Names and units follow Prometheus and vLLM: base units, ``_total`` for what only grows (the client
 library appends it), and vLLM's own labels ``model_name`` and ``engine`` before those listed here.
-``tier`` is ``cpu`` or ``redis``. ``rank`` is a worker's world rank, ``scheduler`` for the process
-that looks chunks up. A metric whose unit is bytes or jobs counts over all ranks of an engine; one
-in tokens or requests is counted once.
+``tier`` is ``cpu``, ``peer`` or ``redis``. ``rank`` is a worker's world rank, ``scheduler`` for the
+process that looks chunks up. A metric whose unit is bytes or jobs counts over all ranks of an
+engine; one in tokens or requests is counted once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECONDS_BUCKETS = (
 BANDWIDTH_BUCKETS = (1e7, 3e7, 1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1e11)
 
 Known = tuple[tuple[str, ...], ...]
-_TIERS: Known = (("cpu",), ("redis",))
+_TIERS: Known = (("cpu",), ("peer",), ("redis",))
 _BYPASSES: Known = tuple(
     (reason,)
     for reason in (
@@ -116,7 +116,7 @@ METRICS = table(
         counter(
             "lookups_given_up",
             (),
-            "Requests that stopped waiting for Redis' lookup answer and counted it as a miss.",
+            "Requests that stopped waiting for a look-up's answer and counted it as a miss.",
         ),
         counter("queried_tokens", (), "Prompt tokens looked up that vLLM's own cache lacked."),
         counter("hit_tokens", ("tier",), "Tokens planned to be loaded from a tier."),
@@ -145,7 +145,9 @@ METRICS = table(
             (),
             "Estimated compute time of the saved tokens; load time is not subtracted.",
         ),
-        counter("loaded_bytes", ("tier",), "Bytes copied to KV caches (cpu) or fetched (redis)."),
+        counter(
+            "loaded_bytes", ("tier",), "Bytes copied to KV caches (cpu) or fetched (peer, redis)."
+        ),
         counter("stored_bytes", ("tier",), "Bytes copied from KV caches (cpu) or written (redis)."),
         counter("evicted_chunks", ("tier",), "Chunks removed from the CPU tier.", (("cpu",),)),
         counter(
@@ -185,7 +187,7 @@ METRICS = table(
         counter(
             "peer_chunks",
             ("result",),
-            "Chunks that loads read from peers: hit, or why not. In `tier` labels they are redis.",
+            "Chunks that loads read from peers: hit, or why not.",
         ),
         counter(
             "audits",

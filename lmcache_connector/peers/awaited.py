@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES
 
 

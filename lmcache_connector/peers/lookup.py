@@ -1,4 +1,4 @@
-"""Asks all peers at once which chunks they hold, and Redis with them.
+"""Asks all peers at once which chunks they hold.
 
 The answer is there as soon as every chunk has a place. A peer that answers late is left out, and
 its circuit breaker sees to it that a dead one is not asked.
@@ -13,7 +13,6 @@ from lmcache_connector.net.deadline import Deadline
 from lmcache_connector.net.wire import SLICE_SECONDS, wait_readable
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.lookup import Question, RedisLookup, await_answers
 from lmcache_connector.storage.redis.topology import Node
@@ -105,40 +104,6 @@ class PeerLookup(RedisLookup):
         questions = self.ask(keys, limit)
         await_answers(questions, limit, enough([self], keys, questions))
         return self.places(keys, questions)
-
-
-class AnyLookup:
-    """What peers or Redis hold. One thread owns it, but for `servers`."""
-
-    def __init__(self, lookups: Sequence[RedisLookup], clock: Callable[[], float]) -> None:
-        self._lookups = lookups
-        self._clock = clock
-
-    def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
-        for lookup in self._lookups:
-            lookup.learn_geometries(geometries)
-
-    def exist(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Whether somebody holds each of the ``keys``, as far as it is known by ``deadline``."""
-        if not keys:
-            return []
-        limit = Deadline(deadline, self._clock)
-        asked = [(lookup, lookup.ask(keys, limit)) for lookup in self._lookups]
-        questions = [question for _, each in asked for question in each]
-        await_answers(questions, limit, enough(self._lookups, keys, questions))
-        found = zip(*(lookup.found(keys, each) for lookup, each in asked), strict=True)
-        return [any(each) for each in found]
-
-    def tend(self) -> None:
-        for lookup in self._lookups:
-            lookup.tend()
-
-    def close(self) -> None:
-        for lookup in self._lookups:
-            lookup.close()
-
-    def servers(self) -> tuple[tuple[str, CircuitState], ...]:
-        return tuple(server for lookup in self._lookups for server in lookup.servers())
 
 
 def enough(

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 
 MAX_TRANSFER_ID_BYTES = 512
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Greeting
 from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer

@@ -1,17 +1,24 @@
-"""Which LoRA adapter a request is computed with: what lies on the disk, and what is loaded."""
+"""Which LoRA adapter a request is computed with: what lies on the disk, and what is loaded.
+
+An adapter is the content of the files that vLLM reads of it, nothing of where they lie. vLLM reads
+them when it first meets the adapter's number, keeps what it read, and may drop it and read the
+files again. What a request is computed with is therefore not what lies on the disk, but what every
+rank has loaded, as the ranks report it. Runs on the scheduler's thread.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmcache_connector.plans import AdapterRef
-from lmcache_connector.requests.adapter_files import AdapterDigests, adapter_name
-from lmcache_connector.requests.loaded_adapters import LoadedAdapters
+from blake3 import blake3
+
+from lmcache_connector.plans import AdapterRef, LoadedAdapterList
 from lmcache_connector.threads import Background, Task
 
 if TYPE_CHECKING:
@@ -19,11 +26,196 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_WARNINGS = 1024
+_CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""vLLM reads the first that is there (``LoRAModel.from_local_checkpoint``)."""
+_MAX_KNOWN, _MAX_EXPECTED, _MAX_WARNINGS = 1024, 4096, 1024
 _LOOK_SECONDS = 0.5
 """While requests queue, the files of their adapters may change, and vLLM may read them again."""
 _STALE_SECONDS = 5.0
 """No step takes longer: the engine was paused, and its files may be others since."""
+
+# -- on the disk -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """Tells a file from what it was before: writing to it, or replacing it, changes the stamp.
+
+    Nobody can set ``changed_ns``, the time of the last change as the file system keeps it.
+    """
+
+    path: str
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: Path) -> FileStamp:
+        stat = file.stat()
+        times = stat.st_mtime_ns, stat.st_ctime_ns
+        return cls(str(file), stat.st_dev, stat.st_ino, stat.st_size, *times)
+
+
+AdapterStamp = tuple[FileStamp, ...]
+
+
+def adapter_stamp(folder: Path) -> AdapterStamp:
+    """Of the files that vLLM reads of an adapter. Raises ``OSError`` if it is none."""
+    weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        raise FileNotFoundError(f"{folder} holds no adapter weights")
+    return FileStamp.of(folder / _CONFIG), FileStamp.of(weights)
+
+
+class AdapterDigests:
+    """Hexadecimal digests of adapters; files are read again once their stamps have changed.
+
+    Calls may take seconds. One thread makes them.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[AdapterStamp, str] = OrderedDict()
+
+    def digest(self, folder: Path, stamp: AdapterStamp | None = None) -> str:
+        """With ``stamp``, of the files as they were then.
+
+        Raises ``OSError`` if they cannot be read, or change meanwhile, or have changed since.
+        """
+        stamp = stamp or adapter_stamp(folder)
+        digest = self._known.get(stamp)
+        if digest is None:
+            digest = _digest_files(stamp)
+        if adapter_stamp(folder) != stamp:
+            raise OSError(f"the adapter in {folder} is being changed")
+        self._known[stamp] = digest
+        self._known.move_to_end(stamp)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        return digest
+
+
+def _digest_files(stamp: AdapterStamp) -> str:
+    hasher = blake3()
+    for file in (Path(each.path) for each in stamp):
+        # Its ending says how it is read. Both parts have a fixed length.
+        hasher.update(blake3(file.suffix.encode()).digest())
+        hasher.update(blake3().update_mmap(file).digest())
+    return str(hasher.hexdigest())
+
+
+def adapter_name(digest: str, is_3d: bool) -> str:
+    """What tells an adapter from others: its content, and how vLLM is told to read it."""
+    return f"{digest}:3d" if is_3d else digest
+
+
+# -- in memory -------------------------------------------------------------------------------------
+
+
+class LoadedAdapters:
+    """``world_size``: how many ranks report.
+
+    ``heard``: the number of each rank's last list, in rank order; 0: none. ``question``: the one
+    that goes with the next plan; 0: none.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.heard = (0,) * world_size
+        self.question = 0
+        self._lists: dict[int, LoadedAdapterList] = {}
+        self._world_size = world_size
+        self._expected: OrderedDict[int, AdapterRef] = OrderedDict()  # by number
+        self._last_question = 0
+
+    def ask(self) -> int:
+        """Have all ranks list their adapters. Returns the question's number."""
+        if not self.question:
+            self._last_question += 1
+            self.question = self._last_question
+        return self.question
+
+    def take_question(self) -> int:
+        """The question, which goes with the plan being made."""
+        question, self.question = self.question, 0
+        return question
+
+    def forget(self) -> None:
+        """What the ranks have told may not have been understood: they are asked anew."""
+        self._lists.clear()
+        self._expected.clear()
+        self.ask()
+
+    def expect(self, adapter: AdapterRef) -> None:
+        """A request is taken to be computed with it."""
+        self._expected[adapter.number] = adapter
+        self._expected.move_to_end(adapter.number)
+        if len(self._expected) > _MAX_EXPECTED:
+            self._expected.popitem(last=False)
+
+    def update(self, rank: int, adapters: LoadedAdapterList) -> set[AdapterRef]:
+        """Returns the adapters that were taken for what is loaded while another was: what has been
+        computed under their names until now may be another's."""
+        before = self._lists.get(rank)
+        self._lists[rank] = adapters
+        self.heard = (*self.heard[:rank], adapters.number, *self.heard[rank + 1 :])
+        doubtful = set()
+        for number, digest in adapters.digests:
+            in_memory = [d for each, d in adapters.replaced if each == number]
+            if before is not None and not in_memory:
+                in_memory = [before.digest_of(number, default=digest)]
+            in_memory.append(digest)
+            expected = self._expected.get(number)
+            names = {*in_memory, expected.digest if expected is not None else None}
+            mistaken = {
+                AdapterRef(number, d)
+                for d in names
+                if d and not is_current_and_unreplaced(d, in_memory)
+            }
+            if expected in mistaken:
+                del self._expected[number]
+            doubtful |= mistaken
+        return doubtful
+
+    def have_answered(self, question: int) -> bool:
+        """Whether every rank has listed its adapters after it was asked."""
+        return len(self._lists) == self._world_size and all(
+            listed.question >= question for listed in self._lists.values()
+        )
+
+    def are(self, adapter: AdapterRef) -> bool:
+        """Whether every rank has told that it has loaded this very adapter."""
+        return len(self._lists) == self._world_size and all(
+            listed.digest_of(adapter.number) == adapter.digest for listed in self._lists.values()
+        )
+
+    def have_loaded(self, number: int) -> bool:
+        """Whether every rank has told that it has an adapter of that number."""
+        return len(self._lists) == self._world_size and all(
+            any(each == number for each, _ in listed.digests) for listed in self._lists.values()
+        )
+
+    def may_be(self, adapter: AdapterRef) -> bool:
+        """Whether each rank has loaded this very adapter, or is yet to load one of its number."""
+        return all(
+            listed.digest_of(adapter.number, default=adapter.digest) == adapter.digest
+            for listed in self._lists.values()
+        )
+
+
+def is_current_and_unreplaced(digest: str, in_memory: Sequence[str | None]) -> bool:
+    """Whether it is what is in memory now, and nothing else was after it had come.
+
+    ``in_memory``: names of what was, one after the other. If so, what was computed under its name
+    is its own.
+    """
+    return digest in in_memory and all(
+        each == digest for each in in_memory[in_memory.index(digest) :]
+    )
+
+
+# -- both ------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -23,9 +23,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from lmcache_connector.plans import Claim
-from lmcache_connector.retention.age_queues import AgeQueues
-from lmcache_connector.retention.bounds import Holdings, Limits, Reason
-from lmcache_connector.retention.notes import Awaited, Notes
+from lmcache_connector.retention.queues import AgeQueues, Holdings, Limits, Notes, Reason
 
 PIN_SECONDS = 3600.0
 """How long a pin lasts at most, from the last request that asked for it."""
@@ -34,6 +32,10 @@ MAX_TOUCHED = 8192
 whose times end in one."""
 _IDLE_SECONDS = 600.0
 """A tenant that has used nothing for so long is no longer protected from those that use much."""
+_MAX_AWAITED, _MAX_CLAIMS = 1024, 16
+"""Chunks that are being stored, and claims to each of them."""
+_STORE_SECONDS = 60.0
+"""A chunk that has not come by then is not the one that was on its way."""
 _LOOKS = 64
 """At chunks that were in use when their turn had come, in one eviction that finds others."""
 
@@ -82,7 +84,9 @@ class Ledger:
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.notes = Notes(clock)
-        self._awaited = Awaited()
+        # Claims to chunks on their way to the tier, and when they were made: of the newest chunks
+        # the first ones of each.
+        self._awaited: dict[bytes, dict[Claim, float]] = {}
         self._limits = limits
         self._clock = clock
         self._latest = -math.inf  # the last time that a chunk may have been used
@@ -132,17 +136,17 @@ class Ledger:
         """
         now = self.settle()
         self._use(keys, claim, parents, now)
-        if self._awaited:
-            for key, late in self._awaited.take(keys, now):
-                self._use([key], late, (), now)
+        for key in keys if self._awaited else ():
+            for late, at in self._awaited.pop(key, {}).items():
+                if now - at <= _STORE_SECONDS:
+                    self._use([key], late, (), now)
 
     def fetched(self, keys: Sequence[bytes], name: bytes, parents: Sequence[bytes] = ()) -> None:
         """These have come ahead of the request of a tenant that will use them, and ``parents``, as
         in `use`: nothing of its prompt is older now."""
         now = self.settle()
         self._lapse(now)
-        self._link(keys, parents)
-        for key, chunk in self._prefix(keys).items():
+        for key, chunk in self._prefix(keys, parents).items():
             self._leave(key, chunk)  # what was over or given up is waited for again
             if not chunk.is_claimed:
                 self._give(chunk, name)
@@ -160,7 +164,9 @@ class Ledger:
             use, at = noted
             self._latest = max(self._latest, at)  # a verb may have begun before the note came
             num_left -= 1 + self._use(use.keys, use.claim, (), self._latest)
-            self._awaited.add(use, [k for k in use.keys if k not in self._chunks], self._latest)
+            for key in use.keys:
+                if key not in self._chunks:
+                    self._await(key, use.claim)
         now = self._latest = max(self._latest, self._clock())
         self._give_up(self.notes.take_given_up(MAX_TOUCHED), now)
         return now
@@ -220,8 +226,7 @@ class Ledger:
     ) -> int:
         """How many chunks that were."""
         self._lapse(now)
-        self._link(keys, parents)
-        tail_first = self._prefix(keys)
+        tail_first = self._prefix(keys, parents)
         pins = claim.pin
         for key, chunk in reversed(tail_first.items()):
             self._leave(key, chunk)
@@ -239,6 +244,15 @@ class Ledger:
                 self._leave(key, chunk)
                 chunk.is_expired = True
                 self._enter(key, chunk, now)
+
+    def _await(self, key: bytes, claim: Claim) -> None:
+        """The chunk is still being stored: the claim is to it once it has come."""
+        claims = self._awaited.pop(key, {})
+        if len(claims) < _MAX_CLAIMS:
+            claims[claim] = self._latest
+        self._awaited[key] = claims
+        if len(self._awaited) > _MAX_AWAITED:
+            del self._awaited[next(iter(self._awaited))]
 
     # -- order ---------------------------------------------------------------------------------
 
@@ -288,14 +302,12 @@ class Ledger:
             return False
         return now - tenant.used_at > _IDLE_SECONDS
 
-    def _link(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> None:
+    def _prefix(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> dict[bytes, _Chunk]:
+        """The chunks under these keys, which build on ``parents``, and those before them, as far as
+        they are here, the last ones first."""
         for key, parent in zip(keys, parents, strict=False):
-            if (chunk := self._chunks.get(key)) is not None:
-                chunk.parent = parent
-
-    def _prefix(self, keys: Sequence[bytes]) -> dict[bytes, _Chunk]:
-        """The chunks under these keys and those before them, as far as they are here, the last
-        ones first."""
+            if (known := self._chunks.get(key)) is not None:
+                known.parent = parent
         found: dict[bytes, _Chunk] = {}
         for start in reversed(keys):
             key = start

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 
 from lmcache_connector.audit.verdicts import AuditSampler, ChunkError, NoiseGauge, Verdict, combine
@@ -83,28 +83,22 @@ class OwnChunks:
             self._keys.pop(key, None)
 
 
+@dataclass(eq=False)
 class Auditor:
     """Chooses what is audited, plans the jobs, and judges what they found.
 
     Owns the audit part of every request's state. ``model`` names the model in log lines.
     """
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        index: ChunkIndex,
-        sampler: AuditSampler,
-        noise: NoiseGauge,
-        tally: Tally,
-        *,
-        model: str,
-    ) -> None:
-        self._settings = settings
-        self._index = index
-        self._sampler = sampler
-        self._noise = noise
-        self._tally = tally
-        self._model = model
+    settings: SchedulerSettings
+    index: ChunkIndex
+    sampler: AuditSampler
+    noise: NoiseGauge
+    tally: Tally
+    _: KW_ONLY
+    model: str
+
+    def __post_init__(self) -> None:
         self._own = OwnChunks()
         self._open: dict[int, _OpenAudit] = {}
         self._round = 0
@@ -127,30 +121,30 @@ class Auditor:
 
     def _choose(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> None:
         chunk = self._telling_chunk(state, hit)
-        if chunk * self._settings.chunk_size < num_computed_tokens:
+        if chunk * self.settings.chunk_size < num_computed_tokens:
             return  # vLLM has a part of it: it would not be computed whole
         if chunk > hit.first and chunk not in hit.ends:
             return  # no load may end before it
         key = self._key(state.keys, chunk)
-        is_own = key in self._own and key in self._index
+        is_own = key in self._own and key in self.index
         identity = state.keys.identity
         kinds = bool(identity.multimodal), identity.embeds_digest is not None
         subject = AuditSubject(identity.kv_root, kinds, is_own)
-        if self._sampler.wants(subject):
+        if self.sampler.wants(subject):
             self._set(state, chunk, key, subject)
 
     def _set(self, state: RequestState, chunk: int, key: bytes, subject: AuditSubject) -> None:
         audit = state.audit
         audit.chunk, audit.key, audit.subject = chunk, key, subject
-        audit.needs_redis = key not in self._index
-        self._sampler.begin(subject)
+        audit.needs_redis = key not in self.index
+        self.sampler.begin(subject)
 
     def _key(self, keys: RequestKeys, chunk: int) -> bytes:
         """What is compared: the model's first part stands for all."""
-        return part_key(keys.keys[chunk], 0, len(self._settings.parts))
+        return part_key(keys.keys[chunk], 0, len(self.settings.parts))
 
     def _telling_chunk(self, state: RequestState, hit: Hit) -> int:
-        size = self._settings.chunk_size
+        size = self.settings.chunk_size
         touched = (
             min((span.end - 1) // size, hit.stop - 1)
             for span in state.keys.identity.multimodal
@@ -167,13 +161,13 @@ class Auditor:
         if isinstance(job, StoreJob):
             self._own.add(job.keys)
         elif isinstance(job, PrefetchJob) or job.needs_redis:
-            are_in_cpu = self._index.has_each(job.keys)
+            are_in_cpu = self.index.has_each(job.keys)
             self._own.discard(k for k, known in zip(job.keys, are_in_cpu, strict=True) if not known)
 
     def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
         """Whether the step being planned completes the audited chunk. ``num_witnessed_tokens``: in
         its blocks by the end of the step, seen to be computed or loaded."""
-        audit, size = state.audit, self._settings.chunk_size
+        audit, size = state.audit, self.settings.chunk_size
         if audit.chunk is None:
             return False
         if not audit.is_computing:
@@ -191,7 +185,7 @@ class Auditor:
     ) -> AuditJob | None:
         """The comparison of the chunk, which is computed by the end of this step; ``None`` if its
         window was narrower."""
-        audit, part, size = state.audit, self._settings.parts[0], self._settings.chunk_size
+        audit, part, size = state.audit, self.settings.parts[0], self.settings.chunk_size
         assert audit.chunk is not None
         assert audit.subject is not None
         blocks = blocks_of(part, resolve_block_ids(), size, (audit.chunk,))
@@ -218,7 +212,7 @@ class Auditor:
         """The request will not compute the chunk: it ended, or was preempted."""
         audit = state.audit
         if audit.chunk is not None and audit.subject is not None:
-            self._sampler.end(audit.subject, is_answered=False)
+            self.sampler.end(audit.subject, is_answered=False)
         audit.drop()
 
     def forget_all(self) -> None:
@@ -230,11 +224,11 @@ class Auditor:
     def doubt(self) -> None:
         """The weights may be others: what is under way says nothing."""
         self._round += 1
-        self._sampler.abandon()
+        self.sampler.abandon()
 
     def forget(self) -> None:
         """The weights are others: nothing is known of any root."""
-        self._sampler.forget()
+        self.sampler.forget()
 
     # -- results -------------------------------------------------------------------------------
 
@@ -246,17 +240,17 @@ class Auditor:
         verdict, error = self._judge(audit, results, is_own)
         if audit.round == self._round:
             is_answered = verdict is not Verdict.INCONCLUSIVE and is_own == subject.is_own
-            self._sampler.end(subject, is_answered=is_answered)
-        self._tally.count("audits", verdict.value)
+            self.sampler.end(subject, is_answered=is_answered)
+        self.tally.count("audits", verdict.value)
         if error is not None:
             self._largest_error = max(self._largest_error, error.largest)
-            self._tally.set("audit_error", "last", value=error.largest)
-            self._tally.set("audit_error", "largest", value=self._largest_error)
+            self.tally.set("audit_error", "last", value=error.largest)
+            self.tally.set("audit_error", "largest", value=self._largest_error)
             self._log(audit, verdict, error)
         return Finding(subject.root, verdict)
 
     def _is_own(self, job: AuditJob, results: Collection[JobResult]) -> bool:
-        return job.keys[0] in self._own and not any(result.redis_bytes for result in results)
+        return job.keys[0] in self._own and not any(result.fetched_bytes for result in results)
 
     def _judge(
         self, audit: _OpenAudit, results: Collection[JobResult], is_own: bool
@@ -265,10 +259,10 @@ class Auditor:
         if audit.round != self._round or not found or not all(found):
             return Verdict.INCONCLUSIVE, None
         error = combine(chain.from_iterable(found))
-        return self._noise.judge(error, is_own=is_own), error
+        return self.noise.judge(error, is_own=is_own), error
 
     def _log(self, audit: _OpenAudit, verdict: Verdict, error: ChunkError) -> None:
-        num_samples = self._noise.num_samples
+        num_samples = self.noise.num_samples
         if verdict is not Verdict.MISMATCH:
             logger.info(
                 "Audit of a %s request: %s, %s; noise samples: %d",
@@ -280,5 +274,5 @@ class Auditor:
                 "%s; the limit is %.2g of the median, from %d noise samples. This instance shares "
                 "no KV under that root any more. Earlier hits may have been wrong: see "
                 "'An audit found a mismatch' in the troubleshooting guide.",
-                audit.kind, self._model, error, self._noise.limit(), num_samples,
+                audit.kind, self.model, error, self.noise.limit(), num_samples,
             )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.plans import Calibration, RankReport, RankStart
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 10.0
 
 
+@dataclass(eq=False)
 class EngineStart:
     """Makes the hasher once all ``world_size`` ranks have reported configurations that agree.
 
@@ -27,19 +29,14 @@ class EngineStart:
     and one error line says so.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        make_hasher: Callable[[Mapping[str, str]], PrefixHasher],
-        clock: Callable[[], float],
-        learn: Callable[[Sequence[RankStart]], None] = lambda starts: None,
-    ) -> None:
+    world_size: int
+    make_hasher: Callable[[Mapping[str, str]], PrefixHasher]
+    clock: Callable[[], float]
+    learn: Callable[[Sequence[RankStart]], None] = lambda starts: None
+
+    def __post_init__(self) -> None:
         self.hasher: PrefixHasher | None = None
         self.configuration: dict[str, str] = {}
-        self._world_size = world_size
-        self._make_hasher = make_hasher
-        self._clock = clock
-        self._learn = learn
         self._starts: dict[int, RankStart] = {}
         self._deadline: float | None = None  # set when the first request waits
         self._is_given_up = False
@@ -54,10 +51,10 @@ class EngineStart:
         if self._is_given_up:
             return False
         if self._deadline is None:
-            self._deadline = self._clock() + _WAIT_SECONDS
-        if self._clock() < self._deadline:
+            self._deadline = self.clock() + _WAIT_SECONDS
+        if self.clock() < self._deadline:
             return True
-        missing = sorted(set(range(self._world_size)) - self._starts.keys())
+        missing = sorted(set(range(self.world_size)) - self._starts.keys())
         self._give_up(f"ranks {missing} have not reported within {_WAIT_SECONDS:g} s of a request")
         return False
 
@@ -65,7 +62,7 @@ class EngineStart:
         """What all ranks measured, once all have reported; nothing before."""
         news = {report.rank: report.start for report in reports if report.start is not None}
         self._starts |= news
-        if not news or len(self._starts) < self._world_size:
+        if not news or len(self._starts) < self.world_size:
             return ()
         starts = [self._starts[rank] for rank in sorted(self._starts)]
         if differing := _differing(starts):
@@ -73,10 +70,10 @@ class EngineStart:
         else:
             # A part that only some have is of layers that only they have: stages of a pipeline.
             if all(start.layer_widths for start in starts):
-                self._learn(starts)
+                self.learn(starts)
             parts = sorted({part for start in starts for part in start.configuration})
             self.configuration = dict(parts)
-            self.hasher = self._make_hasher(self.configuration)
+            self.hasher = self.make_hasher(self.configuration)
         return tuple(start.calibration for start in starts)
 
     def _give_up(self, why: str) -> None:

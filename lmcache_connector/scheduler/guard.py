@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_connector.errors import FailureLog
 from lmcache_connector.plans import LoadJob, StepPlan
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.scheduler import Scheduler
 from lmcache_connector.vllm_compat.short_loads import ShortLoad, compute_the_rest
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class SchedulerGuard:
     """``has_news``: for the next plan. ``is_down``: starting over has failed, too; it is tried
     again with every plan. ``unsent``: loads promised since the last plan, by request."""
 
-    def __init__(self, side: SchedulerAdapter, failures: FailureLog) -> None:
+    def __init__(self, side: Scheduler, failures: FailureLog) -> None:
         self.has_news = False
         self.is_down = False
         self._side = side

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
+from typing import Any
 
-from lmcache_connector.plans import (
-    JobResult,
-    LoadJob,
-    PrefetchJob,
-    PrefillWork,
-    PrefixUse,
-    StepPlan,
-    StoreJob,
-    TransferUpdate,
-)
+from lmcache_connector.plans import JobResult, LoadJob, PrefetchJob, StepPlan, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState
 
 
@@ -115,45 +107,32 @@ class PlannedJobs:
 
     def take_plan(
         self,
+        heard: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
         *,
         idle: bool,
-        prefill: PrefillWork | None,
-        probe: bool,
-        wanted: tuple[bytes, ...] = (),
-        uses: tuple[PrefixUse, ...] = (),
-        unwanted: tuple[bytes, ...] = (),
-        adapter_question: int = 0,
-        heard_adapters: tuple[int, ...] = (),
-        weights_question: int = 0,
-        heard_weights: tuple[int, ...] = (),
-        transfers: tuple[TransferUpdate, ...] = (),
+        **news: Any,
     ) -> StepPlan | None:
-        """The plan of a step: all that was added since the last one, and what is known of this.
-        ``None``, as for nearly every decode step: nothing."""
-        new = self._loads or self._stores or self._cancelled_loads or self._vacated_stores
-        more = self._prefetches or unwanted or uses or weights_question or transfers
-        if not (idle or new or more or prefill or probe or adapter_question or wanted):
+        """The plan of a step: all that was added since the last one, and ``news``, other fields of
+        the plan. ``None``, as for nearly every decode step: nothing. ``heard``: of each rank, the
+        adapters and the weights that are known."""
+        added = self._loads or self._stores or self._prefetches
+        if not (
+            added or self._cancelled_loads or self._vacated_stores or idle or any(news.values())
+        ):
             return None
         plan = StepPlan(
             loads=tuple(self._loads),
             stores=tuple(self._stores),
+            prefetches=tuple(self._prefetches),
             cancelled_loads=tuple(self._cancelled_loads),
             vacated_stores=tuple(self._vacated_stores),
             idle=idle,
-            prefill=prefill,
-            probe=probe,
-            wanted=wanted,
-            uses=uses,
-            prefetches=tuple(self._prefetches),
-            unwanted=unwanted,
-            adapter_question=adapter_question,
-            heard_adapters=heard_adapters,
-            weights_question=weights_question,
-            heard_weights=heard_weights,
-            transfers=transfers,
+            heard_adapters=heard[0],
+            heard_weights=heard[1],
+            **news,
         )
-        self._loads, self._stores, self._cancelled_loads, self._vacated_stores = [], [], [], []
-        self._prefetches = []
+        self._loads, self._stores, self._prefetches = [], [], []
+        self._cancelled_loads, self._vacated_stores = [], []
         return plan
 
     def report(self, result: JobResult) -> tuple[PlannedJob, bool]:

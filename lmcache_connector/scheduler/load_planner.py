@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,32 +15,25 @@ from lmcache_connector.kv_parts.hit import Hit, chunks_to_load, first_token_to_l
 from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, StoreJob, Tier
+from lmcache_connector.plans import JobResult, LoadJob, Outcome, PartRun, Tier
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from lmcache_connector.vllm_compat.short_loads import ShortLoad
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class LoadPlanner:
     """Loads the part of a hit that ``policy`` finds quicker to load than to compute.
 
     Owns the load part of every request's state.
     """
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        index: ChunkIndex,
-        policy: LoadPolicy,
-        tally: Tally,
-        new_job_id: Callable[[], int],
-    ) -> None:
-        self._settings = settings
-        self._index = index
-        self._policy = policy
-        self._tally = tally
-        self._new_job_id = new_job_id
+    settings: SchedulerSettings
+    index: ChunkIndex
+    policy: LoadPolicy
+    tally: Tally
+    new_job_id: Callable[[], int]
 
     def offer(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> int:
         """How many tokens after the computed ones shall be loaded of the hit.
@@ -69,33 +64,37 @@ class LoadPlanner:
     ) -> LoadJob:
         """The load of the ``num_tokens`` that vLLM has taken of the offer, into the request's
         blocks (per KV cache group), of which some may be ``in_use``."""
-        load, chunk_size = state.load, self._settings.chunk_size
+        load, chunk_size = state.load, self.settings.chunk_size
         runs = self._runs(state, block_ids, load.offered_from + num_tokens)
         keys = tuple(key for run in runs for key in run.keys)
-        are_in_cpu = self._index.has_each(keys)
-        redis_keys = tuple(key for key, in_cpu in zip(keys, are_in_cpu, strict=True) if not in_cpu)
+        tiers = self._tiers(state, keys)
+        is_fetched = any(tier is not Tier.CPU for tier in tiers)
         job = LoadJob(
-            job_id=self._new_job_id(),
+            job_id=self.new_job_id(),
             request_id=state.request.request_id,
             runs=runs,
             deadline_seconds=load.deadline_seconds,
-            needs_redis=bool(redis_keys),
-            after_job=max(map(self._index.planned_job, keys)),
+            needs_redis=is_fetched,
+            after_job=max(map(self.index.planned_job, keys)),
             after_passes=in_use.includes_any(
                 {i for run in runs for ids in run.block_ids for i in ids}
             ),
             claim=state.claim,
-            source=state.source if redis_keys else None,
+            source=state.source if is_fetched else None,
         )
         load.job = job
-        chunks = (chunk for run in runs for chunk in run.chunks)
-        from_redis = {i for i, in_cpu in zip(chunks, are_in_cpu, strict=True) if not in_cpu}
-        load.redis_tokens = min(num_tokens, len(from_redis) * chunk_size)
-        if job.source is None:  # others tell nothing of Redis
-            self._policy.load_planned(job, redis_keys)
-        self._tally.count("load_jobs")
-        self._tally.count("hit_tokens", Tier.CPU.value, amount=num_tokens - load.redis_tokens)
-        self._tally.count("hit_tokens", Tier.REDIS.value, amount=load.redis_tokens)
+        if job.source is None:  # it tells nothing of other peers
+            self.policy.load_planned(job, tiers)
+        self.tally.count("load_jobs")
+        by_chunk: dict[int, Tier] = {}
+        for chunk, tier in zip((i for run in runs for i in run.chunks), tiers, strict=True):
+            by_chunk[chunk] = Tier.last_of((tier, by_chunk.get(chunk, Tier.CPU)))
+        load.fetched_tokens, num_chunks = 0, Counter(by_chunk.values())
+        for tier in (Tier.PEER, Tier.REDIS):
+            num_here = min(num_tokens - load.fetched_tokens, num_chunks[tier] * chunk_size)
+            self.tally.count("hit_tokens", tier.value, amount=num_here)
+            load.fetched_tokens += num_here
+        self.tally.count("hit_tokens", Tier.CPU.value, amount=num_tokens - load.fetched_tokens)
         return job
 
     def ended(
@@ -109,54 +108,42 @@ class LoadPlanner:
         load, keys = state.load, state.keys
         load.job = None
         if job.source is None:
-            self._policy.load_ended(job.job_id, results)
-        first = load.offered_from // self._settings.chunk_size
+            self.policy.load_ended(job.job_id, results)
+        first = load.offered_from // self.settings.chunk_size
         end = keys.end_of(job.runs[-1].chunks[-1] + 1)
         is_whole = num_chunks == len(job.keys)
         if not is_whole:
-            arrived_end = first + num_chunks if self._settings.is_prefix_only else first
-            self._tally.count("recomputed_tokens", amount=end - keys.end_of(arrived_end))
+            arrived_end = first + num_chunks if self.settings.is_prefix_only else first
+            self.tally.count("recomputed_tokens", amount=end - keys.end_of(arrived_end))
             end = keys.end_of(arrived_end)
         self._count_saved(load.offered_from, end)
         if job.source is not None:
-            num_tokens = min(max(0, end - load.offered_from), load.redis_tokens)
-            self._tally.count("p2p_hit_tokens", amount=num_tokens)
-            self._tally.count("p2p_received_bytes", amount=sum(r.redis_bytes for r in results))
-            seconds = max(result.redis_seconds for result in results)
-            self._tally.count("p2p_receive_seconds", amount=seconds)
+            num_tokens = min(max(0, end - load.offered_from), load.fetched_tokens)
+            self.tally.count("p2p_hit_tokens", amount=num_tokens)
+            self.tally.count("p2p_received_bytes", amount=sum(r.fetched_bytes for r in results))
+            seconds = max(result.fetch_seconds for result in results)
+            self.tally.count("p2p_receive_seconds", amount=seconds)
             if not is_whole:
-                self._tally.count("p2p_failed_loads", "missing")
+                self.tally.count("p2p_failed_loads", "missing")
         if is_whole:
             return None
         # The tier that failed is not asked again for this request: it is recomputed.
-        may_try_again = load.is_allowed and not self._settings.is_prefix_only
+        may_try_again = load.is_allowed and not self.settings.is_prefix_only
         load.is_allowed = may_try_again and not load.is_second and _were_missing(results)
         load.is_second = True
         if load.is_allowed:
             load.end = None
-        if not self._settings.is_prefix_only:
+        if not self.settings.is_prefix_only:
             return ShortLoad(state.request, 0)
         return ShortLoad(state.request, max(load.offered_from, end))
-
-    def reconsider(self, state: RequestState) -> None:
-        """More of the hit is in memory than when it was decided what to load of it."""
-        state.load.restart()
-
-    def store_planned(self, job: StoreJob) -> None:
-        """Loads may rely on it."""
-        self._policy.store_planned(job)
-
-    def store_ended(self, job: StoreJob, results: Sequence[JobResult]) -> None:
-        """All ranks have reported, or none has heard of it."""
-        self._policy.store_ended(job.job_id, results)
 
     def _brings_anything(self, num_computed_tokens: int, end_token: int) -> bool:
         """Where a run of chunked attention ends, nothing of it is needed, and vLLM would wait for a
         load that has nothing to do."""
-        size = self._settings.chunk_size
+        size = self.settings.chunk_size
         return any(
             chunks_to_load(part, size, num_computed_tokens, end_token)
-            for part in self._settings.parts
+            for part in self.settings.parts
         )
 
     def _runs(
@@ -164,7 +151,7 @@ class LoadPlanner:
     ) -> tuple[PartRun, ...]:
         """What a load up to ``end_token`` brings. States and windows come first: without them the
         rest is of no use."""
-        parts, chunk_size = self._settings.parts, self._settings.chunk_size
+        parts, chunk_size = self.settings.parts, self.settings.chunk_size
         start, end, keys = state.load.offered_from, -(-end_token // chunk_size), state.keys.loadable
         tail, runs = state.keys.loaded_tail, []
         for number, part in reversed(list(enumerate(parts))):
@@ -194,34 +181,35 @@ class LoadPlanner:
 
     def _decide(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> None:
         load, request = state.load, state.request
-        load.end, load.deadline_seconds = hit.stop, self._settings.load_deadline_seconds
+        load.end, load.deadline_seconds = hit.stop, self.settings.load_deadline_seconds
         load.decided_from = num_computed_tokens
         if num_computed_tokens >= request.num_tokens or state.transfer.loads:
             return  # what was computed for this request elsewhere is not computed again
         keys = [
-            keys_of_part(state.keys.keys[hit.first : hit.stop], i, len(self._settings.parts))
-            for i, part in enumerate(self._settings.parts)
+            keys_of_part(state.keys.keys[hit.first : hit.stop], i, len(self.settings.parts))
+            for i, part in enumerate(self.settings.parts)
             if part.rule is Rule.PREFIX
         ]
-        are_in_cpu = [self._index.has_each(each) for each in keys]
+        by_part = [self._tiers(state, each) for each in keys]
         more: dict[str, Any] = {}
-        if not self._settings.is_prefix_only:
+        if not self.settings.is_prefix_only:
             more["ends"] = [end - hit.first for end in hit.ends]
             more["other_bytes"] = partial(self._other_bytes, state, num_computed_tokens, hit.first)
         all_keys = [key for each in keys for key in each]
-        decision = self._policy.decide(
+        decision = self.policy.decide(
             num_computed_tokens,
             request.num_tokens,
             all_keys,
-            list(map(all, zip(*are_in_cpu, strict=True))) or [True] * (hit.stop - hit.first),
-            after_job=max(map(self._index.planned_job, all_keys), default=0),
+            list(map(Tier.last_of, zip(*by_part, strict=True)))
+            or [Tier.CPU] * (hit.stop - hit.first),
+            after_job=max(map(self.index.planned_job, all_keys), default=0),
             **more,
         )
         load.end = hit.first + decision.num_chunks
         load.deadline_seconds = decision.deadline_seconds
-        declined = (hit.stop - load.end) * self._settings.chunk_size
-        self._tally.count("decisions", decision.reason.value)
-        self._tally.count("declined_tokens", amount=declined)
+        declined = (hit.stop - load.end) * self.settings.chunk_size
+        self.tally.count("decisions", decision.reason.value)
+        self.tally.count("declined_tokens", amount=declined)
         logger.debug("Request %s: %s", request.request_id, decision)
 
     def _other_bytes(
@@ -229,25 +217,31 @@ class LoadPlanner:
     ) -> dict[Tier, int]:
         """What a load that ends ``num_chunks`` after chunk ``first`` needs of windows and states,
         by the tier that has it."""
-        parts, end = self._settings.parts, first + num_chunks
+        parts, end = self.settings.parts, first + num_chunks
         found = dict.fromkeys(Tier, 0)
         for number, part in enumerate(parts):
             if part.rule is Rule.PREFIX:
                 continue
-            size = self._settings.chunk_size
+            size = self.settings.chunk_size
             chunks = chunks_to_load(part, size, num_computed_tokens, end * size)
             keys = keys_of_part(state.keys.keys[chunks.start : end], number, len(parts))
-            for key, in_cpu in zip(keys, self._index.has_each(keys), strict=True):
-                found[Tier.CPU if in_cpu else Tier.REDIS] += self._policy.bytes_of(key)
+            for key, tier in zip(keys, self._tiers(state, keys), strict=True):
+                found[tier] += self.policy.bytes_of(key)
         return found
+
+    def _tiers(self, state: RequestState, keys: Sequence[bytes]) -> list[Tier]:
+        """Where each of the keys is, as far as is known."""
+        place_of = state.lookup.place_of
+        in_cpu = self.index.has_each(keys)
+        return [Tier.CPU if held else place_of(k) for k, held in zip(keys, in_cpu, strict=True)]
 
     def _count_saved(self, start: int, end: int) -> None:
         """Tokens ``[start, end)`` were loaded instead of computed."""
         if end <= start:
             return
-        seconds = self._policy.model.compute_seconds(start, end)
-        self._tally.count("prefill_saved_tokens", amount=end - start)
-        self._tally.count("prefill_saved_seconds", amount=seconds or 0.0)
+        seconds = self.policy.model.compute_seconds(start, end)
+        self.tally.count("prefill_saved_tokens", amount=end - start)
+        self.tally.count("prefill_saved_seconds", amount=seconds or 0.0)
 
 
 def _were_missing(results: Sequence[JobResult]) -> bool:

@@ -6,6 +6,7 @@ Asked after every engine step. While requests run, most of those cost one look a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_connector.metrics.samples import Samples, Tally
@@ -18,21 +19,17 @@ _SCHEDULER = "scheduler"
 _REFRESH_SECONDS = 0.1
 
 
+@dataclass(eq=False)
 class SchedulerMetrics:
-    """``take_lookup_seconds()``: durations of the questions to Redis that have ended since the last
+    """``take_lookup_seconds()``: durations of the questions to tiers that have ended since the last
     call. ``read_servers()``: the servers asked and the states of their circuits."""
 
-    def __init__(
-        self,
-        tally: Tally,
-        clock: Callable[[], float],
-        take_lookup_seconds: Callable[[], Iterable[float]] = tuple,
-        read_servers: Callable[[], tuple[tuple[str, CircuitState], ...]] = tuple,
-    ) -> None:
-        self._tally = tally
-        self._clock = clock
-        self._take_lookup_seconds = take_lookup_seconds
-        self._read_servers = read_servers
+    tally: Tally
+    clock: Callable[[], float]
+    take_lookup_seconds: Callable[[], Iterable[tuple[Tier, float]]] = tuple
+    read_servers: Callable[[], tuple[tuple[str, CircuitState], ...]] = tuple
+
+    def __post_init__(self) -> None:
         self._look_at = float("-inf")
         self._last_servers: tuple[tuple[str, CircuitState], ...] = ()
 
@@ -41,19 +38,19 @@ class SchedulerMetrics:
 
         ``is_idle``: no request runs, so there may be no next step to tell it with.
         """
-        now = self._clock()
+        now = self.clock()
         if now < self._look_at and not is_idle:
             return None
         self._look_at = now + _REFRESH_SECONDS
-        for seconds in self._take_lookup_seconds():
-            self._tally.observe("lookup_seconds", Tier.REDIS.value, value=seconds)
-        samples = self._tally.take()
+        for tier, seconds in self.take_lookup_seconds():
+            self.tally.observe("lookup_seconds", tier.value, value=seconds)
+        samples = self.tally.take()
         if samples is not None:
             self._set_circuits(samples)
         return samples
 
     def _set_circuits(self, samples: Samples) -> None:
-        servers = self._read_servers()
+        servers = self.read_servers()
         if servers == self._last_servers:
             return
         self._last_servers = servers

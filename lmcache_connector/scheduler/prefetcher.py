@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.kv_parts.part import Rule, parents_of_part
@@ -34,6 +35,7 @@ _Chunk = tuple[int, int, bytes]
 """Part, chunk, and the key it is stored under."""
 
 
+@dataclass(eq=False)
 class Prefetcher:
     """Plans prefetches, and knows whose they are. Owns the ahead part of every request's state.
 
@@ -41,18 +43,13 @@ class Prefetcher:
     for requests that did not use them, to be told to the workers.
     """
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        policy: LoadPolicy,
-        tally: Tally,
-        new_job_id: Callable[[], int],
-    ) -> None:
-        self._settings = settings
-        self._policy = policy
-        self._tally = tally
-        self._new_job_id = new_job_id
-        self._room = settings.prefetch_bytes
+    settings: SchedulerSettings
+    policy: LoadPolicy
+    tally: Tally
+    new_job_id: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self._room = self.settings.prefetch_bytes
         self._is_full = False  # for the request that is next
         self.waiting: OrderedDict[str, RequestState] = OrderedDict()
         self._next: set[str] = set()  # wait for Redis' answer only, in the step being planned
@@ -62,7 +59,7 @@ class Prefetcher:
 
     def queued(self, state: RequestState) -> None:
         """vLLM has put the request into its queue, and Redis was asked for its chunks."""
-        if self._settings.prefetch_bytes and self._settings.loads:
+        if self.settings.prefetch_bytes and self.settings.loads:
             self.waiting[state.request.request_id] = state
 
     def is_next(self, request_id: str) -> None:
@@ -77,7 +74,7 @@ class Prefetcher:
         num_looked_at = 0
         loads_next, self._next = self._next, set()
         while self.waiting and num_looked_at < _CHUNKS_PER_STEP:
-            if self._is_full or self._policy.is_redis_stalled:
+            if self._is_full or self.policy.are_tiers_stalled:
                 return
             request_id, state = next(iter(self.waiting.items()))
             if request_id in loads_next:  # those behind it come after it
@@ -94,7 +91,7 @@ class Prefetcher:
             for job, num_bytes in self._jobs(state, chunks):
                 state.ahead.jobs[job.job_id] = job, num_bytes
                 self._room -= num_bytes
-                self._tally.count("prefetch_jobs")
+                self.tally.count("prefetch_jobs")
                 yield state, job
 
     def release(self, state: RequestState, loaded: Collection[bytes] = ()) -> list[PrefetchJob]:
@@ -125,8 +122,8 @@ class Prefetcher:
             state.ahead.held_bytes += num_bytes
         else:
             self._room += num_bytes
-        self._policy.prefetch_ended(results)
-        if any(result.redis_failed for result in results):
+        self.policy.prefetch_ended(results)
+        if any(result.has_fetch_failed for result in results):
             return [other for other, _ in state.ahead.jobs.values()]
         return []
 
@@ -139,7 +136,7 @@ class Prefetcher:
         """Raises ``AssertionError`` unless nothing is left over once all requests are gone."""
         assert not self.waiting, f"{len(self.waiting)} requests left to prefetch for"
         assert not self._wanted_by, f"{len(self._wanted_by)} chunks left that were fetched ahead"
-        assert self._room == self._settings.prefetch_bytes, f"{self._room} bytes left to prefetch"
+        assert self._room == self.settings.prefetch_bytes, f"{self._room} bytes left to prefetch"
 
     # -- details -------------------------------------------------------------------------------
 
@@ -150,22 +147,22 @@ class Prefetcher:
     def _take(self, state: RequestState, ahead: FetchAhead) -> list[_Chunk] | None:
         """What is to be fetched: the leading chunks that there is room for, apart from those that
         others have fetched. ``None``: nothing fits before others give room back."""
-        size = self._settings.chunk_size
-        num_bytes = sum(self._policy.bytes_of(key) for _, _, key in ahead.missing)
+        size = self.settings.chunk_size
+        num_bytes = sum(self.policy.bytes_of(key) for _, _, key in ahead.missing)
         context = self._num_computed(state)
         end = min(ahead.stop * size, state.request.num_tokens - 1)
-        if not ahead.missing or not self._policy.pays_from_memory(context, end, num_bytes):
+        if not ahead.missing or not self.policy.pays_from_memory(context, end, num_bytes):
             return []
         chunks, room, keys = list[_Chunk](), self._room, list[bytes]()
         for chunk in ahead.missing:
             key = chunk[2]
             if key not in self._wanted_by:
-                room -= self._policy.bytes_of(key)
+                room -= self.policy.bytes_of(key)
                 if room < 0:
                     break
                 chunks.append(chunk)
             keys.append(key)
-        if not keys and self._room < self._settings.prefetch_bytes:
+        if not keys and self._room < self.settings.prefetch_bytes:
             return None
         state.ahead.keys = tuple(keys)
         self._wanted_by.update(keys)
@@ -173,12 +170,12 @@ class Prefetcher:
 
     def _jobs(self, state: RequestState, chunks: list[_Chunk]) -> Iterator[tuple[PrefetchJob, int]]:
         """Of consecutive chunks each, and the bytes they may bring."""
-        most = min(_MAX_JOB_BYTES, self._policy.redis_bytes_in(_JOB_SECONDS))
+        most = min(_MAX_JOB_BYTES, self.policy.fetchable_bytes_in(_JOB_SECONDS))
         start = 0
         while start < len(chunks):
             end, num_bytes = start, 0
             while end < len(chunks):
-                more = self._policy.bytes_of(chunks[end][2])
+                more = self.policy.bytes_of(chunks[end][2])
                 if end > start and num_bytes + more > most:
                     break
                 end, num_bytes = end + 1, num_bytes + more
@@ -189,16 +186,16 @@ class Prefetcher:
         parts = dict.fromkeys(part for part, _, _ in chunks)
         runs = [[chunk for chunk in chunks if chunk[0] == part] for part in parts]
         return PrefetchJob(
-            job_id=self._new_job_id(),
+            job_id=self.new_job_id(),
             request_id=state.request.request_id,
             runs=tuple(self._run(state, run) for run in runs),
-            deadline_seconds=self._settings.load_deadline_seconds,
+            deadline_seconds=self.settings.load_deadline_seconds,
             tenant=state.claim.tenant,
         )
 
     def _run(self, state: RequestState, chunks: list[_Chunk]) -> PartRun:
         """``chunks`` of one part."""
-        part, parts = chunks[0][0], self._settings.parts
+        part, parts = chunks[0][0], self.settings.parts
         numbers = tuple(chunk for _, chunk, _ in chunks)
         builds_on = numbers if parts[part].rule is Rule.PREFIX else ()
         return PartRun(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from lmcache_connector import __version__
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RequestBook:
     """Owns which requests there are, and their keys. ``states``: of those in flight, by id; once a
     request has ended, another may have its id. ``adapters``: of those that vLLM has in its queue.
@@ -46,25 +47,17 @@ class RequestBook:
     makes a request's KV unique, ``epochs`` tells whose keys a root has.
     """
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        start: EngineStart,
-        weights: WeightNames,
-        identifier: RequestIdentifier,
-        epochs: RootEpochs,
-        tally: Tally,
-        part_of: Callable[[Request], Transfer] = lambda request: NO_TRANSFER,
-    ) -> None:
-        self._part_of = part_of
-        self._settings = settings
-        self.start = start
-        self.weights = weights
-        self.epochs = epochs
-        self.adapters = identifier.adapters
-        self._identifier = identifier
+    settings: SchedulerSettings
+    start: EngineStart
+    weights: WeightNames
+    identifier: RequestIdentifier
+    epochs: RootEpochs
+    tally: Tally
+    part_of: Callable[[Request], Transfer] = lambda request: NO_TRANSFER
+
+    def __post_init__(self) -> None:
+        self.adapters = self.identifier.adapters
         self._encoders = EncoderWitness()
-        self._tally = tally
         self._states: dict[str, RequestState] = {}
         self._ended: dict[int, RequestState] = {}  # those with open jobs, by the state's id()
         self.states: Mapping[str, RequestState] = self._states
@@ -91,7 +84,7 @@ class RequestBook:
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
             self._states.pop(request.request_id, None)
-            identity = self._identifier.identify(request, wait)
+            identity = self.identifier.identify(request, wait)
             if not isinstance(identity, RequestIdentity):
                 return UNREAD if identity is UNREAD else None
             state = self._states[request.request_id] = self._new_state(request, identity)
@@ -100,14 +93,14 @@ class RequestBook:
 
     def is_current(self, request: Request, wait: StepWait | None) -> bool | NotYet:
         """Whether vLLM would still compute what the request's keys name. ``UNREAD``: ask again."""
-        return self._identifier.is_current(request, wait)
+        return self.identifier.is_current(request, wait)
 
     def computes_its_own(self, state: RequestState, num_tokens: int) -> tuple[bool, bool]:
         """Whether vLLM computes the request's next tokens from what the request's keys name; and
         whether that is sure of all that follow, as long as no rank lists other adapters."""
         identity, start = state.keys.identity, state.request.num_computed_tokens
         end, spans = start + num_tokens, identity.multimodal
-        if not self._identifier.adapters.may_compute(state.request, identity.lora):
+        if not self.identifier.adapters.may_compute(state.request, identity.lora):
             return False, False
         if spans and not self._encoders.vouches(state.request, spans, start, end):
             return False, False
@@ -126,7 +119,7 @@ class RequestBook:
 
     def finish(self, request: Request) -> RequestState | None:
         """vLLM is done with the request. Returns it, unless it bypassed us or had finished."""
-        self._identifier.forget(request)
+        self.identifier.forget(request)
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._ended[id(state)] = state
@@ -144,7 +137,7 @@ class RequestBook:
         self._states.clear()
         self._ended.clear()
         self._encoders.clear()
-        self._identifier.forget_all()
+        self.identifier.forget_all()
 
     # -- all requests --------------------------------------------------------------------------
 
@@ -155,9 +148,9 @@ class RequestBook:
     def step_planned(self, scheduler_output: SchedulerOutput) -> None:
         """A step is about to run: what it computes of requests not read by now, nobody can name."""
         for new in scheduler_output.scheduled_new_reqs:
-            self._identifier.give_up(new.req_id)
+            self.identifier.give_up(new.req_id)
         if scheduler_output.free_encoder_mm_hashes or scheduler_output.scheduled_encoder_inputs:
-            self._encoders.next_step(scheduler_output, self._identifier.multimodal)
+            self._encoders.next_step(scheduler_output, self.identifier.multimodal)
 
     def drop_all(self) -> list[RequestState]:
         """What is computed of these requests from now on may be of other weights than their keys
@@ -193,7 +186,7 @@ class RequestBook:
         return rekeyed
 
     def close(self) -> None:
-        self._identifier.close()
+        self.identifier.close()
 
     # -- details -------------------------------------------------------------------------------
 
@@ -203,13 +196,13 @@ class RequestBook:
 
     def _new_state(self, request: Request, identity: RequestIdentity) -> RequestState:
         hints = read_hints(identity.cache_salt, request.kv_transfer_params, request.kv_hints)
-        self._tally.count("retention_hints", "taken", amount=hints.num_taken)
-        self._tally.count("retention_hints", "ignored", amount=hints.num_ignored)
+        self.tally.count("retention_hints", "taken", amount=hints.num_taken)
+        self.tally.count("retention_hints", "ignored", amount=hints.num_ignored)
         keys = self._current_keys(identity)
-        transfer = self._part_of(request)
+        transfer = self.part_of(request)
         if transfer == NO_TRANSFER:
-            transfer = Transfer.of(request.kv_transfer_params, self._settings)
-        if (transfer.stores or transfer.loads) and self._settings.has_tails:
+            transfer = Transfer.of(request.kv_transfer_params, self.settings)
+        if (transfer.stores or transfer.loads) and self.settings.has_tails:
             keys.extend(request.all_token_ids)
             prompt = request.all_token_ids[: request.num_prompt_tokens]
             keys.name_tail(prompt, loads=transfer.loads)
@@ -225,11 +218,11 @@ class RequestBook:
             return
         identity = RequestIdentity(weights=self.epochs.name)
         root = self.start.known_hasher.root_digest(identity.root())
-        self._tally.set("info", root, __version__, value=value)
+        self.tally.set("info", root, __version__, value=value)
         if value:
             logger.info(
                 "lmcache-connector: root %s, shared with instances that have the same", root
             )
 
     def _count_apart(self) -> None:
-        self._tally.set("roots_apart", value=self.epochs.num_apart())
+        self.tally.set("roots_apart", value=self.epochs.num_apart())

@@ -31,6 +31,7 @@ class SchedulerSettings:
     step_wait_seconds: float = 0.001  # for answers, of all requests together
     num_batches: int = 1  # steps under way at once
     window_interval: int | None = None  # None: eight windows
+    has_rings: bool = False  # vLLM has none of a block's latest tokens after a hit inside it
     lookahead: int = 0  # the KV of a token follows from so many tokens after it too
     prefetch_bytes: int = 0  # per rank, fetched ahead for requests that wait
     transfers_all: bool = False  # each request is handed over, as stores and loads say
@@ -43,7 +44,7 @@ class SchedulerSettings:
     @property
     def has_tails(self) -> bool:
         """A state has a snapshot at the end of a chunk, and of nothing behind it."""
-        return all(part.rule is not Rule.STATE for part in self.parts)
+        return not self.has_rings and all(part.rule is not Rule.STATE for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class LoadState:
 
     ``end``: the chunk where the load ends, once that is decided, with ``decided_from`` tokens
     computed. ``offered_from``: computed tokens
-    when it was offered to vLLM. ``redis_tokens``: of the load planned last. ``is_second``: one has
-    failed before.
+    when it was offered to vLLM. ``fetched_tokens``: of the load planned last, those that memory
+    lacked. ``is_second``: one has failed before.
     """
 
     is_allowed: bool = True
@@ -84,7 +85,7 @@ class LoadState:
     deadline_seconds: float = 0.0
     offered_from: int = 0
     job: LoadJob | None = None
-    redis_tokens: int = 0
+    fetched_tokens: int = 0
     is_second: bool = False
 
     def restart(self) -> None:

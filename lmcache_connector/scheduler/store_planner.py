@@ -11,10 +11,10 @@ from itertools import chain, compress
 from lmcache_connector.keys.request_keys import Tail
 from lmcache_connector.kv_parts.blocks import are_there, blocks_between, blocks_of
 from lmcache_connector.kv_parts.hit import Hit, PlannedEnds, first_token_to_load
-from lmcache_connector.kv_parts.part import Rule, keys_of_part, parents_of_part, part_key
+from lmcache_connector.kv_parts.part import BlockIds, Rule, keys_of_part, parents_of_part, part_key
 from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.plans import AdapterRef, BlockIds, JobResult, Outcome, PartRun, StoreJob
+from lmcache_connector.plans import AdapterRef, JobResult, Outcome, PartRun, StoreJob
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 
 GENERATED_RUN_CHUNKS = 4
@@ -52,6 +52,7 @@ class Snapshot:
     block_ids: BlockIds
 
 
+@dataclass(eq=False)
 class StorePlanner:
     """Plans what is stored of each full chunk once, unless some tier has it: of the prompt as soon
     as it is computed, of the rest in runs, and what is left when the request ends.
@@ -63,29 +64,26 @@ class StorePlanner:
     with the next request that has it in its prompt. Owns the store part of every request's state.
     """
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        index: ChunkIndex,
-        tally: Tally,
-        new_job_id: Callable[[], int],
-    ) -> None:
-        self._settings = settings
-        self._index = index
-        self._tally = tally
-        self._new_job_id = new_job_id
+    settings: SchedulerSettings
+    index: ChunkIndex
+    tally: Tally
+    new_job_id: Callable[[], int]
+
+    def __post_init__(self) -> None:
         self._reuse_tracker = ReuseTracker()
-        self._ends = PlannedEnds(settings.parts, settings.chunk_size, settings.window_interval)
-        self._has_states = any(part.rule is Rule.STATE for part in settings.parts)
-        self._run_chunks = GENERATED_RUN_CHUNKS if settings.is_prefix_only else 1
+        self._ends = PlannedEnds(
+            self.settings.parts, self.settings.chunk_size, self.settings.window_interval
+        )
+        self._has_states = any(part.rule is Rule.STATE for part in self.settings.parts)
+        self._run_chunks = GENERATED_RUN_CHUNKS if self.settings.is_prefix_only else 1
 
     def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
         """Whether there may be something to store. Cheap: asked for every block that is full."""
-        first, size = state.store.next_chunk, self._settings.chunk_size
+        first, size = state.store.next_chunk, self.settings.chunk_size
         due_at = (first + 1) * size
         if due_at > state.request.num_prompt_tokens:
             due_at = (first + self._run_chunks) * size
-        known = state.request.num_tokens - self._settings.lookahead
+        known = state.request.num_tokens - self.settings.lookahead
         if num_witnessed_tokens >= due_at and known >= due_at:
             return True
         return state.transfer.stores and self._tail(state, num_witnessed_tokens) is not None
@@ -98,7 +96,7 @@ class StorePlanner:
         state.store.junction = hit.shared_end
         if self._has_states:
             # vLLM ends a step there then, and offers the states.
-            request, junction = state.request, hit.shared_end * self._settings.chunk_size
+            request, junction = state.request, hit.shared_end * self.settings.chunk_size
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
 
     def plan(
@@ -120,7 +118,7 @@ class StorePlanner:
         if end <= store.next_chunk and not snapshots and tail is None:
             return None
         state.keys.extend(state.request.all_token_ids)
-        is_all = self._settings.redis_admission == "all" or state.transfer.stores
+        is_all = self.settings.redis_admission == "all" or state.transfer.stores
         redis_keys = None if is_all else self._reused_keys(state, end)
         new = range(store.next_chunk, end)
         runs = self._runs(state, new, redis_keys, resolve_block_ids)
@@ -136,7 +134,7 @@ class StorePlanner:
         if not runs:
             return None
         job = StoreJob(
-            job_id=self._new_job_id(),
+            job_id=self.new_job_id(),
             request_id=state.request.request_id,
             runs=tuple(runs),
             redis_keys=redis_keys,
@@ -145,26 +143,26 @@ class StorePlanner:
             is_awaited=state.transfer.stores,
         )
         store.job_ids.add(job.job_id)
-        self._index.plan(job.keys, job.job_id)
-        self._tally.count("store_jobs")
+        self.index.plan(job.keys, job.job_id)
+        self.tally.count("store_jobs")
         return job
 
     def ended(self, state: RequestState, job: StoreJob, results: Sequence[JobResult]) -> None:
         """All ranks have reported, or none was asked: the blocks were reused too soon."""
         state.store.job_ids.discard(job.job_id)
         if all(result.outcome is Outcome.CANCELLED for result in results):
-            self._tally.count("dropped_stores", amount=len(job.keys))
-        self._index.settle(job.keys, job.job_id)
+            self.tally.count("dropped_stores", amount=len(job.keys))
+        self.index.settle(job.keys, job.job_id)
 
     def _storable_chunks(self, state: RequestState, num_witnessed_tokens: int) -> int:
         """Full chunks whose token ids are known: with asynchronous scheduling or speculation the
         number of computed tokens runs ahead of them."""
         request = state.request
         known = request.num_tokens
-        if not self._settings.store_generated:
+        if not self.settings.store_generated:
             known = min(known, request.num_prompt_tokens)
-        known -= self._settings.lookahead
-        return int(min(num_witnessed_tokens, known) // self._settings.chunk_size)
+        known -= self.settings.lookahead
+        return int(min(num_witnessed_tokens, known) // self.settings.chunk_size)
 
     def _reused_keys(self, state: RequestState, end: int) -> frozenset[bytes]:
         """Chunks that this request is the second to want, and those wanted before that no memory
@@ -173,12 +171,12 @@ class StorePlanner:
         state.store.num_sighted = max(state.store.num_sighted, end)
         times = {key: self._reuse_tracker.sight(key) for key in new}
         again = [key for key, n in times.items() if n >= 2]
-        num_parts = len(self._settings.parts)
+        num_parts = len(self.settings.parts)
         return frozenset(
             key
             for number in range(num_parts)
             for again_key, key in zip(again, keys_of_part(again, number, num_parts), strict=True)
-            if times[again_key] == 2 or key not in self._index
+            if times[again_key] == 2 or key not in self.index
         )
 
     def _runs(
@@ -191,7 +189,7 @@ class StorePlanner:
         """What shall be stored of these chunks, and whose blocks are there."""
         block_ids: Sequence[Sequence[int]] | None = None
         runs = []
-        for number, part in enumerate(self._settings.parts):
+        for number, part in enumerate(self.settings.parts):
             chunks = [i for i in new if self._is_new(state, number, i, redis_keys)]
             if part.rule is Rule.STATE:
                 continue
@@ -205,8 +203,8 @@ class StorePlanner:
                 continue
             block_ids = block_ids if block_ids is not None else resolve_block_ids()
             size, per_chunk = (
-                self._settings.chunk_size,
-                self._settings.chunk_size // part.block_size,
+                self.settings.chunk_size,
+                self.settings.chunk_size // part.block_size,
             )
             blocks = [blocks_of(part, block_ids, size, (chunk,)) for chunk in chunks]
             there = [are_there(each, per_chunk) for each in blocks]
@@ -228,7 +226,7 @@ class StorePlanner:
     ) -> list[PartRun]:
         """Of each part what a load that ends with the tail needs of it, unless it is gone from one
         of them, or there already."""
-        parts, size, runs = self._settings.parts, self._settings.chunk_size, list[PartRun]()
+        parts, size, runs = self.settings.parts, self.settings.chunk_size, list[PartRun]()
         start, num_parts = tail.chunk * size, len(parts)
         for number, part in enumerate(parts):
             key = part_key(tail.key, number, num_parts)
@@ -236,7 +234,7 @@ class StorePlanner:
             blocks = blocks_between(part, block_ids, first, tail.end)
             if not are_there(blocks, -(-tail.end // part.block_size) - first // part.block_size):
                 return []
-            if first < tail.end and key not in self._index:
+            if first < tail.end and key not in self.index:
                 builds_on = (tail.chunk,) if part.rule is Rule.PREFIX else ()
                 run = PartRun(
                     part=number,
@@ -253,17 +251,17 @@ class StorePlanner:
     def _is_new(
         self, state: RequestState, part: int, chunk: int, redis_keys: frozenset[bytes] | None
     ) -> bool:
-        key = part_key(state.keys.keys[chunk], part, len(self._settings.parts))
+        key = part_key(state.keys.keys[chunk], part, len(self.settings.parts))
         if key == state.audit.key:  # what an audit compares with must not be this
             return False
-        return key not in self._index or (redis_keys is not None and key in redis_keys)
+        return key not in self.index or (redis_keys is not None and key in redis_keys)
 
     def _run(
         self, state: RequestState, part: int, chunks: list[int], blocks: list[BlockIds]
     ) -> PartRun:
         """``blocks`` of each chunk, per group."""
-        keys, num_parts = state.keys.keys, len(self._settings.parts)
-        builds_on = chunks if self._settings.parts[part].rule is Rule.PREFIX else ()
+        keys, num_parts = state.keys.keys, len(self.settings.parts)
+        builds_on = chunks if self.settings.parts[part].rule is Rule.PREFIX else ()
         return PartRun(
             part=part,
             keys=tuple(keys_of_part([keys[chunk] for chunk in chunks], part, num_parts)),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_connector.kv_parts.part import keys_of_part
 from lmcache_connector.lookup.background_lookup import PENDING, Pending
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.routing import Receive, Router, Send
 from lmcache_connector.plans import PeerSource, TransferUpdate
@@ -60,21 +60,17 @@ class _Sent:
     has_tail: bool = False
 
 
+@dataclass(eq=False)
 class Transfers:
     """``watch``: asks other instances; ``None``: nothing comes from there. ``updates`` are for the
     next plan."""
 
-    def __init__(
-        self,
-        settings: TransferSettings,
-        tally: Tally,
-        watch: TransferWatch | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._settings = settings
-        self._tally = tally
-        self._watch = watch
+    settings: TransferSettings
+    tally: Tally
+    watch: TransferWatch | None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
         self._awaited: dict[str, Awaited] = {}
         self.updates: list[TransferUpdate] = []
@@ -88,17 +84,17 @@ class Transfers:
         if name in self._sent or name in self._awaited:
             return
         try:
-            part = self._settings.router.part_in(name, request.kv_transfer_params)
+            part = self.settings.router.part_in(name, request.kv_transfer_params)
         except ValueError as error:
-            self._tally.count("p2p_malformed_requests")
+            self.tally.count("p2p_malformed_requests")
             logger.warning("Request %s is computed here: %s", name[:256], error)
             return
         if isinstance(part, Send):
             self._sent[name] = _Sent(request, part.transfer_id, part.answers)
             self.updates.append(TransferUpdate(part.transfer_id))
-        elif isinstance(part, Receive) and self._watch is not None:
-            seconds = self._settings.deadline_seconds
-            self._awaited[name] = self._watch.ask(part.source, part.transfer_id, seconds)
+        elif isinstance(part, Receive) and self.watch is not None:
+            seconds = self.settings.deadline_seconds
+            self._awaited[name] = self.watch.ask(part.source, part.transfer_id, seconds)
 
     # -- prompts that come -----------------------------------------------------------------------
 
@@ -107,7 +103,7 @@ class Transfers:
         awaited = self._awaited.get(request_id)
         if awaited is None or awaited.answer is not None:
             return False
-        if self._clock() >= awaited.until:  # looking up a name may take longer
+        if self.clock() >= awaited.until:  # looking up a name may take longer
             awaited.settle(Offered(cause=Cause.DEADLINE))
             return False
         return True
@@ -123,10 +119,10 @@ class Transfers:
             wait.end()
             return PENDING
         if offered.cause is not None:
-            self._tally.count("p2p_failed_loads", offered.cause.value)
+            self.tally.count("p2p_failed_loads", offered.cause.value)
             self.let_go(state.request.request_id)
             return None
-        keys, num_parts = state.keys.loadable, self._settings.num_parts
+        keys, num_parts = state.keys.loadable, self.settings.num_parts
         by_part = (keys_of_part(keys, part, num_parts) for part in range(num_parts))
         offered_keys = (key for each in by_part for key in each if offered.holds(key))
         state.lookup.offered_keys = frozenset(offered_keys)
@@ -137,15 +133,15 @@ class Transfers:
             awaited.source.host,
             awaited.source.port,
             offered.num_ranks,
-            self._settings.is_trusted(awaited.source),
+            self.settings.is_trusted(awaited.source),
         )
         return None
 
     def let_go(self, request_id: str) -> None:
         """The request needs no more from elsewhere."""
         awaited = self._awaited.pop(request_id, None)
-        if awaited is not None and self._watch is not None:
-            self._watch.done(awaited)
+        if awaited is not None and self.watch is not None:
+            self.watch.done(awaited)
 
     # -- prompts that go -------------------------------------------------------------------------
 
@@ -160,8 +156,8 @@ class Transfers:
         if (sent := self._sent.get(state.request.request_id)) is None:
             return
         end = min(state.store.next_chunk, len(state.keys.keys))
-        end = min(end, state.request.num_prompt_tokens // self._settings.chunk_size)
-        keys, num_parts = state.keys.keys[sent.num_told : end], self._settings.num_parts
+        end = min(end, state.request.num_prompt_tokens // self.settings.chunk_size)
+        keys, num_parts = state.keys.keys[sent.num_told : end], self.settings.num_parts
         if state.store.has_tail and state.keys.tail is not None and not sent.has_tail:
             keys, sent.has_tail = [*keys, state.keys.tail.key], True
         if keys:
@@ -187,7 +183,7 @@ class Transfers:
         # vLLM keeps the blocks of an aborted load by itself, until that is reported.
         is_held = state is None or state.load.job is None
         held = request.request_id if is_held else ""
-        self._tally.count("p2p_handovers")
+        self.tally.count("p2p_handovers")
         del self._sent[request.request_id]
         self.updates.append(TransferUpdate(sent.transfer_id, (), job_ids, held))
         return is_held, params  # nothing has raised: vLLM will hear of it what it is told
@@ -200,11 +196,11 @@ class Transfers:
                 self.updates.append(TransferUpdate(sent.transfer_id, (), frozenset()))
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        if self.watch is not None:
+            self.watch.close()
 
     def _params(self, sent: _Sent, block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-        settings = self._settings
+        settings = self.settings
         assert settings.address is not None
         return {
             "do_remote_prefill": True,

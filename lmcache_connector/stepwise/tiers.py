@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from lmcache_connector.plans import (
     PrefillWork,
     RankReport,
     StoreJob,
+    Tier,
 )
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.vllm_compat.api.versions import check_lmcache
@@ -91,11 +92,12 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is worth loading: ``keys`` of consecutive chunks from number ``first`` on."""
+    """What is worth loading: ``keys`` of consecutive chunks from number ``first`` on, which are in
+    these ``tiers``."""
 
     first: int
     keys: tuple[bytes, ...]
-    redis_keys: tuple[bytes, ...]
+    tiers: tuple[Tier, ...]
     deadline_seconds: float
 
     @property
@@ -127,6 +129,7 @@ class Tiers:
         redis, probe_keys = None, list[bytes]()
         if redis_config is not None:
             # Imported here: without a Redis tier its modules are not needed.
+            from lmcache_connector.lookup.any_lookup import AnyLookup
             from lmcache_connector.storage.redis.lookup import RedisLookup
             from lmcache_connector.storage.redis.tier import RedisTier
 
@@ -144,7 +147,7 @@ class Tiers:
         self._rank = RankTiers(settings, [part], redis, probe_keys=probe_keys, clock=clock)
         self._lookup: BackgroundLookup | None = None
         if redis_config is not None:
-            lookup = RedisLookup(redis_config, [geometries])
+            lookup = AnyLookup({Tier.REDIS: RedisLookup(redis_config, [geometries])}, clock)
             self._lookup = BackgroundLookup(lookup, limits.LOOKUP_DEADLINE_SECONDS, clock)
         self._index = ChunkIndex(1)
         self._policy = LoadPolicy(
@@ -184,15 +187,15 @@ class Tiers:
         if end == 0:
             return None
         self._rank.engine.want([k for k, a in zip(wanted[:end], are_in_cpu, strict=False) if a])
+        tiers = tuple(Tier.CPU if in_cpu else Tier.REDIS for in_cpu in are_in_cpu[:end])
         decision = self._policy.decide(
-            context_tokens, max(num_tokens, context_tokens + 1), wanted[:end], are_in_cpu[:end]
+            context_tokens, max(num_tokens, context_tokens + 1), wanted[:end], tiers
         )
         logger.debug("%s", decision)
         if decision.num_chunks == 0:
             return None
         load = wanted[: decision.num_chunks]
-        redis_keys = [k for k, a in zip(load, are_in_cpu, strict=False) if not a]
-        return LoadPlan(first, load, tuple(redis_keys), decision.deadline_seconds)
+        return LoadPlan(first, load, tiers[: len(load)], decision.deadline_seconds)
 
     def load(self, plan: LoadPlan, part: PagedPart, blocks: Sequence[int], skipped: int = 0) -> int:
         """How many leading chunks of the plan arrived in ``blocks`` of ``part``, whole and sound.
@@ -207,17 +210,17 @@ class Tiers:
             request_id=f"load {self._last_job}",
             runs=(_run_of(plan.keys, plan.first, blocks, skipped),),
             deadline_seconds=plan.deadline_seconds,
-            needs_redis=bool(plan.redis_keys),
+            needs_redis=Tier.REDIS in plan.tiers,
             after_job=max(stores),
         )
-        self._policy.load_planned(job, plan.redis_keys)
+        self._policy.load_planned(job, plan.tiers)
         rank = self._rank
         rank.jobs.submit(job, rank.copier.fence(), JobContext(parts=(part,)))
         result = self._wait_for(job)
         self._policy.load_ended(job.job_id, [result])
         self._count(
             hit_chunks=result.num_chunks,
-            redis_chunks=sum(key in plan.redis_keys for key in plan.keys[: result.num_chunks]),
+            redis_chunks=plan.tiers[: result.num_chunks].count(Tier.REDIS),
             lost_chunks=len(plan.keys) - result.num_chunks,
         )
         return result.num_chunks
@@ -306,7 +309,7 @@ class Tiers:
 
     def _ask_redis(
         self, keys: tuple[bytes, ...], are_in_cpu: list[bool], context_tokens: int, num_tokens: int
-    ) -> frozenset[bytes]:
+    ) -> Collection[bytes]:
         """Which of the keys that memory lacks Redis holds, as far as it says so in time."""
         missing = [key for key, in_cpu in zip(keys, are_in_cpu, strict=True) if not in_cpu]
         if self._lookup is None or not missing:
@@ -320,7 +323,7 @@ class Tiers:
         if isinstance(answer, Pending):
             pending.cancel()
             return frozenset()
-        return answer.keys
+        return answer.places
 
     def _count(self, **more: int) -> None:
         counts = self.counts

@@ -17,7 +17,7 @@ from vllm import envs
 from vllm.lora.utils import get_adapter_absolute_path
 
 from lmcache_connector.plans import LoadedAdapterList
-from lmcache_connector.requests.adapter_files import (
+from lmcache_connector.requests.adapters import (
     AdapterDigests,
     AdapterStamp,
     adapter_name,

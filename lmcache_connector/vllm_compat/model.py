@@ -10,7 +10,7 @@ from lmcache_connector.kv_layout.topology import PartLayout
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.identity import configuration_digests
 from lmcache_connector.vllm_compat.parts import block_size_of, find_parts
-from lmcache_connector.vllm_compat.support import check_setup
+from lmcache_connector.vllm_compat.support import check_setup, kept_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,8 +27,8 @@ class ModelDescription:
     ``parts`` are what its KV is made of. ``rank`` is that of this process among the workers of one
     engine (TP within PP). ``chunk_size`` is in tokens. ``name`` is the user's. ``configuration``
     holds digests of all that makes the model's KV its own beside the weights, by name, as this
-    process sees it: see :func:`configuration_digests`. ``lookahead`` and ``drafted_len``: see
-    :class:`Drafter`; 0 and ``None`` without one that has KV.
+    process sees it: see :func:`configuration_digests`. ``has_rings``: see :func:`kept_groups`.
+    ``lookahead`` and ``drafted_len``: see :class:`Drafter`; 0 and ``None`` without one that has KV.
     """
 
     parts: tuple[PartLayout, ...]
@@ -36,6 +36,7 @@ class ModelDescription:
     chunk_size: int
     name: str
     configuration: dict[str, str]
+    has_rings: bool = False
     lookahead: int = 0
     drafted_len: int | None = None
 
@@ -62,6 +63,7 @@ def describe_model(
         chunk_size=chunk_size,
         name=vllm_config.model_config.model,
         configuration=configuration_digests(vllm_config, kv_cache_config, packings),
+        has_rings=len(kept_groups(kv_cache_config)) < len(kv_cache_config.kv_cache_groups),
         lookahead=drafter.lookahead if drafter is not None else 0,
         drafted_len=drafter.max_len if drafter is not None else None,
     )

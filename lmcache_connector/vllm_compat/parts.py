@@ -26,7 +26,13 @@ from lmcache_connector.storage.geometry import ChunkGeometry
 from lmcache_connector.vllm_compat.cpu_attention import CpuAttention, Packing, find_packing
 from lmcache_connector.vllm_compat.drafter import find_drafter
 from lmcache_connector.vllm_compat.identity_tables import IN_TOKEN_ORDER
-from lmcache_connector.vllm_compat.support import first_spec, layer_specs, rule_of, unsupported
+from lmcache_connector.vllm_compat.support import (
+    first_spec,
+    kept_groups,
+    layer_specs,
+    rule_of,
+    unsupported,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,17 +108,14 @@ def find_parts(
 
 
 def _layers(kv_cache_config: KVCacheConfig) -> list[_Layer]:
-    cacheable = kv_cache_config.prefix_cacheable_group_ids
     found = []
-    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+    for number, group in kept_groups(kv_cache_config):
         # Of layers that share a block table the scheduler's process sees one, and finds the same
         # parts by it. How wide they are it hears of the ranks: see RankStart.
         first = first_spec(group)
         shape = (first.num_heads, first.state_content_size_bytes, str(_dtype(first)))
         for name, spec in layer_specs(group).items():
             rule, span = rule_of(name, spec)
-            if number not in cacheable:
-                raise unsupported(f"layer {name}, whose KV vLLM does not let others keep")
             if (rule, span, spec.num_heads) != (*rule_of(name, first), first.num_heads):
                 raise unsupported(
                     f"layer {name} yet, which has another number of KV heads or another rule than "

@@ -33,7 +33,7 @@ def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
     """Raises :class:`UnsupportedError` for the first thing about the set-up we cannot serve."""
     for what, remedy in _problems(vllm_config, kv_cache_config):
         raise unsupported(what, remedy)
-    for group in kv_cache_config.kv_cache_groups:
+    for _, group in kept_groups(kv_cache_config):
         for name, spec in layer_specs(group).items():
             rule_of(name, spec)  # before sizes that only follow from a layer we refuse
 
@@ -41,6 +41,28 @@ def check_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
 def unsupported(what: str, remedy: str = "start without --kv-transfer-config") -> UnsupportedError:
     """Says that we do not support ``what``, and what to do about it."""
     return UnsupportedError(f"lmcache-connector does not support {what}: {remedy}.")
+
+
+def kept_groups(kv_cache_config: KVCacheConfig) -> list[tuple[int, KVCacheGroupSpec]]:
+    """The KV cache groups of which chunks are made, with their numbers: all but rings.
+
+    A ring holds the latest tokens of one request, of which vLLM makes one entry of another group
+    whenever they fill one. At the end of a block none is open, and vLLM starts an empty ring there
+    after its own hits. Raises :class:`UnsupportedError` for what vLLM rebuilds in another way
+    after a hit, or keeps in a pool of its own.
+    """
+    if kv_cache_config.host_group_ids:
+        raise unsupported("HiSparse, whose KV is in a pool of vLLM's own on the host,")
+    kept = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        name, spec = group.layer_names[0], group.kv_cache_spec
+        if number in kv_cache_config.prefix_cacheable_group_ids:
+            kept.append((number, group))
+        elif spec.prefix_cacheable:
+            raise unsupported(f"layer {name}, whose KV vLLM does not let others keep")
+        elif spec.prefix_replay_tokens:
+            raise unsupported(f"the {type(spec).__name__} of layer {name} yet")
+    return kept
 
 
 def layer_specs(group: KVCacheGroupSpec) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lmcache_connector.plans import (
     StepPlan,
     StoreJob,
 )
-from lmcache_connector.requests.loaded_adapters import is_current_and_unreplaced
+from lmcache_connector.requests.adapters import is_current_and_unreplaced
 from lmcache_connector.storage.redis.counters import TierCounts
 from lmcache_connector.threads import Task
 from lmcache_connector.vllm_compat.cpu_attention import ask_for_amx

@@ -20,14 +20,13 @@ from lmcache_connector.config.warnings import (
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_parts.part import Rule, part_key
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
 from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.peers.transfers import Transfers
-from lmcache_connector.startup import banner
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Sealer
 from lmcache_connector.storage.geometry import PartGeometries
-from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.config import MIB, RedisTierConfig
 from lmcache_connector.vllm_compat.api.names import may_sleep_unseen
 from lmcache_connector.vllm_compat.identity import fingerprint
 from lmcache_connector.vllm_compat.loaded_weights import LoadedWeights, worker_on_stack
@@ -37,6 +36,7 @@ from lmcache_connector.vllm_compat.model import ModelDescription, describe_model
 from lmcache_connector.worker.adapter import WorkerAdapter, WorkerSettings
 from lmcache_connector.worker.lmcache_start import EngineSettings, cuda_code_warning
 from lmcache_connector.worker.offers import Pace
+from lmcache_connector.worker.self_test import SelfTestResult
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +102,35 @@ def build_worker(
             )
         )
     return worker
+
+
+def banner(
+    config: ConnectorConfig,
+    model: str,
+    chunk_size: int,
+    geometries: PartGeometries,
+    self_test: SelfTestResult | None,
+    redis_is_away: bool = False,
+) -> str:
+    """One line with the effective tiers, sizes, identity and the self-test's speeds; no secrets."""
+    redis = config.redis_tier_config()
+    away = " (not reachable yet)" if redis_is_away else ""
+    sizes = " + ".join(f"{part.chunk_bytes / MIB:.2f}" for part in geometries.parts)
+    share = f" ({config.rank_gib:g} per rank)" if config.rank_gib < config.cpu_gib else ""
+    parts = [
+        f"CPU tier {config.cpu_gib:g} GiB{share}",
+        f"Redis {redis.address}{away}" if redis else "no Redis (redis_url is not set)",
+        f"namespace {config.namespace}",
+        f"model {model[:12]}",
+        f"chunks of {chunk_size} tokens, {sizes} MiB per rank",
+        f"compute_or_load {config.compute_or_load}",
+    ]
+    if self_test is not None:
+        gigabytes = self_test.num_bytes / 1e9
+        store = gigabytes / max(1e-9, self_test.store_seconds)  # the clock may be a coarse one
+        load = gigabytes / max(1e-9, self_test.load_seconds)
+        parts.append(f"self-test passed (store {store:.1f} GB/s, load {load:.1f} GB/s)")
+    return "LMCacheTieredConnector: " + ", ".join(parts)
 
 
 def _worker_settings(

@@ -133,7 +133,7 @@ class JobQueue:
             known = {*self._open, *(queued.job.job_id for queued in self._ended)}
             for job in jobs:
                 if job.job_id not in known:
-                    result = JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+                    result = JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
                     self._ended.append(QueuedJob(job, None, now, now, now, result=result))
                     self.is_busy = True
 
@@ -281,7 +281,7 @@ class JobQueue:
 
     def _end_waiting(self, queued: QueuedJob, outcome: Outcome) -> None:
         waited = self._clock() - queued.submitted_at
-        result = JobResult(queued.job.job_id, outcome, 0, 0, 0, 0.0, waited_seconds=waited)
+        result = JobResult(queued.job.job_id, outcome, 0, 0, 0.0, waited_seconds=waited)
         self._end(queued, result)
 
     def _seconds_to_a_deadline(self) -> float:
@@ -304,10 +304,10 @@ class JobQueue:
     def _execute(self, queued: QueuedJob) -> JobResult:
         job, started = queued.job, self._clock()
         if queued.cancelled.is_set():
-            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         try:
             waited = max(0.0, started - queued.not_before)
             return replace(self._run(queued), waited_seconds=waited)
         except Exception:  # a job that raises fails alone; the lane lives on
             logger.exception("%s of request %s failed", type(job).__name__, job.request_id)
-            return JobResult(job.job_id, Outcome.FAILED, 0, 0, 0, self._clock() - started)
+            return JobResult(job.job_id, Outcome.FAILED, 0, 0, self._clock() - started)

@@ -28,7 +28,6 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_connector.audit.compare import compare_chunks
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.kv_parts.blocks import in_pieces, only
 from lmcache_connector.plans import (
     AuditJob,
     CacheEvent,
@@ -39,8 +38,8 @@ from lmcache_connector.plans import (
     PrefixUse,
     StoreJob,
 )
-from lmcache_connector.retention.bounds import Holdings, Limits
 from lmcache_connector.retention.ledger import Ledger
+from lmcache_connector.retention.queues import Holdings, Limits
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.worker.lmcache_peers import CpuTierChunks
 from lmcache_connector.worker.lmcache_plugs import (
@@ -62,7 +61,7 @@ from lmcache_connector.worker.lmcache_start import (
     start_engine,
 )
 from lmcache_connector.worker.lmcache_writes import RedisWrites
-from lmcache_connector.worker.paged_part import PagedPart
+from lmcache_connector.worker.paged_part import PagedPart, in_pieces, only
 
 if TYPE_CHECKING:
     from lmcache_connector.peers.tier import PeerTier
@@ -274,10 +273,8 @@ class LMCacheEngineAdapter:
         return JobTransfer(
             num_keys=len(missing),
             num_chunks=found,
-            num_bytes=took.redis_bytes,
-            redis_bytes=took.redis_bytes,
-            redis_seconds=took.redis_seconds,
-            redis_failed=took.cut_off and not cancelled.is_set(),
+            num_bytes=sum(each.num_bytes for each in took.fetched),
+            fetched=tuple(took.fetched),
         )
 
     def evict_unused_first(self, keys: Sequence[bytes]) -> None:
@@ -357,9 +354,7 @@ class LMCacheEngineAdapter:
                     self._engine.retrieve(tokens, transfer=transfer)
                 else:
                     self._retrieve_once(transfer)
-            transfer.redis_bytes = context.redis_bytes
-            transfer.redis_seconds = context.redis_seconds
-            transfer.redis_failed = context.cut_off and not is_cancelled()
+            transfer.fetched = tuple(context.fetched)
         self._drain_statistics()
         if transfer.error is not None and not isinstance(transfer.error, TransferCancelled):
             raise transfer.error

@@ -25,7 +25,8 @@ from lmcache.v1.token_database import TokenDatabase
 
 from lmcache_connector.copy_kv_blocks.copier import Copier, Fence
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
-from lmcache_connector.plans import BlockIds, LayerDifference
+from lmcache_connector.kv_parts.part import BlockIds
+from lmcache_connector.plans import Fetched, LayerDifference, Tier
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.worker.paged_part import PagedPart
@@ -65,8 +66,7 @@ class RunTransfer:
 
     ``part`` is its number, ``paged`` the cache that it is copied from or to. Of a store, with
     ``tail_tokens`` it is one chunk, which ends after so many tokens. ``num_bytes`` were
-    copied, ``num_chunks`` leading chunks arrived. ``redis_bytes`` came from Redis in
-    ``redis_seconds``; ``redis_failed``: too slow, or broken.
+    copied, ``num_chunks`` leading chunks arrived; some of it was ``fetched``.
     """
 
     part: int
@@ -80,9 +80,7 @@ class RunTransfer:
     tail_tokens: int = 0
     num_bytes: int = 0
     num_chunks: int = 0
-    redis_bytes: int = 0
-    redis_seconds: float = 0.0
-    redis_failed: bool = False
+    fetched: tuple[Fetched, ...] = ()
     error: Exception | None = None
 
 
@@ -94,9 +92,7 @@ class JobTransfer:
     num_keys: int
     num_chunks: int
     num_bytes: int
-    redis_bytes: int
-    redis_seconds: float
-    redis_failed: bool
+    fetched: tuple[Fetched, ...] = ()
 
     @classmethod
     def of(cls, runs: Sequence[RunTransfer]) -> JobTransfer:
@@ -104,9 +100,21 @@ class JobTransfer:
             num_keys=sum(len(run.keys) for run in runs),
             num_chunks=sum(run.num_chunks for run in runs),
             num_bytes=sum(run.num_bytes for run in runs),
-            redis_bytes=sum(run.redis_bytes for run in runs),
-            redis_seconds=sum(run.redis_seconds for run in runs),
-            redis_failed=any(run.redis_failed for run in runs),
+            fetched=tuple(_by_tier(each for run in runs for each in run.fetched)),
+        )
+
+
+def _by_tier(fetches: Iterable[Fetched]) -> Iterator[Fetched]:
+    """One for each tier that was asked."""
+    found: dict[Tier, list[Fetched]] = {}
+    for each in fetches:
+        found.setdefault(each.tier, []).append(each)
+    for tier, of_tier in found.items():
+        yield Fetched(
+            tier,
+            sum(each.num_bytes for each in of_tier),
+            sum(each.seconds for each in of_tier),
+            any(each.has_failed for each in of_tier),
         )
 
 

@@ -12,9 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_connector.keys.prefix_hash import CHUNK_KEY_BYTES
 from lmcache_connector.net.deadline import never
-from lmcache_connector.plans import PeerSource
+from lmcache_connector.plans import Fetched, PeerSource, Tier
 from lmcache_connector.storage.redis.tier import RedisTier
 from lmcache_connector.worker.lmcache_plugs import ValueSizes, value_bytes
 
@@ -42,17 +41,13 @@ class LoadContext:
     """The limits of one load, and what it took.
 
     ``deadline`` is a reading of the tier's clock, in seconds. ``source`` is asked before all
-    others; what it sends is kept if it is trusted. ``redis_bytes`` came from Redis in
-    ``redis_seconds``. ``cut_off``: some chunks did not, because a server was too slow or a
-    connection broke.
+    others; what it sends is kept if it is trusted. ``fetched``: by each of the tiers asked.
     """
 
     deadline: float
     cancelled: Callable[[], bool] = never
     source: PeerSource | None = None
-    redis_bytes: int = 0
-    redis_seconds: float = 0.0
-    cut_off: bool = False
+    fetched: list[Fetched] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -87,8 +82,9 @@ class RedisStoragePlugin(StoragePluginInterface):
         self._tier: RedisTier | None = config.extra_config.get(TIER)
         peers: PeerTier | None = config.extra_config.get(PEERS)
         self._peers = peers
-        self._sources = [source for source in (peers, self._tier) if source is not None]
-        self._sizes = ValueSizes(self._sources[0].geometries)
+        sources = ((Tier.PEER, peers), (Tier.REDIS, self._tier))
+        self._sources = {tier: source for tier, source in sources if source is not None}
+        self._sizes = ValueSizes(next(iter(self._sources.values())).geometries)
         self._contexts = _Contexts()
 
     def __str__(self) -> str:
@@ -219,10 +215,10 @@ class RedisStoragePlugin(StoragePluginInterface):
         names = [chunk_key(key) for key in keys]
         values = [self._value(*each) for each in zip(keys, objects, strict=True)]
         hits, left = [False] * len(keys), list(range(len(keys)))
-        reads = [source.read for source in self._sources]
+        reads = [(tier, source.read) for tier, source in self._sources.items()]
         if context.source is not None and self._peers is not None:
-            reads = [partial(self._peers.read, source=context.source)]
-        for number, read in enumerate(reads, start=1):
+            reads = [(Tier.PEER, partial(self._peers.read, source=context.source))]
+        for number, (tier, read) in enumerate(reads, start=1):
             if not left:
                 break
             until = context.deadline
@@ -230,13 +226,13 @@ class RedisStoragePlugin(StoragePluginInterface):
                 until -= max(0.0, until - time.monotonic()) / 2
             wanted = [names[i] for i in left], [values[i] for i in left]
             result = read(*wanted, until, context.cancelled)
-            for index, hit in zip(left, result.hits, strict=True):
-                hits[index] = hit
+            came = [index for index, hit in zip(left, result.hits, strict=True) if hit]
+            for index in came:
+                hits[index] = True
             left = [index for index in left if not hits[index]]
-            context.redis_seconds += result.seconds
-            is_last = number == len(reads)
-            context.cut_off |= is_last and result.cut_off
-        context.redis_bytes += sum(compress(map(len, values), hits))
+            has_failed = result.cut_off and not context.cancelled()
+            num_bytes = sum(len(values[index]) for index in came)
+            context.fetched.append(Fetched(tier, num_bytes, result.seconds, has_failed))
         return hits
 
     def _value(self, key: CacheEngineKey, memory: MemoryObj) -> memoryview:

@@ -20,7 +20,7 @@ from lmcache_connector.plans import (
     PrefetchJob,
     StoreJob,
 )
-from lmcache_connector.retention.bounds import Holdings
+from lmcache_connector.retention.queues import Holdings
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 
 if TYPE_CHECKING:
@@ -68,9 +68,8 @@ class WorkerMetrics:
         if isinstance(job, LoadJob):
             self._load_ended(result)
         elif isinstance(job, PrefetchJob):
-            self.tally.count("prefetched_bytes", amount=result.redis_bytes)
-            self.tally.count("loaded_bytes", "redis", amount=result.redis_bytes)
-            self._observe("load", "redis", result.redis_bytes, result.redis_seconds)
+            self.tally.count("prefetched_bytes", amount=result.fetched_bytes)
+            self._count_fetched(result)
         elif not isinstance(job, AuditJob):  # the scheduler side counts those
             self._store_ended(result)
         self._next_snapshot = _AT_ONCE
@@ -92,11 +91,16 @@ class WorkerMetrics:
     def _load_ended(self, result: JobResult) -> None:
         if result.outcome is not Outcome.DONE:
             self.tally.count("failed_loads", result.outcome.value)
-        copy_seconds = max(0.0, result.seconds - result.redis_seconds)
+        copy_seconds = max(0.0, result.seconds - result.fetch_seconds)
         self.tally.count("loaded_bytes", "cpu", amount=result.num_bytes)
-        self.tally.count("loaded_bytes", "redis", amount=result.redis_bytes)
         self._observe("load", "cpu", result.num_bytes, copy_seconds)
-        self._observe("load", "redis", result.redis_bytes, result.redis_seconds)
+        self._count_fetched(result)
+
+    def _count_fetched(self, result: JobResult) -> None:
+        for fetched in result.fetched:
+            tier = fetched.tier.value
+            self.tally.count("loaded_bytes", tier, amount=fetched.num_bytes)
+            self._observe("load", tier, fetched.num_bytes, fetched.seconds)
 
     def _store_ended(self, result: JobResult) -> None:
         if result.outcome is not Outcome.DONE:

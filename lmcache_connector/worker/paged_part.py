@@ -7,8 +7,8 @@ the blocks of one job over its groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +18,8 @@ from lmcache_connector.copy_kv_blocks.plan import BlockCopy, CopyError
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import LayerSpec, PagedLayout, Plane
 from lmcache_connector.kv_layout.topology import PartLayout
-from lmcache_connector.kv_parts.part import Rule
-from lmcache_connector.plans import BlockIds
+from lmcache_connector.kv_parts.part import BlockIds, Rule
+from lmcache_connector.plans import PartRun
 from lmcache_connector.storage.geometry import ChunkGeometry
 
 if TYPE_CHECKING:
@@ -117,3 +117,34 @@ class PagedPart:
                 ].reshape(len(geometry.shards), plane.num_runs, -1)
                 runs[:, :, end * plane.run_token_bytes :] = 0
                 at += plane.token_bytes * geometry.num_tokens
+
+
+def only(run: PartRun, numbers: Sequence[int]) -> PartRun:
+    """The chunks with these numbers of a run that skips no blocks."""
+
+    def blocks(ids: tuple[int, ...]) -> tuple[int, ...]:
+        size = len(ids) // len(run.keys)
+        return tuple(block for i in numbers for block in ids[i * size : (i + 1) * size])
+
+    return replace(
+        run,
+        keys=tuple(run.keys[i] for i in numbers),
+        chunks=tuple(run.chunks[i] for i in numbers),
+        block_ids=tuple(map(blocks, run.block_ids)),
+        parents=(),
+    )
+
+
+def in_pieces(run: PartRun, size: int, blocks_per_chunk: int) -> Iterator[PartRun]:
+    """All of a run, ``size`` chunks at a time."""
+    for start in range(0, len(run.keys), size):
+        end = min(start + size, len(run.keys))
+        first, last = (max(0, i * blocks_per_chunk - run.skip_blocks) for i in (start, end))
+        yield replace(
+            run,
+            keys=run.keys[start:end],
+            chunks=run.chunks[start:end],
+            block_ids=tuple(ids[first:last] for ids in run.block_ids),
+            skip_blocks=run.skip_blocks if start == 0 else 0,
+            parents=(),
+        )

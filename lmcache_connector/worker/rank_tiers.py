@@ -126,7 +126,7 @@ class RankTiers:
         job, context, cancelled = queued.job, queued.context, queued.cancelled
         started, differences = self._clock(), tuple[LayerDifference, ...]()
         if not context.may_begin():
-            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         if isinstance(job, AuditJob):
             audit = self.engine.compare(
                 job,
@@ -156,10 +156,8 @@ class RankTiers:
             outcome=outcome,
             num_chunks=moved.num_chunks,
             num_bytes=0 if isinstance(job, AuditJob) else moved.num_bytes,
-            redis_bytes=moved.redis_bytes,
             seconds=self._clock() - started,
-            redis_seconds=moved.redis_seconds,
-            redis_failed=moved.redis_failed,
+            fetched=moved.fetched,
             differences=differences,
         )
 

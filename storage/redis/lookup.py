@@ -151,6 +151,7 @@ class RedisLookup:
             return True
         if question.indices:
             return False
+        question.answered_at = self._clock()
         self._connections.succeeded(question.node)
         return True
 
@@ -177,7 +178,8 @@ def _suffixes(ranks: Sequence[ChunkGeometry], max_payload_bytes: int) -> tuple[b
 @dataclass(eq=False)
 class Question:
     """``indices``: the chunks that ``node`` has not answered yet, in the order of its answers.
-    ``counts``: how many values of each of the others it has. ``asked_at``: by the clock."""
+    ``counts``: how many values of each of the others it has. ``asked_at``, ``answered_at``: by the
+    clock."""
 
     asker: RedisLookup
     node: Node
@@ -185,6 +187,7 @@ class Question:
     indices: list[int]
     asked_at: float
     counts: dict[int, int] = field(default_factory=dict)
+    answered_at: float | None = None
 
 
 def await_answers(

@@ -25,12 +25,12 @@ def test_decisions_on_a_gpu_are_those_of_an_oracle() -> None:
             "--step-ms": [10, 250],
             "--bus-gb-per-s": [25],
             "--neighbours": [4],
-            "--hits": [128, 2048, 16384],
+            "--hits": [128, 2048],
         }
     )
     rows = compare(samples)
     loaded = {(row["step_ms"], row["hit_tokens"]): row["loaded"] for row in rows}
-    assert loaded[10.0, 2048] == loaded[10.0, 16384] == 1.0
+    assert loaded[10.0, 2048] == 1.0
     assert loaded[10.0, 128] == loaded[250.0, 128] == loaded[250.0, 2048] == 0.0
     found = headline(rows)
     assert found["worst_ttft_vs_recompute"] <= 1.02

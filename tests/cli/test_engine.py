@@ -84,7 +84,7 @@ def test_stats_adds_up_the_engines_of_one_server(cli: Cli, engine: Engine) -> No
     engine.happened(1, some_traffic)
     (found,) = cli("stats", engine.url, "--json").document["engines"]
     assert found["queried_tokens"] == 2000
-    assert found["hit_tokens"] == {"cpu": 1024, "redis": 512}
+    assert found["hit_tokens"] == {"cpu": 1024, "peer": 0, "redis": 512}
     assert found["hit_rate"] == 0.64  # of what was loaded, not of what was to be
     assert found["bypassed_requests"] == {"no_salt": 6}
     assert found["load"]["redis"]["bytes_per_second"] == 2 << 20

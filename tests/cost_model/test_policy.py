@@ -11,6 +11,7 @@ from lmcache_connector.cost_model.decision import LoadDecision, Reason
 from lmcache_connector.cost_model.policy import LOOKUP_SHARE, LoadPolicy
 from lmcache_connector.plans import (
     Calibration,
+    Fetched,
     ForwardTime,
     JobResult,
     LoadJob,
@@ -68,14 +69,24 @@ def load_job(job_id: int, keys: list[bytes]) -> LoadJob:
     return jobs.load_job(job_id, f"r{job_id}", tuple(keys), ((),), needs_redis=True)
 
 
-def decide(policy: LoadPolicy, keys: list[bytes], num_cpu: int = 0) -> int:
-    in_cpu = set(keys[:num_cpu])
-    return policy.decide(0, PROMPT + 100, keys, map(in_cpu.__contains__, keys)).num_chunks
+def decide(policy: LoadPolicy, keys: list[bytes], num_cpu: int = 0, tier: Tier = Tier.REDIS) -> int:
+    tiers = [Tier.CPU] * num_cpu + [tier] * (len(keys) - num_cpu)
+    return policy.decide(0, PROMPT + 100, keys, tiers).num_chunks
 
 
-def fetched(job_id: int, num_bytes: int, seconds: float, failed: bool = False) -> JobResult:
+def fetched(
+    job_id: int, num_bytes: int, seconds: float, failed: bool = False, tier: Tier = Tier.REDIS
+) -> JobResult:
     outcome = Outcome.DEADLINE if failed else Outcome.DONE
-    return JobResult(job_id, outcome, 0, num_bytes, num_bytes, seconds, seconds, failed)
+    fetches = (Fetched(tier, num_bytes, seconds, failed),)
+    return JobResult(job_id, outcome, 0, num_bytes, seconds, fetches)
+
+
+def load(
+    policy: LoadPolicy, job_id: int, num_bytes: int, seconds: float, tier: Tier, **more: bool
+) -> None:
+    policy.load_planned(load_job(job_id, KEYS), [tier] * len(KEYS))
+    policy.load_ended(job_id, [fetched(job_id, num_bytes, seconds, tier=tier, **more)])
 
 
 def test_a_calibrated_tier_is_used_from_the_first_request_on(policy: LoadPolicy) -> None:
@@ -103,31 +114,31 @@ def test_the_slowest_rank_counts(policy: LoadPolicy) -> None:
 
 def test_a_slow_load_teaches_what_redis_is_worth(policy: LoadPolicy) -> None:
     for job_id in range(4):
-        policy.load_planned(load_job(job_id, KEYS), tuple(KEYS))
+        policy.load_planned(load_job(job_id, KEYS), [Tier.REDIS] * len(KEYS))
         policy.load_ended(job_id, [fetched(job_id, 32 * CHUNK_BYTES, 3.0)])
     assert decide(policy, KEYS) == 0
     assert decide(policy, KEYS, num_cpu=8) == 8
 
 
 def test_a_load_that_was_cut_off_stalls_redis_until_a_probe_arrives(policy: LoadPolicy) -> None:
-    policy.load_planned(load_job(1, KEYS), tuple(KEYS))
+    policy.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
     policy.load_ended(1, [fetched(1, 0, 0.2, failed=True)])
-    decision = policy.decide(0, PROMPT, KEYS, [False] * len(KEYS))
+    decision = policy.decide(0, PROMPT, KEYS, [Tier.REDIS] * len(KEYS))
     assert (decision.num_chunks, decision.reason) == (0, Reason.SOURCE_STALLED)
     policy.observe_reports([probed(1 << 23, 0.01)])
     assert decide(policy, KEYS) == 32
 
 
 def test_missing_chunks_say_nothing_of_the_tier(policy: LoadPolicy) -> None:
-    policy.load_planned(load_job(1, KEYS), tuple(KEYS))
-    policy.load_ended(1, [JobResult(1, Outcome.MISSING, 0, 0, 0, 0.3, 0.3)])
+    policy.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
+    policy.load_ended(1, [JobResult(1, Outcome.MISSING, 0, 0, 0.3, (Fetched(Tier.REDIS, 0, 0.3),))])
     assert decide(policy, KEYS) == 32
 
 
 def test_what_is_queued_for_redis_counts_until_it_ends(policy: LoadPolicy) -> None:
     others = [bytes([i, 1]) * 16 for i in range(255)]
     for job_id in range(3):
-        policy.load_planned(load_job(job_id, others), tuple(others))
+        policy.load_planned(load_job(job_id, others), [Tier.REDIS] * len(others))
     assert decide(policy, KEYS) == 0
     for job_id in range(3):
         policy.load_ended(job_id, [fetched(job_id, 255 * CHUNK_BYTES, 2.55)])
@@ -136,7 +147,7 @@ def test_what_is_queued_for_redis_counts_until_it_ends(policy: LoadPolicy) -> No
 
 def test_what_another_load_fetches_already_is_no_queue(policy: LoadPolicy) -> None:
     for job_id in range(3):
-        policy.load_planned(load_job(job_id, KEYS), tuple(KEYS))
+        policy.load_planned(load_job(job_id, KEYS), [Tier.REDIS] * len(KEYS))
     assert decide(policy, KEYS) == 0  # two more than the one to share
     policy.load_ended(1, [fetched(1, 32 * CHUNK_BYTES, 0.33)])
     policy.load_ended(2, [fetched(2, 32 * CHUNK_BYTES, 0.33)])
@@ -144,12 +155,12 @@ def test_what_another_load_fetches_already_is_no_queue(policy: LoadPolicy) -> No
 
 
 def test_a_lookup_is_waited_for_as_long_as_the_prompt_is_worth(policy: LoadPolicy) -> None:
-    seconds = policy.lookup_seconds(0, PROMPT, last_lookup_seconds=0.0)
+    seconds = policy.lookup_seconds(0, PROMPT, last_lookup_seconds={})
     assert seconds == pytest.approx(LOOKUP_SHARE * RECOMPUTE, rel=0.01)
-    assert policy.lookup_seconds(0, PROMPT, last_lookup_seconds=0.2) == 0.0
-    assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds=0.2) > 0.2
+    assert policy.lookup_seconds(0, PROMPT, last_lookup_seconds={Tier.REDIS: 0.2}) == 0.0
+    assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds={Tier.REDIS: 0.2}) > 0.2
     policy.observe_reports([probed(0, 1.0)])
-    assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds=0.0) == 0.0
+    assert policy.lookup_seconds(0, 8 * PROMPT, last_lookup_seconds={}) == 0.0
 
 
 @pytest.mark.parametrize("share_held", [0.0, 0.1, 0.5, 1.0])
@@ -196,14 +207,14 @@ def test_redis_is_probed_only_while_somebody_wants_it(policy: LoadPolicy, clock:
     probes = 0
     for _ in range(600):
         clock.now += 1.0
-        policy.lookup_seconds(0, PROMPT, 0.0)
+        policy.lookup_seconds(0, PROMPT, {})
         probes += policy.take_probe()
     assert 10 < probes < 20  # in ten minutes: at first every few seconds, then every minute
     policy.observe_reports([probed(1 << 23, 0.01)])
-    policy.lookup_seconds(0, PROMPT, 0.0)
+    policy.lookup_seconds(0, PROMPT, {})
     assert not policy.take_probe()
     clock.now += 61.0
-    policy.lookup_seconds(0, PROMPT, 0.0)
+    policy.lookup_seconds(0, PROMPT, {})
     assert policy.take_probe()  # the measurement is old
 
 
@@ -234,7 +245,7 @@ def test_a_redis_that_may_only_be_read_is_used_and_used_again_after_a_stall(
     reader: LoadPolicy,
 ) -> None:
     assert decide(reader, KEYS) == 32
-    reader.load_planned(load_job(1, KEYS), tuple(KEYS))
+    reader.load_planned(load_job(1, KEYS), [Tier.REDIS] * len(KEYS))
     reader.load_ended(1, [fetched(1, 0, 0.05, failed=True)])
     assert decide(reader, KEYS) == 0
     reader.observe_reports([probed(0, 1.0)])
@@ -251,9 +262,9 @@ def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
     num_loads = 0
     for i in range(36_000):  # an hour
         clock.now += 0.1
-        if reader.lookup_seconds(0, PROMPT, 0.0) > 0.0 and decide(reader, KEYS) > 0:
+        if reader.lookup_seconds(0, PROMPT, {}) > 0.0 and decide(reader, KEYS) > 0:
             num_loads += 1
-            reader.load_planned(load_job(i, KEYS), tuple(KEYS))
+            reader.load_planned(load_job(i, KEYS), [Tier.REDIS] * len(KEYS))
             reader.load_ended(i, [fetched(i, 0, 0.05, failed=True)])
         if reader.take_probe():
             reader.observe_reports([ANSWERED])
@@ -263,8 +274,8 @@ def test_a_redis_that_answers_and_stalls_every_load_costs_a_load_a_minute(
 def test_one_slow_copy_does_not_spoil_what_probes_say_of_redis_for_ever(
     policy: LoadPolicy, clock: Clock
 ) -> None:
-    policy.load_planned(load_job(1, KEYS), ())
-    policy.load_ended(1, [JobResult(1, Outcome.DONE, 32, 32 * CHUNK_BYTES, 0, 5.0)])
+    policy.load_planned(load_job(1, KEYS), [Tier.CPU] * len(KEYS))
+    policy.load_ended(1, [JobResult(1, Outcome.DONE, 32, 32 * CHUNK_BYTES, 5.0)])
     policy.observe_reports([probed(1 << 23, 0.01)])
     assert decide(policy, KEYS) == 0, "a load from Redis would be copied as slowly"
     clock.now += 61.0
@@ -316,7 +327,7 @@ def test_a_crowd_loads_to_its_last_request(policy: LoadPolicy, clock: Clock) -> 
     for number in range(40):
         assert decide(policy, KEYS, num_cpu=32) == 32, number
         job = jobs.load_job(number, f"r{number}", tuple(KEYS), ((),))
-        policy.load_planned(job, ())
+        policy.load_planned(job, [Tier.CPU] * len(KEYS))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +342,7 @@ def test_a_crowd_that_fills_many_steps_is_spared_them(
     tokens = 8 * CHUNK_TOKENS + 1
     for number in range(4):
         policy.request_arrived(f"r{number}", tokens)
-    decision = policy.decide(0, tokens, KEYS[:8], [True] * 8)
+    decision = policy.decide(0, tokens, KEYS[:8], [Tier.CPU] * 8)
     assert bool(decision.num_chunks) is loads
 
 
@@ -367,14 +378,15 @@ def test_loads_that_missed_their_turn_are_given_more_time_or_not_made(
     """In the queue of loads from memory, whose deadlines nobody heard of."""
 
     def decided(keys: list[bytes]) -> LoadDecision:
-        return policy.decide(0, PROMPT + 100, keys, [True] * len(keys))
+        return policy.decide(0, PROMPT + 100, keys, [Tier.CPU] * len(keys))
 
     few = KEYS[:1]
     before = decided(KEYS).deadline_seconds
     assert decided(few).num_chunks == 1
     for job_id in range(20):
-        policy.load_planned(jobs.load_job(job_id, "r", tuple(few), ((),)), ())
-        late = JobResult(job_id, Outcome.DEADLINE, 0, 0, 0, 0.0, waited_seconds=0.05)
+        job = jobs.load_job(job_id, "r", tuple(few), ((),))
+        policy.load_planned(job, [Tier.CPU] * len(few))
+        late = JobResult(job_id, Outcome.DEADLINE, 0, 0, 0.0, waited_seconds=0.05)
         policy.load_ended(job_id, [late])
     assert decided(few).num_chunks == 0
     assert decided(KEYS).num_chunks == len(KEYS)
@@ -387,9 +399,9 @@ def test_one_long_forward_pass_keeps_nobody_from_loading(policy: LoadPolicy, clo
     """A load waited for a pass of 30 s that used its blocks; so would compute have."""
     run_steps(policy, clock, 0.010)
     job = jobs.load_job(1, "r", tuple(KEYS), ((),), deadline_seconds=0.1)
-    policy.load_planned(replace(job, after_passes=True), ())
+    policy.load_planned(replace(job, after_passes=True), [Tier.CPU] * len(KEYS))
     clock.now += 30.0
-    loaded = JobResult(1, Outcome.DONE, len(KEYS), 32 * CHUNK_BYTES, 0, 0.006, waited_seconds=30.0)
+    loaded = JobResult(1, Outcome.DONE, len(KEYS), 32 * CHUNK_BYTES, 0.006, waited_seconds=30.0)
     policy.load_ended(1, [loaded])
     run_steps(policy, clock, 0.010)
     assert decide(policy, KEYS, num_cpu=32) == 32
@@ -398,15 +410,84 @@ def test_one_long_forward_pass_keeps_nobody_from_loading(policy: LoadPolicy, clo
 def test_a_load_is_no_quicker_than_the_store_it_relies_on(policy: LoadPolicy, clock: Clock) -> None:
     for job_id in range(1, 9):
         policy.store_planned(jobs.store_job(job_id, "s", (b"k",), ((1,),)))
-        done = JobResult(job_id, Outcome.DONE, 1, 1, 0, 0.5, waited_seconds=4.0)
+        done = JobResult(job_id, Outcome.DONE, 1, 1, 0.5, waited_seconds=4.0)
         policy.store_ended(job_id, [done])
     policy.store_planned(jobs.store_job(9, "s", (b"k",), ((1,),)))
 
     def decided(after_job: int) -> LoadDecision:
-        return policy.decide(0, PROMPT + 100, KEYS, [True] * len(KEYS), after_job=after_job)
+        return policy.decide(0, PROMPT + 100, KEYS, [Tier.CPU] * len(KEYS), after_job=after_job)
 
     assert decided(8).num_chunks == len(KEYS)
     assert decided(9).num_chunks == 0
     clock.now += 3.9  # nearly done
     assert decided(9).num_chunks == len(KEYS)
     assert decided(9).deadline_seconds > decided(8).deadline_seconds
+
+
+# -- peers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharing(clock: Clock) -> LoadPolicy:
+    """One with peers beside Redis, as fast as Redis so far."""
+    model = CostModel(clock, max_deadline_seconds=10.0)
+    tiers = (Tier.PEER, Tier.REDIS)
+    made = LoadPolicy(model, CHUNK_TOKENS, (CHUNK_BYTES,), clock, remote_tiers=tiers)
+    made.calibrate([Calibration(TransferTime(CHUNK_BYTES, 0.0002), TransferTime(1 << 23, 0.08))])
+    made.observe_reports([forward(PROMPT, RECOMPUTE)])
+    for job_id in range(8):
+        load(made, job_id, 32 * CHUNK_BYTES, 0.32, Tier.PEER)
+    return made
+
+
+def test_slow_peers_make_redis_no_slower(sharing: LoadPolicy) -> None:
+    redis_speed = sharing.model.bytes_per_second(Tier.REDIS)
+    for job_id in range(8, 12):
+        load(sharing, job_id, 32 * CHUNK_BYTES, 3.0, Tier.PEER)
+    assert sharing.model.bytes_per_second(Tier.REDIS) == redis_speed
+    assert decide(sharing, KEYS, tier=Tier.PEER) == 0
+    assert decide(sharing, KEYS, tier=Tier.REDIS) == 32
+
+
+def test_slow_redis_makes_peers_no_slower(sharing: LoadPolicy) -> None:
+    for job_id in range(8, 12):
+        load(sharing, job_id, 32 * CHUNK_BYTES, 3.0, Tier.REDIS)
+    assert decide(sharing, KEYS, tier=Tier.REDIS) == 0
+    assert decide(sharing, KEYS, tier=Tier.PEER) == 32
+
+
+def test_what_a_load_takes_from_each_tier_teaches_its_speed(sharing: LoadPolicy) -> None:
+    half = 16 * CHUNK_BYTES
+    for job_id in range(8, 20):
+        sharing.load_planned(load_job(job_id, KEYS), [Tier.PEER] * 16 + [Tier.REDIS] * 16)
+        fetches = (Fetched(Tier.PEER, half, 0.04), Fetched(Tier.REDIS, half, 0.4))
+        sharing.load_ended(job_id, [JobResult(job_id, Outcome.DONE, 32, 2 * half, 0.44, fetches)])
+    peers, redis = (half / sharing.model.bytes_per_second(t) for t in (Tier.PEER, Tier.REDIS))
+    assert peers == pytest.approx(0.04, rel=0.2)
+    assert redis == pytest.approx(0.4, rel=0.2)
+
+
+def test_peers_that_stalled_are_tried_again_without_a_probe(
+    sharing: LoadPolicy, clock: Clock
+) -> None:
+    load(sharing, 8, 0, 0.2, Tier.PEER, failed=True)
+    assert decide(sharing, KEYS, tier=Tier.PEER) == 0
+    assert decide(sharing, KEYS, tier=Tier.REDIS) == 32
+    clock.now += 61.0
+    assert decide(sharing, KEYS, tier=Tier.PEER) == 1, "on trial"
+    load(sharing, 9, CHUNK_BYTES, 0.01, Tier.PEER)
+    assert decide(sharing, KEYS, tier=Tier.PEER) == 32
+
+
+def test_a_look_up_is_waited_for_while_one_tier_answers_in_time(
+    sharing: LoadPolicy, clock: Clock
+) -> None:
+    for slow, quick in ((Tier.PEER, Tier.REDIS), (Tier.REDIS, Tier.PEER)):
+        assert sharing.lookup_seconds(0, PROMPT, {slow: 5.0, quick: 0.001}) > 0.0
+    assert sharing.lookup_seconds(0, PROMPT, {Tier.PEER: 5.0, Tier.REDIS: 5.0}) == 0.0
+    load(sharing, 8, 0, 0.2, Tier.REDIS, failed=True)
+    assert sharing.lookup_seconds(0, PROMPT, {Tier.PEER: 0.001}) > 0.0
+    assert sharing.lookup_seconds(0, PROMPT, {Tier.PEER: 5.0, Tier.REDIS: 0.0}) == 0.0
+    load(sharing, 9, 0, 0.2, Tier.PEER, failed=True)
+    assert sharing.lookup_seconds(0, PROMPT, {}) == 0.0
+    assert sharing.are_tiers_stalled

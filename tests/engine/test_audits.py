@@ -17,9 +17,7 @@ from tests.support.engines.audits import (
     ROWS,
     UNUSED_ROWS,
     audits,
-    build_long_rope_model,
     build_retrained_model,
-    forget_model_lengths,
     name_adapters_alike,
     name_images_by_counter,
     retrain_rows,
@@ -187,22 +185,6 @@ def apart(transfer: dict[str, Any], namespace: str) -> dict[str, Any]:
     extra = {**transfer["kv_connector_extra_config"], "namespace": namespace}
     del extra["weights_label"]
     return {**transfer, "kv_connector_extra_config": extra}
-
-
-@pytest.mark.soak
-def test_long_rope_factors_of_another_max_model_len_are_found(
-    start: StartInstance, transfer: dict[str, Any], tiny_model: Path, tmp_path: Path
-) -> None:
-    folder = build_long_rope_model(tmp_path / "model", tiny_model)
-    transfer, prompt = apart(transfer, "long-rope"), random_prompt(77, NUM_TOKENS)
-    with start(transfer, folder, max_model_len=1024) as short:
-        short.call(forget_model_lengths)
-        short.serve(prompt)
-        short.call(wait_for_writes)
-    with start(transfer, folder, max_model_len=4096) as long:
-        long.call(forget_model_lengths)
-        assert long.serve(prompt).external_hit_tokens == 2 * CHUNK_SIZE
-        assert_found(long, {}, "plain")
 
 
 @pytest.mark.soak

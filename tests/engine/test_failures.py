@@ -125,7 +125,7 @@ def serve_while_keys_vanish(probe: EngineProbe, prompt: list[int], port: int) ->
 
     def vanish(asked, num_computed_tokens, wait):  # type: ignore[no-untyped-def]
         hit = find(asked, num_computed_tokens, wait)
-        if hit is not PENDING and asked.redis_keys:
+        if hit is not PENDING and asked.places:
             redis.Redis(port=port).flushall()
         return hit
 
@@ -161,7 +161,7 @@ def serve_while_stalled(probe: EngineProbe, prompt: list[int], pid: int) -> tupl
 
     def stall(asked, num_computed_tokens, wait):  # type: ignore[no-untyped-def]
         hit = find(asked, num_computed_tokens, wait)
-        if hit is not PENDING and asked.redis_keys:
+        if hit is not PENDING and asked.places:
             os.kill(pid, signal.SIGSTOP)
         return hit
 

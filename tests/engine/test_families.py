@@ -77,7 +77,7 @@ def chunk_size(one: VllmInstance) -> int:
 
 
 def chunk_size_of(probe: EngineProbe) -> int:
-    size: int = tiered_of(probe.connector)._scheduler._settings.chunk_size
+    size: int = tiered_of(probe.connector)._scheduler.settings.chunk_size
     return size
 
 

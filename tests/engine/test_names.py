@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.requests.adapter_files import AdapterDigests
+from lmcache_connector.requests.adapters import AdapterDigests
 from tests.support.engines.asks import Ask, Round, add, ask_all
 from tests.support.engines.calls import check_integrity
 from tests.support.engines.instance import StartInstance, VllmInstance

@@ -23,12 +23,10 @@ from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer, 
 from tests.support.nixl import needs_nixl
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server
-from tests.support.redis.values import wait_for_chunks
 
 pytestmark = needs_nixl
 NUM_TOKENS = 1300
 FULL = NUM_TOKENS // CHUNK_SIZE * CHUNK_SIZE
-NUM_HEADS = 4
 STEP_TOKENS = 512  # long prompts are computed in several steps
 PATIENCE_SECONDS = 20.0  # less than NIXL's lease of 30: what is let go was told to be
 _FOR_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -70,18 +68,6 @@ def engines(
         tiny_model, folder, transfers, max_num_batched_tokens=STEP_TOKENS
     ) as instances:
         yield Engines(*instances)
-
-
-@pytest.fixture(scope="module")
-def tiers_first(
-    engines: Engines, tiny_model: Path, valkey: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engines]:
-    transfer = together(kv_transfer(redis_url=valkey.url), nixl_transfer("kv_consumer"))
-    folder = tmp_path_factory.mktemp("tiers-first")
-    with running_nixl(tiny_model, folder, [transfer], max_num_batched_tokens=STEP_TOKENS) as (
-        decode,
-    ):
-        yield Engines(engines.prefill, decode)
 
 
 def _name() -> str:
@@ -202,29 +188,3 @@ def test_aborts_at_the_prefill_instance_leave_nothing_wrong(engines: Engines) ->
         assert served.served.block_digests == cold.served.block_digests
         assert len(cold.served.block_digests) == NUM_TOKENS // BLOCK_SIZE
         engines.rest()
-
-
-@pytest.mark.soak  # one more engine
-def test_tiers_first_spare_the_hand_over(tiers_first: Engines, valkey: Server) -> None:
-    """And the prefill instance is told that nobody will fetch it."""
-    prompt = unseen_prompt()
-    cold = tiers_first.compute(prompt)
-    wait_for_chunks(valkey, tiers_first.prefill.call(chunk_keys, prompt), NUM_HEADS)
-    before = tiers_first.decode.call(nixl_bytes)
-    served = tiers_first.fetch(prompt, cold)
-    assert served.served.external_hit_tokens == FULL
-    assert tiers_first.decode.call(nixl_bytes) == before
-    assert () != served.served.block_digests == cold.served.block_digests
-    tiers_first.rest()
-
-
-@pytest.mark.soak  # one more engine
-def test_tiers_first_what_is_in_none_comes_by_nixl(tiers_first: Engines) -> None:
-    prompt = unseen_prompt(CHUNK_SIZE - 1)
-    cold = tiers_first.compute(prompt)
-    before = tiers_first.decode.call(nixl_bytes)
-    served = tiers_first.fetch(prompt, cold)
-    assert served.served.external_hit_tokens == 0
-    assert tiers_first.decode.call(nixl_bytes) > before
-    assert () != served.served.block_digests == cold.served.block_digests
-    tiers_first.rest()

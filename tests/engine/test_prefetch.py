@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.calls import check_integrity, chunk_keys, reset_everything
+from tests.support.engines.calls import check_integrity, chunk_keys
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, CHUNK_SIZE, kv_transfer
@@ -132,51 +132,6 @@ def test_chunks_come_into_memory_while_their_request_waits(
     blocks = full // BLOCK_SIZE
     assert waited.served.block_digests[:blocks] == stored.cold.block_digests[:blocks]
     assert waited.served.token_ids[0] == stored.cold.token_ids[0]
-
-
-def abort_behind(probe: EngineProbe, prompt: list[int], steps: int) -> None:
-    """The one that waits leaves while its chunks come, or before, or after."""
-    runs = probe.add(random_prompt(7, 40), max_tokens=LONG)
-    while not probe.scheduler.running:
-        probe.engine.step()
-    for seed in range(20):
-        waits = probe.add([*prompt, seed])
-        for _ in range(steps):
-            probe.engine.step()
-        probe.engine.abort_request([waits])
-    probe.engine.abort_request([runs])
-    probe.drain()
-    check_integrity(probe)
-    assert set(probe.on_ranks(_unused_on_rank)) == {0}
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_requests_that_leave_the_queue_leave_nothing_behind(
-    engine: VllmInstance, stored: Stored, steps: int
-) -> None:
-    engine.call(abort_behind, stored.prompt, steps)
-    hit = engine.serve(stored.prompt)
-    blocks = NUM_CHUNKS * CHUNK_SIZE // BLOCK_SIZE
-    assert hit.external_hit_tokens == NUM_CHUNKS * CHUNK_SIZE
-    assert hit.block_digests[:blocks] == stored.cold.block_digests[:blocks]
-
-
-def reset_while_fetching(probe: EngineProbe, prompt: list[int]) -> Served:
-    """The weights may have changed, and have not."""
-    runs, waits, _ = queue_behind(probe, prompt)
-    probe.engine.abort_request([runs])
-    assert probe.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    (finished,) = probe.finish({waits: len(prompt)}, time.perf_counter())
-    check_integrity(probe)
-    return finished.served
-
-
-def test_a_reset_while_it_is_fetched_costs_no_hit(engine: VllmInstance, stored: Stored) -> None:
-    hit, blocks = engine.call(reset_while_fetching, stored.prompt), stored.cold.block_digests
-    assert hit.external_hit_tokens == NUM_CHUNKS * CHUNK_SIZE
-    num_blocks = NUM_CHUNKS * CHUNK_SIZE // BLOCK_SIZE
-    assert hit.block_digests[:num_blocks] == blocks[:num_blocks]
-    engine.call(reset_everything)
 
 
 def freeze_while_fetching(probe: EngineProbe, prompt: list[int], port: int) -> None:

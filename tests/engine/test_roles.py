@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support.engines.calls import check_integrity, chunk_keys
 from tests.support.engines.instance import StartInstance
 from tests.support.engines.settings import kv_transfer
@@ -36,14 +34,3 @@ def test_a_producer_stores_and_a_consumer_loads(start: StartInstance, valkey: Se
     with valkey.client() as client:
         assert len(keys) == 5
         assert not [name for key in keys for name in client.scan_iter(f"lmc:*{key.hex()}*")]
-
-
-@pytest.mark.soak  # three engines, for what the tests of the keys show without one
-def test_namespaces_and_secrets_keep_instances_apart(start: StartInstance, valkey: Server) -> None:
-    prompt = random_prompt(3, 800)
-    with start(kv_transfer(redis_url=valkey.url, hash_key="0123456789abcdef-one")) as one:
-        one.serve(prompt)
-    with start(kv_transfer(redis_url=valkey.url, hash_key="0123456789abcdef-two")) as two:
-        assert two.serve(prompt).external_hit_tokens == 0
-    with start(kv_transfer(redis_url=valkey.url, hash_key="0123456789abcdef-one")) as three:
-        assert three.serve(prompt).external_hit_tokens == 768

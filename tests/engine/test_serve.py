@@ -90,10 +90,10 @@ def test_the_metrics_say_what_was_sent(api: ApiServer, valkey: Server) -> None:
     api.settle(lambda: stats(api)["load"]["redis"]["jobs"] == 1)
     after = stats(api)
 
-    assert before["hit_tokens"] == {"cpu": HIT_TOKENS, "redis": 0}
-    assert after["hit_tokens"] == {"cpu": HIT_TOKENS, "redis": HIT_TOKENS}
+    assert before["hit_tokens"] == {"cpu": HIT_TOKENS, "peer": 0, "redis": 0}
+    assert after["hit_tokens"] == {"cpu": HIT_TOKENS, "peer": 0, "redis": HIT_TOKENS}
     assert after["queried_tokens"] == api.metric("vllm:external_prefix_cache_queries_total")
-    assert after["lookup_hits"] == {"cpu": 1, "redis": 1}
+    assert after["lookup_hits"] == {"cpu": 1, "peer": 0, "redis": 1}
     assert after["loaded_bytes"]["redis"] == FULL_CHUNKS * chunk_bytes
     assert after["loaded_bytes"]["cpu"] == 2 * FULL_CHUNKS * chunk_bytes
     assert after["stored_bytes"]["cpu"] == num_stored * chunk_bytes

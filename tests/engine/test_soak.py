@@ -35,7 +35,7 @@ def test_a_storm(
 ) -> None:
     """Room for two requests in vLLM's cache, for 16 chunks in memory and 40 in Valkey."""
     folder = build_family(family, tmp_path) if family else tiny_model
-    sizes = {"num_gpu_blocks_override": 72 if family else 28, "max_model_len": 2048}
+    sizes = {"num_gpu_blocks_override": 72 if family else 20, "max_model_len": 2048}
     with running_valkey(CACHE | {"maxmemory": "48mb"}) as valkey:
         transfer = kv_transfer(redis_url=valkey.url, cpu_gib=_FEW_BYTES / 2**30)
         with start(transfer, folder, **sizes, max_num_seqs=8, max_num_batched_tokens=512) as engine:

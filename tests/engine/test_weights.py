@@ -27,7 +27,6 @@ from tests.support.engines.updates import (
     add_files_after_loading,
     fail_to_update,
     flip_one_bit,
-    live_on_another_host,
     load_rows,
     move_folder_after_loading,
     move_weights,
@@ -320,23 +319,3 @@ def test_a_checkpoint_that_arrives_during_the_start_gives_no_name(
     with start(transfer, latest, prepare=partial(add_files_after_loading, latest)) as two:
         assert two.serve(prompt).external_hit_tokens == 0
         assert two.call(weights_name).startswith("sha256:")
-
-
-@pytest.mark.soak  # three engines; tests/test_weight_names.py has the rule
-def test_memory_that_is_not_what_its_files_gave_before_has_a_name_of_its_own(
-    start: StartInstance, valkey: Server, tiny_model: Path, tmp_path: Path
-) -> None:
-    """Here two checkpoints under one name of the user's, on one host. On another host only audits
-    could tell."""
-    other = tmp_path / "other"
-    build_retrained_model(other, tiny_model, 1.0)
-    prompt = random_prompt(10, NUM_TOKENS)
-    transfer = sharing(valkey, namespace="named", model_digest="one name for all")
-    with start(transfer) as one:
-        one.serve(prompt)
-        one.call(wait_for_writes)
-    with start(transfer, other) as two:
-        assert two.serve(prompt).external_hit_tokens == 0
-        assert "not what their files gave at earlier starts" in two.log
-    with start(transfer, other, prepare=live_on_another_host) as three:
-        assert three.serve(prompt).external_hit_tokens > 0

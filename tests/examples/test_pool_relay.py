@@ -143,33 +143,3 @@ def test_two_instances_are_heard_through_it(router: Any) -> None:
     assert len(names) == len(set(names))
     for topic in wanted - {POOL}:
         assert {event.medium for event in heard[topic]} == {"CPU"}
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        [b"kv@a@m", b"\0" * 8, b"\xc1"],
-        [b"kv@a@m", b"\0" * 8, b"\x91" * 100_000],  # lists in lists
-        [b"kv@a", b"\0" * 8, b"\x90"],
-        [b"kv@a@m", b"\0" * 8],
-        [b"kv@a@m", b"\0" * 8, b"\x92\x01\x02"],
-        [b"kv@\xff@m", b"\0" * 8, b"\x90"],
-        [b"kv@a@m", b"\0" * 8, msgspec.msgpack.encode([1.0, [dict.fromkeys(["type"], 1)]])],
-    ],
-)
-def test_rubbish_does_not_end_it(router: Any, message: list[bytes]) -> None:
-    socket, port = router
-    entry = free_port()
-    good = frames(stored(Tier.REDIS, 1))
-    with (
-        running_relay(f"tcp://*:{entry}", f"tcp://127.0.0.1:{port}"),
-        zmq.Context() as context,
-        context.socket(zmq.PUB) as instance,
-    ):
-        instance.connect(f"tcp://127.0.0.1:{entry}")
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not socket.poll(50):
-            assert time.monotonic() < until, "nothing comes through"
-            instance.send_multipart(message)
-            instance.send_multipart(good)
-        instance.close(linger=0)

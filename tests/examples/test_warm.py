@@ -67,18 +67,3 @@ def test_every_line_is_asked_for_one_token(url: str, tmp_path: Path) -> None:
     assert done.stdout == "20 prompt tokens, of which the connector loaded 8; 0 failed\n"
     assert {body["prompt"] for _, body in Api.asked} == {"one", "two"}
     assert all(body["max_tokens"] == 1 and body["model"] == "first" for _, body in Api.asked)
-
-
-def test_fields_of_a_request_are_sent_along_and_what_fails_is_said(
-    url: str, tmp_path: Path
-) -> None:
-    chat = {"messages": [{"role": "user", "content": "x"}], "cache_salt": "s", "max_tokens": 99}
-    lines = [{**chat, "logprobs": True}, {"prompt": "too long"}]
-    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    done = warm(tmp_path / "p.jsonl", url)
-    assert done.returncode == 1
-    assert "prompt 2: 400 it is too long" in done.stderr
-    ((path, body),) = Api.asked
-    assert path == "/v1/chat/completions"
-    assert (body["cache_salt"], body["max_tokens"]) == ("s", 1)
-    assert "logprobs" not in body

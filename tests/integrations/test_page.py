@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 from pydantic import SecretStr
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from lmcache_connector.config.strict import parse
@@ -40,12 +40,6 @@ def test_vllm_loads_the_tier_that_is_shown() -> None:
     TieringOffloadingSpec.build_metric_definitions(extra)  # imports the tier
     (tier,) = extra["secondary_tiers"]
     parse(TierSettings, {k: v for k, v in tier.items() if k not in PLACE}, "the tier")
-
-
-def test_vllm_takes_the_events_configuration_that_is_shown() -> None:
-    config = KVEventsConfig(**snippet("publisher"))
-    start, pod, model = config.topic.split("@")
-    assert (start, bool(pod), bool(model)) == ("kv", True, True)
 
 
 def test_every_span_is_on_the_page() -> None:

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import Locality, Medium, OffloadKey
 from lmcache_connector.errors import ConfigError
 from tests.integrations.offloading import Instance, block_key, running_instance, tier_settings
 from tests.support.redis.fault_proxy import Fault, FaultProxy, Kind
-from tests.support.redis.servers import Server, running_valkey
+from tests.support.redis.servers import Server
 from tests.support.redis.values import value_names
 
 KEYS = [block_key(i) for i in range(8)]
@@ -37,19 +37,6 @@ def test_an_instance_finds_what_another_stored(redis: Server, model: Path) -> No
         assert other.load(KEYS) == list(blocks.values())
         assert other.tier._blocks.stats().counts.chunks_hit == len(KEYS)
         assert other.load([block_key(99), KEYS[0]]) == [None, blocks[KEYS[0]]]
-
-
-def test_blocks_larger_than_a_value_come_back(redis: Server, model: Path) -> None:
-    tier = tier_settings(redis.url)
-    with (
-        running_instance(model, tier, 2049, 4) as one,
-        running_instance(model, tier, 2049, 4) as other,
-    ):
-        assert one.block_bytes > 4 << 20
-        blocks = blocks_for(one, KEYS[:2])
-        one.store(blocks)
-        assert len(value_names(redis)) > 2
-        assert other.load(KEYS[:2]) == list(blocks.values())
 
 
 def test_a_spoiled_block_is_a_miss_and_is_asked_for_once(redis: Server, model: Path) -> None:
@@ -144,18 +131,6 @@ def test_what_is_stored_earns_credit(redis: Server, model: Path) -> None:
         one.store(blocks_for(one))
         events = [event for event in one.manager.take_events() if event.medium is Medium.STORAGE]
         assert {event.locality for event in events if not event.removed} == {Locality.LOCAL}
-
-
-def test_a_server_that_dies_costs_hits_only(model: Path) -> None:
-    with running_valkey() as server:
-        tier = tier_settings(server.url, redis_timeout_seconds=0.5)
-        with running_instance(model, tier) as one, running_instance(model, tier) as other:
-            blocks = blocks_for(one)
-            one.store(blocks)
-            assert other.load(KEYS[:1]) == [blocks[KEYS[0]]]
-            server.kill()
-            assert other.load(KEYS[1:]) == [None] * 7
-            one.store(blocks_for(one, [block_key(i) for i in range(20, 24)]))
 
 
 def test_a_silent_server_holds_up_nothing_for_ever(redis: Server, model: Path) -> None:

@@ -65,20 +65,6 @@ def test_a_chunk_is_there_when_all_ranks_have_it_and_gone_when_one_lacks_it() ->
     assert len(log) == 0
 
 
-def test_what_nobody_described_is_passed_over() -> None:
-    log = log_of("")
-    log.apply(report(0, admitted="a", evicted="a", written="a"))
-    log.missing(b"a")
-    assert log.take() == []
-
-
-def test_a_job_that_brought_nothing_leaves_nothing() -> None:
-    log = log_of("ab")
-    log.apply(report(0, admitted="a"))
-    log.settle([b"a", b"b"], 0)
-    assert len(log) == 1
-
-
 def test_the_coming_of_a_chunk_that_several_jobs_bring_is_told_whichever_ends_first() -> None:
     log = log_of("a")
     log.describe([b"a"], 1, lambda i: blocks(b"a"))
@@ -153,16 +139,6 @@ def test_so_many_chunks_of_redis_are_remembered_and_the_rest_is_told_as_gone(
     assert removed_from_redis(log) == ["c"]
     log.forget_jobs()
     assert len(log) == 3
-
-
-def test_what_is_in_memory_as_well_is_still_known_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_connector.kv_events.log.MAX_REDIS_CHUNKS", 1)
-    log = log_of("ab")
-    log.apply(report(0, admitted="ab"))
-    log.apply(report(0, written="ab"))
-    assert removed_from_redis(log) == ["a"]
-    log.apply(report(0, evicted="a"))
-    assert log.take() == [BlocksRemoved(Tier.CPU, blocks(b"a").hashes)]
 
 
 @pytest.mark.parametrize("refresh_ttl", [False, True])

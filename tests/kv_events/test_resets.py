@@ -74,7 +74,7 @@ def test_what_was_stored_of_the_same_weights_keeps_its_credit(router: Router) ->
 
 def test_what_an_audit_found_wrong_earns_no_credit(router: Router) -> None:
     engine, tokens = router.engine, prompt(1, 3 * CHUNK + 5)
-    engine.adapter._auditor._noise.judge = lambda error, **_: Verdict.MISMATCH  # type: ignore[method-assign]
+    engine.adapter.auditor.noise.judge = lambda error, **_: Verdict.MISMATCH  # type: ignore[method-assign]
     serve(engine, tokens)
     router.take()
     assert router.known

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_connector.copy_kv_blocks.plan import Move, plan_copy
 from lmcache_connector.kv_layout.chunk_buffers import ChunkBuffers
 from lmcache_connector.kv_layout.paged_cache import (
     Box,
@@ -85,13 +84,6 @@ def test_a_tensor_that_does_not_fit_its_spec_is_refused(
         PagedLayout.from_kv_caches({"a": tensor}, {"a": spec})
 
 
-def test_sliding_windows_over_memory_are_refused() -> None:
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    overlapping = memory.as_strided((5, 2, 16, 24), (700, 384, 24, 1))
-    with pytest.raises(LayoutError, match="may overlap"):
-        PagedLayout.from_kv_caches({"a": overlapping}, {"a": SPEC})
-
-
 @pytest.mark.parametrize(
     ("tensors", "specs", "message"),
     [
@@ -161,25 +153,6 @@ def test_chunk_buffers_refuse_what_makes_no_sense(
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         ChunkBuffers(GEOMETRY, block_size, addresses, None, layers)
-
-
-def test_chunk_buffers_count_blocks_over_all_chunks() -> None:
-    buffers = ChunkBuffers(GEOMETRY, 8, [1 << 20, 1 << 16], None)
-    assert (buffers.num_blocks, buffers.blocks_per_chunk) == (8, 4)
-    assert buffers.spans[:, 0].tolist() == [1 << 16, 1 << 20]
-    assert ChunkBuffers(GEOMETRY, 8, [], None).num_blocks == 0
-
-
-def test_caches_of_one_shape_keep_their_own_addresses() -> None:
-    """What jobs share is told apart by the cache it is of, not by its shape."""
-    first, second = (paged("LBHNC", layers=2, seed=seed).layout for seed in range(2))
-    geometry = ChunkGeometry(32, 0, (24, 24), (0, 1), 2, "uint8")
-    chunks = ChunkBuffers(geometry, 16, [1 << 20], None)
-    moves = [plan_copy(cache, chunks, [0, 1], [0, 1]).moves for cache in (first, second, first)]
-    sources = [table[:, Move.SRC_OFFSET].tolist() for table in moves]
-    assert sources[0] == first.table.offset.tolist()
-    assert sources[1] == second.table.offset.tolist()
-    assert moves[2] is moves[0]
 
 
 @st.composite

@@ -45,33 +45,9 @@ def ends(
     return tuple(find_hit(parts, 4, local, num_tokens, held).ends)
 
 
-def test_with_full_attention_alone_any_part_of_the_leading_run_is_a_hit() -> None:
-    assert ends([FULL], [X, X, X, o, X]) == (1, 2, 3)
-    assert ends([FULL], [X, X, X], num_tokens=12) == (1, 2, 3), "the whole prompt too"
-    assert ends([FULL], [X, X], local=6) == (2, 3), "chunk 1 is loaded in part"
-    assert ends([FULL], [o, X]) == ()
-
-
-def test_with_a_window_a_hit_ends_where_the_window_is_held() -> None:
-    full = [X] * 7 + [o]
-    assert ends([FULL, window(6)], full, [X, X, o, o, X, X, o, o]) == (1, 2, 6)
-    assert ends([FULL, window(5)], full, [o, o, X, o, X, X, o, X]) == (3, 5, 6)
-    assert ends([FULL, window(2)], full, [o] * 8) == ()
-
-
 def test_of_a_window_that_vllm_has_a_part_only_the_rest_is_needed() -> None:
     assert ends([FULL, window(9)], [X, X, X], [X, o, X], local=8) == (3,)
     assert ends([FULL, window(9)], [X, X, X], [o, X, X], local=8) == (5,)
-
-
-def test_after_a_chunk_of_local_attention_nothing_is_needed() -> None:
-    local = Part(Rule.CHUNKED, (1,), 4, 8)
-    assert ends([FULL, local], [X] * 5, [o] * 5) == (2, 4)
-    assert ends([FULL, local], [X] * 5, [o, o, X, o, X]) == (2, 3, 4, 5)
-
-
-def test_a_state_is_needed_at_the_end_alone() -> None:
-    assert ends([FULL, Part(Rule.STATE, (1,), 4)], [X] * 5, [o, X, o, o, X]) == (2, 5)
 
 
 def test_what_is_no_pure_prefix_leaves_the_last_token_to_compute() -> None:

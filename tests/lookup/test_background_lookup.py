@@ -15,6 +15,7 @@ from lmcache_connector.lookup.background_lookup import (
     LookupAnswer,
     PendingLookup,
 )
+from lmcache_connector.plans import Tier
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
@@ -36,14 +37,15 @@ class GatedLookup:
         self.started = threading.Event()
         self.closed = False
         self.error: Exception | None = None
+        self.last_seconds = {Tier.REDIS: 0.5}
 
-    def exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+    def find(self, keys: Sequence[bytes], deadline: float) -> Sequence[Tier | None]:
         self.asked.append((keys, deadline))
         self.started.set()
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
-        return [True] * (len(keys) - 1) + [False]
+        return [Tier.REDIS] * (len(keys) - 1) + [None]
 
     def tend(self) -> None:
         """Nothing to connect."""
@@ -81,7 +83,7 @@ def test_an_open_question_is_asked_again(remote: BackgroundLookup, tier: GatedLo
     assert pending.wait(0.0) is PENDING
     assert pending.wait(0.001) is PENDING
     tier.gate.set()
-    assert answer(pending) == Found(frozenset(KEYS[:3]))
+    assert answer(pending) == Found(dict.fromkeys(KEYS[:3], Tier.REDIS))
     assert tier.asked == [(tuple(KEYS), 105.0)]
 
 
@@ -103,7 +105,7 @@ def test_a_question_that_waited_past_its_deadline_is_never_asked(
     clock.now += 6.0
     behind = remote.submit(KEYS[:2])
     tier.gate.set()
-    assert answer(behind) == Found(frozenset(KEYS[:1]))
+    assert answer(behind) == Found(dict.fromkeys(KEYS[:1], Tier.REDIS))
     assert late.wait(0.0) == MISS
     assert [len(keys) for keys, _ in tier.asked] == [4, 2]
 
@@ -116,7 +118,7 @@ def test_a_cancelled_question_behind_another_is_dropped(
     remote.submit(KEYS[:1]).cancel()
     last = remote.submit(KEYS[:2])
     tier.gate.set()
-    assert answer(last) == Found(frozenset(KEYS[:1]))
+    assert answer(last) == Found(dict.fromkeys(KEYS[:1], Tier.REDIS))
     assert [len(keys) for keys, _ in tier.asked] == [4, 2]
 
 

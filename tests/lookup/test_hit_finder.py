@@ -25,7 +25,7 @@ from lmcache_connector.lookup.background_lookup import (
     RequestLookup,
 )
 from lmcache_connector.lookup.chunk_index import ChunkIndex
-from lmcache_connector.lookup.hit_finder import FetchAhead, RedisHitFinder
+from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
 from lmcache_connector.plans import CacheEvent, Tier
 from lmcache_connector.threads import StepWait
@@ -50,15 +50,17 @@ class SlowLookup:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.seconds: list[float] = []
+        self.last_seconds: dict[Tier, float] = {}
         self.num_held: int | None = None
         self.gate = threading.Event()
         self.gate.set()
 
-    def exist(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+    def find(self, keys: Sequence[bytes], deadline: float) -> Sequence[Tier | None]:
         assert self.gate.wait(30.0)
-        self._clock.now += self.seconds.pop(0)
+        self._clock.now += self.seconds[0]
+        self.last_seconds = {Tier.REDIS: self.seconds.pop(0)}
         num_held = len(keys) if self.num_held is None else self.num_held
-        return [i < num_held for i in range(len(keys))]
+        return [Tier.REDIS if i < num_held else None for i in range(len(keys))]
 
     def tend(self) -> None:
         """Nothing to connect."""
@@ -93,14 +95,14 @@ class Scene:
         for _ in range(8):
             model.observe_prefill(PROMPT_TOKENS, 0, 1.0)
         self.policy = LoadPolicy(model, CHUNK, (1 << 20,), self.clock)
-        self.finder = RedisHitFinder(
+        self.finder = HitFinder(
             parts,
             CHUNK,
             self.index,
             self.tally,
-            self.remote,
             self.policy,
             KvEventSink(),
+            self.remote,
             self.clock,
         )
         self.wait = StepWait(lookup_wait_seconds, self.clock)
@@ -136,7 +138,7 @@ def num_found(question: PendingLookup) -> int:
     """Of the chunks asked for, once the answer is there."""
     answer = question.wait(4.0)
     assert isinstance(answer, Found)
-    return len(answer.keys)
+    return len(answer.places)
 
 
 @pytest.fixture
@@ -163,7 +165,7 @@ def test_after_a_slow_answer_redis_is_waited_for_again_once_it_is_quick(scene: S
     patient = scene.request(3)
     assert num_found(pending(patient)) == 4
     assert scene.find(patient) == 4
-    assert scene.remote.last_seconds == 0.0
+    assert scene.remote.last_seconds == {Tier.REDIS: 0.0}
     assert scene.tally.total("lookups_given_up") == 1
 
 
@@ -217,7 +219,7 @@ def test_a_question_that_had_no_turn_is_asked_again_for_what_is_fetched_ahead(
 
 
 def test_what_redis_was_not_asked_for_is_not_told_to_be_missing(scene: Scene) -> None:
-    told = scene.finder._kv_events = Told()
+    told = scene.finder.kv_events = Told()
     second = asked_without_a_turn(scene, 6.0)
     scene.clock.now -= 6.0
     assert scene.find(second) == 0

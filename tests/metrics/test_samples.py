@@ -36,11 +36,6 @@ def test_samples_add_up_however_they_are_grouped(parts: list[Samples], cut: int)
     assert head.total("loaded_bytes") == sum(p.total("loaded_bytes") for p in parts)
 
 
-def test_a_counter_never_shrinks() -> None:
-    with pytest.raises(ValueError, match="loaded_bytes must not shrink"):
-        Samples().count("loaded_bytes", "cpu", amount=-1)
-
-
 counts = st.tuples(st.sampled_from(["cpu", "redis"]), st.integers(0, 1 << 20))
 
 
@@ -64,16 +59,6 @@ def test_what_was_taken_and_what_is_left_add_up_to_the_totals(
     assert tally.total("loaded_bytes") == sum(amount for _, amount in amounts)
 
 
-def test_nothing_new_is_nothing() -> None:
-    tally = Tally()
-    assert tally.take() is None
-    tally.count("lookups", "redis", amount=0)
-    assert tally.take() is None
-    tally.count("lookups", "redis")
-    assert tally.take() == Samples(counters={"lookups\nredis": 1})
-    assert tally.take() is None
-
-
 def test_gauges_and_observations_are_told_once() -> None:
     tally = Tally()
     tally.set("cpu_used_bytes", "0", value=1.0)
@@ -86,15 +71,6 @@ def test_gauges_and_observations_are_told_once() -> None:
     assert taken.observed("load_seconds", "cpu") == [0.1, 0.2]
     assert tally.take() is None
     assert tally.totals.is_empty
-
-
-def test_what_was_taken_no_longer_changes() -> None:
-    tally = Tally()
-    tally.count("lookups", "redis")
-    taken = tally.take()
-    tally.count("lookups", "redis", amount=5)
-    assert taken == Samples(counters={"lookups\nredis": 1})
-    assert tally.total("lookups") == 6
 
 
 def test_a_negative_count_is_the_callers_bug_and_changes_nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import socket
 import threading
@@ -112,22 +111,9 @@ def test_a_pause_tells_how_much_has_come_and_may_give_up(
         near.receive([memoryview(bytearray(9))], soon(), give_up)
 
 
-def test_a_closed_connection_is_the_peers_fault(wire: tuple[Wire, socket.socket]) -> None:
-    near, peer = wire
-    peer.close()
-    assert not near.is_fresh()
-    error = fault_of(lambda: near.receive([memoryview(bytearray(1))], soon()))
-    assert (error.fault, error.is_peers_fault) == (WireFault.CLOSED, True)
-
-
 def test_a_silent_peer_has_stalled(wire: tuple[Wire, socket.socket]) -> None:
     error = fault_of(lambda: wire[0].receive([memoryview(bytearray(1))], soon()))
     assert (error.fault, error.is_peers_fault) == (WireFault.STALLED, True)
-
-
-def test_a_peer_that_takes_nothing_has_stalled(wire: tuple[Wire, socket.socket]) -> None:
-    error = fault_of(lambda: wire[0].send([os.urandom(10_000_000)], soon()))
-    assert error.fault is WireFault.STALLED
 
 
 def test_a_deadline_too_tight_is_not_the_peers_fault(wire: tuple[Wire, socket.socket]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.routing import Receive, Router, Send, may_dial
 
 OWN = Address("127.0.0.1", 7000)

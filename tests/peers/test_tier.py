@@ -9,12 +9,14 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.lookup.any_lookup import AnyLookup
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
-from lmcache_connector.peers.lookup import AnyLookup, PeerLookup
+from lmcache_connector.peers.lookup import PeerLookup
 from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
+from lmcache_connector.plans import Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.client.dial import Client
 from lmcache_connector.storage.redis.config import RedisTierConfig
@@ -179,7 +181,7 @@ def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> li
 
     def finds_any() -> bool:
         lookup.tend()
-        found[:] = lookup.exist(keys, time.monotonic() + seconds)
+        found[:] = [t is not None for t in lookup.find(keys, time.monotonic() + seconds)]
         return any(found)
 
     once_dialled(finds_any)
@@ -189,8 +191,8 @@ def exist(lookup: AnyLookup, indices: Sequence[int], seconds: float = 0.1) -> li
 @contextmanager
 def looking(addresses: Sequence[str], url: str = "") -> Iterator[AnyLookup]:
     peers = PeerLookup(settings(), [PARTS], topology_of(addresses))
-    redis = [RedisLookup(config(url), [PARTS])] if url else []
-    lookup = AnyLookup([*redis, peers], time.monotonic)
+    redis = {Tier.REDIS: RedisLookup(config(url), [PARTS])} if url else {}
+    lookup = AnyLookup({Tier.PEER: peers, **redis}, time.monotonic)
     try:
         yield lookup
     finally:
@@ -237,7 +239,7 @@ def test_whom_nobody_waits_for_stays_connected() -> None:
         servers = [stack.enter_context(serving(HeldChunks(range(8)))) for _ in range(4)]
         parsed = [Address.parse(each) for each in at(*servers)]
         topology = CountedTopology(settings(), parsed, OWN, 0, time.monotonic)
-        lookup = AnyLookup([PeerLookup(settings(), [PARTS], topology)], time.monotonic)
+        lookup = AnyLookup({Tier.PEER: PeerLookup(settings(), [PARTS], topology)}, time.monotonic)
         stack.callback(lookup.close)
         for _ in range(40):
             exist(lookup, range(8))

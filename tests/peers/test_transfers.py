@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 import redis
 
-from lmcache_connector.peers.address import Address
+from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, NotOver
 from lmcache_connector.peers.server import PeerServer

@@ -20,9 +20,8 @@ from vllm.v1.request import Request
 
 from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.plans import LoadedAdapterList
-from lmcache_connector.requests.adapters import AdapterReader
+from lmcache_connector.requests.adapters import AdapterReader, LoadedAdapters
 from lmcache_connector.requests.identifier import UNREAD, Bypass, RequestIdentifier
-from lmcache_connector.requests.loaded_adapters import LoadedAdapters
 from lmcache_connector.threads import StepWait
 
 

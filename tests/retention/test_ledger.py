@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lmcache_connector.plans import Claim, PrefixUse
-from lmcache_connector.retention import ledger, notes
-from lmcache_connector.retention.bounds import Limits
+from lmcache_connector.retention import ledger, queues
 from lmcache_connector.retention.ledger import MAX_TOUCHED, PIN_SECONDS, Ledger
-from lmcache_connector.retention.notes import MAX_USES
+from lmcache_connector.retention.queues import MAX_USES, Limits
 from tests.support.costs import lines_run
 
 SIZE = 10
@@ -317,7 +316,7 @@ def test_a_pin_of_what_never_came_is_forgotten() -> None:
         tier.ledger.notes.use(PrefixUse(Claim(pin=True, ttl_seconds=1.0 + i), (b"x2",)))
         tier.ledger.notes.use(PrefixUse(Claim(pin=True), (b"%d" % i,)))
         tier.ledger.settle()
-    claims = tier.ledger._awaited._claims.values()
+    claims = tier.ledger._awaited.values()
     assert sum(map(len, claims)) <= 1024 + 15
     tier.clock.now += 61
     tier.store(prompt("x", 3))
@@ -484,7 +483,7 @@ def test_a_call_does_so_much_of_what_was_noted_however_much_that_is() -> None:
         for i in range(num_uses):
             last = prompt(f"x{i - i % 100}-", length)[-1:]
             tier.ledger.notes.use(PrefixUse(Claim(b"", ttl_seconds=1000.0 + i), tuple(last)))
-        cost = lines_run(tier.ledger.settle, ledger, notes)
+        cost = lines_run(tier.ledger.settle, ledger, queues)
         while tier.ledger.notes.take_use() is not None:
             tier.ledger.settle()
         return cost

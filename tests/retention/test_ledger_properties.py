@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache_connector.plans import Claim, PrefixUse
-from lmcache_connector.retention.bounds import Limits
 from lmcache_connector.retention.ledger import Ledger
+from lmcache_connector.retention.queues import Limits
 
 TENANTS = (b"", b"a", b"b", b"c")
 SIZE = 10

@@ -32,7 +32,7 @@ class Clock:
 def engine_of(model: Path) -> tuple[ShadowEngine, Clock]:
     engine = ShadowEngine(model, Shape(num_blocks=200), 0, Faults(slow=0.0), reads_requests=True)
     clock = Clock()
-    engine.adapter._clock = engine.adapter.book.adapters._clock = clock
+    engine.adapter.clock = engine.adapter.book.adapters._clock = clock
     return engine, clock
 
 
@@ -127,10 +127,10 @@ def loads_that_come_to_nothing(model: Path, policy: SchedulingPolicy) -> ShadowE
     for number in range(4):
         engine.add([number, *prompt(100)], 1, priority=1)
     engine.step()
-    assert len(engine.adapter._jobs) == 4
+    assert len(engine.adapter.jobs) == 4
     assert not scheduler.reset_prefix_cache()
     faults.stuck, faults.failed_load = False, 1.0
-    while len(engine.adapter._jobs):
+    while len(engine.adapter.jobs):
         engine.step()
     faults.failed_load = 0.0
     return engine

@@ -189,7 +189,7 @@ def test_a_request_may_have_the_id_of_one_whose_stores_are_open(model: Path) -> 
     engine.add(prompt(1, 300), 1, request_id="same")
     engine.step()
     engine.step()
-    assert engine.adapter._jobs.has_unattended
+    assert engine.adapter.jobs.has_unattended
     engine.abort("same")
     engine.add(prompt(2, 300), 5, request_id="same", bypasses=True)
     for _ in range(8):

@@ -80,7 +80,7 @@ class Held:
         self.clock = Clock()
         self.engine = ShadowEngine(model, SCARCE, 0)
         adapter = self.engine.adapter
-        self.blocks = HeldBlocks(adapter._settings, adapter.witness, self.clock)
+        self.blocks = HeldBlocks(adapter.settings, adapter.witness, self.clock)
         self.pool = self.engine.scheduler.kv_cache_manager.block_pool
 
     def pin(self, job_id: int, block_ids: Sequence[int]) -> None:
@@ -160,4 +160,4 @@ def test_a_step_without_pins_looks_at_nothing(model: Path) -> None:
     engine.add(prompts(0, 1)[0], 2)
     engine.run_until_idle()
     assert engine.plans[-1].idle
-    assert not engine.adapter._dispatcher.held.is_holding
+    assert not engine.adapter.held.is_holding

@@ -34,7 +34,7 @@ def test_a_job_is_in_one_plan_and_ends_with_what_arrived_on_all_ranks(
     ends = []
     for num_chunks in arrived:
         assert len(jobs) == 1
-        result = JobResult(job.job_id, Outcome.MISSING, num_chunks, 0, 0, 0.0)
+        result = JobResult(job.job_id, Outcome.MISSING, num_chunks, 0, 0.0)
         planned, has_ended = jobs.report(result)
         ends.append(has_ended)
     assert ends == [False, True]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from lmcache_connector.metrics.samples import Tally
+from lmcache_connector.plans import Tier
 from lmcache_connector.scheduler.metrics import SchedulerMetrics
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 
 
 def test_the_scheduler_side_tells_what_changed() -> None:
-    tally, seconds = Tally(), [0.25]
+    tally, seconds = Tally(), [(Tier.REDIS, 0.25), (Tier.PEER, 0.01)]
     metrics = SchedulerMetrics(
         tally,
         lambda: 0.0,
-        lambda: [seconds.pop()] if seconds else [],
+        lambda: [seconds.pop(0) for _ in list(seconds)],
         lambda: (("h:1", CircuitState.TRIAL),),
     )
     tally.count("lookups", "redis", amount=2)
@@ -24,6 +25,7 @@ def test_the_scheduler_side_tells_what_changed() -> None:
     assert taken.total("hit_tokens", "cpu") == 512
     assert taken.counters["decisions\nload_faster"] == 3
     assert taken.observed("lookup_seconds", "redis") == [0.25]
+    assert taken.observed("lookup_seconds", "peer") == [0.01]
     assert taken.gauges["circuit_state\nscheduler\nh:1"] == 1
     assert metrics.take(is_idle=True) is None
     tally.count("decisions", "load_faster")

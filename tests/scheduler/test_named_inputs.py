@@ -11,10 +11,9 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from lmcache_connector.plans import LoadedAdapterList, RankReport
-from lmcache_connector.requests import adapter_files
 from lmcache_connector.requests import adapters as adapters_module
-from lmcache_connector.requests.adapter_files import AdapterDigests
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.requests.adapters import AdapterDigests
+from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.support.doubles.shadow_engine import STOP_TOKEN, ShadowEngine, Shape
 from tests.support.doubles.shadow_worker import Faults
 
@@ -37,7 +36,7 @@ def prompt(num_tokens: int) -> list[int]:
     return [STOP_TOKEN + 1 + i % 3 for i in range(num_tokens)]
 
 
-def tell(adapter: SchedulerAdapter, question: int, **loaded: Any) -> None:
+def tell(adapter: Scheduler, question: int, **loaded: Any) -> None:
     """All ranks answer."""
     digests = tuple((int(number[1:]), digest) for number, digest in loaded.items())
     listed = LoadedAdapterList(question, digests)
@@ -154,8 +153,8 @@ def test_files_of_adapters_are_never_touched_on_the_schedulers_thread(
         return touched
 
     for name in ("adapter_stamp", "_digest_files"):
-        monkeypatch.setattr(adapter_files, name, seen(getattr(adapter_files, name)))
-    adapters = engine.adapter.book._identifier.adapters
+        monkeypatch.setattr(adapters_module, name, seen(getattr(adapters_module, name)))
+    adapters = engine.adapter.book.identifier.adapters
     monkeypatch.setattr(adapters, "_find_folder", seen(adapters._find_folder))
     monkeypatch.setattr(adapters_module, "_LOOK_SECONDS", 0.0)  # read again while it queues
     engine.add(prompt(2 * CHUNK), CHUNK, lora_request=lora(folder))

@@ -45,6 +45,10 @@ _SHAPES = {
     "windows, a drafter's head": Shape(
         groups=GEMMA, lookahead=1, redis=True, num_blocks=60, prefix_caching=False
     ),
+    "a ring": Shape(groups=("full", "r8"), num_blocks=40),
+    "a ring, windows, async, redis": Shape(
+        groups=("r8", "w40", "full"), depth=2, redis=True, num_blocks=50
+    ),
     "narrow windows": Shape(groups=("full", "w10"), max_batched_tokens=48, num_blocks=40),
 }
 SHAPES = {name: replace(shape, tier_chunks=30) for name, shape in _SHAPES.items()}
@@ -55,7 +59,9 @@ def calm(model: Path, shape: Shape) -> ShadowEngine:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("groups", [("w40",), GEMMA, ("full", "w24", "w70"), ("c64", "full")])
+@pytest.mark.parametrize(
+    "groups", [("w40",), GEMMA, ("full", "w24", "w70"), ("c64", "full"), ("r8", "w40", "full")]
+)
 def test_the_same_prompt_is_loaded_but_for_its_last_chunk(
     model: Path, groups: tuple[str, ...], prefix_caching: bool
 ) -> None:
@@ -171,7 +177,7 @@ def test_windows_are_stored_although_vllm_frees_their_blocks_with_the_next_step(
     for has_pins in (True, False):
         engine = ShadowEngine(model, shape, 0, Faults(slow=0.95))
         if not has_pins:
-            vars(engine.adapter._dispatcher.held).update(pin=lambda job: None)
+            vars(engine.adapter.held).update(pin=lambda job: None)
         for seed in range(8):
             engine.add(prompt(seed, 12 * CHUNK + 1), 1)
         engine.run_until_idle()
@@ -193,7 +199,7 @@ def test_once_no_request_runs_a_store_that_is_stuck_holds_up_no_reset(model: Pat
     while engine.live:
         engine.step()
     assert engine.adapter.has_unattended_jobs
-    assert not engine.adapter.has_pinned_blocks
+    assert not engine.adapter.held.num_pins
     engine.forget_prefixes()
     faults.stuck = False
     engine.run_until_idle()
@@ -205,9 +211,9 @@ def test_a_request_that_is_aborted_leaves_no_pin(model: Path) -> None:
     request_id = engine.add(prompt(1, 6 * CHUNK), 3)
     for _ in range(3):
         engine.step()
-    assert engine.adapter.has_pinned_blocks
+    assert engine.adapter.held.num_pins
     engine.abort(request_id)
-    assert not engine.adapter.has_pinned_blocks
+    assert not engine.adapter.held.num_pins
     engine.forget_prefixes()
 
 

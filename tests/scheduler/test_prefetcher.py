@@ -16,10 +16,9 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.kv_parts.part import Part, Rule
 from lmcache_connector.lookup.background_lookup import PENDING, Pending, RequestLookup
-from lmcache_connector.lookup.chunk_index import ChunkIndex
 from lmcache_connector.lookup.hit_finder import FetchAhead, HitFinder
 from lmcache_connector.metrics.samples import Tally
-from lmcache_connector.plans import JobResult, Outcome, PrefetchJob, Tier
+from lmcache_connector.plans import Fetched, JobResult, Outcome, PrefetchJob, Tier
 from lmcache_connector.scheduler.prefetcher import Prefetcher
 from lmcache_connector.scheduler.request_state import RequestState, SchedulerSettings
 from tests.scheduler.test_adapter import CHUNK, prompt
@@ -35,7 +34,6 @@ class Answers(HitFinder):
     """What Redis has of each request: its leading chunks. None: it has not answered."""
 
     def __init__(self) -> None:
-        super().__init__(PARTS, SIZE, ChunkIndex(1), Tally())
         self.held: dict[str, int | None] = {}
         self.num_looked_at = 0  # chunks of prompts
 
@@ -85,7 +83,9 @@ class Scene:
     def end(self, state: RequestState, *jobs: PrefetchJob, failed: bool = False) -> None:
         for job in jobs:
             outcome = Outcome.DEADLINE if failed else Outcome.DONE
-            result = JobResult(job.job_id, outcome, 0, 0, 0, 1.0, 1.0, redis_failed=failed)
+            result = JobResult(
+                job.job_id, outcome, 0, 0, 1.0, (Fetched(Tier.REDIS, 0, 1.0, failed),)
+            )
             self.prefetcher.ended(state, job, [result])
 
 
@@ -150,7 +150,9 @@ def test_redis_that_does_not_answer_is_not_asked_for_more() -> None:
     assert scene.plan() == [("a", 1)] * 3
     jobs = [job for _, job in scene.jobs]
     scene.hits.held["b"] = 3
-    result = JobResult(jobs[0].job_id, Outcome.DEADLINE, 0, 0, 0, 1.0, 1.0, redis_failed=True)
+    result = JobResult(
+        jobs[0].job_id, Outcome.DEADLINE, 0, 0, 1.0, (Fetched(Tier.REDIS, 0, 1.0, True),)
+    )
     assert scene.prefetcher.ended(state, jobs[0], [result]) == jobs[1:], "they are cancelled"
     assert scene.plan() == [], "it has stalled"
     scene.model.calibrate(Tier.REDIS, 20e6, 0.0)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
 from lmcache_connector.lookup.background_lookup import PendingLookup, RequestLookup
+from lmcache_connector.plans import Tier
 from lmcache_connector.scheduler.request_state import RequestState, WitnessState
 
 
@@ -19,7 +20,7 @@ def busy_state() -> RequestState:
     state = RequestState(SimpleNamespace(), keys("before"))
     state.witness.num_tokens, state.witness.num_vouched = 800, 800
     state.lookup.pending = PendingLookup((b"k",), 10.0, lambda: 0.0)
-    state.lookup.asked_keys, state.lookup.redis_keys = (b"0", b"1"), frozenset({b"0"})
+    state.lookup.asked_keys, state.lookup.places = (b"0", b"1"), {b"0": Tier.REDIS}
     state.lookup.is_counted = True
     state.load.end = 2
     state.store.next_chunk = state.store.num_sighted = 3
@@ -48,4 +49,4 @@ def test_a_preempted_request_is_planned_from_its_first_chunk_again() -> None:
     assert (state.load.is_allowed, state.load.end) == (True, None)
     assert state.witness == WitnessState()
     assert (state.store.next_chunk, state.store.num_sighted) == (0, 3)
-    assert state.lookup.redis_keys == {b"0"}
+    assert state.lookup.places == {b"0": Tier.REDIS}

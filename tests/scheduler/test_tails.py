@@ -73,6 +73,15 @@ def tails(engine: ShadowEngine, since: int = 0) -> list[PartRun]:
     return [run for job in jobs for run in job.runs if run.tail_tokens]
 
 
+def test_where_vllm_goes_on_in_a_ring_whole_blocks_are_handed_over(model: Path) -> None:
+    """It has the tokens behind the last whole block in the ring, which nobody else has."""
+    engine = calm(model, Shape(groups=("full", "r8")))
+    for length in (CHUNK + 1, 2 * CHUNK + 21):
+        serve(engine, prompt(length, length), PRODUCED)
+        assert serve(engine, prompt(length, length), CONSUMED) == length // CHUNK * CHUNK
+    assert not tails(engine)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_all_but_the_last_token_is_loaded(model: Path, name: str) -> None:
     engine = calm(model, SHAPES[name])
@@ -153,7 +162,7 @@ def test_a_prompt_in_vllms_cache_is_stored_for_another(model: Path) -> None:
 
 def test_the_role_may_hand_over_every_request(model: Path) -> None:
     engine = calm(model, Shape())
-    settings = engine.adapter.book._settings
+    settings = engine.adapter.book.settings
     object.__setattr__(settings, "transfers_all", True)
     tokens = prompt(1, CHUNK + 9)
     assert [serve(engine, tokens, None) for _ in range(2)] == [0, CHUNK + 8]

@@ -429,7 +429,7 @@ class Instance:
     def _count(self, loading: _Loading) -> None:
         # What a deadline cut off is a hit of what had come: all the ranks have it.
         has_hit = all(result.num_chunks for result in loading.results)
-        from_redis = any(result.redis_bytes for result in loading.results)
+        from_redis = any(result.fetched_bytes for result in loading.results)
         self.num_failed_loads += any(r.outcome is not Outcome.DONE for r in loading.results)
         self.num_redis_hits += has_hit and from_redis
         self.num_cpu_hits += has_hit and not from_redis

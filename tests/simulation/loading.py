@@ -1,4 +1,5 @@
-"""Loads the product, redis-py and the engine of storms with a simulated standard library.
+"""Loads the product, redis-py and the engine of `benchmarks.gpu_storms` with a simulated standard
+library.
 
 Each of their modules gets an ``import`` of its own, which finds the stand-ins of `stdlib` and
 `network`. Everything else in the process keeps the real ones: vLLM, torch, the simulation itself.
@@ -29,7 +30,7 @@ STANDS: dict[str, ModuleType] = {
     "fcntl": network.fcntl,
 }
 _PACKAGES = ("lmcache_connector", "redis")
-_MODULES = ("tests.simulation.gpu_engine", "tests.simulation.storm")
+_MODULES = ("benchmarks.gpu_storms.engine", "benchmarks.gpu_storms.storm")
 
 
 def _import(

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from lmcache_connector.config.tiered import parse_config
 from lmcache_connector.errors import UnsupportedError
 from lmcache_connector.keys.request_keys import RequestIdentity, RequestKeys
-from lmcache_connector.scheduler.build import _make_hasher
+from lmcache_connector.scheduler.build import make_root_hasher
 from lmcache_connector.stepwise.form import KVForm
 from lmcache_connector.stepwise.identity import ModelIdentity, weights_in_memory
 
@@ -49,7 +49,7 @@ def test_vllm_never_has_such_a_key() -> None:
     identity.refresh()
     own = identity.keys()
     own.extend(IDS)
-    hasher = _make_hasher(config, 0, {"engine": "vllm"})
+    hasher = make_root_hasher(config, 0, {"engine": "vllm"})
     theirs = RequestKeys(hasher, RequestIdentity(weights=weights_in_memory(tiny())))
     theirs.extend(IDS)
     assert "engine" in identity.root

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_connector.plans import BlockIds, LoadJob, PartRun, StoreJob
+from lmcache_connector.kv_parts.part import BlockIds
+from lmcache_connector.plans import LoadJob, PartRun, StoreJob
 
 
 def store_job(

@@ -196,49 +196,6 @@ def test_writes_go_on_after_a_pass_that_failed(
 # -- whose KV it is --------------------------------------------------------------------------------
 
 
-def test_trained_weights_are_another_model(model: Path) -> None:
-    llama, ids = load(model), prompt(11, 300)
-    with KVTiers(llama, SMALL) as tiers:
-        stale = tiers.new_cache()
-        llama.generate(ids[:, :100], past_key_values=stale, **GREEDY)
-        cold(llama, tiers, ids)
-        with torch.no_grad():
-            llama.model.layers[0].self_attn.k_proj.weight.mul_(1.25)
-        before = tiers.counts
-        llama.generate(ids, past_key_values=stale, **GREEDY)  # passes by
-        assert tiers.counts == before
-        llama.generate(ids, past_key_values=tiers.new_cache(), **GREEDY)
-        tiers.finish_stores()
-        assert tiers.counts.hit_chunks == before.hit_chunks
-        assert tiers.counts.stored_chunks == before.stored_chunks + 2
-
-
-@pytest.mark.parametrize("alteration", ["hooks", "training", "attentions", "autocast"])
-def test_kv_that_may_be_altered_passes_by(llama: Any, tiers: KVTiers, alteration: str) -> None:
-    tiers.finish_stores()
-    ids, before = prompt(12, 300), tiers.counts
-    more: dict[str, Any] = {}
-    context = torch.autocast("cpu", dtype=torch.bfloat16, enabled=alteration == "autocast")
-    hook = None
-    if alteration == "hooks":
-        hook = llama.model.layers[0].register_forward_hook(lambda *_: None)
-    if alteration == "training":
-        llama.train()
-    if alteration == "attentions":
-        more = {"output_attentions": True, "return_dict_in_generate": True}
-        llama.set_attn_implementation("eager")
-    try:
-        with context:
-            llama.generate(ids, past_key_values=tiers.new_cache(), **GREEDY, **more)
-    finally:
-        llama.eval()
-        llama.set_attn_implementation("sdpa")
-        if hook is not None:
-            hook.remove()
-    tiers.finish_stores()
-    assert tiers.counts == before
-
-
 def test_a_pass_that_fails_leaves_no_names_behind(llama: Any, tiers: KVTiers) -> None:
     """The model fails before it has computed anything; other tokens take the place of those."""
     wrong, right = prompt(13, 300), prompt(14, 300)

@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 
 from lmcache_connector.plans import LoadedAdapterList
-from lmcache_connector.requests.adapter_files import AdapterDigests
+from lmcache_connector.requests.adapters import AdapterDigests
 from lmcache_connector.vllm_compat.lora_loads import LoraLoads
 
 CONFIG: Any = SimpleNamespace()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import DeepseekV3Config
 from vllm.config import VllmConfig
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    KVCacheConfig,
+    SlidingWindowMLASpec,
+)
 
 from lmcache_connector.errors import UnsupportedError
-from lmcache_connector.vllm_compat.support import check_setup
-from tests.support.vllm_configs import kv_cache, latents_with_index, vllm_config
+from lmcache_connector.vllm_compat.support import check_setup, kept_groups
+from tests.support.vllm_configs import full_attention, kv_cache, latents_with_index, vllm_config
 
 
 class LaunchedFromOutside(ExecutorWithExternalLauncher):
@@ -44,6 +50,39 @@ def test_a_scheduler_per_rank_is_refused(
     assert "the external_launcher executor with several ranks per engine" in message
     alone = vllm_config(model, data_parallel_size=2, distributed_executor_backend=backend)
     check_setup(alone, kv_cache())
+
+
+RING = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+WINDOW = SlidingWindowMLASpec(
+    block_size=16,
+    num_kv_heads=1,
+    head_size=32,
+    dtype=torch.bfloat16,
+    sliding_window=32,
+    bounded_replay=True,
+)
+
+
+def test_a_ring_is_left_out(model: Path) -> None:
+    cache = kv_cache(full_attention(), RING)
+    check_setup(vllm_config(model), cache)
+    assert [number for number, _ in kept_groups(cache)] == [0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"kv_cache_spec": WINDOW}, "the SlidingWindowMLASpec of layer"),
+        ({"enable_kv_transfer": False}, "whose KV vLLM does not let others keep"),
+        ({"host_resident": True}, "HiSparse"),
+    ],
+)
+def test_what_vllm_rebuilds_or_keeps_elsewhere_is_refused(
+    model: Path, changed: dict[str, Any], what: str
+) -> None:
+    cache = kv_cache(full_attention(), full_attention())
+    cache.kv_cache_groups[1] = replace(cache.kv_cache_groups[1], **changed)
+    assert what in refused(vllm_config(model), cache)
 
 
 def test_latents_that_vllm_computes_in_one_step_are_refused(tmp_path: Path) -> None:

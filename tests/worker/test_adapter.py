@@ -91,7 +91,7 @@ class Instance:
         output = self.worker.finish_step()
         for result in output.report.results if output.report else ():
             self.results[result.job_id] = result
-            self.redis_bytes += result.redis_bytes
+            self.redis_bytes += result.fetched_bytes
 
     def wait_for(self, job_id: int) -> JobResult:
         for _ in range(20_000):
@@ -272,7 +272,7 @@ def test_late_bytes_never_land_in_a_block_that_was_given_back(
     reader.run(StepPlan(loads=(load(1, range(39), 0, deadline=0.1),)))
     result = reader.wait_for(1)
     assert (result.outcome, result.num_chunks) == (Outcome.DEADLINE, 0)
-    assert result.redis_failed
+    assert result.has_fetch_failed
     assert same(reader.blocks(range(80)), before)
     link.set()  # now the bytes come, and find the blocks somebody else's
     reader.run(StepPlan(loads=(load(2, range(20, 39), 80),)))
@@ -291,7 +291,7 @@ def test_what_arrived_by_the_deadline_is_used(
     result = reader.wait_for(1)
     assert result.outcome is Outcome.DEADLINE
     assert 0 < result.num_chunks < 39
-    assert result.redis_bytes >= result.num_chunks * GEOMETRY.chunk_bytes
+    assert result.fetched_bytes >= result.num_chunks * GEOMETRY.chunk_bytes
     end = 2 * result.num_chunks
     assert same(reader.blocks(range(end)), stored(written, range(result.num_chunks)))
     assert same(reader.blocks(range(end, 80)), [layer[end:80] for layer in before])

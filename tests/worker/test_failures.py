@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.connector_base import PlanMetadata
+from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.errors import FailureLog
 from lmcache_connector.plans import JobResult, LoadJob, Outcome, PrefetchJob, StepPlan, StoreJob
 from lmcache_connector.worker.lmcache_engine import LMCacheEngineAdapter

@@ -77,7 +77,7 @@ class Runner:
         self.act(queued)
         cancelled = queued.cancelled.is_set()
         outcome = Outcome.CANCELLED if cancelled else Outcome.DONE
-        return JobResult(job_id, outcome, 0 if cancelled else 1, 0, 0, 0.0)
+        return JobResult(job_id, outcome, 0 if cancelled else 1, 0, 0.0)
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_a_load_that_waits_is_over_at_its_deadline_though_all_lanes_are_busy(
         jobs.wait_for_result(LONG)
         results |= taken(jobs)
     assert {r.outcome for r in results.values()} == {Outcome.DEADLINE}
-    assert not any(r.redis_failed for r in results.values())  # nobody asked Redis
+    assert not any(r.has_fetch_failed for r in results.values())  # nobody asked Redis
     gate.set()
     wait_all(jobs)
     assert runner.order == [1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lmcache_connector.plans import JobResult, Outcome
+import pytest
+
+from lmcache_connector.plans import Fetched, JobResult, Outcome, Tier
 from lmcache_connector.storage.redis.client.circuit_breaker import CircuitState
 from lmcache_connector.storage.redis.counters import TierCounts, WriteEnd
 from lmcache_connector.storage.redis.tier import RedisTierStats
@@ -38,17 +40,20 @@ class Rank:
         return RankSnapshot(2, 10, 100, self.redis, [(100, 0.5)] if self.looks == 1 else [])
 
 
-def test_a_load_counts_for_both_tiers_it_passed() -> None:
+def test_a_load_counts_for_all_tiers_it_passed() -> None:
     rank = Rank()
-    rank.metrics.job_ended(LOAD, JobResult(1, Outcome.DONE, 1, 800, 600, 0.5, 0.3))
-    rank.metrics.job_ended(STORE, JobResult(2, Outcome.MISSING, 1, 100, 0, 0.5))
+    fetched = (Fetched(Tier.PEER, 150, 0.25), Fetched(Tier.REDIS, 450, 0.25))
+    rank.metrics.job_ended(LOAD, JobResult(1, Outcome.DONE, 1, 800, 0.8, fetched))
+    rank.metrics.job_ended(STORE, JobResult(2, Outcome.MISSING, 1, 100, 0.5))
     taken = rank.metrics.take()
     assert taken is not None
     assert taken.total("loaded_bytes", "cpu") == 800
-    assert taken.total("loaded_bytes", "redis") == 600
-    assert taken.observed("load_seconds", "redis") == [0.3]
-    assert taken.observed("load_bytes_per_second", "redis") == [2000]
-    assert taken.observed("load_seconds", "cpu") == [0.2]
+    assert taken.total("loaded_bytes", "peer") == 150
+    assert taken.total("loaded_bytes", "redis") == 450
+    assert taken.observed("load_seconds", "peer") == [0.25]
+    assert taken.observed("load_seconds", "redis") == [0.25]
+    assert taken.observed("load_bytes_per_second", "redis") == [1800]
+    assert taken.observed("load_seconds", "cpu") == [pytest.approx(0.3)]
     assert taken.observed("store_bytes_per_second", "cpu") == [200]
     assert taken.observed("store_bytes_per_second", "redis") == [200]
     assert taken.counters["failed_stores\nmissing"] == 1

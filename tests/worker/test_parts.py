@@ -340,7 +340,7 @@ def test_another_instance_loads_every_part_from_redis(valkey: Server) -> None:
     loaded = reader.result(load(2, redis=True))
     sizes = [part.chunk_bytes for part in geometries(1, 0).parts]
     assert (loaded.outcome, loaded.num_chunks) == (Outcome.DONE, 7)
-    assert loaded.redis_bytes == 4 * sizes[FULL] + 2 * sizes[WINDOW] + sizes[STATE]
+    assert loaded.fetched_bytes == 4 * sizes[FULL] + 2 * sizes[WINDOW] + sizes[STATE]
     assert all(reader.holds(run) for run in LOADED)
     reader.worker.shutdown()
 

@@ -79,7 +79,7 @@ def test_a_load_waits_for_the_chunks_under_way_and_fetches_none_twice(
     assert reader.wait_for(2).outcome is Outcome.DONE  # it found all there
     assert same(reader.blocks(range(24)), stored(written, range(12)))
     assert reader.redis_bytes == 12 * GEOMETRY.chunk_bytes
-    assert reader.results[2].redis_bytes == 0
+    assert reader.results[2].fetched_bytes == 0
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "at its deadline"])
@@ -98,7 +98,7 @@ def test_a_prefetch_ends_while_redis_is_silent(
     expected = Outcome.CANCELLED if cancelled else Outcome.DEADLINE
     for job in jobs:
         assert reader.wait_for(job.job_id).outcome is expected
-    assert reader.results[1].redis_failed == (not cancelled)
+    assert reader.results[1].has_fetch_failed == (not cancelled)
     assert reader.worker._engine.num_chunks == before
     assert_nothing_is_held(reader)
     link.set()
@@ -125,7 +125,7 @@ def test_what_a_prefetch_has_waited_is_not_taken_for_a_redis_that_fails(
     reader.run(StepPlan(prefetches=tuple(jobs)))
     for job in jobs:
         assert reader.wait_for(job.job_id).outcome is Outcome.DONE
-        assert not reader.results[job.job_id].redis_failed
+        assert not reader.results[job.job_id].has_fetch_failed
 
 
 def _noting(used: list[int]):  # type: ignore[no-untyped-def]

@@ -13,8 +13,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.connector_base import PlanMetadata
+from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata
 from lmcache_connector.plans import StepPlan
 from tests.support.frames import product_frames
 from tests.support.jobs import store_job

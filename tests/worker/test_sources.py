@@ -12,7 +12,7 @@ from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.server import PeerServer
 from lmcache_connector.peers.tier import PeerTier
 from lmcache_connector.peers.topology import PeerTopology
-from lmcache_connector.plans import PeerSource
+from lmcache_connector.plans import PeerSource, Tier
 from lmcache_connector.storage.geometry import PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from tests.support.engines.ports import free_ports
@@ -44,6 +44,9 @@ def test_what_a_stranger_sends_is_not_kept(is_trusted: bool) -> None:
         first.store(1, MINE)
         source = PeerSource("127.0.0.1", server.port, 1, is_trusted)
         assert second.load(1, MINE, source=source) == 4  # the bytes are compared there
+        assert [(f.tier, f.num_bytes) for f in second.fetched] == [
+            (Tier.PEER, 4 * GEOMETRY.chunk_bytes)
+        ]
         kept = 4 if is_trusted else 0
         assert second.engine.num_chunks == kept
         assert second.engine.used_bytes == kept * GEOMETRY.chunk_bytes

@@ -13,7 +13,15 @@ import torch
 from lmcache_connector.copy_kv_blocks.copier import make_copier
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.peers.tier import PeerTier
-from lmcache_connector.plans import Claim, LoadJob, PartRun, PeerSource, PrefixUse, StoreJob
+from lmcache_connector.plans import (
+    Claim,
+    Fetched,
+    LoadJob,
+    PartRun,
+    PeerSource,
+    PrefixUse,
+    StoreJob,
+)
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.tier import RedisTier
@@ -43,6 +51,7 @@ class Rank:
     cache: torch.Tensor = field(init=False)
     engine: LMCacheEngineAdapter = field(init=False)
     num_jobs: int = 0
+    fetched: tuple[Fetched, ...] = ()
 
     def __post_init__(self) -> None:
         self.cache = torch.zeros((2, NUM_BLOCKS, 2, 64, 2048), dtype=torch.uint8)
@@ -78,7 +87,8 @@ class Rank:
         needs_redis |= source is not None
         job = LoadJob(self.num_jobs, "r", (run,), 10.0, needs_redis, 0, claim=claim, source=source)
         until = time.monotonic() + 10.0
-        count = self.engine.load(job, None, threading.Event(), until).num_chunks
+        moved = self.engine.load(job, None, threading.Event(), until)
+        self.fetched, count = moved.fetched, moved.num_chunks
         for chunk in range(count):
             assert (self.cache[:, chunk] == 10 * prompt + chunk).all()
         return count

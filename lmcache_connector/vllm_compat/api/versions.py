@@ -1,7 +1,8 @@
 """Which versions of vLLM and LMCache run with this release, and what follows for new ones.
 
 A newer version than those that were tested runs where it can, and shares nothing with them: it may
-compute or lay out KV in another way. ``tests/contract`` has what is used of each version.
+compute or lay out KV in another way. ``make contract`` checks that a version has all that is used
+of it.
 """
 
 from __future__ import annotations

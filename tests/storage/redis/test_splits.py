@@ -121,16 +121,6 @@ def test_aligned_splits_read_each_others_chunks(
             assert data == [part_of(index, rank) for index in range(NUM_CHUNKS)]
 
 
-@pytest.mark.parametrize("split", CROOKED, ids=str)
-def test_the_same_crooked_split_shares(valkey: Server, split: Split) -> None:
-    with ExitStack() as stack:
-        Instance(valkey.url, split, stack).write()
-        instance = Instance(valkey.url, split, stack)
-        assert instance.hits() == NUM_CHUNKS
-        for rank in instance.ranks:
-            assert instance.read(rank.rank)[1] == [part_of(i, rank) for i in range(NUM_CHUNKS)]
-
-
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [(CROOKED[0], ALIGNED[0]), (ALIGNED[0], CROOKED[0]), (ALIGNED[3], CROOKED[1]), CROOKED],

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -36,7 +37,7 @@ class Shape:
     ``lookahead``: 1 for a drafter's head, whose KV follows from the next token; it runs in steps
     with requests up to ``drafted_len``.
     ``groups``: the model's KV cache groups; "full", or a rule's letter and span: "w40", "c64", or
-    "s" for states, whose chunks are blocks.
+    "s" for states, whose chunks are blocks; "r" and a size for rings.
     """
 
     world_size: int = 1
@@ -115,6 +116,8 @@ def _group(shape: Shape, index: int, code: str) -> KVCacheGroupSpec:
     if code == "full":
         return KVCacheGroupSpec(layers, FullAttentionSpec(**common))
     rule, span = code[0], int(code[1:])
+    if rule == "r":
+        return KVCacheGroupSpec(layers, CircularBufferSpec(**common | {"block_size": span}))
     if rule == "w":
         return KVCacheGroupSpec(layers, SlidingWindowSpec(**common, sliding_window=span))
     spec = ChunkedLocalAttentionSpec(**common, attention_chunk_size=span)

@@ -28,13 +28,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.connector_base import PlanMetadata, ReportMetadata
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
+from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.lookup.chunk_index import WantedChunks
 from lmcache_connector.plans import (
     AuditJob,
-    BlockIds,
     Calibration,
     LoadJob,
     PartRun,
@@ -45,7 +43,7 @@ from lmcache_connector.plans import (
     StoreJob,
     WeightsInMemory,
 )
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.support.doubles.foreign_connector import ForeignConnector, ForeignMetadata, Offer
 from tests.support.doubles.shadow_config import Shape, build_scheduler
 from tests.support.doubles.shadow_identifier import ShadowEncoders, ShadowIdentifier
@@ -107,11 +105,11 @@ class ShadowEngine:
         (ours,) = [c for c in connectors if isinstance(c, LMCacheTieredConnector)]
         self.foreign = next((c for c in connectors if isinstance(c, ForeignConnector)), None)
         self.connector = ours
-        self.adapter: SchedulerAdapter = ours._scheduler_side
-        self.parts = self.adapter._settings.parts
+        self.adapter: Scheduler = ours._scheduler_side
+        self.parts = self.adapter.settings.parts
         if not reads_requests:
             vars(self.adapter.book).update(
-                _identifier=ShadowIdentifier(self._sources.__getitem__),
+                identifier=ShadowIdentifier(self._sources.__getitem__),
                 _encoders=ShadowEncoders(),
             )
         self.ranks = [

@@ -15,11 +15,11 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lmcache_connector.kv_parts.part import Part, Rule
+from lmcache_connector.kv_parts.part import BlockIds, Part, Rule
 from lmcache_connector.plans import (
     AuditJob,
-    BlockIds,
     CacheEvent,
+    Fetched,
     JobResult,
     LayerDifference,
     LoadJob,
@@ -29,6 +29,7 @@ from lmcache_connector.plans import (
     RankReport,
     StepPlan,
     StoreJob,
+    Tier,
     WeightsInMemory,
 )
 from tests.support.doubles.shadow_memory import (
@@ -251,6 +252,14 @@ class ShadowRank:
                     self.memory.write(table, start, own[start : one.end])
                 if 0 in table[start // BLOCK_SIZE : -(-one.end // BLOCK_SIZE)]:
                     raise WrongKV(f"{one.request_id} writes to the null block")
+        for ring in self._rings(one):
+            self.memory.write(ring, 0, cells[max(one.start, one.end - BLOCK_SIZE) : one.end])
+
+    def _rings(self, one: Pass) -> list[tuple[int, ...]]:
+        """The block of each group of which nothing is stored."""
+        stored = {group for part in self.parts for group in part.groups}
+        tables = enumerate(self._tables[one.request_id])
+        return [tuple(table[:1]) for group, table in tables if group not in stored]
 
     def _reads_right(self, one: Pass, number: int) -> bool:
         """Whether all is there that the first token of the pass attends to."""
@@ -327,7 +336,7 @@ class ShadowRank:
 
     def _keep(self, job: StoreJob, read: list[list[Cells]]) -> JobResult:
         if job.job_id in self._cancelled:
-            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         if isinstance(job, AuditJob):
             return self._audit(job, read[0][0])
         values = [
@@ -343,12 +352,12 @@ class ShadowRank:
             if key in self.tier:
                 self._events.append(CacheEvent(key, True))
             if self.chance.random() < self.faults.no_memory:
-                return JobResult(job.job_id, Outcome.MISSING, number, 0, 0, 0.0)
+                return JobResult(job.job_id, Outcome.MISSING, number, 0, 0.0)
             self._admit(key, self.book.cells[key])
             if job.redis_keys is None or key in job.redis_keys:
                 self.remote[key] = self.book.cells[key]
             self.num_stored_chunks += 1
-        return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+        return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)
 
     def _value(self, run: PartRun, index: int, cells: Cells) -> Cells:
         """Chunk ``index`` of the run, of all that was read of a group."""
@@ -362,21 +371,21 @@ class ShadowRank:
         (key,) = job.keys
         stored = self.tier.get(key) or (self.remote.get(key) if job.needs_redis else None)
         if stored is None:
-            return JobResult(job.job_id, Outcome.MISSING, 0, 0, 0, 0.0)
+            return JobResult(job.job_id, Outcome.MISSING, 0, 0, 0.0)
         self.num_audited_chunks += 1
         wrong = sum(one != other for one, other in zip(computed, stored, strict=True))
         size = float(len(stored))
         found = LayerDifference(0, 0, float(wrong), size, size)
-        from_redis = 0 if key in self.tier else 1
-        return JobResult(job.job_id, Outcome.DONE, 1, 0, from_redis, 0.0, differences=(found,))
+        fetched = () if key in self.tier else (Fetched(Tier.REDIS, 1, 0.0),)
+        return JobResult(job.job_id, Outcome.DONE, 1, 0, 0.0, fetched, (found,))
 
     def _load(self, job: LoadJob) -> JobResult:
         if job.job_id in self._cancelled:
-            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         self._check_owned(job)
         fail_at = len(job.keys)
         if not job.keys:
-            return JobResult(job.job_id, Outcome.DEADLINE, 0, 0, 0, 0.0)
+            return JobResult(job.job_id, Outcome.DEADLINE, 0, 0, 0.0)
         if self.chance.random() < self.faults.failed_load:
             fail_at = self.chance.randrange(len(job.keys))
         done = 0
@@ -388,24 +397,24 @@ class ShadowRank:
                     self._write(run, [*cells, *[-1] * self.chance.randrange(self.chunk_size)])
                     self._events.append(CacheEvent(key, key in self.tier))
                     outcome = self.chance.choice([Outcome.MISSING, Outcome.DEADLINE])
-                    return JobResult(job.job_id, outcome, i, 0, 0, 0.0)
+                    return JobResult(job.job_id, outcome, i, 0, 0.0)
                 self._admit(key, found)
                 cells += found
             self._write(run, cells)
             done += len(run.keys)
         self.num_loaded_chunks += len(job.keys)
-        return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+        return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)
 
     def _prefetch(self, job: PrefetchJob) -> JobResult:
         if job.job_id in self._cancelled:
-            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0, 0.0)
+            return JobResult(job.job_id, Outcome.CANCELLED, 0, 0, 0.0)
         for i, key in enumerate(job.keys):
             found = self.tier.get(key) or self.remote.get(key)
             if found is None or self.chance.random() < self.faults.failed_load:
-                return JobResult(job.job_id, Outcome.MISSING, i, 0, 0, 0.0)
+                return JobResult(job.job_id, Outcome.MISSING, i, 0, 0.0)
             self._admit(key, found)
             self.num_prefetched_chunks += 1
-        return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0, 0.0)
+        return JobResult(job.job_id, Outcome.DONE, len(job.keys), 0, 0.0)
 
     def _write(self, run: PartRun, cells: list[int]) -> None:
         for block_ids in run.block_ids:

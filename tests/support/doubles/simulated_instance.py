@@ -13,6 +13,7 @@ from lmcache_connector.cost_model.decision import LoadDecision
 from lmcache_connector.cost_model.policy import LoadPolicy
 from lmcache_connector.plans import (
     Calibration,
+    Fetched,
     ForwardTime,
     JobResult,
     Outcome,
@@ -104,9 +105,7 @@ class SimulatedInstance:
 
     def request(self, hit: tuple[Tier, ...]) -> SimulatedRequest:
         """One prompt with a hit: decide, load to the deadline, compute the rest."""
-        decision = self.policy.decide(
-            0, PROMPT_TOKENS, _KEYS[: len(hit)], [tier is Tier.CPU for tier in hit]
-        )
+        decision = self.policy.decide(0, PROMPT_TOKENS, _KEYS[: len(hit)], hit)
         self._step_probe()
         seconds, num_loaded = 0.0, 0
         if decision.num_chunks:
@@ -133,7 +132,7 @@ class SimulatedInstance:
                 deadline_seconds=decision.deadline_seconds,
                 needs_redis=True,
             ),
-            keys[num_cpu:],
+            tiers,
         )
         arrivals = self.tiers[Tier.REDIS].arrivals(num_redis, self._some_noise())
         fetched = [seconds for seconds in arrivals if seconds <= decision.deadline_seconds]
@@ -146,10 +145,10 @@ class SimulatedInstance:
             outcome=Outcome.DEADLINE if cut_off else Outcome.DONE,
             num_chunks=num_loaded,
             num_bytes=num_loaded * CHUNK_BYTES,
-            redis_bytes=len(fetched) * CHUNK_BYTES,
             seconds=seconds,
-            redis_seconds=redis_seconds,
-            redis_failed=cut_off,
+            fetched=(Fetched(Tier.REDIS, len(fetched) * CHUNK_BYTES, redis_seconds, cut_off),)
+            if num_redis
+            else (),
         )
         self.policy.load_ended(self._job_id, [result])
         return seconds, num_loaded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 
 from lmcache_connector.lookup.background_lookup import (
@@ -12,8 +11,9 @@ from lmcache_connector.lookup.background_lookup import (
     Found,
     LookupAnswer,
 )
-from lmcache_connector.lookup.hit_finder import RedisHitFinder
-from lmcache_connector.scheduler.adapter import SchedulerAdapter
+from lmcache_connector.lookup.hit_finder import HitFinder
+from lmcache_connector.plans import Tier
+from lmcache_connector.scheduler.scheduler import Scheduler
 from tests.support.doubles.shadow_worker import ShadowRank
 
 
@@ -22,7 +22,7 @@ class SteppedLookup(BackgroundLookup):
 
     def __init__(self, ranks: Sequence[ShadowRank], chance: random.Random) -> None:
         # Not the real one's: it starts a thread.
-        self.last_seconds, self.found_share = 0.0, 0.5
+        self.last_seconds, self.found_share = {}, 0.5
         self._ranks = ranks
         self._chance = chance
 
@@ -40,7 +40,7 @@ class SteppedAnswer:
     """Comes when it was waited for ``delay`` times."""
 
     def __init__(self, found: frozenset[bytes], delay: int) -> None:
-        self._found = Found(found)
+        self._found = Found(dict.fromkeys(found, Tier.REDIS))
         self._delay = delay
 
     @property
@@ -55,14 +55,14 @@ class SteppedAnswer:
         """Nothing runs."""
 
 
-def finding_in_redis(adapter: SchedulerAdapter, lookup: BackgroundLookup) -> RedisHitFinder:
-    return RedisHitFinder(
-        adapter._settings.parts,
-        adapter._settings.chunk_size,
+def finding_in_redis(adapter: Scheduler, lookup: BackgroundLookup) -> HitFinder:
+    adapter.policy.remote_tiers = (Tier.REDIS,)  # it was built without any
+    return HitFinder(
+        adapter.settings.parts,
+        adapter.settings.chunk_size,
         adapter.index,
         adapter.tally,
-        lookup,
         adapter.policy,
         adapter.kv_events,
-        time.monotonic,
+        lookup,
     )

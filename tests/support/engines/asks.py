@@ -30,7 +30,6 @@ class Ask:
     embeds: int | None = None
     image: int | None = None
     uuid: str | None = None
-    priority: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
@@ -95,7 +94,6 @@ def add(probe: EngineProbe, ask: Ask) -> str:
         _prompt(probe, ask),
         SamplingParams(max_tokens=ask.max_tokens, **settings),
         lora_request=LoRARequest(*ask.lora) if ask.lora else None,
-        priority=ask.priority,
     )
     return request_id
 

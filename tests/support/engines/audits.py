@@ -13,7 +13,6 @@ from lmcache_connector.keys.request_keys import RequestIdentity
 from lmcache_connector.worker import adapter as worker_adapter
 from tests.support.engines.calls import tiered_of
 from tests.support.engines.probe import EngineProbe
-from tests.support.engines.settings import CHUNK_SIZE
 
 ROWS = slice(1000, 1064)
 """Rows of the embedding that are retrained."""
@@ -24,7 +23,7 @@ UNUSED_ROWS = slice(2000, 2004)
 def audits(probe: EngineProbe) -> dict[str, float]:
     """Ended audits by result, once none is under way."""
     for _ in range(2000):
-        if not tiered_of(probe.connector)._scheduler._auditor.num_open:
+        if not tiered_of(probe.connector)._scheduler.auditor.num_open:
             break
         probe.core.step()
     return probe.counts().by_label("audits")
@@ -68,7 +67,7 @@ def name_adapters_alike(probe: EngineProbe) -> None:
         return replace(identity, lora="path of the adapter") if identity.lora else identity
 
     _forge_identities(probe, forge)
-    adapters = tiered_of(probe.connector)._scheduler.book._identifier.adapters
+    adapters = tiered_of(probe.connector)._scheduler.book.identifier.adapters
     adapters.will_compute = adapters.may_compute = lambda *_: True
     assert callable(worker_adapter._was_computed_with)
     vars(worker_adapter)["_was_computed_with"] = lambda *_: True
@@ -77,7 +76,7 @@ def name_adapters_alike(probe: EngineProbe) -> None:
 def _forge_identities(
     probe: EngineProbe, forge: Callable[[RequestIdentity], RequestIdentity]
 ) -> None:
-    identifier = tiered_of(probe.connector)._scheduler.book._identifier
+    identifier = tiered_of(probe.connector)._scheduler.book.identifier
     identify = identifier.identify
 
     def forged(*args: Any) -> Any:
@@ -85,36 +84,6 @@ def _forge_identities(
         return forge(found) if isinstance(found, RequestIdentity) else found
 
     identifier.identify = forged
-
-
-def forget_model_lengths(probe: EngineProbe) -> None:
-    """One root for all ``max_model_len``."""
-    from lmcache_connector.keys.prefix_hash import PrefixHasher
-
-    start = tiered_of(probe.connector)._scheduler.book.start
-    hasher = PrefixHasher({"model": "whatever its length"}, CHUNK_SIZE)
-    start._make_hasher = lambda configuration: hasher
-    if start.hasher is not None:
-        start.hasher = hasher
-
-
-def build_long_rope_model(folder: Path, tiny: Path) -> Path:
-    """The tiny model with other rotary factors beyond 1,024 tokens of ``max_model_len``."""
-    shutil.copytree(tiny, folder)
-    config = json.loads((folder / "config.json").read_text())
-    half = config["head_dim"] // 2
-    config.pop("rope_scaling", None)
-    config["rope_parameters"] = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * half,
-        "long_factor": [1.0 + i for i in range(half)],
-        "original_max_position_embeddings": 1024,
-    }
-    config["original_max_position_embeddings"] = 1024
-    config["max_position_embeddings"] = 4096
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def build_retrained_model(folder: Path, tiny: Path, strength: float) -> Path:

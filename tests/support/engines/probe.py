@@ -231,11 +231,11 @@ class EngineProbe:
         )
 
     def _scheduler_counts(self) -> Samples:
-        from lmcache_connector.connector_base import ConnectorBase
+        from lmcache_connector.connector import LMCacheTieredConnector
 
         counts = Samples()
         for connector in parts_of(self.connector):
-            if isinstance(connector, ConnectorBase):
+            if isinstance(connector, LMCacheTieredConnector):
                 counts.merge(connector._scheduler_side.tally.totals)
         return counts
 

@@ -23,7 +23,7 @@ from tests.support.engines.probe import EngineProbe
 from tests.support.prompts import random_prompt
 
 _MAX_IN_FLIGHT = 8
-_LENGTHS = (300, 513, 700, 1024)
+_LENGTHS = (300, 513, 700, 1024, 400, 900, 640, 1200)
 _MAX_STEPS = 6000
 """Without an answer: it hangs."""
 _FAR = 0.1
@@ -139,7 +139,7 @@ class Storm:
         chance = self._chance
         prefix = chance.choice(self._prefixes)
         prompt = [*prefix, *random_prompt(chance.randrange(10**9), chance.choice([1, 5, 60, 300]))]
-        wanted = chance.choice([2, 2, 10, 60])
+        wanted = chance.choice([2, 10, 60, 150])
         name = self._probe.add(prompt, wanted)
         self._prompts[name], self._wanted[name] = prompt, wanted
         self.report.requests += 1
@@ -217,7 +217,7 @@ class Storm:
                 f"{r.request_id} {r.status.name} {r.num_computed_tokens}/{r.num_tokens}"
                 for r in scheduler.requests.values()
             )
-            + f", jobs {self._probe.connector._scheduler._jobs._jobs}"
+            + f", jobs {self._probe.connector._scheduler.jobs._jobs}"
         )
 
 

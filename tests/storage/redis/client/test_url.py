@@ -60,11 +60,6 @@ def test_tls_options_reach_the_connection(tmp_path: Path) -> None:
     assert options == {"ssl_ca_certs": str(ca), "ssl_check_hostname": False}
 
 
-def test_sentinels_have_credentials_of_their_own() -> None:
-    url = "redis+sentinel://u:p@h/m?sentinel_password=other"
-    assert parse_redis_url(url).sentinel_login() == (None, "other")
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [

@@ -1,7 +1,7 @@
 """Requests whose prompts were stored before, alone or beside others, and their time to first token.
 
 Threads and time are those of the standard library, or of the simulation, where it loads this (see
-`loading`).
+`tests.simulation.loading`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tests.simulation.gpu_engine import Asked, GpuEngine
+from benchmarks.gpu_storms.engine import Asked, GpuEngine
 
 _TAIL_TOKENS = 50
 _PRIMED_TOKENS = 8  # some steps that only decode

@@ -4,8 +4,8 @@ The same requests come, in the same phase of a step, to three engines: one that 
 one that loads nothing and one that loads everything. The better of the latter two for each request
 is what an oracle would have chosen.
 
-    python -m tests.simulation.gpu_storms --step-ms 50 --bus-gb-per-s 25
-    python -m tests.simulation.gpu_storms --step-ms 50 --device cuda
+    python -m benchmarks.gpu_storms --step-ms 50 --bus-gb-per-s 25
+    python -m benchmarks.gpu_storms --step-ms 50 --device cuda
 
 prints one JSON object per measured request. The device is simulated, and time with it (see
 `device`), or it is a GPU, with LMCache's own engine and the copies of a GPU in real time (see
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.simulation.passes import GpuShape
-    from tests.simulation.storm import Sample, Setting
+    from benchmarks.gpu_storms.passes import GpuShape
+    from benchmarks.gpu_storms.storm import Sample, Setting
 
 HITS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 DEVICES = ("simulated", "cuda", "rehearsed")
@@ -44,7 +44,7 @@ _RULES: dict[str, dict[str, Any]] = {
 
 
 def _shape(setting: Setting, rule: str, **more: Any) -> GpuShape:
-    from tests.simulation.passes import DeviceSpeed, GpuShape
+    from benchmarks.gpu_storms.passes import DeviceSpeed, GpuShape
 
     speed = DeviceSpeed(step_seconds=setting.step_ms / 1000)
     if setting.bus_gb_per_s:
@@ -59,8 +59,8 @@ class SimulatedWorlds:
         from tests.simulation import loading
 
         loading.install()
+        from benchmarks.gpu_storms.passes import MODEL
         from tests.simulation import setup
-        from tests.simulation.passes import MODEL
 
         self._model = setup.prepare(folder, MODEL)
         self._trace = (lambda line: print(line, file=sys.stderr)) if trace else None
@@ -70,12 +70,12 @@ class SimulatedWorlds:
         self, setting: Setting, rule: str, hits: tuple[int, ...], rounds: int
     ) -> Sequence[Sample]:
         """In a world of its own. Raises ``RuntimeError`` if a promise was broken in it."""
-        from tests.simulation.device import Device, install
-        from tests.simulation.gpu_engine import GpuEngine
+        from benchmarks.gpu_storms.device import Device, install
+        from benchmarks.gpu_storms.engine import GpuEngine
+        from benchmarks.gpu_storms.storm import Storm
         from tests.simulation.kernel import Kernel
         from tests.simulation.network import Network
         from tests.simulation.stdlib import RUNTIME
-        from tests.simulation.storm import Storm
 
         kernel = Kernel(1, trace=self._trace)
         kernel.preempt_chance = 0.0
@@ -104,11 +104,11 @@ class RealWorlds:
     def __init__(self, folder: Path, *, is_rehearsal: bool) -> None:
         import torch
 
+        from benchmarks.gpu_storms.cuda_device import CudaDevice, HostDevice
+        from benchmarks.gpu_storms.passes import MODEL, GpuShape
         from examples.tiny_model import build_tiny_model
         from lmcache_connector.vllm_compat import parts
         from lmcache_connector.vllm_compat.cpu_attention import Packing
-        from tests.simulation.cuda_device import CudaDevice, HostDevice
-        from tests.simulation.passes import MODEL, GpuShape
 
         model, cpu_gib = MODEL, 7.5
         if is_rehearsal:
@@ -129,8 +129,8 @@ class RealWorlds:
         self, setting: Setting, rule: str, hits: tuple[int, ...], rounds: int
     ) -> Sequence[Sample]:
         """With an engine of its own. Raises ``RuntimeError`` if a pass found wrong KV."""
-        from tests.simulation.gpu_engine import GpuEngine
-        from tests.simulation.storm import Storm
+        from benchmarks.gpu_storms.engine import GpuEngine
+        from benchmarks.gpu_storms.storm import Storm
 
         self._device.reset()
         engine = GpuEngine(self._model, _shape(setting, rule, **self._sizes), self._device)
@@ -155,7 +155,7 @@ def _end_at_once(died: threading.ExceptHookArgs) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation.gpu_storms")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_storms")
     parser.add_argument("--step-ms", type=float, nargs="+", default=[10.0, 50.0, 250.0])
     parser.add_argument("--bus-gb-per-s", type=float, nargs="+", default=[25.0, 50.0])
     parser.add_argument("--hits", type=int, nargs="+", default=HITS)
@@ -169,9 +169,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(
-            sys.executable, [sys.executable, "-m", "tests.simulation.gpu_storms", *sys.argv[1:]]
-        )
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu_storms", *sys.argv[1:]])
     _run(arguments)
     sys.stdout.flush()
     os._exit(0)  # what vLLM and torch have loaded takes seconds to unload
@@ -196,7 +194,7 @@ def _worlds(arguments: argparse.Namespace, folder: Path) -> SimulatedWorlds | Re
 def _settings(arguments: argparse.Namespace) -> list[Setting]:
     """Steps of other lengths look alike to an idle engine: it is measured once. The bus of a device
     is what it is."""
-    from tests.simulation.storm import Setting
+    from benchmarks.gpu_storms.storm import Setting
 
     found = []
     for bus in arguments.bus_gb_per_s if arguments.device == "simulated" else [0.0]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lmcache_connector.config.tiered import parse_config
-from lmcache_connector.startup import banner
 from lmcache_connector.storage.geometry import ChunkGeometry, PartGeometries
+from lmcache_connector.worker.build import banner
 from lmcache_connector.worker.self_test import SelfTestResult
 
 

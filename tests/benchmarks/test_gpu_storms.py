@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.simulation.cuda_device import HostDevice
-from tests.simulation.passes import BLOCK_SIZE, MODEL, GpuShape, Work, digests_of
+from benchmarks.gpu_storms.cuda_device import HostDevice
+from benchmarks.gpu_storms.passes import BLOCK_SIZE, MODEL, GpuShape, Work, digests_of
 
 PROMPT = list(range(5 * BLOCK_SIZE))
 TABLE = (3, 1, 7, 0, 4)

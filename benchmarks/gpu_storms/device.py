@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu_storms.passes import DeviceSpeed, GpuShape, Work
 from lmcache_connector.worker import rank_tiers
 from lmcache_connector.worker.self_test import SelfTestResult
 from tests.simulation import lmcache_model, stdlib
 from tests.simulation.kernel import Kernel, SimulationFailure
-from tests.simulation.passes import DeviceSpeed, GpuShape, Work
 
 _MAP_NORESERVE = 0x4000  # of Linux; Python has it since 3.13
 
@@ -108,7 +108,8 @@ class Device:
 
 
 def install(device: Device, shape: GpuShape) -> None:
-    """Of what runs in `setup`: memory has no bytes here, and copies take the bus' time."""
+    """In the place of what `tests.simulation.setup` has put there: memory has no bytes, and copies
+    take the bus' time."""
     device.kv_caches = _address_space(shape)
     vars(lmcache_model)["Pool"] = AddressPool
     worker, speed = vars(rank_tiers), device.speed

@@ -19,9 +19,9 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import (
     KVConnectorModelRunnerMixin as FirstRunner,
 )
 
-from lmcache_connector import connector_base
-from lmcache_connector.connector import LMCacheTieredConnector
-from lmcache_connector.connector_base import ConnectorBase, PlanMetadata, ReportMetadata
+from lmcache_connector import connector as connectors
+from lmcache_connector.config.tiered import ConnectorConfig, parse_config
+from lmcache_connector.connector import LMCacheTieredConnector, PlanMetadata, ReportMetadata
 from lmcache_connector.errors import ConfigError, UnsupportedError
 from lmcache_connector.handover import LMCacheP2PConnector
 from lmcache_connector.plans import CacheEvent, JobResult, Outcome, RankReport, StepOutput
@@ -39,7 +39,7 @@ def output_of(kv_output: KVConnectorOutput | None) -> ModelRunnerOutput:
 
 
 def report(rank: int, outcome: Outcome, num_chunks: int) -> RankReport:
-    result = JobResult(7, outcome, num_chunks, 0, 0, 0.0)
+    result = JobResult(7, outcome, num_chunks, 0, 0.0)
     return RankReport(rank, (CacheEvent(b"k" * 32, True),), (result,))
 
 
@@ -102,21 +102,6 @@ def test_a_rank_with_nothing_to_say_hides_nobody(
     found = aggregate(aggregator, *outputs)
     assert isinstance(found.kv_connector_worker_meta, ReportMetadata)
     assert found.kv_connector_worker_meta.reports == (said,)
-
-
-def test_a_load_is_over_when_the_last_rank_says_so(aggregator: KVOutputAggregator) -> None:
-    first = aggregate(aggregator, KVConnectorOutput(finished_recving={"r"}), None)
-    assert not first.finished_recving
-    second = aggregate(aggregator, None, KVConnectorOutput(finished_recving={"r"}))
-    assert second.finished_recving == {"r"}
-
-
-def test_blocks_are_freed_when_the_last_rank_has_stored(aggregator: KVOutputAggregator) -> None:
-    assert not aggregate(
-        aggregator, KVConnectorOutput(finished_sending={"r"}), None
-    ).finished_sending
-    last = aggregate(aggregator, None, KVConnectorOutput(finished_sending={"r"}))
-    assert last.finished_sending == {"r"}
 
 
 # -- a step, as vLLM's versions and runners call it ------------------------------------------------
@@ -307,16 +292,19 @@ def test_the_caches_of_another_engine_are_refused(
     assert recorder.of("only") == EVERYTHING
 
 
-class Bare(ConnectorBase[Any, Any]):
-    def update_state_after_alloc(self, *_: Any) -> None: ...
-    def request_finished_all_groups(self, *_: Any) -> Any: ...
+class Bare(LMCacheTieredConnector):
+    def _parse_config(self) -> ConnectorConfig:
+        return parse_config({})
+
+    def _make_scheduler(self) -> Any:
+        return None
 
 
 def test_two_connectors_of_an_engine_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[object, ...]] = []
-    connector_base._warn_once.cache_clear()
-    monkeypatch.setattr(connector_base, "STANDING", Standing(unverified=("0.99",)))
-    monkeypatch.setattr(connector_base.logger, "warning", lambda *words: said.append(words))
+    connectors._warn_once.cache_clear()
+    monkeypatch.setattr(connectors, "STANDING", Standing(unverified=("0.99",)))
+    monkeypatch.setattr(connectors.logger, "warning", lambda *words: said.append(words))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
     config: Any = SimpleNamespace(kv_transfer_config=object())
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):

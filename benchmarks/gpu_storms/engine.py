@@ -6,7 +6,7 @@ on the device, while the one before it runs: what the connector reports with a s
 ended when that step was queued, and the scheduler hears of it when the step has run.
 
 Threads and time are those of the standard library, or of the simulation, where it loads this (see
-`loading`).
+`tests.simulation.loading`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from lmcache_connector.connector import LMCacheTieredConnector
-from tests.simulation.passes import (
+from benchmarks.gpu_storms.passes import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     Device,
@@ -38,6 +37,7 @@ from tests.simulation.passes import (
     Work,
     digests_of,
 )
+from lmcache_connector.connector import LMCacheTieredConnector
 from tests.support.vllm_configs import engine_config, make_scheduler
 
 _SCHEDULE_SECONDS = 300e-6
@@ -225,7 +225,7 @@ class GpuEngine:
             self.loads += [r for r in report.results if r.job_id in self._load_ids()]
 
     def _load_ids(self) -> set[int]:
-        jobs = self._scheduler.connector._scheduler_side._jobs._jobs
+        jobs = self._scheduler.connector._scheduler_side.jobs._jobs
         return {i for i, planned in jobs.items() if hasattr(planned.job, "deadline_seconds")}
 
     # -- the start ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_connector.requests.adapter_files import AdapterDigests, adapter_stamp
+from lmcache_connector.requests.adapters import AdapterDigests, adapter_stamp
 
 
 @pytest.fixture

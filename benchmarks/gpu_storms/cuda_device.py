@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.simulation.passes import GpuShape, Work
+from benchmarks.gpu_storms.passes import GpuShape, Work
 from tests.support.doubles.rehearsed_cuda import HostEvent
 
 _WORD_BYTES = 8

@@ -1,0 +1,127 @@
+"""Limits of a CPU tier, its chunks by age, and what the engine's step tells of them."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from lmcache_connector.plans import PrefixUse
+
+MAX_USES = 1 << 14
+"""Noted at once; the oldest are forgotten."""
+
+
+class Reason(Enum):
+    """Why a chunk went. The values are labels of a metric."""
+
+    EXPIRED = "expired"
+    OVER_SHARE = "over_share"
+    OLDEST = "oldest"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In bytes. ``tenant_bytes``: what a tenant keeps while others want the room. ``pin_bytes``:
+    pinned chunks of all tenants; ``tenant_pin_bytes``: of each."""
+
+    tenant_bytes: float = math.inf
+    pin_bytes: float = 0.0
+    tenant_pin_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, capacity_bytes: float, tenant_share: float, pin_share: float) -> Limits:
+        pin_bytes = capacity_bytes * pin_share
+        return cls(capacity_bytes * tenant_share, pin_bytes, pin_bytes * tenant_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What is in the tier, and what became of it since the start.
+
+    ``tenant_bytes``: by label, of which there are 257 at most. ``refused_pins``: how often a
+    prompt was not pinned as a whole, for want of room.
+    """
+
+    tenant_bytes: tuple[tuple[str, int], ...] = ()
+    pinned_bytes: int = 0
+    refused_pins: int = 0
+    evicted: tuple[tuple[str, int], ...] = ()
+
+
+class AgeQueues:
+    """Keys in the order in which they may go. A chunk of priority p ages ``2**p`` times slower.
+
+    Every operation is O(1); :meth:`oldest_first` costs a comparison per priority in use for each
+    key it yields. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[int, OrderedDict[bytes, float]] = {}  # key -> when it was used last
+
+    def put(self, key: bytes, priority: int, now: float) -> None:
+        """Make it the newest of its priority. It must not be here yet."""
+        self._queues.setdefault(priority, OrderedDict())[key] = now
+
+    def discard(self, key: bytes, priority: int) -> None:
+        """It may be missing."""
+        queue = self._queues.get(priority)
+        if queue is not None and queue.pop(key, None) is not None and not queue:
+            del self._queues[priority]
+
+    def oldest_first(self, now: float) -> Iterator[bytes]:
+        """Of keys of the same age, those of low priority first. Nothing may change meanwhile."""
+        if len(self._queues) == 1:
+            return iter(*self._queues.values())
+
+        def weighed(priority: int) -> Iterator[tuple[float, bytes]]:
+            slowness = 2.0**-priority
+            return (((used - now) * slowness, key) for key, used in self._queues[priority].items())
+
+        queues = map(weighed, sorted(self._queues))
+        return (key for _, key in heapq.merge(*queues, key=lambda item: item[0]))
+
+
+class Notes:
+    """What the engine's step has to tell the ledger, kept until somebody asks the ledger something.
+
+    The step waits for no walk, and a prompt that is used a hundred times before anything has to go
+    is walked through once. ``clock``: the ledger's. Thread-safe; nothing is done under the lock but
+    to keep and take.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._uses: dict[PrefixUse, float] = {}  # the last one of each, and when it was
+        self._given_up: dict[bytes, None] = {}
+
+    def use(self, use: PrefixUse) -> None:
+        """O(1)."""
+        now = self._clock()
+        with self._lock:
+            self._uses.pop(use, None)
+            self._uses[use] = now
+            if len(self._uses) > MAX_USES:
+                del self._uses[next(iter(self._uses))]
+
+    def give_up(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._given_up |= dict.fromkeys(keys)
+
+    def take_use(self) -> tuple[PrefixUse, float] | None:
+        """The oldest one, and its time."""
+        with self._lock:
+            if not self._uses:
+                return None
+            use = next(iter(self._uses))
+            return use, self._uses.pop(use)
+
+    def take_given_up(self, limit: int) -> list[bytes]:
+        """So many of what was given up, the first ones last."""
+        with self._lock:
+            return [self._given_up.popitem()[0] for _ in range(min(limit, len(self._given_up)))]

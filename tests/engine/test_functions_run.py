@@ -1,0 +1,42 @@
+"""The way of a hit and of a store through the product, traced: how long it is, and that the
+architecture draws it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.engines.functions_run import functions_run, watch_threads
+from tests.support.engines.instance import VllmInstance
+from tests.support.engines.settings import kv_transfer
+
+MOST = {"hit": 170, "store": 175}
+"""Distinct functions beside those of a request that is too short to be cached: a ratchet. Lower it
+with each function that goes."""
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    log = tmp_path_factory.mktemp("traced") / "log"
+    with VllmInstance(
+        tiny_model, kv_transfer(), log, watch_threads, max_model_len=8192
+    ) as instance:
+        answer: dict[str, list[str]] = instance.call(functions_run)
+    return answer
+
+
+@pytest.mark.parametrize("way", ["hit", "store"])
+def test_the_way_does_not_get_longer(found: dict[str, list[str]], way: str) -> None:
+    assert len(found[way]) <= MOST[way], found[way]
+
+
+def test_the_architecture_draws_the_way(found: dict[str, list[str]]) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (picture,) = re.findall(r"^```text\n(vLLM calls.*?)^```", page, re.MULTILINE | re.DOTALL)
+    drawn = set(re.findall(r"\b[A-Z]\w+\.\w+", picture))
+    run = {name.partition(":")[2] for functions in found.values() for name in functions}
+    assert len(drawn) > 20
+    assert drawn - run == set()
