@@ -329,6 +329,17 @@ def test_the_probe_measures_and_notices_silence(
         instance.worker.shutdown()
 
 
+def test_a_load_from_memory_asks_no_redis_for_what_memory_has_lost(
+    reader: Instance, link: SlowLink
+) -> None:
+    link.set(stalled=True)
+    job = load_job(1, "r", KEYS, (tuple(range(2 * len(KEYS))),), deadline_seconds=8.0)
+    began = time.monotonic()
+    reader.run(StepPlan(loads=(job,)))
+    assert reader.wait_for(1).outcome is Outcome.MISSING
+    assert time.monotonic() - began < 6.0
+
+
 @pytest.mark.parametrize("is_away", [False, True])
 def test_a_server_that_is_away_is_known_to_be(valkey: Server, is_away: bool) -> None:
     worker = make_instance(free_port() if is_away else valkey.port).worker
