@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_recurrent_states_with_drafts_still_end_vllms_own_engine(tmp_path: Path)
     so what the connector refuses cannot be tried here. When this fails, try it."""
     folder = build_family("qwen3-next", tmp_path / "states")
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    sizes = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 4096}
+    sizes: Any = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 4096}
     log = tmp_path / "log"
     with (
         VllmInstance(folder, None, log, speculative_config=drafts, **sizes) as instance,
