@@ -180,7 +180,8 @@ class RequestBook:
             return None
         self.epochs.separate(finding.root)
         self._count_apart()
-        rekeyed = [s for s in self._all if s.keys.identity.kv_root == finding.root]
+        known = (*self._states.values(), *self._ended.values())
+        rekeyed = [s for s in known if s.keys.identity.kv_root == finding.root]
         for state in rekeyed:
             state.reset(self._current_keys(state.keys.identity))
         return rekeyed
@@ -189,10 +190,6 @@ class RequestBook:
         self.identifier.close()
 
     # -- details -------------------------------------------------------------------------------
-
-    @property
-    def _all(self) -> list[RequestState]:
-        return [*self._states.values(), *self._ended.values()]
 
     def _new_state(self, request: Request, identity: RequestIdentity) -> RequestState:
         hints = read_hints(identity.cache_salt, request.kv_transfer_params, request.kv_hints)

@@ -302,12 +302,14 @@ class Scheduler:
         prefill = self._prefill_work(scheduler_output) if is_timed else None
         left = self._prompt_tokens_left(scheduler_output) if prefill is not None else 0
         self.policy.step_planned(len(scheduled), left, has_prefill=prefill is not None)
+        if probe := self.policy.probes.is_wanted and self.policy.take_probe():
+            self.tally.count("probes")
         adapters, weights, transfers = self.loaded_adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(
             (adapters.heard, weights.heard),
             idle=not scheduled,
             prefill=prefill,
-            probe=self.policy.probes.is_wanted and self._wants_probe(),
+            probe=probe,
             wanted=self.wanted.take() if self.wanted and self.wanted.has_news else (),
             uses=self._uses.take() if self._uses.new else (),
             unwanted=self.prefetcher.take_unwanted() if self.prefetcher.unwanted else (),
@@ -424,11 +426,6 @@ class Scheduler:
                 request = state.request
                 left += max(0, request.num_tokens - request.num_computed_tokens - count)
         return left
-
-    def _wants_probe(self) -> bool:
-        if probe := self.policy.take_probe():
-            self.tally.count("probes")
-        return probe
 
     # -- ended ---------------------------------------------------------------------------------
 
