@@ -155,7 +155,7 @@ class Scheduler:
         self._was_asked = True
         if not self.is_idle:
             # While others run, a request that waits may wait for a store to have read its blocks.
-            self.held.keep_for_stores(self.jobs)
+            self.held.delay_free_for_stores(self.jobs)
         if request.skip_reading_prefix_cache or request.request_id in self._to_compute:
             return 0, False
         num_tokens = self._find(request, num_computed_tokens)
@@ -337,7 +337,7 @@ class Scheduler:
         if self.held.is_holding:
             # Should the next step compute as much.
             num_blocks = scheduler_output.total_num_scheduled_tokens // self._least_block
-            self.held.make_room(self._num_groups * (num_blocks + len(scheduled)))
+            self.held.unpin_for(self._num_groups * (num_blocks + len(scheduled)))
 
     def _plan_stores_of(
         self, state: RequestState, scheduler_output: SchedulerOutput, *, is_drafted: bool
@@ -447,7 +447,7 @@ class Scheduler:
         if self.is_idle:  # a user who steps the engine may reset it next
             self.held.unpin_all()
         if state is not None and is_updating:
-            self.held.keep(self.jobs.blocks_read_of(state))
+            self.held.delay_free(self.jobs.blocks_read_of(state))
         return self.transfers.finished(request, state, block_ids)
 
     def _store_the_rest(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
@@ -467,7 +467,7 @@ class Scheduler:
         """What the tiers took in and let go since the last call. vLLM has seen to all that a step
         has brought."""
         if self.held.is_holding:
-            self.held.put_back()
+            self.held.free_delayed()
         return self.kv_events.take() if self.kv_events.has_news else ()
 
     def will_free_blocks(self) -> bool:
