@@ -53,7 +53,7 @@ class RequestBook:
     identifier: RequestIdentifier
     epochs: RootEpochs
     tally: Tally
-    part_of: Callable[[Request], Transfer] = lambda request: NO_TRANSFER
+    part_of: Callable[[Request], Transfer]
 
     def __post_init__(self) -> None:
         self.adapters = self.identifier.adapters
