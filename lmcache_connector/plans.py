@@ -183,13 +183,15 @@ class AuditJob(StoreJob):
 
 @dataclass(frozen=True, slots=True)
 class PeerSource:
-    """An instance that a request names to load from: its rank 0 serves at ``host`` and ``port``.
-    ``is_trusted``: what it sends was computed for its key, and may be kept and passed on."""
+    """An instance that a request names to load from: its rank 0 serves at ``host`` and ``port``,
+    and vLLM calls it ``engine_id``. ``is_trusted``: what it sends was computed for its key, and may
+    be kept and passed on."""
 
     host: str
     port: int
     num_ranks: int
     is_trusted: bool
+    engine_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

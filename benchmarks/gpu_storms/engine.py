@@ -256,6 +256,7 @@ def _vllm_config(model: Path, shape: GpuShape) -> VllmConfig:
             kv_connector_extra_config={
                 "cpu_gib": shape.cpu_gib,
                 "model_digest": "simulated",
+                "host_sharing": False,
                 "store_generated": False,
                 "audit_share": 0.0,
                 **shape.settings,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import socket
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
 
 from lmcache_connector.cli.check import Finding
 from lmcache_connector.cli.report import UNREACHABLE
 from lmcache_connector.config.tiered import ConnectorConfig
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.heartbeat import Registration, tell
+from lmcache_connector.peers.host import HostFolder, default_folder, digest
 from lmcache_connector.threads import Background
 
 _ANSWER_SECONDS = 5.0
@@ -28,6 +32,8 @@ def findings(config: ConnectorConfig, role: str) -> Iterator[Finding]:
     if config.peer_listen is not None and told is not None:
         yield _check_reach(told)
         yield _check_port(Address.parse(config.peer_listen))
+    if config.host_sharing:
+        yield _check_folder(config)
     for host in config.peer_hosts:
         yield _check_host(host)
     if config.router is not None and config.http_address is not None:
@@ -53,6 +59,21 @@ def _check_port(listens: Address) -> Finding:
         hint = "stop what listens there, or choose another port, or an address of this host"
         return Finding("ports", "error", detail, hint)
     return Finding("ports", "ok", f"{listens}, and one more for each further rank")
+
+
+def _check_folder(config: ConnectorConfig) -> Finding:
+    path = Path(config.host_folder) if config.host_folder else default_folder(os.geteuid())
+    if not path.exists():
+        return Finding("host", "ok", f"{path} is where engines of this host will find each other")
+    try:
+        names = HostFolder(path).sockets()
+        own = digest(config.namespace)
+        engines = {each.engine for each in names if each.namespace == own}
+    except OSError as error:
+        hint = "remove it, or set host_folder to another; host_sharing false does without"
+        verdict: Literal["error", "warning"] = "error" if config.host_folder else "warning"
+        return Finding("host", verdict, str(error), hint)
+    return Finding("host", "ok", f"{len(engines)} engines of this namespace are in {path}")
 
 
 def _check_host(host: str) -> Finding:

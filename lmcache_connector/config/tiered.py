@@ -127,6 +127,11 @@ class ConnectorConfig(StrictSettings):
     """Password for listing what a peer server serves; on loopback only."""
     peer_insecure: bool = False
     """Serve beyond loopback without a ``hash_key``: anyone who can name a chunk may read it."""
+    host_sharing: bool = True
+    """Share with the other engines of this user, host and namespace, which find each other."""
+    host_folder: Annotated[str, Field(pattern="^/")] | None = None
+    """Folder of mode 0700 where engines of one host find each other. Engines with other folders do
+    not. None: ``/run/user/ID/lmcache-connector``, or ``/tmp/lmcache-connector-ID``."""
     peers: Annotated[tuple[str, ...], BeforeValidator(_are_addresses), Field(max_length=256)] = ()
     """Instances to load from: ``HOST:PORT`` of each, or ``dns:NAME:PORT`` for all addresses of a
     name."""
@@ -244,7 +249,7 @@ class ConnectorConfig(StrictSettings):
 
     def peer_tier_config(self) -> RedisTierConfig | None:
         """How values are read from peers, ``None`` without any: as from Redis."""
-        if not (self.peers or self.peer_hosts):
+        if not (self.peers or self.peer_hosts or self.host_sharing):
             return None
         return RedisTierConfig(
             url="redis://peers",
@@ -258,7 +263,8 @@ class ConnectorConfig(StrictSettings):
     @property
     def remote_tiers(self) -> tuple[Tier, ...]:
         """Those behind the CPU tier that there are, in the order in which a load asks them."""
-        there = {Tier.PEER: bool(self.peers), Tier.REDIS: self.redis_url is not None}
+        has_peers = bool(self.peers) or self.host_sharing
+        there = {Tier.PEER: has_peers, Tier.REDIS: self.redis_url is not None}
         return tuple(tier for tier, is_there in there.items() if is_there)
 
     @property
@@ -288,6 +294,8 @@ class ConnectorConfig(StrictSettings):
                 )
             if self.peer_secret is not None:
                 yield "'peer_secret': beyond loopback it would be sent in clear text"
+        if self.host_folder is not None and not self.host_sharing:
+            yield "'host_folder': without 'host_sharing' nobody looks into it"
         try:
             self.redis_tier_config()
         except ValueError as error:

@@ -88,7 +88,7 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
         )
     if config.redis_url is not None:
         return
-    reads = config.peers or config.peer_hosts
+    reads = config.peers or config.peer_hosts or config.host_sharing
     idle = {name for name in config.model_fields_set if name.startswith("redis_")}
     if reads:
         idle.discard("redis_timeout_seconds")  # peers are read as Redis is
@@ -103,7 +103,7 @@ def settings_warnings(config: ConnectorConfig, kv_role: str | None) -> Iterator[
             "load, so every request is a miss",
             "set redis_url, or kv_role kv_both",
         )
-    if kv_role == "kv_producer" and config.peer_listen is None:
+    if kv_role == "kv_producer" and config.peer_listen is None and not config.host_sharing:
         yield StartupWarning(
             "kv_role kv_producer stores only, and without redis_url nobody can load what it stores",
             "set redis_url, or kv_role kv_both",

@@ -22,6 +22,11 @@ class AnyLookup:
         self.last_seconds: Mapping[Tier, float] = {}
         """How long each tier's part of the last question was on its way, answered or not."""
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether there is anybody to ask. From any thread."""
+        return any(lookup.has_servers for lookup in self._lookups.values())
+
     def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
         for lookup in self._lookups.values():
             lookup.learn_geometries(geometries)

@@ -190,6 +190,14 @@ METRICS = table(
             "Chunks that loads read from peers: hit, or why not.",
         ),
         counter(
+            "peer_mapped_chunks", (), "Chunks copied from the memory of engines on the same host."
+        ),
+        counter(
+            "peer_fallbacks",
+            (),
+            "Reads by socket because the memory of an engine on the same host could not be read.",
+        ),
+        counter(
             "audits",
             ("result",),
             "Chunks of hits recomputed and compared: match, mismatch, inconclusive.",

@@ -26,6 +26,7 @@ class Offered:
 
     key_prefixes: frozenset[bytes] = frozenset()
     num_ranks: int = 1
+    engine_id: str = ""
     cause: Cause | None = None
 
     def holds(self, key: bytes) -> bool:

@@ -8,6 +8,9 @@
                                       is over; 0 before, ``nil`` if it is unknown. While none is
                                       over, the answer takes up to ``MS``
 ``DONE READER ID...``                 the reader needs these no more
+``MAP``                               on a Unix socket: the memory of the CPU tier, as a descriptor
+``LEASE NAME...``                     where in it each value lies (8 bytes), and its header, or
+                                      ``nil``; they stay until ``RELEASE``
 ``SCAN``, ``DBSIZE``                  names of whole heads, after ``AUTH`` alone
 ``PING``, ``AUTH``, ``SELECT 0``      as in Redis
 ``PTTL``, ``INFO``                    values have no lifetime; nothing is told of the server
@@ -21,7 +24,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 from typing import Protocol
@@ -62,11 +65,20 @@ class Lease(Protocol):
     @property
     def view(self) -> memoryview: ...
 
+    @property
+    def offset(self) -> int:
+        """Of the view in the memory that `Chunks.memory` is."""
+        ...
+
     def release(self) -> None: ...
 
 
 class Chunks(Protocol):
-    """The chunks of one rank's CPU tier. Thread-safe. Keys name parts of chunks."""
+    """The chunks of one rank's CPU tier. Thread-safe. Keys name parts of chunks. ``memory``: the
+    descriptor of all of their memory, if others may map it."""
+
+    @property
+    def memory(self) -> int | None: ...
 
     def holds(self, key: bytes) -> bool: ...
 
@@ -125,18 +137,24 @@ class Greeting:
 @dataclass(frozen=True, slots=True)
 class Reply:
     """``parts`` are sent one after the other; ``lease`` is released when all of them are sent.
-    ``is_early``: later it would say more."""
+    ``is_early``: later it would say more. ``held``: leases that the client has from now on, until
+    an answer ``releases`` them. ``descriptor`` goes with the parts."""
 
     parts: tuple[bytes | memoryview, ...]
     lease: Lease | None = None
     is_early: bool = False
+    held: tuple[Lease, ...] = ()
+    releases: bool = False
+    descriptor: int | None = None
 
 
 @dataclass(slots=True)
 class Client:
-    """What is known of one connection. ``names``: of a ``SCAN`` that goes on."""
+    """What is known of one connection. ``is_local``: it is the same user's, on this host.
+    ``names``: of a ``SCAN`` that goes on."""
 
     is_trusted: bool = False
+    is_local: bool = False
     num_refused: int = 0
     names: list[bytes] = field(default_factory=list)
 
@@ -213,6 +231,9 @@ class Commands:
             b"DBSIZE": self._dbsize,
             b"TRANSFER": self._transfer,
             b"DONE": self._done,
+            b"MAP": self._map,
+            b"LEASE": self._lease,
+            b"RELEASE": lambda client, words: replace(OK, releases=True),
         }
 
     def answer(self, client: Client, words: list[bytes]) -> Reply:
@@ -269,19 +290,44 @@ class Commands:
         return Reply((bulk_line(sum(map(len, cut))), *cut, CRLF), reply.lease)
 
     def _value(self, name: bytes) -> Reply:
+        if (found := self._leased(name, {})) is None:
+            return NIL
+        lease, stripe, header = found
+        payload = lease.view[stripe.offset : stripe.offset + stripe.num_bytes]
+        return Reply((bulk_line(HEADER_BYTES + len(payload)), header, payload, CRLF), lease)
+
+    def _leased(
+        self, name: bytes, leases: dict[bytes, Lease]
+    ) -> tuple[Lease, Stripe, bytes] | None:
+        """A chunk, which may be among the ``leases`` by key already, what the name says of it, and
+        the header of that."""
         found = self._find(name, (self._own,))
-        if found is None:
-            return NIL
+        if found is None or found[2].num_bytes > MAX_PAYLOAD_BYTES:
+            return None
         key, geometry, stripe = found
-        if stripe.num_bytes > MAX_PAYLOAD_BYTES:
-            return NIL
-        lease = self._chunks.lease(key)
-        if lease is None:
-            return NIL
+        if (lease := leases.get(key) or self._chunks.lease(key)) is None:
+            return None
+        leases[key] = lease
         payload = lease.view[stripe.offset : stripe.offset + stripe.num_bytes]
         expected = stripe_header(geometry, stripe, key, keyed=self._sealer.keyed)
-        header = encode_header(expected, payload, self._sealer)
-        return Reply((bulk_line(HEADER_BYTES + len(payload)), header, payload, CRLF), lease)
+        return lease, stripe, encode_header(expected, payload, self._sealer)
+
+    def _map(self, client: Client, words: list[bytes]) -> Reply:
+        if not client.is_local or self._chunks.memory is None:
+            return _error("no memory is handed over here")
+        return replace(OK, descriptor=self._chunks.memory)
+
+    def _lease(self, client: Client, words: list[bytes]) -> Reply:
+        if not client.is_local or self._chunks.memory is None:
+            return _error("no memory is handed over here")
+        leases, answers = dict[bytes, Lease](), [b"*%d\r\n" % len(words)]
+        for name in words:
+            if (found := self._leased(name, leases)) is None:
+                answers.append(b"$-1\r\n")
+                continue
+            lease, stripe, header = found
+            answers.append(_bulk((lease.offset + stripe.offset).to_bytes(8, "little") + header))
+        return Reply((b"".join(answers),), held=tuple(leases.values()))
 
     def _exists(self, client: Client, words: list[bytes]) -> Reply:
         found = (self._find(name, self._known) for name in words)

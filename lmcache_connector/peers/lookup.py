@@ -48,6 +48,10 @@ class PeerLookup(RedisLookup):
         self._topology = topology
         self._owed: dict[Node, Question] = {}
 
+    @property
+    def has_servers(self) -> bool:
+        return bool(self._topology.peers())
+
     def ask(self, keys: Sequence[bytes], deadline: Deadline) -> list[Question]:
         """Those that are known, and connected: nobody waits for a name."""
         self._servers.refresh()

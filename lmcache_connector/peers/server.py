@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -42,6 +44,7 @@ _MAX_ANSWERS = 64
 # A client that takes less than that in ``stall_seconds`` is as good as silent. While others wait
 # for what it leases, it has to take as much as may wait for it.
 _LEAST_BYTES = 64 << 10
+_CREDENTIALS = struct.Struct("@iII")  # process, user, group
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,15 @@ class Limits:
 @dataclass(slots=True, eq=False)
 class _Connection:
     """``unsent``: parts of answers; with the last of one comes its lease, if it has one.
-    ``moved_at``: when a command last came whole, or answers were taken. ``held``: a command that
+    ``leases``: what it copies out of our memory. ``moved_at``: when a command last came whole, or
+    answers were taken. ``held``: a command that
     waits for its answer, until ``held_until``."""
 
     sock: socket.socket
     moved_at: float
     parser: CommandParser = field(default_factory=CommandParser)
     client: Client = field(default_factory=Client)
+    leases: list[Lease] = field(default_factory=list)
     unsent: deque[tuple[memoryview, Lease | None]] = field(default_factory=deque)
     unsent_bytes: int = 0
     taken_bytes: int = 0  # since ``moved_at``
@@ -76,17 +81,18 @@ class _Connection:
 
 
 class PeerServer:
-    """Listens at once, on ``host`` and ``port`` (0: any free one). Raises ``OSError`` if it cannot.
+    """Serves whoever connects to ``listeners``, and closes them; then it calls ``on_end``.
     ``clock`` returns seconds."""
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        listeners: Sequence[socket.socket],
         commands: Commands,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_end = on_end
         self._commands = commands
         self._limits = limits or Limits()
         self._clock = clock
@@ -95,14 +101,19 @@ class PeerServer:
         self._has_held_up = False  # in this turn somebody was not answered, as too much is leased
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
-        self._listener = _listening_socket(host, port)
-        self.port: int = self._listener.getsockname()[1]
-        self._listener.setblocking(False)
+        self._listeners = tuple(listeners)
         self._wake.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = start_thread("lmc-peer-server", self._serve)
+
+    @property
+    def port(self) -> int:
+        """Of the first listener."""
+        return int(self._listeners[0].getsockname()[1])
 
     def look_again(self) -> None:
         """Commands that wait may have their answer by now. From any thread."""
@@ -129,25 +140,26 @@ class PeerServer:
         finally:
             for connection in list(self._connections.values()):
                 self._drop(connection)
-            for sock in (self._listener, self._wake, self._woken):
+            for sock in (*self._listeners, self._wake, self._woken):
                 sock.close()
             self._selector.close()
+            self._on_end()
 
     def _turn(self) -> None:
         was_full, was_woken = self._is_full, False
         self._has_held_up = False
         for key, events in self._selector.select(self._seconds_to_look()):
-            if key.fileobj is self._listener:
-                self._accept()
+            if key.fileobj in self._listeners:
+                self._accept(key.fileobj)
             elif key.fileobj is self._woken:
                 was_woken = bool(self._woken.recv(_READ_BYTES))
             elif (connection := self._connections.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                 self._attend(connection, events)
         now, is_held_up = self._clock(), was_full or self._is_full
         for connection in list(self._connections.values()):
-            if is_held_up and not connection.unsent:
+            if is_held_up and not (connection.unsent or connection.leases):
                 connection.moved_at = now  # it waits for us
-            waits_for_it = connection.unsent or connection.parser.num_bytes
+            waits_for_it = connection.unsent or connection.parser.num_bytes or connection.leases
             if waits_for_it and now - connection.moved_at > self._limits.stall_seconds:
                 self._drop(connection)
             elif connection.held is not None and (was_woken or now >= connection.held_until):
@@ -166,22 +178,28 @@ class PeerServer:
     def _is_full(self) -> bool:
         return self._leased_bytes >= self._limits.leased_bytes
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except OSError as error:
             logger.debug("A peer was not accepted: %s", error)
             self._stopping.wait(_POLL_SECONDS)  # out of descriptors: it would be ready at once
             return
         try:
             sock.setblocking(False)
-            keep_alive(sock)
+            is_local = sock.family == socket.AF_UNIX
+            if not is_local:
+                keep_alive(sock)
+            elif _user_of(sock) not in (0, os.geteuid()):
+                raise ValueError("it is another user's")
             self._selector.register(sock, selectors.EVENT_READ)
         except (OSError, ValueError) as error:
             logger.debug("A peer was not accepted: %s", error)
             sock.close()
             return
-        self._connections[sock] = _Connection(sock, self._clock())
+        # Who may enter the folder is the user, who may list what there is.
+        client = Client(is_trusted=is_local, is_local=is_local)
+        self._connections[sock] = _Connection(sock, self._clock(), client=client)
         if len(self._connections) > self._limits.num_clients:
             # Whoever only connects displaces nobody who has asked.
             others = list(self._connections.values())[:-1]
@@ -225,6 +243,8 @@ class PeerServer:
                 connection.has_more = words is not None
                 if words is None:
                     break
+                if connection.leases and words[0].upper() == b"LEASE":
+                    raise ProtocolError("release first")
                 is_last = words[0].upper() == b"QUIT"
                 reply = OK if is_last else self._commands.answer(connection.client, words)
             except ProtocolError as error:
@@ -234,6 +254,11 @@ class PeerServer:
                 break
             connection.held = None
             connection.is_ending |= is_last
+            if reply.releases:
+                self._release_all(connection)
+            for lease in reply.held:
+                connection.leases.append(lease)
+                self._leased_bytes += len(lease.view)
             self._queue(connection, reply)
             num_answered += 1
         if num_answered:
@@ -253,9 +278,15 @@ class PeerServer:
     def _may_answer(self, connection: _Connection) -> bool:
         self._has_held_up |= self._is_full
         has_room = connection.unsent_bytes < self._limits.unsent_bytes
-        return has_room and len(connection.unsent) < _MAX_PARTS and not self._is_full
+        has_room &= len(connection.unsent) < _MAX_PARTS
+        return has_room and (not self._is_full or bool(connection.leases))  # it may let go
 
     def _queue(self, connection: _Connection, reply: Reply) -> None:
+        if reply.descriptor is not None:
+            if connection.unsent:
+                raise OSError("a descriptor goes with a first answer")
+            socket.send_fds(connection.sock, list(reply.parts), [reply.descriptor])
+            return
         parts = [memoryview(part) for part in reply.parts if part]
         for part in parts[:-1]:
             connection.unsent.append((part, None))
@@ -307,9 +338,14 @@ class PeerServer:
         for _, lease in connection.unsent:
             self._release(lease)
         connection.unsent.clear()
+        self._release_all(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.sock)
         connection.sock.close()
+
+    def _release_all(self, connection: _Connection) -> None:
+        while connection.leases:
+            self._release(connection.leases.pop())
 
     def _release(self, lease: Lease | None) -> None:
         if lease is not None:
@@ -317,7 +353,15 @@ class PeerServer:
             lease.release()
 
 
-def _listening_socket(host: str, port: int) -> socket.socket:
+def _user_of(sock: socket.socket) -> int:
+    """Whose process is at the other end of a Unix socket."""
+    said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(said)[1]
+    return user
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """On any free ``port`` if it is 0. Raises ``OSError``."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     # IPv4 where a name has both.
     family, _, _, _, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)

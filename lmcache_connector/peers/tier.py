@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from lmcache_connector.net.deadline import Deadline, never
 from lmcache_connector.peers.lookup import PeerLookup
+from lmcache_connector.peers.mapped import MappedPeers
 from lmcache_connector.peers.topology import PeerTopology
 from lmcache_connector.plans import PeerSource
 from lmcache_connector.storage.chunk_codec import Sealer
@@ -35,7 +36,8 @@ _CONNECT_SHARE = 0.1
 
 class PeerTier:
     """One rank's chunks in the memory of others. Thread-safe. Returns at once; connections are made
-    in the background. A peer's failure is a miss, counted by cause."""
+    in the background. A peer's failure is a miss, counted by cause. ``maps``: the memory of peers
+    on this host is read in place, before their sockets are."""
 
     def __init__(
         self,
@@ -43,6 +45,8 @@ class PeerTier:
         geometries: PartGeometries,
         topology: PeerTopology,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        maps: bool = True,
     ) -> None:
         self.geometries = geometries
         self._clock = clock
@@ -58,6 +62,9 @@ class PeerTier:
         self._readers = ValueReaders(
             self._servers, self._plan, self._counters, on_spoiled=self._distrust
         )
+        self.num_mapped = 0
+        """Chunks that were read from the memory of peers on this host."""
+        self._mapped = MappedPeers(self._plan, topology.address_here, clock) if maps else None
         self._readers.start()
 
     def read(
@@ -70,11 +77,48 @@ class PeerTier:
     ) -> ReadResult:
         """As in `ReadableTier`: leading chunks, as far as each is with some peer, or those of
         ``source``."""
-        limit = Deadline(deadline, self._clock, cancelled)
-        if source is not None:
+        limit, started = Deadline(deadline, self._clock, cancelled), self._clock()
+        self._servers.refresh()
+        nodes: Sequence[Node | Sequence[Node]]
+        if source is None:
+            nodes = self._nodes(keys, limit)
+        elif self._mapped is not None and (here := self._topology.here(source.engine_id)):
+            nodes = [here] * len(keys)
+        else:
             nodes = [self._nodes_at(source, key) for key in keys]
-            return self._readers.read(keys, buffers, lambda until: nodes, limit)
-        return self._readers.read(keys, buffers, lambda until: self._nodes(keys, until), limit)
+        hits = [False] * len(keys)
+        if self._mapped is not None:
+            hits = self._read_mapped(self._mapped, keys, buffers, nodes, limit)
+        left = [i for i, hit in enumerate(hits) if not hit]
+        if not left:
+            return ReadResult(hits, self._clock() - started, cut_off=False)
+        left_nodes = [nodes[i] for i in left if i < len(nodes)]
+        found = self._readers.read(
+            [keys[i] for i in left], [buffers[i] for i in left], lambda until: left_nodes, limit
+        )
+        for index, hit in zip(left, found.hits, strict=True):
+            hits[index] = hit
+        return ReadResult(hits, self._clock() - started, found.cut_off)
+
+    def _read_mapped(
+        self,
+        mapped: MappedPeers,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        nodes: Sequence[Node | Sequence[Node]],
+        limit: Deadline,
+    ) -> list[bool]:
+        """What peers of this host have, out of their memory."""
+        hits = [False] * len(keys)
+        for node in dict.fromkeys(node for node in nodes if isinstance(node, str)):
+            at = [i for i, each in enumerate(nodes) if each == node]
+            some = [keys[i] for i in at], [buffers[i] for i in at]
+            came = mapped.read(*some, node, limit) or [False] * len(at)
+            for index, has_come in zip(at, came, strict=True):
+                hits[index] = has_come
+        self._counters.count_chunks(sum(hits), ())
+        self.num_mapped += sum(hits)
+        return hits
 
     def servers(self) -> tuple[tuple[str, CircuitState], ...]:
         """Peers read from so far, and the states of their circuits."""
@@ -84,7 +128,14 @@ class PeerTier:
         """Since the start."""
         return self._counters.snapshot()
 
+    @property
+    def num_fallbacks(self) -> int:
+        """Reads that would have been from the memory of a peer on this host, and were not."""
+        return self._mapped.num_failed if self._mapped is not None else 0
+
     def close(self, seconds: float) -> bool:
+        if self._mapped is not None:
+            self._mapped.close()
         is_ended = self._readers.close(seconds)
         with self._asking:
             self._lookup.close()

@@ -1,15 +1,18 @@
-"""Which instances there are to ask: all of them, since each may hold any chunk. And those that
-requests name: they are asked for what these requests want, and forgotten after a while."""
+"""Which instances there are to ask: those on this host and those that are configured, all of them,
+since each may hold any chunk. And those that requests name: they are asked for what these requests
+want, and forgotten after a while."""
 
 from __future__ import annotations
 
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
-from lmcache_connector.storage.redis.client.dial import Client, Dialer
+from lmcache_connector.peers.host import HostFolder, SocketName, digest
+from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
 
@@ -22,7 +25,8 @@ _MAX_GUESTS = 256
 
 class PeerTopology(Topology):
     """``port_offset``: of the rank that is asked of each; ``greeting``: how this engine's own
-    server would greet. Others with as many ranks are peers, and itself is none."""
+    server would greet. Others with as many ranks are peers, and itself is none. ``host``: where
+    those on this host are found."""
 
     def __init__(
         self,
@@ -31,11 +35,12 @@ class PeerTopology(Topology):
         greeting: Greeting,
         port_offset: int,
         clock: Callable[[], float],
+        host: HostFolder | None = None,
     ) -> None:
         super().__init__(config, clock, "peers")
-        self._dialer = Dialer(
-            config.address, config.connect_timeout_seconds, config.read_timeout_seconds, clock
-        )
+        self._config = config
+        self._host = host
+        self._found_here: dict[Node, SocketName] = {}
         self._clock = clock
         self._addresses = addresses
         self._greeting = greeting
@@ -57,13 +62,27 @@ class PeerTopology(Topology):
             self._guests = known | {node: ((host, port), now + _GUEST_SECONDS)}
         return node
 
+    def here(self, engine_id: str) -> Node | None:
+        """The engine of that name, if it is on this host."""
+        node = Node(f"host {digest(engine_id)}") if engine_id else None
+        return node if node in self._found_here else None
+
+    def address_here(self, node: str) -> str | None:
+        """The path of a peer's socket, if it is on this host."""
+        name = self._found_here.get(Node(node))
+        return self._host.address(name) if name is not None and self._host is not None else None
+
     @property
     def num_ranks(self) -> int:
         """Of this engine."""
         return self._greeting.num_ranks
 
     def prepare(self) -> None:
-        """Look names up. One that nobody knows for now keeps nobody else out."""
+        """Look into the folder, and names up. One that nobody knows for now keeps nobody else
+        out."""
+        self._look_here()
+        if self._is_looked_up:
+            return
         self._next_look = self._clock() + _SECONDS_BETWEEN_LOOKS
         found: dict[Node, Endpoint] = {}
         for address in self._addresses:
@@ -73,8 +92,22 @@ class PeerTopology(Topology):
         self._endpoints = dict(sorted(found.items())[:MAX_PEERS])
 
     def is_current(self) -> bool:
-        is_fixed = self._endpoints and not any(address.is_dns for address in self._addresses)
-        return bool(is_fixed) or self._clock() < self._next_look
+        return self._is_looked_up and (self._host is None or self._host.is_as_seen)
+
+    @property
+    def _is_looked_up(self) -> bool:
+        is_fixed = self._endpoints or not self._addresses
+        if is_fixed and not any(address.is_dns for address in self._addresses):
+            return True
+        return self._clock() < self._next_look
+
+    def _look_here(self) -> None:
+        if self._host is None:
+            return
+        own = digest(self._greeting.engine_id)
+        wanted = digest(self._config.namespace), self.port_offset, self._greeting.num_ranks
+        found = [name for name in self._host.engines(*wanted) if name.engine != own]
+        self._found_here = {Node(f"host {name.engine}"): name for name in found}
 
     def node_of(self, key: bytes) -> Node | None:
         """The one peer that there is; ``None`` where somebody has to be asked first."""
@@ -82,11 +115,11 @@ class PeerTopology(Topology):
         return nodes[0] if len(nodes) == 1 else None
 
     def peers(self) -> tuple[Node, ...]:
-        """Those that are configured."""
+        """Those on this host, and those that are configured."""
         now = self._clock()
         return tuple(
             node
-            for node in self._endpoints
+            for node in (*self._found_here, *self._endpoints)
             if node not in self._own and self._distrusted.get(node, now) <= now
         )
 
@@ -101,11 +134,12 @@ class PeerTopology(Topology):
     def connect(self, node: Node, max_bytes: int) -> Client:
         if (guest := self._guests.get(node)) is not None:
             return self._dialer.connect(*guest[0], max_bytes)
-        try:
-            host, port = self._endpoints[node]
-        except KeyError:
-            raise OSError("it is no peer any more") from None
-        client = self._dialer.connect(host, port, max_bytes)
+        if (name := self._found_here.get(node)) is not None and self._host is not None:
+            client = self._connect_here(self._host, name, max_bytes)
+        elif (endpoint := self._endpoints.get(node)) is not None:
+            client = self._dialer.connect(*endpoint, max_bytes)
+        else:
+            raise OSError("it is no peer any more")
         try:
             found = Greeting.parse(client.execute_command("PEER"))
             if found.engine_id == self._greeting.engine_id:
@@ -118,6 +152,15 @@ class PeerTopology(Topology):
             client.close()
             raise
         return client
+
+    def _connect_here(self, host: HostFolder, name: SocketName, max_bytes: int) -> Client:
+        address = replace(self._config.address, path=host.address(name))
+        seconds = self._config.connect_timeout_seconds, self._config.read_timeout_seconds
+        try:
+            return Dialer(address, *seconds, self._clock).connect("", 0, max_bytes)
+        except TALK_ERRORS:
+            host.remove_if_dead(name)
+            raise
 
     def mark_stale(self) -> None:
         """Peers come and go by their own addresses: names are looked up in their own time."""

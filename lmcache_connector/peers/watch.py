@@ -105,6 +105,7 @@ class _Guest:
         self._open: list[Awaited] = []
         self._read: list[str] = []
         self._clients: list[Client] = []  # by rank
+        self._engine_id = ""
         self.is_ended = False
         start_thread("lmc-transfers", self._run)
 
@@ -209,6 +210,7 @@ class _Guest:
         host, port = self._source.host, self._source.port
         self._clients.append(self._dialer.connect(host, port, _MAX_ANSWER_BYTES))
         greeting = Greeting.parse(self._clients[0].execute_command("PEER"))
+        self._engine_id = greeting.engine_id
         if greeting.num_ranks > MAX_RANKS:
             raise ValueError(f"it has {greeting.num_ranks} ranks")
         for rank in range(1, greeting.num_ranks):
@@ -225,7 +227,7 @@ class _Guest:
                 awaited.by_rank.append(_prefixes(said))
                 if len(awaited.by_rank) == len(self._clients):
                     held = frozenset.intersection(*awaited.by_rank)
-                    awaited.settle(Offered(held, len(self._clients)))
+                    awaited.settle(Offered(held, len(self._clients), self._engine_id))
             elif said is None and now - awaited.asked_at > _UNKNOWN_SECONDS:
                 awaited.settle(Offered(cause=Cause.UNKNOWN))
             elif now >= awaited.until:

@@ -184,11 +184,13 @@ class SchedulerBuild:
         lookups: dict[Tier, RedisLookup] = {}
         if Tier.PEER in tiers and (peer_config := config.peer_tier_config()) is not None:
             from lmcache_connector.peers.commands import Greeting
+            from lmcache_connector.peers.host import open_folder
             from lmcache_connector.peers.lookup import PeerLookup
             from lmcache_connector.peers.topology import PeerTopology
 
             greeting, addresses = Greeting(model.world_size, self.engine_id), config.peer_addresses
-            topology = PeerTopology(peer_config, addresses, greeting, 0, time.monotonic)
+            host = open_folder(config.host_folder) if config.host_sharing else None
+            topology = PeerTopology(peer_config, addresses, greeting, 0, time.monotonic, host)
             lookups[Tier.PEER] = PeerLookup(peer_config, geometries, topology, time.monotonic)
         if (redis_config := config.redis_tier_config()) is not None:
             lookups[Tier.REDIS] = RedisLookup(redis_config, geometries)

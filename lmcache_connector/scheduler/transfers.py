@@ -133,6 +133,7 @@ class Transfers:
             awaited.source.port,
             offered.num_ranks,
             self.settings.is_trusted(awaited.source),
+            offered.engine_id,
         )
         return None
 

@@ -373,6 +373,8 @@ class WorkerAdapter:
             holdings=self._engine.holdings(),
             redis=self._tier.stats() if self._tier is not None else None,
             peers=self._peers.counts() if self._peers is not None else TierCounts(),
+            mapped_chunks=self._peers.num_mapped if self._peers is not None else 0,
+            peer_fallbacks=self._peers.num_fallbacks if self._peers is not None else 0,
             refused_chunks=self._transfers.num_refused,
             redis_writes=self._tier.take_write_times() if self._tier is not None else (),
         )

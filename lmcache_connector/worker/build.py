@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,14 @@ from lmcache_connector.keys.prefix_hash import PrefixHasher
 from lmcache_connector.kv_parts.part import Rule, part_key
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
-from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.peers.host import (
+    HostFolder,
+    HostFolderError,
+    SocketName,
+    digest,
+    open_folder,
+)
+from lmcache_connector.peers.server import Limits, PeerServer, listen
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.storage.chunk_codec import HEADER_BYTES, Sealer
 from lmcache_connector.storage.geometry import PartGeometries
@@ -148,6 +156,7 @@ def _worker_settings(
             pin_share=config.pin_share,
             report_writes=kv_events,
             pace=Pace.for_lifetime(config.redis_ttl_seconds),
+            shares_memory=config.host_sharing,
         ),
         parts=model.parts,
         probe_keys=_probe_keys(config, model) if loads else (),
@@ -195,8 +204,9 @@ def _peer_tier_maker(
     from lmcache_connector.peers.topology import PeerTopology
 
     greeting = Greeting(model.world_size, str(transfer.engine_id))
+    host = open_host_folder(config)
     topology = PeerTopology(
-        tier_config, config.peer_addresses, greeting, model.rank, time.monotonic
+        tier_config, config.peer_addresses, greeting, model.rank, time.monotonic, host
     )
     return partial(PeerTier, tier_config, _geometries(model), topology)
 
@@ -204,12 +214,13 @@ def _peer_tier_maker(
 def _peer_server_maker(
     config: ConnectorConfig, model: ModelDescription, vllm_config: VllmConfig
 ) -> Callable[[Chunks, Transfers], PeerServer] | None:
-    if config.peer_listen is None:
+    host = open_host_folder(config)
+    if config.peer_listen is None and host is None:
         return None
-    transfer, address = vllm_config.kv_transfer_config, Address.parse(config.peer_listen)
+    transfer = vllm_config.kv_transfer_config
     assert transfer is not None
+    engine_id = str(transfer.engine_id)
     first_rank = engine_index(vllm_config.parallel_config) * model.world_size
-    port = address.port + first_rank + model.rank
     ranks = zip(*(part.geometries for part in model.parts), strict=True)
     geometries = [PartGeometries(parts) for parts in ranks]
     leased_bytes = int(config.rank_gib * 2**30 * _LEASED_SHARE)
@@ -221,22 +232,54 @@ def _peer_server_maker(
             model.rank,
             namespace=config.namespace,
             sealer=Sealer(config.hash_key_bytes),
-            greeting=Greeting(model.world_size, str(transfer.engine_id)),
+            greeting=Greeting(model.world_size, engine_id),
             max_payload_bytes=RedisTierConfig.max_value_bytes - HEADER_BYTES,
             secret=config.peer_secret_bytes,
             transfers=transfers,
         )
-        try:
-            server = PeerServer(address.host, port, commands, Limits(leased_bytes=leased_bytes))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"'peer_listen': cannot listen on {address.host}, port {port}: {reason}"
-            ) from error
+        listeners, on_end = [], _nothing
+        if config.peer_listen is not None:
+            address = Address.parse(config.peer_listen)
+            listeners.append(_listen(address.host, address.port + first_rank + model.rank))
+        if host is not None:
+            names = digest(config.namespace), digest(engine_id)
+            name = SocketName(*names, model.rank, model.world_size)
+            try:
+                listeners.append(host.listen(name))
+                on_end = partial(host.remove, name)
+            except HostFolderError as error:
+                logger.warning("No other engine of this host can load from here: %s", error)
+        limits = Limits(leased_bytes=leased_bytes)
+        server = PeerServer(listeners, commands, limits, on_end=on_end)
         transfers.on_change = server.look_again
         return server
 
     return start
+
+
+def _nothing() -> None:
+    """There is no socket in a folder to remove."""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen(host, port)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"'peer_listen': cannot listen on {host}, port {port}: {reason}"
+        ) from error
+
+
+def open_host_folder(config: ConnectorConfig) -> HostFolder | None:
+    """Where other engines of this host are found; ``None`` without sharing. Raises
+    :class:`ConfigError`."""
+    if not config.host_sharing:
+        return None
+    try:
+        return open_folder(config.host_folder)
+    except HostFolderError as error:
+        raise ConfigError(f"'host_folder': {error}") from error
 
 
 def _geometries(model: ModelDescription) -> PartGeometries:

@@ -41,6 +41,7 @@ from lmcache_connector.plans import (
 from lmcache_connector.retention.ledger import Ledger
 from lmcache_connector.retention.queues import Holdings, Limits
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.worker.lmcache_memory import SharedMemory
 from lmcache_connector.worker.lmcache_peers import CpuTierChunks
 from lmcache_connector.worker.lmcache_plugs import (
     BlockCopyConnector,
@@ -100,11 +101,14 @@ class LMCacheEngineAdapter:
         self._database = PlannedTokenDatabase(metadata)
         self._blocks = BlockCopyConnector(self._sizes, copier)
         self.fence = copier.fence  # of the work that the device has been given so far
-        self._engine = start_engine(
-            settings, metadata, self._database, self._blocks, redis_tier, peers
-        )
+        self._shared = SharedMemory()
+        with self._shared.allocating() if settings.shares_memory else nullcontext():
+            self._engine = start_engine(
+                settings, metadata, self._database, self._blocks, redis_tier, peers
+            )
         backends = self._engine.storage_manager.storage_backends
         self._cpu: LocalCPUBackend = backends["LocalCPUBackend"]
+        self._shared.keep(self._cpu)
         self._plugin = backends.get(REDIS_BACKEND)
         sources = [source for source in (redis_tier, peers) if source is not None]
         if sources and self._plugin is None:
@@ -118,7 +122,7 @@ class LMCacheEngineAdapter:
         LedgerPolicy(self._ledger, self._database.engine_key).install(self._cpu)
         self._changed = ChangedKeys()
         self._cpu.batched_msg_sender = self._changed
-        self.chunks = CpuTierChunks(self._cpu, self._database, self._sizes.geometries)
+        self.chunks = CpuTierChunks(self._cpu, self._database, self._sizes.geometries, self._shared)
         self._writes: RedisWrites | None = None
         if redis_tier is not None:
             self._writes = RedisWrites(
@@ -336,6 +340,7 @@ class LMCacheEngineAdapter:
         if self._writes is not None:
             self._writes.close(seconds)
         self._engine.close()
+        self._shared.close()
 
     def _retrieve(
         self,

@@ -8,6 +8,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.worker.lmcache_memory import SharedMemory
 from lmcache_connector.worker.lmcache_plugs import PlannedTokenDatabase, chunk_key_of, value_bytes
 
 
@@ -17,6 +18,7 @@ class ChunkLease:
 
     view: memoryview
     memory: MemoryObj
+    offset: int
 
     def release(self) -> None:
         self.memory.ref_count_down()
@@ -27,11 +29,20 @@ class CpuTierChunks:
     A chunk comes to the tier when its store has copied it."""
 
     def __init__(
-        self, cpu: LocalCPUBackend, database: PlannedTokenDatabase, geometries: PartGeometries
+        self,
+        cpu: LocalCPUBackend,
+        database: PlannedTokenDatabase,
+        geometries: PartGeometries,
+        shared: SharedMemory,
     ) -> None:
+        self._shared = shared
         self._cpu = cpu
         self._database = database
         self._geometries = geometries
+
+    @property
+    def memory(self) -> int | None:
+        return self._shared.descriptor
 
     def holds(self, key: bytes) -> bool:
         return self._database.engine_key(key) in self._cpu.hot_cache
@@ -41,7 +52,8 @@ class CpuTierChunks:
         memory = self._cpu.get_blocking(self._database.engine_key(key))
         if memory is None:
             return None
-        return ChunkLease(value_bytes(memory, self._geometries.of(key)).toreadonly(), memory)
+        view = value_bytes(memory, self._geometries.of(key)).toreadonly()
+        return ChunkLease(view, memory, self._shared.offset_of(memory.raw_tensor))
 
     def all_keys(self) -> list[bytes]:
         with self._cpu.cpu_lock:

@@ -58,7 +58,7 @@ class EngineSettings:
     ``rank_gib`` is the size of its CPU tier, of which a tenant keeps ``tenant_share`` while others
     want the room, and ``pin_share`` may be pinned. ``overrides`` are the user's ``lmcache.*`` keys.
     ``report_writes``: remember which chunks have come to Redis. ``pace``: of offering chunks to
-    Redis again.
+    Redis again. ``shares_memory``: others of this host may map the CPU tier.
     """
 
     rank: int
@@ -69,6 +69,7 @@ class EngineSettings:
     pin_share: float = 0.0
     report_writes: bool = False
     pace: Pace = field(default_factory=Pace)
+    shares_memory: bool = False
 
 
 def cuda_code_warning() -> str | None:

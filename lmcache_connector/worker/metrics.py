@@ -35,7 +35,8 @@ _DROPPED = (WriteEnd.QUEUE_FULL, WriteEnd.FAILED)
 class RankSnapshot:
     """One rank at one moment.
 
-    ``redis``: ``None`` without a Redis tier; ``peers``: what was read from them since the start.
+    ``redis``: ``None`` without a Redis tier; ``peers``: what was read from them since the start, of
+    which ``mapped_chunks`` came out of their memory, and ``peer_fallbacks`` reads did not.
     ``redis_writes``: bytes and seconds of each burst written to Redis since the last snapshot.
     """
 
@@ -46,6 +47,8 @@ class RankSnapshot:
     redis_writes: Sequence[tuple[int, float]] = ()
     holdings: Holdings = field(default_factory=Holdings)
     peers: TierCounts = field(default_factory=TierCounts)
+    mapped_chunks: int = 0
+    peer_fallbacks: int = 0
     refused_chunks: int = 0
 
 
@@ -61,7 +64,7 @@ class WorkerMetrics:
         self.tally = Tally()
         self._last_counts = self._last_peers = TierCounts()
         self._last_holdings = Holdings()
-        self._last_refused = 0
+        self._last = RankSnapshot(0, 0, 0, None)
         self._next_snapshot = _AT_ONCE
 
     def job_ended(self, job: LoadJob | StoreJob | PrefetchJob, result: JobResult) -> None:
@@ -126,9 +129,11 @@ class WorkerMetrics:
         for result, amount in _chunks_since(self._last_peers, snapshot.peers):
             self.tally.count("peer_chunks", result, amount=amount)
         self._last_peers = snapshot.peers
-        refused = snapshot.refused_chunks - self._last_refused
-        self.tally.count("p2p_refused_chunks", amount=refused)
-        self._last_refused = snapshot.refused_chunks
+        last, self._last = self._last, snapshot
+        tally = self.tally
+        tally.count("p2p_refused_chunks", amount=snapshot.refused_chunks - last.refused_chunks)
+        tally.count("peer_mapped_chunks", amount=snapshot.mapped_chunks - last.mapped_chunks)
+        tally.count("peer_fallbacks", amount=snapshot.peer_fallbacks - last.peer_fallbacks)
 
     def _count_holdings(self, now: Holdings) -> None:
         tally, last = self.tally, self._last_holdings

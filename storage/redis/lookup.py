@@ -55,6 +55,11 @@ class RedisLookup:
         self._servers = Servers(config, topology, clock, random, kind=kind)
         self._connections = Connections(self._servers, config.read_timeout_seconds)
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether there is anybody to ask. From any thread."""
+        return True
+
     def learn_geometries(self, geometries: Sequence[PartGeometries]) -> None:
         """Those of all ranks, once they are known better. Before anything is asked; thread-safe."""
         parts = zip(*(rank.parts for rank in geometries), strict=True)

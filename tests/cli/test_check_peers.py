@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmcache_connector.peers.host import HostFolder, SocketName, digest
 from tests.support.command_line import Cli, CliResult
 from tests.support.engines.ports import free_ports
 
@@ -34,6 +36,25 @@ def test_what_is_effective_is_said(cli: Cli) -> None:
     assert "hash_key set" in found(outcome)["settings"]["detail"]
     assert found(outcome)["address"]["detail"] == "reached from this host only"
     assert SECRET not in outcome.out + outcome.err
+
+
+def test_the_folder_of_the_host_is_looked_into(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "host"
+
+    def check() -> CliResult:
+        return cli("check", transfer("kv_producer", host_folder=str(path)), "--json")
+
+    assert "will find each other" in found(check())["host"]["detail"]
+    assert not path.exists()
+    folder = HostFolder(path)
+    with folder.listen(SocketName(digest("default"), digest("engine"), 0, 1)):
+        assert found(check())["host"]["detail"] == f"1 engines of this namespace are in {path}"
+    path.chmod(0o755)
+    outcome = check()
+    assert outcome.code == 1
+    assert "with mode 0700" in found(outcome)["host"]["detail"]
+    off = cli("check", transfer("kv_producer", host_sharing=False), "--json")
+    assert "host" not in found(off)
 
 
 @pytest.mark.parametrize("port", [0, 70000, "here", None, True])

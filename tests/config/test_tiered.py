@@ -9,6 +9,7 @@ import pytest
 
 from lmcache_connector.config.tiered import ConnectorConfig, check_settings, parse_config
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.plans import Tier
 
 SECRET = "hunter2-very-secret"
 
@@ -192,5 +193,14 @@ def test_what_a_peer_server_needs_beyond_loopback(settings: dict[str, Any], prob
     ],
 )
 def test_peers_that_may_be(settings: dict[str, Any]) -> None:
-    config = parse_config(settings)
+    config = parse_config({**settings, "host_sharing": False})
     assert (config.peer_tier_config() is not None) == bool(config.peers)
+    assert config.remote_tiers == ((Tier.PEER,) if config.peers else ())
+    assert parse_config(settings).remote_tiers == (Tier.PEER,)
+
+
+def test_a_folder_nobody_looks_into_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without 'host_sharing' nobody looks into it"):
+        parse_config({"host_folder": "/x", "host_sharing": False})
+    with pytest.raises(ConfigError, match="host_folder"):
+        parse_config({"host_folder": "relative"})

@@ -39,7 +39,8 @@ def test_sound_settings_are_not_talked_about(kv_role: str) -> None:
 
 @pytest.mark.parametrize(("kv_role", "what"), [("kv_consumer", "load"), ("kv_producer", "store")])
 def test_half_a_connector_needs_the_other_half(kv_role: str, what: str) -> None:
-    (warning,) = of_settings(kv_role)
+    assert of_settings(kv_role) == [], "others of this host are the other half"
+    (warning,) = of_settings(kv_role, host_sharing=False)
     assert f"{kv_role} {what}s only" in warning
     assert "set redis_url, or kv_role kv_both" in warning
 

@@ -21,16 +21,20 @@ LIMITS = PATIENT
 NUM_TOKENS = 5 * CHUNK_SIZE + 40
 
 
-@pytest.fixture(scope="module")
-def pair(start: StartInstance) -> Iterator[list[VllmInstance]]:
-    ports = [free_ports(1), free_ports(1)]
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    transfers = [
-        kv_transfer(peer_listen=own, peers=addresses)
-        for own in addresses  # itself among them, as behind a headless service
-    ]
+@pytest.fixture(scope="module", params=["addresses", "host"])
+def pair(
+    request: pytest.FixtureRequest, start: StartInstance, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[VllmInstance]]:
+    """They find each other by addresses, or, being on one host, by themselves."""
+    if request.param == "host":
+        transfers = [kv_transfer(host_folder=str(tmp_path_factory.mktemp("peers") / "host"))] * 2
+    else:
+        addresses = [f"127.0.0.1:{free_ports(1)}" for _ in range(2)]
+        # Itself among them, as behind a headless service.
+        transfers = [kv_transfer(peer_listen=own, peers=addresses) for own in addresses]
     with start(transfers[0]) as one, start(transfers[1]) as two:
         for writer, reader in ((one, two), (two, one)):  # which was there before its peer
+            # A stop watch would measure this machine: two seconds are tests/peers/test_host.py.
             assert any(finds(writer, reader, 100 + seed) for seed in range(40))
         yield [one, two]
 
@@ -45,11 +49,23 @@ def finds(writer: VllmInstance, reader: VllmInstance, seed: int) -> bool:
     return reader.counts().total("peer_chunks", "hit") > before
 
 
-def test_what_one_computed_the_other_loads(pair: list[VllmInstance]) -> None:
+def _counted(reader: VllmInstance) -> list[float]:
+    counts = reader.counts()
+    hits, tokens = counts.total("peer_chunks", "hit"), counts.total("hit_tokens", "peer")
+    return [hits, tokens, counts.total("peer_mapped_chunks")]
+
+
+def test_what_one_computed_the_other_loads(
+    pair: list[VllmInstance], request: pytest.FixtureRequest
+) -> None:
+    is_mapped = request.node.callspec.params["pair"] == "host"
     for seed, (writer, reader) in enumerate((pair, pair[::-1])):
         prompt = random_prompt(seed, NUM_TOKENS)
         cold = writer.serve(prompt)
+        before = _counted(reader)
         hit = reader.serve(prompt)
+        came = [now - then for now, then in zip(_counted(reader), before, strict=True)]
+        assert came == [5, 5 * CHUNK_SIZE, 5 if is_mapped else 0]
         assert hit.external_hit_tokens == 5 * CHUNK_SIZE
         assert () != hit.block_digests == cold.block_digests
         # It stores what follows, and has it without its peer from now on.

@@ -38,6 +38,7 @@ class GatedLookup:
         self.closed = False
         self.error: Exception | None = None
         self.last_seconds = {Tier.REDIS: 0.5}
+        self.has_servers = True
 
     def find(self, keys: Sequence[bytes], deadline: float) -> Sequence[Tier | None]:
         self.asked.append((keys, deadline))

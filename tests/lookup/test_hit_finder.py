@@ -51,6 +51,7 @@ class SlowLookup:
         self._clock = clock
         self.seconds: list[float] = []
         self.last_seconds: dict[Tier, float] = {}
+        self.has_servers = True
         self.num_held: int | None = None
         self.gate = threading.Event()
         self.gate.set()

@@ -235,6 +235,7 @@ class Instance:
                 "redis_url": self._redis_url,
                 "cpu_gib": self.shape.cpu_gib,
                 "model_digest": "simulated",
+                "host_sharing": False,
                 **self.shape.settings,
             },
         )

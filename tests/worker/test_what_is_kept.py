@@ -48,6 +48,7 @@ class Rank:
 
     redis: RedisTier | None = None
     peers: PeerTier | None = None
+    shares_memory: bool = False
     cache: torch.Tensor = field(init=False)
     engine: LMCacheEngineAdapter = field(init=False)
     num_jobs: int = 0
@@ -58,7 +59,12 @@ class Rank:
         caches = {f"layers.{i}": self.cache[i] for i in range(2)}
         part = PagedPart.from_kv_caches(one_part(GEOMETRY, 64)[0], 0, caches)
         rank_gib = CAPACITY * GEOMETRY.chunk_bytes / 2**30
-        settings = EngineSettings(0, 1, rank_gib, tenant_share=0.5, pin_share=0.5)
+        settings = EngineSettings(
+            *(0, 1, rank_gib),
+            tenant_share=0.5,
+            pin_share=0.5,
+            shares_memory=self.shares_memory,
+        )
         copier = make_copier(torch.device("cpu"))
         self.engine = LMCacheEngineAdapter(settings, [part], copier, self.redis, self.peers)
 

@@ -135,6 +135,7 @@ def _transfer(shape: Shape) -> KVTransferConfig:
             "compute_or_load": "always",
             "redis_admission": shape.admission,
             "audit_share": shape.audit_share,
+            "host_sharing": False,
             # Prompts are short here, and shall have such places in them.
             "window_interval": 4 * max(spans, default=1),
         },

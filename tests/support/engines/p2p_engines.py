@@ -20,6 +20,7 @@ load, which is 30 s, though most of it is computing, perhaps on a busy machine."
 
 def kv_transfer(role: str, port: int, **extra: Any) -> dict[str, Any]:
     """The JSON of ``--kv-transfer-config``."""
+    extra.setdefault("host_sharing", False)
     return {
         "kv_connector": "LMCacheP2PConnector",
         "kv_role": role,

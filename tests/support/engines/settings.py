@@ -9,7 +9,10 @@ CHUNK_SIZE = 2 * BLOCK_SIZE  # so that a hit can begin inside a chunk
 
 
 def tiered_transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    """The connector with the settings ``extra``, and its defaults for all others."""
+    """The connector with the settings ``extra``, and its defaults for all others. It shares with
+    other engines of this host only in a folder of its own."""
+    if "host_folder" not in extra:
+        extra.setdefault("host_sharing", False)
     return {
         "kv_connector": "LMCacheTieredConnector",
         "kv_role": role,

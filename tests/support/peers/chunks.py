@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_connector.peers.commands import Chunks, Commands, Greeting
-from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.peers.server import Limits, PeerServer, listen
 from lmcache_connector.peers.transfers import Transfers
 from lmcache_connector.storage.chunk_codec import Sealer
 from lmcache_connector.storage.geometry import PartGeometries
@@ -25,6 +29,10 @@ class CountedLease:
     chunks: HeldChunks
     key: bytes
 
+    @property
+    def offset(self) -> int:
+        return self.chunks.offsets[self.key]
+
     def release(self) -> None:
         with self.chunks.lock:
             self.chunks.leases[self.key] -= 1
@@ -38,6 +46,19 @@ class HeldChunks:
         self.lock = threading.Condition()
         self.leases: Counter[bytes] = Counter()
         self.data = {chunk_key(i): chunk_data(i, parts.of(chunk_key(i))) for i in indices}
+        self.memory: int | None = None
+        self.offsets: dict[bytes, int] = {}
+
+    def share(self) -> mmap.mmap:
+        """Their bytes from now on in memory that others may map."""
+        self.memory = os.memfd_create("chunks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.memory, max(1, sum(map(len, self.data.values()))))
+        shared, at = mmap.mmap(self.memory, 0), 0
+        fcntl.fcntl(self.memory, 1033, 0x2 | 0x4)  # F_ADD_SEALS: F_SEAL_SHRINK, F_SEAL_GROW
+        for key, data in self.data.items():
+            self.offsets[key], shared[at : at + len(data)] = at, data
+            at += len(data)
+        return shared
 
     def holds(self, key: bytes) -> bool:
         return key in self.data
@@ -77,6 +98,7 @@ def serving(
     engine_id: str = "engine",
     port: int = 0,
     transfers: Transfers | None = None,
+    listener: socket.socket | None = None,
     **more: Any,
 ) -> Iterator[PeerServer]:
     """A peer server on a free port; when it ends, nothing is leased any more."""
@@ -91,7 +113,8 @@ def serving(
         secret=secret,
         transfers=transfers,
     )
-    server = PeerServer("127.0.0.1", port, commands, limits, **more)
+    listener = listener or listen("127.0.0.1", port)
+    server = PeerServer([listener], commands, limits, **more)
     if transfers is not None:
         transfers.on_change = server.look_again
     try:

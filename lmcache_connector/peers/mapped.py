@@ -1,0 +1,289 @@
+"""Chunks of another process on this host, copied out of its memory.
+
+The owner's CPU tier is a memfd, which a Unix socket hands over: ``MAP``. To read chunks, a reader
+has them leased (``LEASE``: where each value lies, and its header), copies them out of its mapping,
+checks the seals of its copies, and lets go (``RELEASE``). The seals were made of leased bytes, so
+whatever happens to them meanwhile, a copy is equal or a miss: a reader that was stopped for long
+has lost its leases, and may copy something else. The mapping is for reading only, and ends with the
+connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.storage.chunk_codec import (
+    HEADER_BYTES,
+    InvalidValueError,
+    Sealer,
+    ValueHeader,
+    check_value,
+)
+from lmcache_connector.storage.redis.client.resp import command
+from lmcache_connector.storage.redis.config import ValuePlan
+from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 0.5
+"""An owner that answers a question about its memory later than that is busy, or stopped."""
+_RETRY_SECONDS, _NOT_OFFERED_SECONDS = 5.0, 60.0
+_BATCH_BYTES = 16 << 20
+_MAX_BATCH_VALUES = 256
+_PLACE = struct.Struct("<Q")
+_SEALED = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW: a mapping of it never faults
+_F_GET_SEALS = 1034
+
+
+class _Lost(Exception):
+    """The connection cannot be used any more."""
+
+
+class _NotOffered(Exception):
+    """The peer serves its chunks by the socket alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """``index``: of the chunk that it is a part of."""
+
+    index: int
+    name: bytes
+    expected: ValueHeader
+    payload: memoryview
+
+
+class MappedPeers:
+    """Reads from peers on this host. ``address_of(node)``: the path of a peer's socket; ``None``:
+    it is no such peer. Thread-safe. ``num_failed``: reads that had to go another way."""
+
+    def __init__(
+        self,
+        plan: ValuePlan,
+        address_of: Callable[[str], str | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._address_of = address_of
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[_Mapping]] = {}
+        self._not_before: dict[str, float] = {}
+        self._is_closed = False
+        self.num_failed = 0
+
+    def read(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], node: str, limit: Deadline
+    ) -> list[bool] | None:
+        """Which of the chunks have come, all of their bytes checked. ``None``: this way is not to
+        be had, and the buffers hold rubbish."""
+        address = self._address_of(node)
+        if address is None or self._clock() < self._not_before.get(node, 0.0):
+            return None
+        try:
+            with self._mapping(node, address, limit) as mapping:
+                return mapping.read(self._plan, keys, buffers, limit)
+        except _NotOffered:
+            self._leave_alone(node, _NOT_OFFERED_SECONDS)
+        except (_Lost, OSError, ValueError) as error:
+            self.num_failed += 1
+            logger.debug("The memory of %s cannot be read: %s", node, error)
+            self._leave_alone(node, _RETRY_SECONDS)
+        return None
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, {}
+        for mappings in idle.values():
+            for mapping in mappings:
+                mapping.close()
+
+    def _leave_alone(self, node: str, seconds: float) -> None:
+        now = self._clock()
+        with self._lock:
+            left = {other: at for other, at in self._not_before.items() if at > now}
+            self._not_before = left | {node: now + seconds}
+
+    @contextlib.contextmanager
+    def _mapping(self, node: str, address: str, limit: Deadline) -> Iterator[_Mapping]:
+        """One that nobody else uses meanwhile. One that fails is closed."""
+        with self._lock:
+            gone = [other for other in self._idle if self._address_of(other) is None]
+            closing = [mapping for other in gone for mapping in self._idle.pop(other)]
+            idle = self._idle.get(node)
+            mapping = idle.pop() if idle else None
+        for each in closing:
+            each.close()
+        if mapping is not None and not mapping.is_fresh:  # its owner has gone, and maybe come back
+            mapping.close()
+            mapping = None
+        mapping = mapping or _Mapping(address, _seconds(limit))
+        try:
+            yield mapping
+        except BaseException:
+            mapping.close()
+            raise
+        with self._lock:
+            if not self._is_closed:
+                self._idle.setdefault(node, []).append(mapping)
+                return
+        mapping.close()
+
+
+class _Mapping:
+    """A connection, and the memory of who is at its other end. Raises ``OSError``, ``ValueError``
+    or `_Lost` in all it does; `_NotOffered` at first."""
+
+    def __init__(self, address: str, seconds: float) -> None:
+        self._sock = socket.socket(socket.AF_UNIX)
+        self._received = bytearray()
+        try:
+            self._sock.settimeout(seconds)
+            self._sock.connect(address)
+            self._sock.sendall(command(b"MAP"))
+            data, descriptors, _, _ = socket.recv_fds(self._sock, 64, 1)
+            try:
+                if not descriptors:
+                    raise _NotOffered
+                self._map = _mapped(descriptors[0])
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            self._received += data
+            self._line()
+        except BaseException:
+            self._sock.close()
+            raise
+        self._memory = np.frombuffer(self._map, np.uint8)
+        self._poll = select.poll()
+        self._poll.register(self._sock, select.POLLIN)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is connected, and nothing is left to read."""
+        return not (self._received or self._poll.poll(0))
+
+    def read(
+        self,
+        plan: ValuePlan,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        limit: Deadline,
+    ) -> list[bool]:
+        hits = [True] * len(keys)
+        for batch in _batches(plan, keys, buffers):
+            if limit.remaining() <= 0.0:
+                for value in batch:
+                    hits[value.index] = False
+                continue
+            self._sock.settimeout(_seconds(limit))
+            self._sock.sendall(command(b"LEASE", *(value.name for value in batch)))
+            places = self._places(len(batch))
+            for value, place in zip(batch, places, strict=True):
+                if not (hits[value.index] and self._copy(plan.sealer, value, place)):
+                    hits[value.index] = False
+            self._sock.sendall(command(b"RELEASE"))
+            if self._line() != b"+OK":
+                raise _Lost("a lease that does not end")
+        return hits
+
+    def close(self) -> None:
+        self._sock.close()
+        del self._memory
+        self._map.close()
+
+    def _copy(self, sealer: Sealer, value: _Value, place: bytes | None) -> bool:
+        """Whether the value is there, and its copy what it should be."""
+        if place is None:
+            return False
+        (offset,) = _PLACE.unpack_from(place)
+        size = len(value.payload)
+        if offset + size > len(self._memory):
+            raise _Lost("a place outside of the memory")
+        # Unlike a memoryview's, numpy's copy lets the engine's step run meanwhile.
+        np.copyto(np.frombuffer(value.payload, np.uint8), self._memory[offset : offset + size])
+        try:
+            check_value(place[_PLACE.size :], value.payload, value.expected, sealer)
+        except InvalidValueError:
+            return False
+        return True
+
+    def _places(self, count: int) -> list[bytes | None]:
+        line = self._line()
+        if line != b"*%d" % count:
+            raise _Lost(line[:64])
+        return [self._bulk() for _ in range(count)]
+
+    def _bulk(self) -> bytes | None:
+        line, size = self._line(), _PLACE.size + HEADER_BYTES
+        if line == b"$-1":
+            return None
+        if line != b"$%d" % size:
+            raise _Lost(line[:64])
+        while len(self._received) < size + 2:
+            self._receive()
+        found = bytes(self._received[:size])
+        del self._received[: size + 2]
+        return found
+
+    def _line(self) -> bytes:
+        while (end := self._received.find(b"\r\n")) < 0:
+            if len(self._received) > 256:
+                raise _Lost("a line without an end")
+            self._receive()
+        line = bytes(self._received[:end])
+        del self._received[: end + 2]
+        return line
+
+    def _receive(self) -> None:
+        data = self._sock.recv(64 << 10)
+        if not data:
+            raise _Lost("closed")
+        self._received += data
+
+
+def _seconds(limit: Deadline) -> float:
+    return min(_ANSWER_SECONDS, max(0.001, limit.remaining()))
+
+
+def _mapped(descriptor: int) -> mmap.mmap:
+    """For reading only. Raises ``ValueError`` for what might shrink under the reader."""
+    if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALED != _SEALED:
+        raise ValueError("memory whose size may change")
+    return mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ)
+
+
+def _batches(
+    plan: ValuePlan, keys: Sequence[bytes], buffers: Sequence[memoryview]
+) -> Iterator[list[_Value]]:
+    """All values of the chunks, in order, as many as shall be leased at once."""
+    batch, num_bytes = list[_Value](), 0
+    for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+        tag = chunk_tag(plan.config.namespace, key)
+        for stripe in plan.of(key).stripes:
+            payload = buffer[stripe.offset : stripe.offset + stripe.num_bytes]
+            if batch and (
+                num_bytes + stripe.num_bytes > _BATCH_BYTES or len(batch) >= _MAX_BATCH_VALUES
+            ):
+                yield batch
+                batch, num_bytes = [], 0
+            name = tag + stripe_suffix(stripe)
+            batch.append(_Value(index, name, plan.header(key, stripe), payload))
+            num_bytes += stripe.num_bytes
+    if batch:
+        yield batch

@@ -1,0 +1,273 @@
+"""Engines of one host find each other in a folder, and nobody else in it does harm."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.lookup.any_lookup import AnyLookup
+from lmcache_connector.peers import host, server
+from lmcache_connector.peers.commands import Greeting
+from lmcache_connector.peers.host import (
+    HostFolder,
+    HostFolderError,
+    SocketName,
+    default_folder,
+    digest,
+    open_folder,
+)
+from lmcache_connector.peers.lookup import PeerLookup
+from lmcache_connector.peers.server import PeerServer
+from lmcache_connector.peers.tier import PeerTier
+from lmcache_connector.peers.topology import PeerTopology
+from lmcache_connector.plans import Tier
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from tests.support.peers.chunks import HeldChunks, serving
+from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
+
+FOUND_SECONDS, CHUNK_SECONDS = 2.0, 1.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "host"
+
+
+def name_of(engine: str, rank: int = 0, num_ranks: int = 1) -> SocketName:
+    return SocketName(digest("default"), digest(engine), rank, num_ranks)
+
+
+@contextmanager
+def engine(path: Path, chunks: HeldChunks, name: str = "one", **more: int) -> Iterator[PeerServer]:
+    folder, own = HostFolder(path), name_of(name, **more)
+    leave = partial(folder.remove, own)
+    with serving(chunks, engine_id=name, listener=folder.listen(own), on_end=leave) as found:
+        yield found
+    assert str(own) not in names_in(path)
+
+
+def topology(path: Path, own: str = "reader") -> PeerTopology:
+    config = RedisTierConfig(url="redis://peers")
+    greeting = Greeting(1, own)
+    return PeerTopology(config, (), greeting, 0, time.monotonic, HostFolder(path))
+
+
+@contextmanager
+def looking(path: Path, own: str = "reader") -> Iterator[AnyLookup]:
+    """One whose thread tends it, as that of the scheduler side does."""
+    config = RedisTierConfig(url="redis://peers")
+    peers = PeerLookup(config, [PARTS], topology(path, own))
+    lookup = AnyLookup({Tier.PEER: peers}, time.monotonic)
+    try:
+        yield lookup
+    finally:
+        lookup.close()
+
+
+def names_in(path: Path) -> set[str]:
+    return {each.name for each in path.iterdir()}
+
+
+def within(seconds: float, holds: Callable[[], bool], pause: float = 0.05) -> bool:
+    until = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < until:
+        time.sleep(pause)
+    return held
+
+
+def holds(lookup: AnyLookup, index: int) -> bool:
+    lookup.tend()
+    return lookup.find([chunk_key(index)], time.monotonic() + 0.1) == [Tier.PEER]
+
+
+def test_an_engine_is_found_soon_and_so_is_what_it_stores(path: Path) -> None:
+    chunks = HeldChunks([0])
+    with looking(path) as lookup:
+        assert not holds(lookup, 0)
+        assert not lookup.has_servers, "nobody is asked, so no thread is woken"
+        with engine(path, chunks):
+            assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
+            assert lookup.has_servers
+            assert not holds(lookup, 1)
+            chunks.data[chunk_key(1)] = chunk_data(1)
+            assert within(CHUNK_SECONDS, lambda: holds(lookup, 1))
+        assert within(FOUND_SECONDS, lambda: not holds(lookup, 0))
+        with engine(path, chunks, "another"):
+            assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
+
+
+def test_every_byte_comes_through_the_socket(path: Path) -> None:
+    tier = PeerTier(RedisTierConfig(url="redis://peers"), PARTS, topology(path))
+    try:
+        with engine(path, HeldChunks([0, 1])):
+            buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in range(3)]
+            keys = [chunk_key(i) for i in range(3)]
+
+            def reads() -> bool:
+                views = [memoryview(buffer) for buffer in buffers]
+                result = tier.read(keys, views, time.monotonic() + 1.0)
+                return list(result.hits) == [True, True, False]
+
+            assert within(FOUND_SECONDS, reads)
+            assert buffers[:2] == [chunk_data(i) for i in (0, 1)]
+    finally:
+        assert tier.close(5.0)
+
+
+def test_who_is_not_of_our_kind_is_not_asked(path: Path) -> None:
+    """Itself, other namespaces, other ranks, other numbers of them."""
+    folder = HostFolder(path)
+    others = (
+        name_of("reader"),
+        SocketName(digest("other"), digest("a"), 0, 1),
+        name_of("b", rank=1, num_ranks=2),
+        name_of("c", num_ranks=2),
+    )
+    with ExitStack() as stack:
+        for name in others:
+            stack.enter_context(folder.listen(name))
+        found = topology(path)
+        found.prepare()
+        assert found.peers() == ()
+
+
+def test_what_else_is_in_the_folder_is_left_alone(path: Path) -> None:
+    folder, chunks = HostFolder(path), HeldChunks([0])
+    strange = str(name_of("strange"))
+    (path / strange).write_bytes(b"no socket")
+    (path / str(name_of("folder"))).mkdir()
+    (path / str(name_of("link"))).symlink_to("/dev/zero")
+    for other in ("x", strange + "x", "." + strange, strange.replace("-0-1", "-0-9999999")):
+        (path / other).write_bytes(b"")
+    os.mkfifo(path / str(name_of("pipe")))
+    before = names_in(path)
+    with engine(path, chunks), looking(path) as lookup:
+        assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
+        assert before < names_in(path)
+        assert folder.engines(digest("default"), 0, 1) == [name_of("one")]
+
+
+def test_a_dead_engines_socket_is_removed_by_who_meets_it(path: Path) -> None:
+    folder = HostFolder(path)
+    folder.listen(name_of("dead")).close()  # as a kill leaves it
+    assert (path / str(name_of("dead"))).exists()
+    with looking(path) as lookup:
+
+        def is_empty() -> bool:
+            lookup.tend()
+            return not names_in(path)
+
+        assert within(FOUND_SECONDS, is_empty)
+    folder.listen(name_of("dead")).close()
+    with engine(path, HeldChunks([0])):
+        assert names_in(path) == {str(name_of("one"))}, "a start removes it too"
+    with folder.listen(name_of("dead")):
+        assert folder.remove_if_dead(name_of("dead")) is False
+        assert (path / str(name_of("dead"))).exists()
+
+
+def test_two_engines_of_one_name_do_not_replace_each_other(path: Path) -> None:
+    folder = HostFolder(path)
+    with folder.listen(name_of("one")):
+        with pytest.raises(HostFolderError, match=r"another engine .* has this one's engine_id"):
+            folder.listen(name_of("one"))
+        assert names_in(path) == {str(name_of("one"))}
+    folder.listen(name_of("one")).close()  # after its death
+
+
+def test_engines_that_come_at_the_same_time_are_all_seen(path: Path) -> None:
+    """A file system's clock ticks every few milliseconds."""
+    found = topology(path)
+    folder = HostFolder(path)
+    with ExitStack() as stack:
+        for number in range(20):
+            stack.enter_context(folder.listen(name_of(str(number))))
+            if not found.is_current():
+                found.prepare()
+        while not found.is_current():
+            found.prepare()
+        assert len(found.peers()) == 20
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o701, 0o755, 0o777])
+def test_a_folder_that_others_may_enter_is_refused(path: Path, mode: int) -> None:
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(HostFolderError, match="must belong to the user who runs this, with mode"):
+        HostFolder(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_anothers_folder_is_refused(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(HostFolderError, match="must belong to the user"):
+        HostFolder(path)
+
+
+def test_a_link_to_a_folder_and_a_file_are_refused(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir(mode=0o700)
+    path.symlink_to(tmp_path / "target")
+    with pytest.raises(HostFolderError, match="cannot be used"):
+        HostFolder(path)
+    path.unlink()
+    path.write_bytes(b"")
+    with pytest.raises(HostFolderError, match="cannot be used"):
+        HostFolder(path)
+
+
+def test_without_the_default_folder_nothing_is_shared(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.mkdir(mode=0o755)
+    path.chmod(0o755)
+    monkeypatch.setattr(host, "default_folder", lambda user: path)
+    assert open_folder(None) is None
+    assert "Nothing is shared with other engines of this host" in caplog.text
+    with pytest.raises(HostFolderError):
+        open_folder(str(path))
+
+
+def test_the_folder_is_the_users_own(path: Path) -> None:
+    assert str(os.geteuid()) in str(default_folder(os.geteuid()))
+    folder = HostFolder(path)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+def test_paths_may_be_long(tmp_path: Path) -> None:
+    """Those of sockets are 107 bytes at most."""
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    deep.mkdir(parents=True)
+    with engine(deep / "host", HeldChunks([0])), looking(deep / "host") as lookup:
+        assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
+
+
+def test_another_user_is_not_served(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_user_of", lambda sock: os.geteuid() + 1)
+    with engine(path, HeldChunks([0])):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(10.0)
+        sock.connect(HostFolder(path).address(name_of("one")))
+        with sock:
+            assert sock.recv(1) == b""
+
+
+def test_a_stopped_engine_delays_nobody(path: Path) -> None:
+    """It accepts connections, as the kernel does for it, and answers nothing."""
+    silent = HostFolder(path).listen(name_of("silent"))
+    with silent, engine(path, HeldChunks([0])), looking(path) as lookup:
+        assert within(FOUND_SECONDS, lambda: holds(lookup, 0))
+        started = time.monotonic()
+        assert holds(lookup, 0)
+        assert time.monotonic() - started < 0.1
+        assert (path / str(name_of("silent"))).exists(), "it may go on"
+    assert threading.active_count() < 50

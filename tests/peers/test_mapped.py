@@ -1,0 +1,276 @@
+"""Chunks copied out of the memory of another process: the right bytes, or another way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.net.deadline import Deadline
+from lmcache_connector.peers import mapped
+from lmcache_connector.peers.host import HostFolder
+from lmcache_connector.peers.server import Limits, PeerServer
+from lmcache_connector.peers.tier import PeerTier
+from lmcache_connector.storage.chunk_codec import Sealer
+from lmcache_connector.storage.redis.client.resp import command
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from lmcache_connector.storage.redis.tier import plan_values
+from lmcache_connector.storage.tier import ReadResult
+from tests.peers.test_host import name_of, topology, within
+from tests.support.peers.chunks import HeldChunks, serving
+from tests.support.redis.chunks import GEOMETRY, PARTS, chunk_data, chunk_key
+
+FOUND_SECONDS = 5.0
+CONFIG = RedisTierConfig(url="redis://peers")
+SHARDS = tuple(part.shards for part in PARTS.parts)
+PLAN = plan_values(CONFIG, PARTS, SHARDS, Sealer(None))
+HASH_KEY = b"a secret of enough bytes"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "host"
+
+
+@pytest.fixture
+def chunks() -> HeldChunks:
+    held = HeldChunks(range(6))
+    held.share()
+    return held
+
+
+@contextmanager
+def owner(
+    path: Path, chunks: HeldChunks, limits: Limits | None = None, hash_key: bytes | None = None
+) -> Iterator[PeerServer]:
+    listener = HostFolder(path).listen(name_of("one"))
+    with serving(
+        chunks, engine_id="one", listener=listener, limits=limits, hash_key=hash_key
+    ) as server:
+        yield server
+
+
+@contextmanager
+def reader(path: Path, *, maps: bool = True, hash_key: bytes | None = None) -> Iterator[PeerTier]:
+    config = RedisTierConfig(url="redis://peers", hash_key=hash_key)
+    tier = PeerTier(config, PARTS, topology(path), maps=maps)
+    try:
+        assert within(FOUND_SECONDS, lambda: read(tier, [0])[0].hits == [True])
+        yield tier
+    finally:
+        assert tier.close(5.0)
+
+
+def read(tier: PeerTier, indices: list[int]) -> tuple[ReadResult, list[bytes]]:
+    buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in indices]
+    keys = [chunk_key(i) for i in indices]
+    result = tier.read(keys, [memoryview(b) for b in buffers], time.monotonic() + 5.0)
+    return result, [bytes(b) for b in buffers]
+
+
+def of(indices: list[int]) -> list[bytes]:
+    return [bytes(chunk_data(i)) for i in indices]
+
+
+def test_what_is_there_is_copied_and_nothing_crosses_the_socket(
+    path: Path, chunks: HeldChunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with owner(path, chunks), reader(path) as tier:
+        monkeypatch.setattr(tier._readers, "read", _forbidden)
+        for indices in ([0], [3, 1, 5], list(range(6))):
+            result, data = read(tier, indices)
+            assert result.hits == [True] * len(indices)
+            assert data == of(indices)
+        assert chunks.await_leased(lambda count: count == 0)
+
+
+def _forbidden(*args: object) -> None:
+    raise AssertionError("read by the socket")
+
+
+def test_what_it_lacks_is_a_miss(path: Path, chunks: HeldChunks) -> None:
+    with owner(path, chunks), reader(path) as tier:
+        result, data = read(tier, [0, 9, 1])
+        assert result.hits[:2] == [True, False]
+        assert data[0] == of([0])[0]
+
+
+@pytest.mark.parametrize("hash_key", [None, HASH_KEY])
+def test_bytes_that_change_under_the_reader_are_no_hit(path: Path, hash_key: bytes | None) -> None:
+    """As if it had been stopped for longer than its leases hold."""
+    held = HeldChunks(range(2))
+    shared = held.share()
+    with owner(path, held, hash_key=hash_key), reader(path, hash_key=hash_key) as tier:
+        assert tier._mapped is not None
+        original = held.data[chunk_key(1)]
+        shared[held.offsets[chunk_key(1)]] ^= 1  # what is sealed stays as it was
+        keys = [chunk_key(0), chunk_key(1)]
+        buffers = [bytearray(GEOMETRY.chunk_bytes) for _ in keys]
+        limit = Deadline(time.monotonic() + 5.0, time.monotonic)
+        (node,) = tier._topology.peers()
+        views = [memoryview(b) for b in buffers]
+        assert tier._mapped.read(keys, views, node, limit) == [True, False]
+        result, data = read(tier, [0, 1])  # and the socket brings what it is
+        assert result.hits == [True, True]
+        assert data[1] == bytes(original)
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_each_way_can_be_forced(path: Path, chunks: HeldChunks, maps: bool) -> None:
+    with owner(path, chunks), reader(path, maps=maps) as tier:
+        result, data = read(tier, [2, 4])
+        assert (result.hits, data) == ([True, True], of([2, 4]))
+        assert (tier._mapped is not None) == maps
+
+
+def test_without_memory_to_map_the_socket_brings_it(path: Path) -> None:
+    with owner(path, HeldChunks(range(3))), reader(path) as tier:
+        result, data = read(tier, [0, 1, 2])
+        assert (result.hits, data) == ([True] * 3, of([0, 1, 2]))
+        assert tier.num_fallbacks == 0, "that is no failure"
+
+
+def test_an_owner_that_has_gone_and_come_back_is_mapped_anew(path: Path) -> None:
+    first, second = HeldChunks([0, 1]), HeldChunks([1, 0, 2])
+    first.share(), second.share()
+    with owner(path, first), reader(path) as tier:
+        server = None
+        assert read(tier, [0, 1])[0].hits == [True, True]
+        del server
+    HostFolder(path).remove_if_dead(name_of("one"))
+    with owner(path, second), reader(path) as tier:
+        result, data = read(tier, [0, 1, 2])
+        assert (result.hits, data) == ([True] * 3, of([0, 1, 2]))
+
+
+def test_who_has_leases_and_is_silent_loses_them(path: Path, chunks: HeldChunks) -> None:
+    with owner(path, chunks, Limits(stall_seconds=0.2)), asking(path) as ask:
+        names = [b"lmc:{default:" + chunk_key(0).hex().encode() + b"}"]
+        suffix = _suffixes()
+        said = ask(b"LEASE", *(name + end for name in names for end in suffix))
+        assert said.startswith(b"*%d\r\n$136\r\n" % len(suffix))
+        assert chunks.num_leased == 1
+        assert chunks.await_leased(lambda count: count == 0, 10.0)
+
+
+def test_leases_do_not_pile_up(path: Path, chunks: HeldChunks) -> None:
+    with owner(path, chunks, Limits(leased_bytes=1)), asking(path) as ask:
+        name = b"lmc:{default:" + chunk_key(0).hex().encode() + b"}" + _suffixes()[0]
+        assert ask(b"LEASE", name).startswith(b"*1\r\n$136")
+        assert ask(b"LEASE", name) == b"-ERR release first\r\n"
+    with owner(path, chunks, Limits(leased_bytes=1)), asking(path) as ask:
+        assert ask(b"LEASE", name).startswith(b"*1\r\n$136")
+        assert ask(b"RELEASE") == b"+OK\r\n", "it may let go though all that may be leased is"
+        assert chunks.num_leased == 0
+        assert ask(b"LEASE", b"nonsense") == b"*1\r\n$-1\r\n"
+
+
+def _suffixes() -> list[bytes]:
+    from lmcache_connector.storage.redis.value_names import stripe_suffix
+
+    return [stripe_suffix(stripe) for stripe in GEOMETRY.stripes(4096 - 128)]
+
+
+@contextmanager
+def asking(path: Path) -> Iterator[Callable[..., bytes]]:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(10.0)
+    sock.connect(HostFolder(path).address(name_of("one")))
+
+    def ask(*words: bytes) -> bytes:
+        sock.sendall(command(*words))
+        return sock.recv(1 << 16)
+
+    with sock:
+        yield ask
+
+
+def test_strangers_on_the_network_get_no_memory(chunks: HeldChunks) -> None:
+    with serving(chunks) as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(10.0)
+        for words in ((b"MAP",), (b"LEASE", b"x")):
+            sock.sendall(command(*words))
+            data, descriptors, _, _ = socket.recv_fds(sock, 256, 1)
+            assert data == b"-ERR no memory is handed over here\r\n"
+            assert not descriptors
+
+
+LIES = {
+    "place": (1 << 40).to_bytes(8, "little") + bytes(128),
+    "length": b"short",
+    "header": bytes(8 + 128),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_owner_that_lies_is_no_hit(path: Path, lie: str) -> None:
+    """Nor a fault: it says places outside of its memory, and headers of other values."""
+    with liar(path, LIES[lie]):
+        found = topology(path)
+        found.prepare()
+        (node,) = found.peers()
+        peers = mapped.MappedPeers(PLAN, found.address_here)
+        limit = Deadline(time.monotonic() + 5.0, time.monotonic)
+        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
+        assert peers.read([chunk_key(0)], [buffer], node, limit) in (None, [False])
+        peers.close()
+
+
+@contextmanager
+def liar(path: Path, place: bytes) -> Iterator[None]:
+    held = HeldChunks([0])
+    held.share()
+    listener = HostFolder(path).listen(name_of("one"))
+
+    def serve() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.recv(1 << 16)
+            assert held.memory is not None
+            socket.send_fds(sock, [b"+OK\r\n"], [held.memory])
+            asked = sock.recv(1 << 16)
+            count = int(asked[1 : asked.index(b"\r\n")]) - 1
+            sock.sendall(b"*%d\r\n" % count + b"$%d\r\n%b\r\n" % (len(place), place) * count)
+            with contextlib.suppress(OSError):  # it has left
+                sock.recv(1 << 16)
+                sock.sendall(b"+OK\r\n")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with listener:
+        yield
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+def test_memory_that_may_shrink_is_not_mapped() -> None:
+    descriptor = os.memfd_create("x")
+    try:
+        os.ftruncate(descriptor, 4096)
+        with pytest.raises(ValueError, match="may change"):
+            mapped._mapped(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_silent_owner_is_waited_for_no_longer_than_the_load_may_take(path: Path) -> None:
+    with HostFolder(path).listen(name_of("one")):
+        found = topology(path)
+        found.prepare()
+        (node,) = found.peers()
+        peers = mapped.MappedPeers(PLAN, found.address_here)
+        started = time.monotonic()
+        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
+        limit = Deadline(started + 0.05, time.monotonic)
+        assert peers.read([chunk_key(0)], [buffer], node, limit) is None
+        assert time.monotonic() - started < 0.4
+        assert peers.num_failed == 1
+        assert peers.read([chunk_key(0)], [buffer], node, limit) is None
+        assert peers.num_failed == 1, "it is left alone for a while"

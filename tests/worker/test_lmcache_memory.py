@@ -1,0 +1,97 @@
+"""The CPU tier's memory, which other processes map: LMCache's own chunks, read where they lie."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lmcache_connector.peers.host import HostFolder
+from lmcache_connector.peers.tier import PeerTier
+from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.config import RedisTierConfig
+from tests.peers.test_host import name_of, topology, within
+from tests.support.peers.chunks import serving
+from tests.worker.test_what_is_kept import CROWD, GEOMETRY, MINE, Rank
+
+PARTS = PartGeometries((GEOMETRY,))
+
+
+@contextmanager
+def two(path: Path) -> Iterator[tuple[Rank, Rank, PeerTier]]:
+    """One whose memory the other maps. `Rank.load` compares every byte."""
+    found = topology(path)
+    tier = PeerTier(RedisTierConfig(url="redis://peers"), PARTS, found)
+    first, second = Rank(shares_memory=True), Rank(peers=tier)
+    listener = HostFolder(path).listen(name_of("one"))
+    try:
+        with serving(first.engine.chunks, ranks=(PARTS,), engine_id="one", listener=listener):
+            found.prepare()
+            yield first, second, tier
+    finally:
+        assert tier.close(5.0)
+        for rank in (first, second):
+            rank.engine.close(1.0)
+
+
+def test_chunks_are_read_where_lmcache_keeps_them(tmp_path: Path) -> None:
+    with two(tmp_path / "host") as (first, second, tier):
+        first.store(1, MINE)
+        first.store(2, MINE)
+        assert within(5.0, lambda: second.load(2, MINE, needs_redis=True) == 4)
+        assert second.load(1, MINE, needs_redis=True) == 4
+        assert tier.num_mapped == 8
+        assert second.engine.num_chunks == 8, "and kept"
+        assert second.load(3, MINE, needs_redis=True) == 0
+
+
+def test_what_was_evicted_meanwhile_is_a_miss_or_right(tmp_path: Path) -> None:
+    with two(tmp_path / "host") as (first, second, tier):
+        counts = []
+        for _ in range(3):
+            first.store(1, CROWD)
+            counts.append(second.load(1, CROWD, needs_redis=True))
+            second.engine.forget_all()
+            first.flood(3)
+            counts.append(second.load(1, CROWD, needs_redis=True))
+        assert counts[2:] == [4, 0, 4, 0]
+        assert tier.num_mapped >= 8
+
+
+def test_others_map_it_for_reading_only() -> None:
+    rank = Rank(shares_memory=True)
+    descriptor = rank.engine.chunks.memory
+    assert descriptor is not None
+    size = os.fstat(descriptor).st_size
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        os.pwrite(descriptor, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, size // 2)
+    rank.engine.close(0.0)
+
+
+def test_nothing_is_left_of_it() -> None:
+    rank = Rank(shares_memory=True)
+    rank.store(1, MINE)
+    assert _is_mapped()
+    rank.engine.close(0.0)
+    assert not _is_mapped()
+    assert Rank().engine.chunks.memory is None, "unless it is asked for"
+
+
+def _is_mapped() -> bool:
+    named = "memfd:lmcache-connector"
+    links = (str(Path(f"/proc/self/fd/{each}").readlink()) for each in _descriptors())
+    return named in Path("/proc/self/maps").read_text() or any(named in each for each in links)
+
+
+def _descriptors() -> list[str]:
+    with os.scandir("/proc/self/fd") as entries:
+        names = [entry.name for entry in entries]
+    return [name for name in names if Path(f"/proc/self/fd/{name}").exists()]
