@@ -96,7 +96,7 @@ GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 gpu: ## Test and measure on a CUDA GPU, offline (requirements-gpu.txt); ARGS=--rehearse without one
 	@$(GPU_PYTHON) -m benchmarks gpu $(ARGS)
 
-soak: $(STAMP) ## Run the long tests that `make test` leaves out
+soak: $(STAMP) .cache/field/vllm-router ## Run the long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
 mutants: $(STAMP) ## Plant bugs, one at a time, and see which test finds each (an hour); ARGS="name folder/ --json -"

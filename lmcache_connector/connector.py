@@ -8,6 +8,7 @@ reports come back with the step's output.
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -126,6 +127,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
     _worker: WorkerAdapter | None = None
     _step: _Step | None = None
     _step_output: StepOutput[RankReport] | None = None
+    _is_in_step = False
+    _handled: BaseException | None = None  # by who runs the step
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -349,6 +352,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.let_go()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._is_in_step:
+            self._step_failed()
         if self._step is not None:
             self._end_step()
         if not isinstance(kv_connector_metadata, PlanMetadata):
@@ -358,8 +363,11 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The last call before the forward pass."""
+        if self._is_in_step:
+            self._step_failed()
         if self._step is not None:
             self._end_step()
+        self._is_in_step, self._handled = True, sys.exc_info()[1]
         if self._worker is None or not isinstance(connector_metadata, PlanMetadata):
             return
         plan = connector_metadata.plan
@@ -373,6 +381,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._step = None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._step is not None and self._has_raised():
+            self._step_failed()
         if self._step is not None and not self._step.loads_started:
             self._step.loads_started = True
             if not self._tell("start_loads", self._step.plan):
@@ -392,6 +402,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Before ``get_finished``, or after it where a speculator runs in between."""
+        if self._step is not None and self._has_raised():
+            self._step_failed()
         if self._step is not None and not self._step.forward_ended:
             self._step.forward_ended = True
             self._tell("end_forward", self._step.plan)
@@ -407,6 +419,11 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if sys.exc_info()[1] is not self._handled:  # as `_has_raised`: a call would cost more
+            if self._is_in_step:
+                self._step_failed()
+            return set(), set()  # nobody will hear it
+        self._is_in_step = False
         try:
             self._step_output = output = (self._worker or self._worker_side).finish_step()
         except Exception as error:  # noqa: BLE001 - logged there
@@ -419,6 +436,19 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         if output is None or output.report is None:
             return None
         return ReportMetadata((output.report,))
+
+    def _has_raised(self) -> bool:
+        """Whether the step's forward pass has: vLLM's first model runner calls what comes after it
+        all the same, its second nothing more."""
+        return self._is_in_step and sys.exc_info()[1] is not self._handled
+
+    def _step_failed(self) -> None:
+        step, self._step, self._is_in_step = self._step, None, False
+        try:
+            if self._worker is not None:
+                self._worker.step_failed(step.plan if step is not None else None)
+        except Exception:
+            logger.exception("LMCacheTieredConnector could not start over")
 
     def _end_step(self) -> None:
         """What the step under way planned is done, whatever vLLM has called: it may have nothing to
@@ -454,6 +484,8 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     @costs_hits()
     def shutdown(self) -> None:
+        if self._is_in_step:
+            self._step_failed()
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
@@ -498,6 +530,9 @@ class LMCacheTieredConnector(KVConnectorBase_V1, SupportsHMA):
         found = get_kv_transfer_group()
         connectors = found.sub_connectors if isinstance(found, MultiConnector) else [found]
         own = [c for c in connectors if isinstance(c, type(self))]
+        for connector in own:
+            if connector._is_in_step:
+                connector._step_failed()
         return [c._worker for c in own if c._worker is not None]
 
     @property

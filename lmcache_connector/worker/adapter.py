@@ -130,6 +130,7 @@ class WorkerAdapter:
         self._before: Fence | None = None  # the end of all passes before the step's own
         self._ended: list[QueuedJob] = []  # and not reported
         self._is_outdated = False  # the plan: it names other weights than those in memory
+        self._has_failed = False  # a step of the engine
         self._idle = False
         self._is_start_told = False
         self._server = make_peer_server(chunks, self._transfers) if make_peer_server else None
@@ -249,19 +250,32 @@ class WorkerAdapter:
         if plan is not None and plan.adapter_question:
             self._lora_loads.ask(plan.adapter_question)
 
+    def step_failed(self, plan: StepPlan | None) -> None:
+        """The model has raised. If its user goes on, vLLM takes the blocks that it was to fill for
+        computed: nothing is stored any more."""
+        if not self._has_failed:
+            logger.warning(
+                "lmcache-connector: a step of this engine has failed. It stores nothing any more, "
+                "as some of its blocks were never computed: start another one."
+            )
+        self._has_failed = True
+        self.start_over("start_loads", plan)
+
     def take_metrics(self) -> Samples | None:
         """What is new since the last call; ``None`` if nothing is."""
         return self._metrics.take()
 
     def finish_stores(self) -> None:
         """Between two steps: copy what the last one computed. What takes seconds is cancelled."""
-        self._gate.open()  # no step has begun since
+        if self._settings.blocks_are_zeroed:  # a step that failed may have zeroed some
+            return
         self._jobs.finish_stores(_LET_GO_SECONDS)
 
     def let_go(self) -> bool:
         """Between two steps: stop every copy from or into the paged cache. False if one still
         runs after some seconds."""
-        self._gate.open()  # no step has begun since: what was copied until now is sound
+        self._jobs.cancel()
+        self._gate.open()
         if self._jobs.cancel_all(_LET_GO_SECONDS):
             return True
         logger.error("A KV transfer did not stop within %.1f s", _LET_GO_SECONDS)
@@ -270,8 +284,7 @@ class WorkerAdapter:
     def shutdown(self) -> None:
         """Bounded by 5 s (for the last stores, the lanes, and again for writes to Redis)."""
         seconds = limits.SHUTDOWN_SECONDS
-        if not self._settings.blocks_are_zeroed:  # a step that failed may have zeroed some
-            self.finish_stores()
+        self.finish_stores()
         self._gate.shut()
         self._tiers.stop(seconds)
         if self._server is not None and not self._server.close(seconds):
@@ -284,7 +297,7 @@ class WorkerAdapter:
     # -- details -------------------------------------------------------------------------------
 
     def _submit(self, job: LoadJob | StoreJob, fence: Fence | None) -> None:
-        if self._is_outdated:
+        if self._is_outdated or (self._has_failed and isinstance(job, StoreJob)):
             self._jobs.refuse((job,))
             return
         context = JobContext(self._gate)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from lmcache_connector.lookup.background_lookup import PENDING
-from tests.support.engines.calls import check_integrity, worker_of
+from tests.support.engines.calls import check_integrity, wait_for_writes, worker_of
 from tests.support.engines.instance import StartInstance, VllmInstance
 from tests.support.engines.probe import EngineProbe, Served
 from tests.support.engines.settings import BLOCK_SIZE, kv_transfer
-from tests.support.planted import Planter
+from tests.support.planted import PlantedError, Planter
 from tests.support.prompts import random_prompt
 from tests.support.redis.servers import Server, free_port
 from tests.support.redis.values import value_names, wait_for_values
@@ -216,6 +217,7 @@ def seconds_to_shut_down(probe: EngineProbe) -> float:
         ("scheduler", "get_num_new_matched_tokens"),
         ("worker", "start_forward"),
         ("worker", "start_loads"),
+        ("worker", "end_forward"),
         ("worker", "finish_step"),
     ],
 )
@@ -248,9 +250,50 @@ def serve_with_an_error(
     probe.reset_prefix_cache()
     before = probe.external_hit_tokens()
     owner = probe.connector if side == "scheduler" else worker_of(probe)
-    planter = Planter(owner, call, 1, 2)
+    planter = Planter(owner, call, 1, 1 if call == "end_forward" else 2)
     served = probe.serve_many(prompts)
     delattr(owner, call)
     assert planter.has_raised
     assert probe.external_hit_tokens() > before, "nothing was under way"
     return served
+
+
+def fail_a_forward_pass(probe: EngineProbe, prompt: list[int]) -> Served:
+    """vLLM calls the connector after a forward pass that has raised, too. Its user goes on, as
+    after Ctrl-C in a notebook."""
+    request_id = probe.add(prompt)
+    probe.on_ranks(raise_in_next_forward)
+    with pytest.raises(PlantedError):
+        probe.finish({request_id: len(prompt)}, 0.0)
+    probe.engine.abort_request([request_id])  # it would wait for ever
+    probe.drain()
+    return probe.serve([*prompt, *prompt])
+
+
+def raise_in_next_forward(worker: Any) -> None:
+    runner = worker.model_runner
+    forward = runner._model_forward
+
+    def fail(*_: Any, **__: Any) -> None:
+        runner._model_forward = forward
+        raise PlantedError
+
+    runner._model_forward = fail
+
+
+def test_what_a_failed_forward_pass_did_not_compute_is_stored_nowhere(
+    start: StartInstance, valkey: Server
+) -> None:
+    transfer = kv_transfer(redis_url=valkey.url)
+    good, bad = random_prompt(71, 1100), random_prompt(72, 1100)
+    with start(transfer) as one:
+        one.serve(good)
+        one.call(wait_for_writes)
+        before = len(value_names(valkey))
+        after = one.call(fail_a_forward_pass, bad)
+        assert after.cached_tokens == 1024, "vLLM takes its blocks for computed"
+        assert after.external_hit_tokens == 0
+        assert "a step of this engine has failed" in one.log
+        one.reset_prefix_cache()
+        assert one.serve(good).external_hit_tokens == 1024
+    assert len(value_names(valkey)) == before, "the engine's end stores nothing either"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -56,6 +57,22 @@ class Rank:
                 self.results[result.job_id] = result
         self.connector.get_kv_connector_stats()
         self.connector.clear_connector_metadata()
+
+    def fail(self, plan: StepPlan | None, *, tells: bool) -> None:
+        """The model raises. vLLM's first model runner ``tells`` the connector of the step's end all
+        the same, its second does not."""
+        metadata = PlanMetadata(plan)
+        self.connector.handle_preemptions(metadata)
+        self.connector.bind_connector_metadata(metadata)
+        with suppress(PlantedError):
+            try:
+                raise PlantedError
+            finally:
+                if tells:
+                    self.connector.start_load_kv(None)
+                    self.connector.wait_for_save()
+                    self.connector.get_finished(set())
+                    self.connector.clear_connector_metadata()
 
     def store(self) -> StoreJob:
         job_id = next(self._ids)
@@ -157,6 +174,29 @@ def test_one_that_always_raises_refuses_all_jobs(
                 assert rank.results[load.job_id].outcome is Outcome.CANCELLED
     assert caplog.text.count(f"{call} failed") == 1
     check_hit(rank)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "not told"])
+@pytest.mark.parametrize("planned", [True, False], ids=["with a plan", "without"])
+def test_after_a_step_that_raised_nothing_is_stored(tells: bool, planned: bool) -> None:
+    """Its blocks were not computed, and vLLM takes them for computed if its user goes on."""
+    with running_valkey() as valkey:
+        rank = Rank(make_instance(valkey.port))
+        try:
+            raise ValueError  # which the engine's user is handling
+        except ValueError:
+            check_hit(rank)
+            load, store, later = rank.load(), rank.store(), rank.store()
+            rank.fail(StepPlan(loads=(load,), stores=(store,)) if planned else None, tells=tells)
+            rank.step(StepPlan(stores=(later,)))
+        rank.finish(*((load, store, later) if planned else (later,)))
+        outcomes = {result.outcome for job, result in rank.results.items() if job >= load.job_id}
+        assert outcomes == {Outcome.CANCELLED}
+        again = rank.load()
+        rank.step(StepPlan(loads=(again,)))
+        rank.finish(again)
+        assert rank.results[again.job_id].outcome is Outcome.DONE
+        rank.connector.shutdown()
 
 
 def test_a_fence_that_cannot_be_made_lets_no_load_begin_without_it(

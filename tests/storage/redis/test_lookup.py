@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from lmcache_connector.storage.redis.lookup import RedisLookup
 from tests.support.redis.chunks import GEOMETRY, chunk_key, config, open_tier, put_all
 from tests.support.redis.server_groups import wait_until
 from tests.support.redis.servers import Server, running_server
+from tests.support.redis.slow_proxy import SlowLink, slow_proxy
 
 
 @contextmanager
@@ -80,3 +82,19 @@ def test_a_question_past_its_deadline_is_no_hit(valkey: Server) -> None:
     with open_tier(valkey.url) as tier, open_lookup(valkey.url) as lookup:
         put_all(tier, range(1))
         assert ask(lookup, range(1), seconds=-1.0) == 0
+
+
+def test_a_silent_server_holds_no_question_past_its_deadline(valkey: Server) -> None:
+    link = SlowLink()
+    with open_tier(valkey.url) as tier:
+        put_all(tier, range(1))
+    with slow_proxy(valkey.port, link) as proxy, open_lookup(proxy.url) as lookup:
+        wait_until(lambda: ask(lookup, range(1)) == 1, "the proxy does not answer")
+        link.set(stalled=True)
+        talks_again = threading.Timer(8.0, link.set)
+        talks_again.start()
+        began = time.monotonic()
+        assert ask(lookup, range(1), seconds=0.2) == 0
+        assert time.monotonic() - began < 6.0
+        talks_again.cancel()
+        link.set()
