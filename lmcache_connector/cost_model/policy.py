@@ -52,7 +52,8 @@ _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 2.0, 60.0
 
 
 class ProbePace:
-    """``clock`` gives seconds, monotonic. ``is_wanted``: for a look that costs no call."""
+    """``clock`` gives seconds, monotonic. ``is_wanted``: a plain attribute, cheap to
+    look at in every step."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -34,7 +34,8 @@ from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1
+# How often clients are looked at that owe something, and how often leases of KV transfers are.
+_POLL_SECONDS, _IDLE_SECONDS = 0.1, 1.0
 _READ_BYTES = 1 << 16
 _MAX_VECTORS = 256
 # Of answers that one client has not taken: small ones weigh more than their bytes.
@@ -172,7 +173,9 @@ class PeerServer:
     def _seconds_to_look(self) -> float:
         connections = self._connections.values()
         held = [c.held_until for c in connections if c.held is not None and self._may_answer(c)]
-        return max(0.0, min(_POLL_SECONDS, min(held, default=float("inf")) - self._clock()))
+        is_owed = any(c.unsent or c.parser.num_bytes or c.leases for c in connections)
+        longest = _POLL_SECONDS if is_owed or self._is_full else _IDLE_SECONDS
+        return max(0.0, min(longest, min(held, default=float("inf")) - self._clock()))
 
     @property
     def _is_full(self) -> bool:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, Greeting
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer
+from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, Question
+from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.threads import start_thread
 
@@ -27,8 +28,9 @@ _MAX_ASKED = 64  # in one command
 _MAX_ANSWER_BYTES = 8 << 20
 # An instance that knows nothing of a transfer may hear of it a moment later.
 _UNKNOWN_SECONDS = 1.0
-# For so long an answer is waited for; nobody new is asked for meanwhile.
-_WAIT_MS = 20
+# For so long an answer is waited for, unless there is something else to say: see `_Guest._nudge`.
+_WAIT_MS = 250
+_NUDGE = command(b"PING")
 _IDLE_SECONDS = 30.0
 
 
@@ -105,6 +107,9 @@ class _Guest:
         self._open: list[Awaited] = []
         self._read: list[str] = []
         self._clients: list[Client] = []  # by rank
+        self._asked: Question | None = None  # one whose answer is waited for
+        self._has_more = False  # to say, since what is said now was put together
+        self._is_nudged = False
         self._engine_id = ""
         self.is_ended = False
         start_thread("lmc-transfers", self._run)
@@ -114,7 +119,7 @@ class _Guest:
         with self._changed:
             if not self.is_ended:
                 self._open.append(awaited)
-                self._changed.notify()
+                self._nudge()
             return not self.is_ended
 
     def forget(self, awaited: Awaited) -> None:
@@ -122,7 +127,15 @@ class _Guest:
             if awaited in self._open:
                 self._open.remove(awaited)
             self._read.append(awaited.transfer_id)
-            self._changed.notify()
+            self._nudge()
+
+    def _nudge(self) -> None:
+        """Whoever waits for an answer is answered at once when it says more: there is more to say
+        now. Under the lock."""
+        self._has_more = True
+        self._changed.notify()
+        if self._asked is not None and not self._is_nudged:
+            self._is_nudged = self._asked.add(_NUDGE)
 
     def close(self) -> None:
         with self._changed:
@@ -196,6 +209,7 @@ class _Guest:
             self._connect()
         with self._changed:
             asked, read, self._read = self._open[:_MAX_ASKED], self._read, []
+            self._has_more = False
         for rank, client in enumerate(self._clients):
             if read:
                 client.execute_command("DONE", self._reader, *read[-_MAX_ASKED:])
@@ -218,7 +232,18 @@ class _Guest:
 
     def _ask(self, client: Client, wanted: list[Awaited]) -> None:
         names = [awaited.transfer_id for awaited in wanted]
-        answer = client.execute_command("TRANSFER", _WAIT_MS, self._reader, *names)
+        with Question(client, "TRANSFER", _WAIT_MS, self._reader, *names) as question:
+            with self._changed:
+                self._asked = question
+                if self._has_more:
+                    self._nudge()
+            try:
+                answer = question.answer()
+            finally:
+                with self._changed:
+                    self._asked, was_nudged, self._is_nudged = None, self._is_nudged, False
+            if was_nudged:
+                question.answer()
         if not isinstance(answer, list) or len(answer) != len(wanted):
             raise ValueError("an answer that is none")
         now = self._clock()

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 
 from lmcache_connector.audit.verdicts import AuditSampler, ChunkError, NoiseGauge, Verdict, combine
-from lmcache_connector.keys.request_keys import RequestKeys
 from lmcache_connector.kv_parts.blocks import are_there, blocks_of
 from lmcache_connector.kv_parts.hit import Hit
 from lmcache_connector.kv_parts.part import part_key
@@ -61,28 +60,6 @@ class Finding:
     verdict: Verdict
 
 
-class OwnChunks:
-    """The chunks that this instance computed and stored, the latest ``capacity`` of them."""
-
-    def __init__(self, capacity: int = _MAX_OWN_CHUNKS) -> None:
-        self._capacity = capacity
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
-
-    def add(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-        while len(self._keys) > self._capacity:
-            self._keys.popitem(last=False)
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._keys.pop(key, None)
-
-
 @dataclass(eq=False)
 class Auditor:
     """Chooses what is audited, plans the jobs, and judges what they found.
@@ -99,7 +76,8 @@ class Auditor:
     model: str
 
     def __post_init__(self) -> None:
-        self._own = OwnChunks()
+        # Chunks that this instance computed and stored, the latest ones.
+        self._own: OrderedDict[bytes, None] = OrderedDict()
         self._open: dict[int, _OpenAudit] = {}
         self._round = 0
         self._largest_error = 0.0
@@ -120,30 +98,24 @@ class Auditor:
         return hit if audit.chunk is None else hit.up_to(audit.chunk)
 
     def _choose(self, state: RequestState, num_computed_tokens: int, hit: Hit) -> None:
-        chunk = self._telling_chunk(state, hit)
+        chunk = self._chunk_to_audit(state, hit)
         if chunk * self.settings.chunk_size < num_computed_tokens:
             return  # vLLM has a part of it: it would not be computed whole
         if chunk > hit.first and chunk not in hit.ends:
             return  # no load may end before it
-        key = self._key(state.keys, chunk)
+        # The model's first part stands for all.
+        key = part_key(state.keys.keys[chunk], 0, len(self.settings.parts))
         is_own = key in self._own and key in self.index
         identity = state.keys.identity
         kinds = bool(identity.multimodal), identity.embeds_digest is not None
         subject = AuditSubject(identity.kv_root, kinds, is_own)
         if self.sampler.wants(subject):
-            self._set(state, chunk, key, subject)
+            audit = state.audit
+            audit.chunk, audit.key, audit.subject = chunk, key, subject
+            audit.needs_redis = key not in self.index
+            self.sampler.begin(subject)
 
-    def _set(self, state: RequestState, chunk: int, key: bytes, subject: AuditSubject) -> None:
-        audit = state.audit
-        audit.chunk, audit.key, audit.subject = chunk, key, subject
-        audit.needs_redis = key not in self.index
-        self.sampler.begin(subject)
-
-    def _key(self, keys: RequestKeys, chunk: int) -> bytes:
-        """What is compared: the model's first part stands for all."""
-        return part_key(keys.keys[chunk], 0, len(self.settings.parts))
-
-    def _telling_chunk(self, state: RequestState, hit: Hit) -> int:
+    def _chunk_to_audit(self, state: RequestState, hit: Hit) -> int:
         size = self.settings.chunk_size
         touched = (
             min((span.end - 1) // size, hit.stop - 1)
@@ -159,10 +131,15 @@ class Auditor:
         if isinstance(job, AuditJob):
             return
         if isinstance(job, StoreJob):
-            self._own.add(job.keys)
+            for key in job.keys:
+                self._own[key] = None
+                self._own.move_to_end(key)
+            while len(self._own) > _MAX_OWN_CHUNKS:
+                self._own.popitem(last=False)
         elif isinstance(job, PrefetchJob) or job.needs_redis:
-            are_in_cpu = self.index.has_each(job.keys)
-            self._own.discard(k for k, known in zip(job.keys, are_in_cpu, strict=True) if not known)
+            for key, is_held in zip(job.keys, self.index.has_each(job.keys), strict=True):
+                if not is_held:
+                    self._own.pop(key, None)
 
     def is_due(self, state: RequestState, num_witnessed_tokens: int) -> bool:
         """Whether the step being planned completes the audited chunk. ``num_witnessed_tokens``: in
@@ -236,7 +213,8 @@ class Auditor:
         """All ranks have reported, or none was asked. Counts and logs what they found."""
         state.store.job_ids.discard(job.job_id)
         audit = self._open.pop(job.job_id)
-        subject, is_own = audit.subject, self._is_own(job, results)
+        subject = audit.subject
+        is_own = job.keys[0] in self._own and not any(each.fetched_bytes for each in results)
         verdict, error = self._judge(audit, results, is_own)
         if audit.round == self._round:
             is_answered = verdict is not Verdict.INCONCLUSIVE and is_own == subject.is_own
@@ -248,9 +226,6 @@ class Auditor:
             self.tally.set("audit_error", "largest", value=self._largest_error)
             self._log(audit, verdict, error)
         return Finding(subject.root, verdict)
-
-    def _is_own(self, job: AuditJob, results: Collection[JobResult]) -> bool:
-        return job.keys[0] in self._own and not any(result.fetched_bytes for result in results)
 
     def _judge(
         self, audit: _OpenAudit, results: Collection[JobResult], is_own: bool

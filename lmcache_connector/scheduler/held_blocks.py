@@ -4,17 +4,17 @@ What a window has left behind vLLM frees when it schedules the next step, and ha
 same step. A store of such blocks that has not ended by then would be cancelled, as a rule. So they
 are *pinned*: vLLM counts them as in use until the store has ended.
 
-The blocks of a finished request are *kept* within one call of vLLM, to schedule a step or to see to
-its output, and never between two calls: a reset would find them. A request that waits for blocks
-waits a little longer then.
+The free of a finished request's blocks is *delayed* within one call of vLLM, to schedule a step or
+to see to its output, and never between two calls: a reset would find them. A request that waits for
+blocks waits a little longer then.
 
 Neither may cost vLLM more than that. Both hold so many blocks at most, for so many steps and
 seconds. Stores run in order: while one is overdue and a request waits to begin, nothing is held for
 those behind it. Nothing is held when no request runs. Before free blocks run out, pins end: the
 newest first, whose stores would take longest, and whose requests have what was stored before.
 
-What is held no longer is the last to be handed out, and a store that still reads it is cancelled
-when it is.
+Blocks that are held no longer are the last to be handed out. A store that still reads one is
+cancelled when vLLM hands it out.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ MAX_SHARE = 0.5
 
 
 @dataclass(slots=True)
-class _Hold:
-    """What is held for one store, and since when. Kept blocks are not listed here."""
+class _Pin:
+    """The blocks that are pinned for one store, and since when. Those whose free is delayed are not
+    listed here."""
 
     since: float
     blocks: list[Block]
@@ -50,8 +51,8 @@ class _Hold:
 
 
 class HeldBlocks:
-    """Owns all that is held. ``is_holding``: whether anything is, for a look that costs no call.
-    ``clock`` is monotonic, in seconds."""
+    """Owns all that is held. ``is_holding``: whether anything is; a plain attribute, cheap to look
+    at in every step. ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -63,13 +64,13 @@ class HeldBlocks:
         self._lasting = {i for i, p in enumerate(settings.parts) if p.rule is Rule.PREFIX}
         self._witness = witness
         self._clock = clock
-        self._pins: dict[int, _Hold] = {}  # by store, the oldest first
+        self._pins: dict[int, _Pin] = {}  # by store, the oldest first
         self._num_pinned = 0
         self._is_short = False  # vLLM had to leave a request out
-        self._waited_for: dict[int, _Hold] = {}  # by store of a finished request
+        self._waited_for: dict[int, _Pin] = {}  # by store of a finished request
         self._overdue: set[int] = set()  # stores
-        self._kept: list[list[Block]] = []
-        self._has_kept = False  # since `put_back`
+        self._delayed: list[list[Block]] = []
+        self._has_delayed = False  # since `free_delayed`
         self._is_crowded = False  # a request waited to begin in the last step
 
     @property
@@ -77,13 +78,13 @@ class HeldBlocks:
         return len(self._pins)
 
     @property
-    def num_kept(self) -> int:
-        return sum(map(len, self._kept))
+    def num_delayed(self) -> int:
+        return sum(map(len, self._delayed))
 
     def next_step(self) -> None:
         """A step is being planned."""
-        self._is_crowded = self._has_kept
-        self.put_back()
+        self._is_crowded = self._has_delayed
+        self.free_delayed()
         now = self._clock()
         for job_id, pin in list(self._pins.items()):
             pin.num_steps += 1
@@ -109,7 +110,7 @@ class HeldBlocks:
         if not block_ids or self._must_yield:
             return
         if self._num_pinned + len(block_ids) <= self._max_blocks:
-            self._pins[job.job_id] = _Hold(self._clock(), self._witness.pin(block_ids))
+            self._pins[job.job_id] = _Pin(self._clock(), self._witness.pin(block_ids))
             self._num_pinned += len(block_ids)
             self.is_holding = True
 
@@ -124,7 +125,7 @@ class HeldBlocks:
         for job_id in list(self._pins):
             self.unpin(job_id)
 
-    def make_room(self, num_blocks: int) -> None:
+    def unpin_for(self, num_blocks: int) -> None:
         """The next step may take so many. What is pinned may be in use by its request as well, and
         is free with the next step."""
         num_free = self._witness.num_free_blocks
@@ -140,36 +141,36 @@ class HeldBlocks:
         self._is_short = bool(self._pins)
         return self._is_short
 
-    # -- kept within a call ----------------------------------------------------------------------
+    # -- delayed within a call -------------------------------------------------------------------
 
-    def keep(self, block_ids: Iterable[int]) -> None:
-        """Nobody is handed these blocks until :meth:`put_back`."""
-        self._kept.append(self._witness.pin(block_ids))
+    def delay_free(self, block_ids: Iterable[int]) -> None:
+        """Nobody is handed these blocks until :meth:`free_delayed`."""
+        self._delayed.append(self._witness.pin(block_ids))
         self.is_holding = True
 
-    def keep_for_stores(self, jobs: PlannedJobs) -> None:
+    def delay_free_for_stores(self, jobs: PlannedJobs) -> None:
         """What stores of finished requests read, of the oldest first. Once until
-        :meth:`put_back`."""
-        if self._has_kept:
+        :meth:`free_delayed`."""
+        if self._has_delayed:
             return
-        self._has_kept = self.is_holding = True
+        self._has_delayed = self.is_holding = True
         now, block_ids = self._clock(), list[int]()
         for job_id, reads in jobs.read_after_the_end():
-            hold = self._waited_for.setdefault(job_id, _Hold(now, []))
-            hold.num_steps += 1
-            if hold.is_over(now):
+            waited = self._waited_for.setdefault(job_id, _Pin(now, []))
+            waited.num_steps += 1
+            if waited.is_over(now):
                 self._overdue.add(job_id)
             if self._overdue or len(block_ids) + len(reads) > self._max_blocks:
                 break
             block_ids += reads
         if block_ids:
-            self.keep(block_ids)
+            self.delay_free(block_ids)
 
-    def put_back(self) -> None:
+    def free_delayed(self) -> None:
         """vLLM would hand out a finished request's blocks first where they are not in its prefix
         cache: now they are the last."""
-        kept, self._kept, self._has_kept = self._kept, [], False
-        for blocks in kept:
+        delayed, self._delayed, self._has_delayed = self._delayed, [], False
+        for blocks in delayed:
             self._witness.unpin(blocks)
 
     # -- details ---------------------------------------------------------------------------------

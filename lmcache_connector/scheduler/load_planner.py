@@ -129,7 +129,8 @@ class LoadPlanner:
             return None
         # The tier that failed is not asked again for this request: it is recomputed.
         may_try_again = load.is_allowed and not self.settings.is_prefix_only
-        load.is_allowed = may_try_again and not load.is_second and _were_missing(results)
+        were_missing = all(each.outcome in (Outcome.DONE, Outcome.MISSING) for each in results)
+        load.is_allowed = may_try_again and not load.is_second and were_missing
         load.is_second = True
         if load.is_allowed:
             load.end = None
@@ -242,8 +243,3 @@ class LoadPlanner:
         seconds = self.policy.model.compute_seconds(start, end)
         self.tally.count("prefill_saved_tokens", amount=end - start)
         self.tally.count("prefill_saved_seconds", amount=seconds or 0.0)
-
-
-def _were_missing(results: Sequence[JobResult]) -> bool:
-    """Whether chunks were gone, and nothing else was wrong."""
-    return all(result.outcome in (Outcome.DONE, Outcome.MISSING) for result in results)

@@ -53,7 +53,7 @@ class RequestBook:
     identifier: RequestIdentifier
     epochs: RootEpochs
     tally: Tally
-    part_of: Callable[[Request], Transfer] = lambda request: NO_TRANSFER
+    part_of: Callable[[Request], Transfer]
 
     def __post_init__(self) -> None:
         self.adapters = self.identifier.adapters
@@ -180,7 +180,8 @@ class RequestBook:
             return None
         self.epochs.separate(finding.root)
         self._count_apart()
-        rekeyed = [s for s in self._all if s.keys.identity.kv_root == finding.root]
+        known = (*self._states.values(), *self._ended.values())
+        rekeyed = [s for s in known if s.keys.identity.kv_root == finding.root]
         for state in rekeyed:
             state.reset(self._current_keys(state.keys.identity))
         return rekeyed
@@ -189,10 +190,6 @@ class RequestBook:
         self.identifier.close()
 
     # -- details -------------------------------------------------------------------------------
-
-    @property
-    def _all(self) -> list[RequestState]:
-        return [*self._states.values(), *self._ended.values()]
 
     def _new_state(self, request: Request, identity: RequestIdentity) -> RequestState:
         hints = read_hints(identity.cache_salt, request.kv_transfer_params, request.kv_hints)

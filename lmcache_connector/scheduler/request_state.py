@@ -34,7 +34,6 @@ class SchedulerSettings:
     has_rings: bool = False  # vLLM has none of a block's latest tokens after a hit inside it
     lookahead: int = 0  # the KV of a token follows from so many tokens after it too
     prefetch_bytes: int = 0  # per rank, fetched ahead for requests that wait
-    transfers_all: bool = False  # each request is handed over, as stores and loads say
     drafted_len: int | None = None  # no drafter computes a step with a longer request; None: always
 
     @property
@@ -56,10 +55,7 @@ class Transfer:
 
     @classmethod
     def of(cls, params: object, settings: SchedulerSettings) -> Transfer:
-        """By its ``kv_transfer_params``, as NIXL's routers send them, or by the connector's
-        role."""
-        if settings.transfers_all:
-            return cls(settings.stores, settings.loads)
+        """By its ``kv_transfer_params``, as NIXL's routers send them."""
         if not isinstance(params, dict):
             return NO_TRANSFER
         stores, loads = params.get("do_remote_decode"), params.get("do_remote_prefill")

@@ -155,7 +155,7 @@ class Scheduler:
         self._was_asked = True
         if not self.is_idle:
             # While others run, a request that waits may wait for a store to have read its blocks.
-            self.held.keep_for_stores(self.jobs)
+            self.held.delay_free_for_stores(self.jobs)
         if request.skip_reading_prefix_cache or request.request_id in self._to_compute:
             return 0, False
         num_tokens = self._find(request, num_computed_tokens)
@@ -302,12 +302,14 @@ class Scheduler:
         prefill = self._prefill_work(scheduler_output) if is_timed else None
         left = self._prompt_tokens_left(scheduler_output) if prefill is not None else 0
         self.policy.step_planned(len(scheduled), left, has_prefill=prefill is not None)
+        if probe := self.policy.probes.is_wanted and self.policy.take_probe():
+            self.tally.count("probes")
         adapters, weights, transfers = self.loaded_adapters, self.book.weights, self.transfers
         plan = self.jobs.take_plan(
             (adapters.heard, weights.heard),
             idle=not scheduled,
             prefill=prefill,
-            probe=self.policy.probes.is_wanted and self._wants_probe(),
+            probe=probe,
             wanted=self.wanted.take() if self.wanted and self.wanted.has_news else (),
             uses=self._uses.take() if self._uses.new else (),
             unwanted=self.prefetcher.take_unwanted() if self.prefetcher.unwanted else (),
@@ -335,7 +337,7 @@ class Scheduler:
         if self.held.is_holding:
             # Should the next step compute as much.
             num_blocks = scheduler_output.total_num_scheduled_tokens // self._least_block
-            self.held.make_room(self._num_groups * (num_blocks + len(scheduled)))
+            self.held.unpin_for(self._num_groups * (num_blocks + len(scheduled)))
 
     def _plan_stores_of(
         self, state: RequestState, scheduler_output: SchedulerOutput, *, is_drafted: bool
@@ -425,11 +427,6 @@ class Scheduler:
                 left += max(0, request.num_tokens - request.num_computed_tokens - count)
         return left
 
-    def _wants_probe(self) -> bool:
-        if probe := self.policy.take_probe():
-            self.tally.count("probes")
-        return probe
-
     # -- ended ---------------------------------------------------------------------------------
 
     def request_finished(
@@ -450,7 +447,7 @@ class Scheduler:
         if self.is_idle:  # a user who steps the engine may reset it next
             self.held.unpin_all()
         if state is not None and is_updating:
-            self.held.keep(self.jobs.blocks_read_of(state))
+            self.held.delay_free(self.jobs.blocks_read_of(state))
         return self.transfers.finished(request, state, block_ids)
 
     def _store_the_rest(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
@@ -470,7 +467,7 @@ class Scheduler:
         """What the tiers took in and let go since the last call. vLLM has seen to all that a step
         has brought."""
         if self.held.is_holding:
-            self.held.put_back()
+            self.held.free_delayed()
         return self.kv_events.take() if self.kv_events.has_news else ()
 
     def will_free_blocks(self) -> bool:

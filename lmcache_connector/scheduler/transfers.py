@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector.kv_parts.part import keys_of_part
@@ -114,7 +113,7 @@ class Transfers:
         if awaited is None or state.source is not None:
             return None
         if awaited.answer is None:
-            wait.on(partial(_answered, awaited))
+            wait.on(awaited.settled.wait)
         if self.is_coming(state.request.request_id) or (offered := awaited.answer) is None:
             wait.end()
             return PENDING
@@ -214,8 +213,3 @@ class Transfers:
             "remote_num_tokens": sent.request.num_prompt_tokens,
             "tp_size": settings.tp_size,
         }
-
-
-def _answered(awaited: Awaited, seconds: float) -> Pending | None:
-    awaited.settled.wait(seconds)
-    return PENDING if awaited.answer is None else None

@@ -20,7 +20,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from lmcache_connector.stepwise.model_input import Row
 from lmcache_connector.stepwise.paged import PagedSequences
 from lmcache_connector.stepwise.tiers import Counts, read_settings
 from lmcache_connector.threads import computing_alone
-from lmcache_connector.transformers.support import Alterations, check_configuration
+from lmcache_connector.transformers.support import Alterations, ClosedAtTheEnd, check_configuration
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class _Place:
         return self.num_tokens
 
 
-class TieredBatching:
+class TieredBatching(ClosedAtTheEnd):
     """The tiers of one manager, which has not started yet, until :meth:`close`.
 
     ``config``: the keys of ``kv_connector_extra_config``, see the README. ``label``: as
@@ -106,17 +105,6 @@ class TieredBatching:
             model.register_forward_hook(self._ended),
         )
         logger.info("TieredBatching: %s", self._paged.tiers)
-
-    def __enter__(self) -> TieredBatching:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def counts(self) -> Counts:

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from lmcache_connector.transformers.cache import (
     by_name,
     without_first,
 )
-from lmcache_connector.transformers.support import Alterations, find_form
+from lmcache_connector.transformers.support import Alterations, ClosedAtTheEnd, find_form
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ _WRITTEN = "its KV was written to, or exchanged, by other code"
 _CHANGED = "the model was changed, cast or moved since the sequence began"
 
 
-class KVTiers:
+class KVTiers(ClosedAtTheEnd):
     """The tiers of one model, until :meth:`close`.
 
     ``config`` and ``settings``, which override it: the keys of ``kv_connector_extra_config``, see
@@ -96,17 +95,6 @@ class KVTiers:
 
     def __repr__(self) -> str:
         return f"KVTiers({self._tiers})"
-
-    def __enter__(self) -> KVTiers:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def counts(self) -> Counts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,19 @@ def test_states_that_vllm_does_not_keep(start: StartInstance, tmp_path: Path) ->
     message = refusal(start(folder=folder, enable_prefix_caching=False))
     assert "does not support recurrent states with --mamba-cache-mode none" in message
     assert "start with --enable-prefix-caching --mamba-cache-mode align" in message
+
+
+@pytest.mark.soak  # it looks at vLLM alone
+def test_recurrent_states_with_drafts_still_end_vllms_own_engine(tmp_path: Path) -> None:
+    """vLLM 0.32 copies the states of accepted tokens by a Triton kernel that its CPU build lacks,
+    so what the connector refuses cannot be tried here. When this fails, try it."""
+    folder = build_family("qwen3-next", tmp_path / "states")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    sizes: Any = {"kv_cache_memory_bytes": 256 << 20, "max_model_len": 4096}
+    log = tmp_path / "log"
+    with (
+        VllmInstance(folder, None, log, speculative_config=drafts, **sizes) as instance,
+        pytest.raises(InstanceError, match=r"^TypeError: 'function' object is not subscri"),
+    ):
+        instance.serve([5, 6, 7, 8] * 80, 12)
+    assert "in run_fused_precopy" in instance.log

@@ -12,8 +12,6 @@ from tests.support.engines.storm import StormReport, Weather, run_storm
 from tests.support.engines.tiny_families import build_family
 from tests.support.redis.servers import CACHE, running_valkey
 
-_FEW_BYTES = 16 << 20  # 16 chunks
-
 
 @pytest.mark.parametrize(
     ("family", "weather"),
@@ -21,7 +19,9 @@ _FEW_BYTES = 16 << 20  # 16 chunks
         (None, {"num_requests": 40}),
         pytest.param(None, {"num_requests": 600}, marks=pytest.mark.soak),
         # One whose layers have windows, and whose values go bad.
-        pytest.param("gemma3 5:1", {"damages": 0.02, "resets": 0.01}, marks=pytest.mark.soak),
+        pytest.param(
+            "gemma3 5:1", {"aborts": 0.02, "damages": 0.02, "resets": 0.01}, marks=pytest.mark.soak
+        ),
     ],
     ids=["short", "long", "windows"],
 )
@@ -33,17 +33,17 @@ def test_a_storm(
     tiny_model: Path,
     tmp_path: Path,
 ) -> None:
-    """Room for two requests in vLLM's cache, for 16 chunks in memory and 40 in Valkey."""
+    """Room for two requests in vLLM's cache, for few chunks in memory and some more in Valkey."""
     folder = build_family(family, tmp_path) if family else tiny_model
     sizes = {"num_gpu_blocks_override": 72 if family else 20, "max_model_len": 2048}
     with running_valkey(CACHE | {"maxmemory": "48mb"}) as valkey:
-        transfer = kv_transfer(redis_url=valkey.url, cpu_gib=_FEW_BYTES / 2**30)
+        transfer = kv_transfer(redis_url=valkey.url, cpu_gib=(16 if family else 8) / 1024)
         with start(transfer, folder, **sizes, max_num_seqs=8, max_num_batched_tokens=512) as engine:
-            sky = Weather(valkey.port, **{"aborts": 0.02, **weather})  # type: ignore[arg-type]
+            sky = Weather(valkey.port, **{"aborts": 0.005, **weather})  # type: ignore[arg-type]
             report: StormReport = engine.call(run_storm, 1, sky)
     print(f"\n{report}")
     assert report.far == []
     assert report.checked_blocks > 0
     assert report.preemptions > 0
-    assert report.counts.total("hit_tokens", "cpu") > 0
-    assert report.counts.total("hit_tokens", "redis") > 0
+    for tier in ("cpu",) if family else ("cpu", "redis"):
+        assert report.counts.total("hit_tokens", tier) > 0

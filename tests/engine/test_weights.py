@@ -297,7 +297,11 @@ def test_an_update_of_the_vision_encoder_alone_is_one(start: StartInstance, tmp_
         assert seeing.call(ask_all, asks).loaded_tokens == 0
 
 
-@pytest.mark.parametrize("arrive", [replace_files_after_loading, move_folder_after_loading])
+@pytest.mark.parametrize(
+    "arrive",
+    # Two engines each; tests/vllm_compat/test_weights.py has all ways in which files change.
+    [replace_files_after_loading, pytest.param(move_folder_after_loading, marks=pytest.mark.soak)],
+)
 def test_a_checkpoint_that_arrives_during_the_start_gives_no_name(
     start: StartInstance,
     valkey: Server,

@@ -319,3 +319,17 @@ def test_a_taken_port_is_an_error(chunks: HeldChunks, server: PeerServer) -> Non
 def test_a_greeting_of_somebody_else(line: object) -> None:
     with pytest.raises(ValueError, match="no peer server"):
         Greeting.parse(line)
+
+
+def test_while_nobody_wants_anything_the_server_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares its process with an engine, which steps meanwhile."""
+    turns: list[float] = []
+    with (
+        serving(HeldChunks([0])) as server,
+        redis.Redis.from_url(url(server), protocol=2) as client,
+    ):
+        assert client.ping()
+        monkeypatch.setattr(server._commands, "tend", lambda: turns.append(time.monotonic()))
+        time.sleep(1.5)
+        assert len(turns) <= 3
+        assert client.ping()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ import pytest
 import redis
 
 from lmcache_connector.net.address import Address
+from lmcache_connector.peers import watch as watch_module
 from lmcache_connector.peers.awaited import Awaited, Cause, Offered
 from lmcache_connector.peers.commands import KEY_PREFIX_BYTES, NotOver
 from lmcache_connector.peers.server import PeerServer
@@ -24,6 +26,7 @@ from tests.support.peers.chunks import HeldChunks, serving
 from tests.support.redis.chunks import PARTS, chunk_data, chunk_key
 
 KEYS = tuple(map(chunk_key, range(6)))
+NUM_HELD = 4
 CHUNK_BYTES = PARTS.of(KEYS[0]).chunk_bytes
 LEASE_SECONDS = 5.0
 
@@ -37,7 +40,7 @@ class Clock:
 
 @pytest.fixture
 def chunks() -> HeldChunks:
-    return HeldChunks(range(4))
+    return HeldChunks(range(NUM_HELD))
 
 
 @pytest.fixture
@@ -234,6 +237,61 @@ def test_who_waits_is_told_at_once(
     while chunks.num_leased:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_who_asks_while_another_waits_waits_for_nobody(
+    served: tuple[Transfers, PeerServer],
+    watch: TransferWatch,
+    chunks: HeldChunks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither for the answer that the other waits for, nor to say that it has read."""
+    monkeypatch.setattr(watch_module, "_WAIT_MS", 10_000)
+    transfers, server = served
+    transfers.apply([TransferUpdate("never")])
+    coming = watch.ask(at(server), "never", 60.0)
+    time.sleep(0.2)
+    started = time.monotonic()
+    for number in range(20):
+        send(transfers, f"t{number}", (0, 2))
+        awaited = watch.ask(at(server), f"t{number}", 60.0)
+        assert answer_of(awaited).holds(KEYS[2])
+        watch.done(awaited)
+    assert chunks.await_leased(lambda count: count == 0)
+    assert time.monotonic() - started < 5.0
+    assert coming.answer is None
+
+
+def test_answers_stay_in_step_whoever_comes_when(
+    served: tuple[Transfers, PeerServer], watch: TransferWatch, chunks: HeldChunks
+) -> None:
+    transfers, server = served
+    chance = random.Random(7)
+    waiting, over = list[tuple[int, Awaited]](), list[tuple[int, Awaited]]()
+
+    def settle() -> None:
+        while over:
+            number, awaited = over.pop()
+            answer = answer_of(awaited)
+            assert [answer.holds(key) for key in KEYS] == [i == number % NUM_HELD for i in range(6)]
+            watch.done(awaited)
+        assert chunks.await_leased(lambda count: count == 0)
+
+    for number in range(150):
+        transfers.apply([TransferUpdate(f"t{number}")])
+        waiting.append((number, watch.ask(at(server), f"t{number}", 60.0)))
+        if chance.random() < 0.5:
+            time.sleep(chance.random() * 0.004)
+        if chance.random() < 0.6:
+            ended, awaited = waiting.pop(chance.randrange(len(waiting)))
+            send(transfers, f"t{ended}", (ended % NUM_HELD,))
+            over.append((ended, awaited))
+        if len(over) == 8:
+            settle()
+    for number, awaited in waiting:
+        send(transfers, f"t{number}", (number % NUM_HELD,))
+        over.append((number, awaited))
+        settle()
 
 
 def test_nobody_knows_it(served: tuple[Transfers, PeerServer], watch: TransferWatch) -> None:

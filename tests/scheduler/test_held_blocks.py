@@ -112,7 +112,7 @@ def test_nothing_is_pinned_behind_an_overdue_store_while_a_request_waits(model: 
     held.blocks.next_step()
     held.pin(2, [5, 6])
     assert held.blocks.num_pins == 1, "nobody waits"
-    held.blocks.keep_for_stores(PlannedJobs(1))
+    held.blocks.delay_free_for_stores(PlannedJobs(1))
     held.blocks.next_step()
     held.pin(3, [7, 8])
     assert held.blocks.num_pins == 0
@@ -136,9 +136,9 @@ def test_the_newest_pins_give_way_to_what_vllm_needs(model: Path) -> None:
     free = held.num_free
     for job_id in range(1, 5):
         held.pin(job_id, [2 * job_id, 2 * job_id + 1])
-    held.blocks.make_room(free - 8)
+    held.blocks.unpin_for(free - 8)
     assert held.blocks.num_pins == 4
-    held.blocks.make_room(free - 5)
+    held.blocks.unpin_for(free - 5)
     assert held.blocks.num_pins == 2
     held.blocks.unpin(4)
     assert held.num_free == free - 4, "the newest had gone"

@@ -16,7 +16,7 @@ from lmcache_connector.kv_events.log import BlocksStored
 from lmcache_connector.kv_parts.part import Rule
 from lmcache_connector.plans import Outcome
 from tests.scheduler.test_adapter import Life, prompt
-from tests.scheduler.test_kept_blocks import serve_beside_stuck_stores
+from tests.scheduler.test_delayed_frees import serve_beside_stuck_stores
 from tests.support.doubles.shadow_engine import ShadowEngine, Shape
 from tests.support.doubles.shadow_memory import BLOCK_SIZE
 from tests.support.doubles.shadow_worker import Faults

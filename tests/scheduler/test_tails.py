@@ -158,11 +158,3 @@ def test_a_prompt_in_vllms_cache_is_stored_for_another(model: Path) -> None:
         engine.run_until_idle()
     engine.forget_prefixes()
     assert serve(engine, tokens, CONSUMED) == 2 * CHUNK + 8
-
-
-def test_the_role_may_hand_over_every_request(model: Path) -> None:
-    engine = calm(model, Shape())
-    settings = engine.adapter.book.settings
-    object.__setattr__(settings, "transfers_all", True)
-    tokens = prompt(1, CHUNK + 9)
-    assert [serve(engine, tokens, None) for _ in range(2)] == [0, CHUNK + 8]

@@ -5,6 +5,7 @@ A case runs once per way of moving KV in ``WAYS``. What a way cannot do yet is a
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -25,12 +26,20 @@ def by_peers(role: str, port: int, **settings: Any) -> dict[str, Any]:
     return kv_transfer(role, port, **{k: v for k, v in shared.items() if v is not None})
 
 
-WAYS: dict[str, Way] = {"peers": by_peers}
-LACKS: dict[str, frozenset[str]] = {"peers": frozenset()}
+_FOLDER = tempfile.TemporaryDirectory(prefix="lmc-transfers-")
+
+
+def by_memory(role: str, port: int, **settings: Any) -> dict[str, Any]:
+    """The same, by engines that find each other on this host: out of the peer's memory."""
+    return by_peers(role, port, host_sharing=True, host_folder=f"{_FOLDER.name}/host", **settings)
+
+
+WAYS: dict[str, Way] = {"peers": by_peers, "memory": by_memory}
+LACKS: dict[str, frozenset[str]] = {"peers": frozenset(), "memory": frozenset()}
 """What a way cannot do, by the word that a case is marked ``needs`` with."""
 
 
-@pytest.fixture(scope="session", params=WAYS)
+@pytest.fixture(scope="session", params=["peers", pytest.param("memory", marks=pytest.mark.soak)])
 def way_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -102,19 +102,6 @@ def test_an_answer_is_stored_and_found_by_the_next_turn(llama: Any, tiers: KVTie
     )
 
 
-def test_a_cache_that_goes_on_finds_what_others_stored(llama: Any, tiers: KVTiers) -> None:
-    ids = prompt(4, 700)
-    stored = [each.clone() for each in cold(llama, tiers, ids).tensors()]
-    cache = tiers.new_cache()
-    llama.generate(ids[:, :200], past_key_values=cache, do_sample=False, max_new_tokens=1)
-    assert cache.get_seq_length() == 200
-    mine = [each.clone() for each in cache.tensors()]
-    llama.generate(ids, past_key_values=cache, **GREEDY)
-    for new, old, other in zip(cache.tensors(), mine, stored, strict=True):
-        assert torch.equal(new[:, :, :200], old)  # in use already: not exchanged
-        assert torch.equal(new[:, :, 200 : 5 * CHUNK], other[:, :, 200 : 5 * CHUNK])
-
-
 def test_rejected_drafts_leave_nothing_behind(llama: Any, tiers: KVTiers) -> None:
     ids = prompt(6, 50).repeat(1, 5)
     cache = tiers.new_cache()
@@ -132,14 +119,6 @@ def test_rejected_drafts_leave_nothing_behind(llama: Any, tiers: KVTiers) -> Non
     again, before = tiers.new_cache(), tiers.counts
     llama.generate(output, past_key_values=again, **GREEDY)
     assert tiers.counts.hit_chunks > before.hit_chunks + 1
-
-
-def test_whoever_reads_all_logits_gets_all_of_them(llama: Any, tiers: KVTiers) -> None:
-    ids = prompt(7, 300)
-    cold(llama, tiers, ids)
-    with torch.no_grad():
-        logits = llama(ids, past_key_values=tiers.new_cache()).logits
-    assert logits.shape[1] == 300
 
 
 def test_another_process_without_vllm_restores_from_redis(

@@ -130,17 +130,6 @@ def test_a_cache_that_was_begun_with_other_weights_passes_by() -> None:
         assert generate_right(model, tiers, PROMPT) == 0
 
 
-def test_a_model_that_was_cast_passes_by_without_an_error() -> None:
-    """Its KV has another form than the tiers were made for."""
-    with stored() as (model, tiers):
-        model.to(torch.bfloat16)
-        before = tiers.counts
-        model.generate(PROMPT, past_key_values=tiers.new_cache(), **GREEDY)
-        tiers.finish_stores()
-        after = tiers.counts
-        assert (after.hit_chunks, after.stored_chunks) == (before.hit_chunks, before.stored_chunks)
-
-
 # -- what alters single passes ---------------------------------------------------------------------
 
 
@@ -191,13 +180,6 @@ def test_nothing_is_stored_of_passes_that_were_altered(how: str, one_by_one: boo
                 model(PROMPT[:, start : start + step], past_key_values=cache)
         tiers.finish_stores()
         assert generate_right(model, tiers, PROMPT) == 1
-
-
-def test_whoever_asks_the_configuration_for_hidden_states_gets_all() -> None:
-    with stored() as (model, tiers), torch.no_grad():
-        model.config.output_hidden_states = True
-        output = model(PROMPT, past_key_values=tiers.new_cache(), logits_to_keep=1)
-        assert output.hidden_states[0].shape[1] == 200
 
 
 # -- what is done to a cache -----------------------------------------------------------------------
@@ -288,11 +270,3 @@ def test_mistakes_are_answered_with_one_sentence() -> None:
         KVTiers(tiny_model(), "cpu_gib=1")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did you mean 'cpu_gib'"):
         KVTiers(tiny_model(), cpu_gb=1)
-
-
-def test_a_cache_of_another_prompt_is_refused_with_what_to_do() -> None:
-    with stored() as (model, tiers):
-        cache = tiers.new_cache()
-        model.generate(PROMPT, past_key_values=cache, **GREEDY)
-        with pytest.raises(UnsupportedError, match=r"take a new cache \(new_cache\(\)\)"):
-            model.generate(prompt_of(99, 40), past_key_values=cache, **GREEDY)

@@ -110,6 +110,7 @@ def make_instance(
     tier_type: type[RedisTier] = RedisTier,
     pace: Pace | None = None,
     weights: FixedWeights | None = None,
+    login: str = "",
     **tier: Any,
 ) -> Instance:
     """``tier``: settings of the Redis tier."""
@@ -124,7 +125,7 @@ def make_instance(
         probe_keys=PROBE_KEYS if probe else (),
     )
     tier = {"read_timeout_seconds": LONG, "backoff_max_seconds": 0.2} | tier
-    config = RedisTierConfig(url=f"redis://127.0.0.1:{port}", **tier)
+    config = RedisTierConfig(url=f"redis://{login}127.0.0.1:{port}", **tier)
     make_tier = partial(tier_type, config, PartGeometries((GEOMETRY,)))
     return Instance(WorkerAdapter(settings, cache, make_tier, weights=weights), cache)
 
@@ -233,6 +234,19 @@ def test_settings_of_the_whole_process_stay_as_they_were(
     instance.worker.shutdown()
     assert multiprocessing.get_start_method(allow_none=True) == before
     assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ
+
+
+def test_lmcache_never_shows_the_secret(valkey: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    with valkey.client() as client:
+        client.execute_command("ACL", "SETUSER", "u", "on", ">hunter2", "~*", "+@all")
+        client.flushall()
+        instance = make_instance(valkey.port, login="u:hunter2@")
+        instance.run(StepPlan(stores=(store_job(1, "r", KEYS[:1], ((0, 1),)),)))
+        assert instance.wait_for(1).outcome is Outcome.DONE
+        instance.worker.shutdown()  # writes what is queued
+        assert client.dbsize() > 0
+    shown = capfd.readouterr()
+    assert "hunter2" not in shown.out + shown.err
 
 
 def load(job_id: int, chunks: range, first_block: int, deadline: float = LONG) -> LoadJob:

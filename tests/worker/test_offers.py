@@ -207,30 +207,6 @@ def test_what_nobody_wants_is_left_alone(own_server: Server, instance: Instance)
         assert client.info("commandstats")["cmdstat_strlen"]["calls"] <= 3 * NUM_VALUES
 
 
-def test_a_full_server_is_written_to_once_it_has_room(
-    own_server: Server, instance: Instance
-) -> None:
-    with own_server.client() as client:
-        client.config_set("maxmemory", 1, "maxmemory-policy", "noeviction")
-        store(instance)
-        wait_until(lambda: "errorstat_OOM" in client.info("errorstats"), "nothing was refused")
-        assert value_names(own_server) == []
-        client.config_set("maxmemory", 0)
-    wait_for_all(own_server, instance, wanted=False)
-
-
-def test_a_chunk_whose_claimant_died_is_written(own_server: Server, instance: Instance) -> None:
-    store(instance)
-    wait_for_all(own_server, instance, wanted=False)
-    with own_server.client() as client:
-        claims = client.keys("lmc:*claim*")
-        assert claims
-        client.flushall()
-        for claim in claims:
-            client.set(claim, b"1", px=600)  # left by a writer that is gone
-    wait_for_all(own_server, instance, wanted=True)
-
-
 def test_offers_wait_for_room_in_a_small_queue(own_server: Server) -> None:
     """Without room they would fail, and not be tried again for long."""
     pace = Pace(granted_seconds=0.2, retry_seconds=1000.0, max_retry_seconds=1000.0)

@@ -135,6 +135,34 @@ def be_patient(client: Client, seconds: float) -> None:
     client.connection_pool.release(connection)
 
 
+class Question:
+    """A command that was sent, and more of them while its answer is waited for. Raises one of
+    ``TALK_ERRORS``."""
+
+    def __init__(self, client: Client, *words: Any) -> None:
+        self._pool = client.connection_pool
+        self._connection = self._pool.get_connection()
+        self._connection.send_command(*words)
+
+    def __enter__(self) -> Question:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.release(self._connection)
+
+    def add(self, packed: bytes) -> bool:
+        """Send another one, from any thread. False if it cannot be sent at once."""
+        try:
+            sent: int = self._connection._sock.sock.send(packed, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return sent == len(packed)
+
+    def answer(self) -> Any:
+        """The next one: there are as many as commands."""
+        return self._connection.read_response()
+
+
 class _BoundedSocket:
     """Gives redis-py so many bytes and seconds for the answers to one question."""
 
