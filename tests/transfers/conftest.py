@@ -68,3 +68,5 @@ def engines(
     with running(tiny_model, folder, transfers, max_num_batched_tokens=[512, None, None]) as found:
         pairs = list(zip(found, ports, strict=True))
         yield Engines(pairs[:1], pairs[1:], count())
+        mapped = [each.counts().total("peer_mapped_chunks") for each in found[1:]]
+        assert any(mapped) == (way is by_memory)

@@ -248,21 +248,21 @@ def spoil(data: bytes) -> bytes:
     return data[:place] + bytes([data[place] ^ 0x40]) + data[place + 1 :]
 
 
-@pytest.mark.parametrize("way", Direction, ids=lambda way: str(way.value))
-def test_somebody_on_the_way_alters_bytes(engines: Engines, way: Direction) -> None:
+@pytest.mark.parametrize("towards", Direction, ids=lambda each: str(each.value))
+def test_somebody_on_the_way_alters_bytes(engines: Engines, towards: Direction) -> None:
     """Store finding 3: it costs a recompute, and no memory."""
     (first, port), (second, _) = engines.prefill[0], engines.decode[0]
-    prompt = random_prompt(92 + (way is Direction.REPLY), 2001)
-    own = second.call(ask, Ask(f"own-{way.value}", prompt))
+    prompt = random_prompt(92 + (towards is Direction.REPLY), 2001)
+    own = second.call(ask, Ask(f"own-{towards.value}", prompt))
     second.call(forget)
     before = memory_of(second.pid), memory_of(first.pid)
     with fault_proxy(port) as proxy:
-        proxy.alter[way] = spoil
-        cold = first.call(prefill, Ask(f"p-spoilt-{way.value}", prompt, 1, WANTS))
+        proxy.alter[towards] = spoil
+        cold = first.call(prefill, Ask(f"p-spoilt-{towards.value}", prompt, 1, WANTS))
         assert cold.params is not None
         params = cold.params | {"remote_port": proxy.port}
         started = time.monotonic()
-        served = second.call(ask, Ask(f"d-spoilt-{way.value}", prompt, 2, params))
+        served = second.call(ask, Ask(f"d-spoilt-{towards.value}", prompt, 2, params))
         assert time.monotonic() - started < NOTICED_SECONDS
     assert served.finish_reason == "length"
     assert () != served.served.block_digests == own.served.block_digests
