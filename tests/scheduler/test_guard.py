@@ -201,6 +201,27 @@ def test_a_request_may_have_the_id_of_one_whose_stores_are_open(model: Path) -> 
     engine.check_whole()
 
 
+def test_workers_hear_once_that_what_they_have_is_nobodys(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ShadowEngine(model, Shape(num_blocks=60), 0, Faults(slow=1.0))
+    engine.add(prompt(1, 300), 5)
+    engine.step()
+    engine.step()
+    assert engine.adapter.jobs.has_unattended
+
+    def raising(*_: Any) -> None:
+        raise PlantedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.adapter, "build_plan", raising)
+        engine.step()
+    num_before = len(engine.plans) - 1
+    for _ in range(3):
+        engine.step()
+    assert sum(plan.starts_over for plan in engine.plans[num_before:]) == 1
+
+
 def wait_for(engine: ShadowEngine, is_so: Callable[[], bool]) -> None:
     for _ in range(50):
         if is_so():
