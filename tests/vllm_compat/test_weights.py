@@ -15,6 +15,7 @@ import pytest
 from vllm.model_executor import models as vllm_models
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
 
+from lmcache_connector.vllm_compat import weights as weights_module
 from lmcache_connector.vllm_compat.weights import (
     WEIGHTS_IN_SUBFOLDERS,
     WeightFiles,
@@ -101,6 +102,25 @@ def test_models_a_model_is_made_of_count(folder: Path, model: Path, tmp_path: Pa
     assert weights_identity(config, "full", tmp_path / "kept") != before
     config.model_config.hf_config.text_model_id = "nobody/has-this"
     assert weights_identity(config, "full", tmp_path / "kept").name.startswith("remote:")
+
+
+def test_files_beside_the_weights_count(folder: Path) -> None:
+    before = identity(folder)
+    (folder / "hf_quant_config.json").write_text("{}")
+    assert identity(folder) != before
+
+
+def test_weights_in_subfolders_count_where_a_model_has_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (weights,) = folder.glob("*.safetensors")
+    architecture = vllm_config(folder).model_config.architecture
+    for architectures in (frozenset[str](), frozenset({architecture})):
+        monkeypatch.setattr(weights_module, "WEIGHTS_IN_SUBFOLDERS", architectures)
+        before = identity(folder)
+        (folder / f"part-{len(architectures)}").mkdir()
+        shutil.copy(weights, folder / f"part-{len(architectures)}")
+        assert (identity(folder) != before) is bool(architectures)
 
 
 def test_a_file_of_scales_counts(folder: Path, tmp_path: Path) -> None:
