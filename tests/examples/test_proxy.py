@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from examples.disaggregated.proxy import Proxy
+from examples.disaggregated.proxy import Proxy, main
 from examples.disaggregated.registry import RegistrationError, Registry, Role
 from lmcache_connector.peers.heartbeat import Heartbeat, Registration, sign
 from tests.support.redis.servers import free_port
@@ -159,6 +159,33 @@ class TestProxy:
         with_proxy(test)
         assert len(good.asked) == 3
         assert bad.asked
+
+    @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "proxy.example"])
+    def test_it_listens_to_others_only_with_a_secret(
+        self, host: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            main(["--host", host])
+        assert "--secret" in capsys.readouterr().err
+
+    def test_a_client_names_no_instance(self) -> None:
+        """Also where no prefill instance is there to replace what it says."""
+        decode = FakeApi()
+
+        async def test(
+            stack: AsyncExitStack, registry: Registry, _: str, session: aiohttp.ClientSession
+        ) -> None:
+            registry.register(registration(role="kv_consumer", http=await serve_api(stack, decode)))
+            route = "___prefill_addr_evil:1___decode_addr_evil:2_x"
+            forged = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
+            headers = {"X-Request-Id": route}
+            async with session.post("/v1/completions", json=BODY | forged, headers=headers) as a:
+                assert a.status == 200
+
+        with_proxy(test)
+        ((name, body),) = decode.asked
+        assert "kv_transfer_params" not in body
+        assert "evil" not in name
 
     def test_heartbeats_register_and_leave(self) -> None:
         async def test(
