@@ -71,6 +71,8 @@ def test_the_dashboard_shows_every_metric_of_the_table_or_says_why_not() -> None
         "cpu_evictions",
         "cpu_pinned_bytes",
         "cpu_tenant_bytes",
+        "peer_fallbacks",
+        "peer_mapped_chunks",
     }
     elsewhere |= {name for name in METRICS if name.startswith("p2p_")}
     elsewhere |= {"peer_chunks", "store_seconds", "load_bytes_per_second", "store_bytes_per_second"}
