@@ -12,7 +12,7 @@ from dataclasses import replace
 from lmcache_connector.net.address import Address
 from lmcache_connector.peers.commands import Greeting
 from lmcache_connector.peers.host import HostFolder, SocketName, digest
-from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer
+from lmcache_connector.storage.redis.client.dial import TALK_ERRORS, Client, Dialer, never_redial
 from lmcache_connector.storage.redis.config import RedisTierConfig
 from lmcache_connector.storage.redis.topology import Endpoint, Node, Topology
 
@@ -141,6 +141,7 @@ class PeerTopology(Topology):
         else:
             raise OSError("it is no peer any more")
         try:
+            never_redial(client)  # before it is asked who it is
             found = Greeting.parse(client.execute_command("PEER"))
             if found.engine_id == self._greeting.engine_id:
                 self._own.add(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,8 +16,9 @@ import redis
 from lmcache_connector.peers.commands import Reply
 from lmcache_connector.peers.server import Limits, PeerServer
 from lmcache_connector.storage.geometry import PartGeometries
+from lmcache_connector.storage.redis.client.dial import Client, take_socket
 from tests.peers.test_server import dial, get, is_closed, name, url
-from tests.peers.test_tier import at, read, read_once_connected, reading
+from tests.peers.test_tier import at, read, read_once_connected, reading, topology_of
 from tests.support.peers.chunks import SECRET, CountedLease, HeldChunks, serving
 from tests.support.peers.dials import once_dialled
 from tests.support.redis.chunks import (
@@ -308,4 +309,22 @@ def test_another_instance_at_the_same_port() -> None:
             assert read_once_connected(tier, range(10, 14)).hits == [True] * 4
             assert read(tier, range(4))[0].hits == [False] * 4
         with serving(HeldChunks(range(4)), port=port, ranks=[PARTS, PARTS]):
-            once_dialled(lambda: not any(read(tier, range(4), 0.5)[0].hits))
+            assert read(tier, range(4), 0.5)[0].hits == [False] * 4
+
+
+@pytest.mark.parametrize("use", [take_socket, lambda client: client.execute_command("PEER")])
+def test_whoever_comes_to_the_port_of_a_connection_is_asked_who_it_is(
+    use: Callable[[Client], object],
+) -> None:
+    """redis-py dials again where a connection is lost, and asks nobody."""
+    with ExitStack() as stack:
+        first = stack.enter_context(ExitStack())
+        port = first.enter_context(serving(HeldChunks([]))).port
+        topology = topology_of(at(port))
+        topology.prepare()
+        (node,) = topology.peers()
+        client = stack.enter_context(contextlib.closing(topology.connect(node, 4096)))
+        first.close()
+        stack.enter_context(serving(HeldChunks([]), port=port, ranks=[PARTS, PARTS]))
+        with pytest.raises(redis.ConnectionError, match="the connection was lost"):
+            use(client)

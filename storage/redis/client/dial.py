@@ -135,6 +135,15 @@ def be_patient(client: Client, seconds: float) -> None:
     client.connection_pool.release(connection)
 
 
+def never_redial(client: Client) -> None:
+    """From now on a connection that is lost stays lost. redis-py would dial again before the next
+    command, and who listens there then may be another server than the one that was looked at.
+    Raises one of ``TALK_ERRORS``."""
+    connection = client.connection_pool.get_connection()
+    connection.is_last = True
+    client.connection_pool.release(connection)
+
+
 class Question:
     """A command that was sent, and more of them while its answer is waited for. Raises one of
     ``TALK_ERRORS``."""
@@ -199,6 +208,7 @@ class _Bounded:
     """Of redis-py's connections. It would name itself to the server, which may not be allowed."""
 
     _sock: _BoundedSocket | None
+    is_last = False
 
     def __init__(self, *, clock: Callable[[], float], max_bytes: int, **options: Any) -> None:
         super().__init__(**options)
@@ -206,6 +216,8 @@ class _Bounded:
         self._bounds = max_bytes, options["socket_timeout"], clock
 
     def _connect(self) -> _BoundedSocket:
+        if self.is_last:
+            raise redis.ConnectionError("the connection was lost")
         try:
             sock = super()._connect()  # type: ignore[misc]
         except OSError as error:
