@@ -40,7 +40,7 @@ LAYERS: tuple[dict[str, int], ...] = (
         "tracing": 100,
         "weight_names": 200,
     },
-    {"plans": 550, "storage": 800, "storage/redis/client": 600, "vllm_compat/api": 350},
+    {"plans": 550, "storage": 800, "storage/redis/client": 610, "vllm_compat/api": 350},
     {"errors": 60, "keys": 750, "kv_parts": 350, "net": 550, "threads": 200},
 )
 MAX_LAYERS = 8
