@@ -36,12 +36,14 @@ from lmcache_connector.storage.chunk_codec import (
 from lmcache_connector.storage.redis.client.resp import command
 from lmcache_connector.storage.redis.config import ValuePlan
 from lmcache_connector.storage.redis.value_names import chunk_tag, stripe_suffix
+from lmcache_connector.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 0.5
 """An owner that answers a question about its memory later than that is busy, or stopped."""
 _RETRY_SECONDS, _NOT_OFFERED_SECONDS = 5.0, 60.0
+_SECONDS_BETWEEN_LOOKS = 1.0
 _BATCH_BYTES = 16 << 20
 _MAX_BATCH_VALUES = 256
 _PLACE = struct.Struct("<Q")
@@ -69,7 +71,10 @@ class _Value:
 
 class MappedPeers:
     """Reads from peers on this host. ``address_of(node)``: the path of a peer's socket; ``None``:
-    it is no such peer. Thread-safe. ``num_failed``: reads that had to go another way."""
+    it is no such peer. Thread-safe. ``num_failed``: reads that had to go another way.
+
+    An owner's memory stays taken while a reader maps it. From the first mapping on, a thread lets
+    go of those whose owner has gone: it may start again, and need as much, while nobody reads."""
 
     def __init__(
         self,
@@ -83,7 +88,8 @@ class MappedPeers:
         self._lock = threading.Lock()
         self._idle: dict[str, list[_Mapping]] = {}
         self._not_before: dict[str, float] = {}
-        self._is_closed = False
+        self._closing = threading.Event()
+        self._looking: threading.Thread | None = None
         self.num_failed = 0
 
     def read(
@@ -99,7 +105,7 @@ class MappedPeers:
                 return mapping.read(self._plan, keys, buffers, limit)
         except _NotOffered:
             self._leave_alone(node, _NOT_OFFERED_SECONDS)
-        except (_Lost, OSError, ValueError) as error:
+        except (_Lost, OSError, ValueError, RuntimeError) as error:  # the last: no thread to spare
             self.num_failed += 1
             logger.debug("The memory of %s cannot be read: %s", node, error)
             self._leave_alone(node, _RETRY_SECONDS)
@@ -107,7 +113,7 @@ class MappedPeers:
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True
+            self._closing.set()
             idle, self._idle = self._idle, {}
         for mappings in idle.values():
             for mapping in mappings:
@@ -123,12 +129,10 @@ class MappedPeers:
     def _mapping(self, node: str, address: str, limit: Deadline) -> Iterator[_Mapping]:
         """One that nobody else uses meanwhile. One that fails is closed."""
         with self._lock:
-            gone = [other for other in self._idle if self._address_of(other) is None]
-            closing = [mapping for other in gone for mapping in self._idle.pop(other)]
+            if self._looking is None:
+                self._looking = start_thread("lmc-mapped-peers", self._look)
             idle = self._idle.get(node)
             mapping = idle.pop() if idle else None
-        for each in closing:
-            each.close()
         if mapping is not None and not mapping.is_fresh:  # its owner has gone, and maybe come back
             mapping.close()
             mapping = None
@@ -139,10 +143,19 @@ class MappedPeers:
             mapping.close()
             raise
         with self._lock:
-            if not self._is_closed:
+            if not self._closing.is_set():
                 self._idle.setdefault(node, []).append(mapping)
                 return
         mapping.close()
+
+    def _look(self) -> None:
+        while not self._closing.wait(_SECONDS_BETWEEN_LOOKS):
+            with self._lock:
+                gone = [each for idle in self._idle.values() for each in idle if not each.is_fresh]
+                kept = {n: [m for m in idle if m not in gone] for n, idle in self._idle.items()}
+                self._idle = {node: idle for node, idle in kept.items() if idle}
+            for mapping in gone:
+                mapping.close()
 
 
 class _Mapping:
@@ -155,7 +168,7 @@ class _Mapping:
         try:
             self._sock.settimeout(seconds)
             self._sock.connect(address)
-            self._sock.sendall(command(b"MAP"))
+            self._ask(seconds, b"MAP")
             data, descriptors, _, _ = socket.recv_fds(self._sock, 64, 1)
             try:
                 if not descriptors:
@@ -191,13 +204,13 @@ class _Mapping:
                 for value in batch:
                     hits[value.index] = False
                 continue
-            self._sock.settimeout(_seconds(limit))
-            self._sock.sendall(command(b"LEASE", *(value.name for value in batch)))
+            seconds = _seconds(limit)
+            self._ask(seconds, b"LEASE", *(value.name for value in batch))
             places = self._places(len(batch))
             for value, place in zip(batch, places, strict=True):
                 if not (hits[value.index] and self._copy(plan.sealer, value, place)):
                     hits[value.index] = False
-            self._sock.sendall(command(b"RELEASE"))
+            self._ask(seconds, b"RELEASE")
             if self._line() != b"+OK":
                 raise _Lost("a lease that does not end")
         return hits
@@ -250,7 +263,16 @@ class _Mapping:
         del self._received[: end + 2]
         return line
 
+    def _ask(self, seconds: float, *words: bytes) -> None:
+        """The answer has to be there, all of it, in that time."""
+        self._until = time.monotonic() + seconds
+        self._sock.settimeout(seconds)
+        self._sock.sendall(command(*words))
+
     def _receive(self) -> None:
+        if (left := self._until - time.monotonic()) <= 0.0:
+            raise _Lost("late")
+        self._sock.settimeout(left)
         data = self._sock.recv(64 << 10)
         if not data:
             raise _Lost("closed")

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -150,6 +150,25 @@ def test_an_owner_that_has_gone_and_come_back_is_mapped_anew(path: Path) -> None
         assert (result.hits, data) == ([True] * 3, of([0, 1, 2]))
 
 
+def test_memory_of_an_owner_that_has_gone_is_let_go_though_nobody_reads(
+    path: Path, chunks: HeldChunks
+) -> None:
+    """As long as a reader maps it, the system cannot give it to an owner that starts again."""
+    before = _num_mapped()
+    with ExitStack() as owning:
+        owning.enter_context(owner(path, chunks))
+        with reader(path):
+            assert _num_mapped() == before + 1
+            owning.close()
+            assert within(FOUND_SECONDS, lambda: _num_mapped() == before)
+
+
+def _num_mapped() -> int:
+    """Pieces of memory here that were mapped for reading only."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:chunks" in line and " r--s " in line for line in maps)
+
+
 def test_who_has_leases_and_is_silent_loses_them(path: Path, chunks: HeldChunks) -> None:
     with owner(path, chunks, Limits(stall_seconds=0.2)), asking(path) as ask:
         names = [b"lmc:{default:" + chunk_key(0).hex().encode() + b"}"]
@@ -274,3 +293,37 @@ def test_a_silent_owner_is_waited_for_no_longer_than_the_load_may_take(path: Pat
         assert peers.num_failed == 1
         assert peers.read([chunk_key(0)], [buffer], node, limit) is None
         assert peers.num_failed == 1, "it is left alone for a while"
+
+
+def test_an_owner_whose_answer_trickles_is_waited_for_no_longer_than_the_load_may_take(
+    path: Path,
+) -> None:
+    """Each byte is in time, and all of them are not."""
+    with HostFolder(path).listen(name_of("one")) as listener:
+        thread = threading.Thread(target=_trickle, args=(listener,))
+        thread.start()
+        found = topology(path)
+        found.prepare()
+        (node,) = found.peers()
+        peers = mapped.MappedPeers(PLAN, found.address_here)
+        started = time.monotonic()
+        buffer = memoryview(bytearray(GEOMETRY.chunk_bytes))
+        limit = Deadline(started + 0.3, time.monotonic)
+        assert peers.read([chunk_key(0)], [buffer], node, limit) is None
+        assert time.monotonic() - started < 1.0
+        thread.join(10.0)
+        assert not thread.is_alive()
+        peers.close()
+
+
+def _trickle(listener: socket.socket) -> None:
+    held = HeldChunks([0])
+    held.share()
+    assert held.memory is not None
+    sock, _ = listener.accept()
+    with sock, contextlib.suppress(OSError):  # it has left
+        sock.recv(1 << 16)
+        socket.send_fds(sock, [b"+OK\r\n"], [held.memory])
+        for _ in range(30):
+            sock.sendall(b"*")
+            time.sleep(0.1)
